@@ -1,0 +1,99 @@
+"""BatchedTritonExperts: two grouped GEMMs over rows that lie expert by expert."""
+
+import torch
+
+from experts.tiles import Tile, choose_tiles
+from experts.triton_gemm import Product, first_product, second_product
+from modular_kernel import stages
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Combine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import KeepTopK, TopKWeightAndReduceDelegate
+
+
+class BatchedTritonExperts(PermuteExpertsUnpermute):
+    """Batched rows in, batched rows out, unweighted; two launches.
+
+    Only the first counts_e[i] rows of expert i are read or written.
+    """
+
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        packages=("triton",),
+        triton=True,
+        min_arch=(8, 0),
+        graph_capturable=True,
+        reduce=Reduce.DELEGATE,
+        keep_topk=True,
+        weight_on_input=False,
+        tf32=True,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        from experts.kernels.triton.batched_gemm import batched_gemm_kernel
+
+        self._kernel = batched_gemm_kernel
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, BatchedShape)
+        problem = self.problem
+        rows = (shape.experts, shape.capacity)
+        return WorkspaceShapes(
+            workspace13=BufferSpec((*rows, problem.intermediate), problem.dtype),
+            workspace2=BufferSpec((0,), problem.dtype),
+            output=BufferSpec((*rows, problem.hidden), problem.dtype),
+        )
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        if self.problem.combine is Combine.SUM:
+            return TopKWeightAndReduceDelegate()
+        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, BatchedTokens)
+        problem = self.problem
+        experts, capacity, _ = tokens.x_eCH.shape
+        tiles = choose_tiles(problem, capacity)
+        h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
+        with stages.stage(stages.GEMM1):
+            product = first_product(weights, problem)
+            self._multiply(tokens.x_eCH, product, tiles.gemm1, tokens.counts_e, h_eCI)
+        with stages.stage(stages.GEMM2):
+            product = second_product(weights, problem)
+            self._multiply(h_eCI, product, tiles.gemm2, tokens.counts_e, output)
+
+    def _multiply(
+        self,
+        a_eCK: torch.Tensor,
+        product: Product,
+        tile: Tile,
+        counts_e: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        experts, capacity, _ = a_eCK.shape
+        num_m = -(-capacity // tile.block_m)
+        num_n = -(-product.columns // tile.block_n)
+        self._kernel[(num_m * num_n, experts)](
+            a_ptr=a_eCK,
+            out_ptr=out,
+            counts_ptr=counts_e,
+            capacity=capacity,
+            num_m=num_m,
+            **product.arguments(tile, self.problem.fp32_precision),
+        )

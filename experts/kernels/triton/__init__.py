@@ -1,0 +1,1 @@
+"""Kernel files: leaves that import triton or cutlass and device functions of modular_kernel.ops."""

@@ -1,0 +1,62 @@
+"""Grouped GEMM over aligned pairs, gathering rows by pair and scattering results by pair."""
+
+import triton
+import triton.language as tl
+
+from experts.kernels.triton.tile import finish_tile, grouped_tile_order, multiply_tile
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    a_ptr, b_ptr, bias_ptr, row_weights_ptr, out_ptr,
+    sorted_ptr, expert_ids_ptr, num_post_ptr,
+    num_pairs, columns, depth, up_row, num_m,
+    stride_am, stride_ak, stride_be, stride_bn, stride_bk, stride_bias,
+    A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
+
+    b is (e, rows, depth); column n uses row n * ROW_STEP, and n * ROW_STEP + up_row if GATED.
+    out is (num_pairs, columns), contiguous. Blocks of skipped pairs write zeros if WRITE_ZEROS,
+    else nothing. Blocks past the last used one return at once: the grid is the worst case.
+    """
+    pid_m, pid_n = grouped_tile_order(
+        tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M
+    )
+    if pid_m * BLOCK_M >= tl.load(num_post_ptr):
+        return
+    pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    row_mask = pairs < num_pairs
+    column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < columns
+    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * columns + column[None, :]
+    out_mask = row_mask[:, None] & column_mask[None, :]
+    expert = tl.load(expert_ids_ptr + pid_m).to(tl.int64)
+    if expert < 0:
+        if WRITE_ZEROS:
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), out_ptr.dtype.element_ty)
+            tl.store(out_ptrs, zeros, mask=out_mask)
+        return
+    a_row = (pairs // A_TOP_K).to(tl.int64)
+    b_row = (column * ROW_STEP).to(tl.int64)
+    gate, up = multiply_tile(
+        a_ptr + a_row[:, None] * stride_am,
+        row_mask[:, None],
+        b_ptr + expert * stride_be + b_row[None, :] * stride_bn,
+        column_mask[None, :],
+        up_row.to(tl.int64) * stride_bn,
+        stride_ak, stride_bk, depth,
+        GATED, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    row_weights = gate
+    if HAS_ROW_WEIGHTS:
+        row_weights = tl.load(row_weights_ptr + pairs, mask=row_mask, other=0.0)
+    result = finish_tile(
+        gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
+        row_weights, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
+    )  # fmt: skip
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -1,0 +1,55 @@
+"""NaiveBatchedExperts: the reference for the batched format."""
+
+import torch
+
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.mlp import expert_mlp
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Combine, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import KeepTopK, TopKWeightAndReduceNaiveBatched
+
+
+class NaiveBatchedExperts(PermuteExpertsUnpermute):
+    """A loop over experts on (e, C, H) rows; writes valid rows only.
+
+    Reads the counts back to the host, so it cannot be captured in a graph.
+    """
+
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        reduce=Reduce.NAIVE_BATCHED,
+        keep_topk=True,
+        weight_on_input=False,
+    )
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, BatchedShape)
+        empty = BufferSpec((0,), self.problem.dtype)
+        output = (shape.experts, shape.capacity, self.problem.hidden)
+        return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        if self.problem.combine is Combine.SUM:
+            return TopKWeightAndReduceNaiveBatched()
+        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, BatchedTokens)
+        for expert, count in enumerate(tokens.counts_e.tolist()):
+            rows = tokens.x_eCH[expert, :count]
+            output[expert, :count] = expert_mlp(rows, weights, expert, self.problem)

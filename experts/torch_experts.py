@@ -1,0 +1,68 @@
+"""TorchExperts: plain torch over contiguous tokens, on any device. Right before fast."""
+
+import torch
+
+from modular_kernel import stages
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.count import local_ids
+from modular_kernel.ops.mlp import expert_mlp
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Combine, Reduce, Rows
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import KeepTopK, TopKWeightAndReduceContiguous
+
+
+class TorchExperts(PermuteExpertsUnpermute):
+    """A loop over experts; leaves unweighted (T, K, H) rows, zero for skipped pairs.
+
+    Reads the routing back to the host, so it cannot be captured in a graph.
+    """
+
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduce=Reduce.CONTIGUOUS,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        invalid_rows=Rows.ZERO,
+    )
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, ContiguousShape)
+        empty = BufferSpec((0,), self.problem.dtype)
+        output = (shape.tokens, shape.top_k, self.problem.hidden)
+        return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        if self.problem.combine is Combine.SUM:
+            return TopKWeightAndReduceContiguous()
+        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        with stages.stage(stages.PERMUTE):
+            ids_TK = local_ids(tokens.routing, weights.w1.shape[0])
+        output.zero_()
+        on_input = self.problem.apply_router_weight_on_input
+        router_TK = tokens.routing.topk_weights_TK if on_input else None
+        for expert in range(weights.w1.shape[0]):
+            token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+            if token.numel() == 0:
+                continue
+            row_weights = None if router_TK is None else router_TK[token, slot]
+            rows = expert_mlp(tokens.x_TH[token], weights, expert, self.problem, row_weights)
+            output[token, slot] = rows

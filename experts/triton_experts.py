@@ -1,0 +1,140 @@
+"""TritonExperts: align, two grouped GEMMs (the first with the activation behind it), sum."""
+
+import torch
+
+from experts.tiles import Tile, choose_tiles
+from experts.triton_gemm import Product, first_product, second_product
+from modular_kernel import stages
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.align import Aligned, align, align_specs
+from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Combine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import KeepTopK, TopKWeightAndReduceNoOp
+
+
+class TritonExperts(PermuteExpertsUnpermute):
+    """Contiguous tokens, Triton grouped GEMMs; weights and sums over top-k itself.
+
+    Six launches: count, scan and place the pairs; GEMM 1 + activation; GEMM 2; weighted sum.
+    Where top-k is kept the last one falls away and GEMM 2 writes the output, zeros for skipped
+    pairs included. No atomics on floating-point values, so results are bitwise repeatable.
+    """
+
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        packages=("triton",),
+        triton=True,
+        min_arch=(8, 0),
+        graph_capturable=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        tf32=True,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        from experts.kernels.triton.grouped_gemm import grouped_gemm_kernel
+
+        self._kernel = grouped_gemm_kernel
+        self._sums = problem.combine is Combine.SUM
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, ContiguousShape)
+        problem, pairs = self.problem, shape.tokens * shape.top_k
+        rows = BufferSpec((pairs if self._sums else 0, problem.hidden), problem.dtype)
+        kept = (shape.tokens, shape.top_k, problem.hidden)
+        output = (shape.tokens, problem.hidden) if self._sums else kept
+        block = choose_tiles(problem, shape.tokens).gemm1.block_m
+        return WorkspaceShapes(
+            workspace13=BufferSpec((pairs, problem.intermediate), problem.dtype),
+            workspace2=rows,
+            output=BufferSpec(output, problem.dtype),
+            extra=align_specs(pairs, block, problem.e),
+        )
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        if self._sums:
+            return TopKWeightAndReduceNoOp()
+        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        problem, routing = self.problem, tokens.routing
+        num_tokens, top_k = routing.topk_ids_TK.shape
+        pairs = num_tokens * top_k
+        tiles = choose_tiles(problem, num_tokens)
+        with stages.stage(stages.PERMUTE):
+            aligned = align(
+                routing,
+                block_size=tiles.gemm1.block_m,
+                num_local=problem.e,
+                workspace=workspace,
+                ignore_invalid=self._sums,
+            )
+        h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
+        on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
+        with stages.stage(stages.GEMM1):
+            product = first_product(weights, problem)
+            self._multiply(tokens.x_TH, product, tiles.gemm1, aligned, h_PI, on_input)
+        rows_PH = workspace.take("workspace2", (pairs, problem.hidden)) if self._sums else output
+        with stages.stage(stages.GEMM2):
+            product = second_product(weights, problem)
+            self._multiply(h_PI, product, tiles.gemm2, aligned, rows_PH, None)
+        if self._sums:
+            with stages.stage(stages.REDUCE):
+                weight_and_sum(
+                    rows_PH.view(num_tokens, top_k, problem.hidden),
+                    None if problem.apply_router_weight_on_input else routing.topk_weights_TK,
+                    scale=problem.routed_scaling_factor,
+                    out=output,
+                    routing=routing,
+                    num_local=problem.e,
+                )
+
+    def _multiply(
+        self,
+        a: torch.Tensor,
+        product: Product,
+        tile: Tile,
+        aligned: Aligned,
+        out: torch.Tensor,
+        row_weights_TK: torch.Tensor | None,
+    ) -> None:
+        """One grouped GEMM. a: (T, H) tokens, or (P, I) one row per pair; out: a row per pair."""
+        pairs = out.numel() // product.columns
+        blocks = aligned.expert_ids.numel()
+        num_n = -(-product.columns // tile.block_n)
+        self._kernel[(blocks * num_n,)](
+            a_ptr=a,
+            row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
+            out_ptr=out,
+            sorted_ptr=aligned.sorted_token_ids,
+            expert_ids_ptr=aligned.expert_ids,
+            num_post_ptr=aligned.num_tokens_post_padded,
+            num_pairs=pairs,
+            num_m=blocks,
+            stride_am=a.stride(0),
+            stride_ak=a.stride(1),
+            A_TOP_K=pairs // a.shape[0],
+            WRITE_ZEROS=not self._sums,
+            HAS_ROW_WEIGHTS=row_weights_TK is not None,
+            **product.arguments(tile, self.problem.fp32_precision),
+        )

@@ -1,0 +1,63 @@
+"""Compose fused Mixture-of-Experts layers from interchangeable, proven parts.
+
+Names are loaded on first use, so that `mk --help` does not import torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modular_kernel.catalog import check, check_all, make_kernel
+    from modular_kernel.compose import compose
+    from modular_kernel.contracts import (
+        PermuteExpertsUnpermute,
+        PrepareAndFinalize,
+        TopKWeightAndReduce,
+    )
+    from modular_kernel.errors import IncompatibleError, ModularKernelError
+    from modular_kernel.kernel import FusedMoEModularKernel
+    from modular_kernel.support import Rejection, Verdict
+    from modular_kernel.tensors import ExpertWeights, Routing
+    from modular_kernel.types import (
+        ActivationFormat,
+        ActivationSpec,
+        Combine,
+        Machine,
+        Parallel,
+        Problem,
+    )
+
+_HOME = {
+    "check": "catalog",
+    "check_all": "catalog",
+    "make_kernel": "catalog",
+    "compose": "compose",
+    "PermuteExpertsUnpermute": "contracts",
+    "PrepareAndFinalize": "contracts",
+    "TopKWeightAndReduce": "contracts",
+    "IncompatibleError": "errors",
+    "ModularKernelError": "errors",
+    "FusedMoEModularKernel": "kernel",
+    "Rejection": "support",
+    "Verdict": "support",
+    "ExpertWeights": "tensors",
+    "Routing": "tensors",
+    "ActivationFormat": "types",
+    "ActivationSpec": "types",
+    "Combine": "types",
+    "Machine": "types",
+    "Parallel": "types",
+    "Problem": "types",
+}
+
+__all__ = list(_HOME)  # noqa: PLE0605 (one table, not two)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'modular_kernel' has no attribute {name!r}")
+    return getattr(import_module(f"modular_kernel.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,6 @@
+"""`python -m modular_kernel VERB` is `mk VERB`."""
+
+from modular_kernel.cli.main import run
+
+if __name__ == "__main__":
+    run()

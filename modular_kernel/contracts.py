@@ -1,0 +1,182 @@
+"""The three abstract parts a fused MoE layer is composed from.
+
+    PrepareAndFinalize.prepare -> PermuteExpertsUnpermute.apply -> PrepareAndFinalize.finalize
+
+The class body of a part declares (`requires = ...`), its constructor binds kernels or a vendor
+library, its methods compute. Nothing is kept on `self` between prepare and finalize: the handle
+carries it, so two batches in flight are safe.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Rejection
+from modular_kernel.tensors import (
+    Dispatched,
+    DispatchShape,
+    ExpertRows,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+
+Receiver = Callable[[], tuple[Dispatched, Handle]]
+
+
+class TopKWeightAndReduce(ABC):
+    """Applies router weights and the routed scaling factor once, and sums over top-k."""
+
+    kind: ClassVar[Reduce | None]  # None: keeps top-k
+
+    @abstractmethod
+    def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        """Write every element of `out`, (T, H) or (T, K, H) in the problem's dtype.
+
+        `out` may be the very tensor `rows.rows`; then the work is done in place.
+        """
+
+
+class PrepareAndFinalize(ABC):
+    """Quantise and dispatch before the experts; combine after them.
+
+    problem: the layer it serves. group: the process group, where ranks take part.
+    """
+
+    requires: ClassVar[PrepareFinalizeRequirements]
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        self.problem = problem
+        self.group = group
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        """Rules of this part alone that `requires` has no word for; the rule is named after it."""
+        return ()
+
+    @property
+    def activation_format(self) -> ActivationFormat:
+        """The format prepare produces and finalize takes back."""
+        return self.requires.activation_format
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        """The dtype the router must emit; None if int32 and int64 both do."""
+        return self.requires.topk_indices_dtype
+
+    def max_num_tokens_per_rank(self) -> int | None:
+        """Most tokens one call may pass; None if the part has no bound of its own."""
+        return self.requires.max_tokens
+
+    def num_dispatchers(self) -> int:
+        """Ranks whose tokens may arrive here."""
+        return self.problem.parallel.world_size
+
+    def has_prepare_no_receive(self) -> bool:
+        """Whether `prepare_no_receive` is implemented."""
+        return self.requires.asynchronous
+
+    @abstractmethod
+    def dispatch_shape(self, tokens: int) -> DispatchShape:
+        """The most that can arrive when every rank passes at most `tokens` tokens."""
+
+    @abstractmethod
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        """Buffers that prepare and finalize take from the workspace, by name."""
+
+    @abstractmethod
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
+    ) -> tuple[Dispatched, Handle]:
+        """Quantise and dispatch x_TH (T, H), read only; T may be 0.
+
+        Of `weights` only expert_map and the static input scales may be read.
+        """
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: "Call"
+    ) -> Receiver:
+        """Start prepare and return what waits for it. Raises UnsupportedError if not declared."""
+        name = type(self).__name__
+        raise UnsupportedError("prepare_no_receive", got=name, need="a part declared asynchronous")
+
+    @abstractmethod
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        """Combine into `out` (T, H) or (T, K, H), applying `reduce`, or a substitute if it
+        delegates. `handle` must come from the prepare of the same call."""
+
+
+class PermuteExpertsUnpermute(ABC):
+    """Permute, GEMM 1, activation, GEMM 2, unpermute; possibly weight and reduce."""
+
+    requires: ClassVar[ExpertsRequirements]
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        """Rules of this part alone that `requires` has no word for; the rule is named after it."""
+        return ()
+
+    @property
+    def activation_formats(self) -> tuple[ActivationFormat, ActivationFormat]:
+        """Input and output format."""
+        return self.requires.activation_format, self.requires.activation_format
+
+    def supports_chunking(self) -> bool:
+        """Whether a call may be split along its tokens."""
+        return self.requires.chunking
+
+    def supports_expert_map(self) -> bool:
+        """Whether `apply` understands ExpertWeights.expert_map."""
+        return self.requires.expert_map
+
+    @abstractmethod
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        """Buffers and output for a dispatch of at most `shape`; monotone in it."""
+
+    @abstractmethod
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        """What finalize has to apply to the output; NoOp if nothing is left to do."""
+
+    @abstractmethod
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        """Write `output`, of the declared shape for this dispatch; inputs are read only.
+
+        Never called with zero rows. Rows of skipped pairs are as `requires.invalid_rows` says.
+        If the part declares inplace, `output` may be the memory of `tokens`: then nothing is
+        written to it before the last token was read.
+        """
+
+
+class Call:
+    """What one call of a kernel owns besides the caller's tensors.
+
+    workspace: the buffers declared by both parts. invalid_ids: int32 (1,) counter of ids outside
+    [-1, E), shared by all calls of a kernel and only ever added to.
+    """
+
+    __slots__ = ("invalid_ids", "workspace")
+
+    def __init__(self, workspace: Workspace, invalid_ids: torch.Tensor) -> None:
+        self.workspace = workspace
+        self.invalid_ids = invalid_ids

@@ -1,0 +1,80 @@
+"""Every exception the toolkit raises on purpose.
+
+A user's mistake raises a subclass of `ModularKernelError` that names what was wrong, what it got
+and what it needs, before anything is launched. `assert` is left for our own invariants.
+"""
+
+from collections.abc import Sequence
+
+
+class ModularKernelError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InputError(ModularKernelError, ValueError):
+    """A value the caller gave is not usable: `what` it is, what we `got`, what we `need`."""
+
+    def __init__(self, what: str, *, got: object, need: object) -> None:
+        self.what, self.got, self.need = what, got, need
+        super().__init__(f"{what}: got {got}, need {need}")
+
+
+class ConfigurationError(InputError):
+    """A declared option or problem field is wrong, or two of them contradict each other."""
+
+
+class ShapeError(InputError):
+    """A tensor has the wrong rank or shape, or two tensors disagree."""
+
+
+class DtypeError(InputError):
+    """A tensor has a dtype the declared problem does not allow."""
+
+
+class DeviceError(InputError):
+    """A tensor lives on another device than its peers or than the kernel."""
+
+
+class LayoutError(InputError):
+    """A tensor is strided in a way the operation cannot read, where that matters."""
+
+
+class RoutingError(InputError):
+    """Top-k ids outside [-1, experts) in checked mode, or routing that fits no weights."""
+
+
+class WeightsError(InputError):
+    """Expert weights that do not fit the declared problem (scales, biases, placement)."""
+
+
+class CapacityError(InputError):
+    """More tokens than a plan, a part or a communication buffer was made for."""
+
+
+class UnsupportedError(InputError):
+    """A method was called that the part declares not to have."""
+
+
+class CorruptionError(ModularKernelError):
+    """A part wrote outside its workspace (red zones are watched in poison mode)."""
+
+
+class UnknownPartError(InputError):
+    """No part has this name; `need` lists the nearest names."""
+
+
+class DuplicatePartError(InputError):
+    """Two packages offer a part under one name; using that name is refused."""
+
+
+class BrokenPartError(InputError):
+    """The entry point that should provide parts failed to import; `got` is its error."""
+
+
+class IncompatibleError(ModularKernelError, ValueError):
+    """A pairing was refused; `rejections` holds every violated rule, not only the first."""
+
+    def __init__(self, pairing: str, rejections: Sequence[object]) -> None:
+        self.pairing, self.rejections = pairing, tuple(rejections)
+        reasons = "\n".join(f"  - {rejection}" for rejection in self.rejections)
+        super().__init__(f"{pairing} is refused for {len(self.rejections)} reason(s):\n{reasons}")

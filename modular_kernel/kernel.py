@@ -1,0 +1,331 @@
+"""FusedMoEModularKernel: one PrepareAndFinalize and one PermuteExpertsUnpermute, composed.
+
+    kernel = FusedMoEModularKernel(prepare_finalize, experts)   # refused here if incompatible
+    y_TH = kernel(x_TH, weights, routing)                       # allocates its workspace
+    plan = kernel.plan()                                        # allocates once ...
+    y_TH = plan(x_TH, weights, routing)                         # ... and never again
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from modular_kernel import stages, validate
+from modular_kernel.contracts import (
+    Call,
+    PermuteExpertsUnpermute,
+    PrepareAndFinalize,
+    Receiver,
+    TopKWeightAndReduce,
+)
+from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
+from modular_kernel.machine import current_machine
+from modular_kernel.rules import judge
+from modular_kernel.tensors import (
+    ContiguousTokens,
+    Dispatched,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, poison_tensor
+
+_EXPERT_OUTPUT = "expert_output"
+
+
+class FusedMoEModularKernel:
+    """A fused MoE layer made of two parts that were judged to fit.
+
+    machine: where it will run; None reads this one. checked: read ids on every call and raise
+    RoutingError on an invalid one (synchronises); otherwise such pairs are skipped and counted in
+    `invalid_ids`. poison: fill workspaces and output with NaN before each call and watch red
+    zones after it (for tests; synchronises).
+    Raises IncompatibleError with every reason if the pairing is refused.
+    """
+
+    def __init__(
+        self,
+        prepare_finalize: PrepareAndFinalize,
+        experts: PermuteExpertsUnpermute,
+        *,
+        machine: Machine | None = None,
+        checked: bool = False,
+        poison: bool = False,
+    ) -> None:
+        if prepare_finalize.problem != experts.problem:
+            got, need = prepare_finalize.problem, experts.problem
+            raise ConfigurationError("the two parts' problems", got=got, need=need)
+        packages = prepare_finalize.requires.packages + experts.requires.packages
+        self.machine = machine or current_machine(packages)
+        self.problem: Problem = experts.problem
+        verdict = judge(type(prepare_finalize), type(experts), self.problem, self.machine)
+        if not verdict.ok:
+            raise IncompatibleError(verdict.pairing, verdict.rejections)
+        self.prepare_finalize = prepare_finalize
+        self.experts = experts
+        self.reduce = _reduce_of(experts)
+        # The experts' output is the layer's own where finalize has nothing left to move.
+        standard = experts.requires.activation_format is ActivationFormat.STANDARD
+        self._experts_write_out = self.reduce.kind is Reduce.NOOP or (
+            self.reduce.kind is None and standard
+        )
+        self.checked = checked
+        self.poison = poison
+        self._invalid_ids: torch.Tensor | None = None
+
+    @property
+    def pairing(self) -> str:
+        """The two parts' names."""
+        return f"{type(self.prepare_finalize).__name__} x {type(self.experts).__name__}"
+
+    @property
+    def invalid_ids(self) -> int:
+        """How many ids outside [-1, E) were skipped so far. Synchronises with the device."""
+        return 0 if self._invalid_ids is None else int(self._invalid_ids.item())
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layer's output: (T, H), or (T, K, H) where top-k is kept; x itself if inplace.
+
+        x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: written and returned if
+        given. Raises an InputError before anything is launched if a tensor does not fit.
+        """
+        return self.start(x_TH, weights, routing, out=out).finish()
+
+    def start(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> "Pending":
+        """Check and dispatch; the experts and the combine run in `.finish()`.
+
+        With an asynchronous PrepareAndFinalize, work done in between overlaps the dispatch.
+        Several calls may be in flight at once.
+        """
+        self.check(x_TH, weights, routing, out)
+        specs = self.workspace_specs(x_TH.shape[0])
+        workspace = Workspace(specs, x_TH.device, poison=self.poison)
+        return self.start_checked(x_TH, weights, routing, self._output(x_TH, out), workspace)
+
+    def plan(self, problem: Problem | None = None) -> "Plan":
+        """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.
+
+        problem: this kernel's problem, possibly with fewer tokens; None means the kernel's own.
+        """
+        problem = problem or self.problem
+        if problem.with_tokens(self.problem.tokens) != self.problem:
+            raise ConfigurationError("the plan's problem", got=problem, need=self.problem)
+        if problem.tokens > self.problem.tokens:
+            need = f"<= {self.problem.tokens}, the kernel's"
+            raise CapacityError("the plan's tokens", got=problem.tokens, need=need)
+        return Plan(self, problem)
+
+    def check(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+    ) -> None:
+        """Raise the InputError that names the first tensor which does not fit the problem."""
+        validate.check_input(x_TH, self.problem, self.machine.device)
+        validate.check_weights(weights, x_TH, self.problem)
+        self.check_call(x_TH, weights, routing, out)
+
+    def check_call(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+    ) -> None:
+        """The part of `check` that can differ from call to call."""
+        validate.check_no_grad(x_TH, weights)
+        validate.check_routing(routing, x_TH, self.problem)
+        if out is not None:
+            validate.check_out(out, x_TH, self.problem)
+        if self.checked:
+            validate.check_ids(routing, self.problem)
+
+    def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
+        """Every buffer a call of `tokens` tokens takes, from both parts."""
+        own = self.prepare_finalize.workspace_shapes(tokens)
+        shape = self.prepare_finalize.dispatch_shape(tokens)
+        chunk = self.problem.chunk_tokens
+        piece = shape
+        if chunk is not None and tokens > chunk:
+            piece = self.prepare_finalize.dispatch_shape(chunk)
+        specs = {**own, **self.experts.workspace_shapes(piece).buffers()}
+        if not self._experts_write_out:
+            specs[_EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
+        return specs
+
+    def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        if self.problem.inplace:
+            return x_TH
+        if out is not None:
+            return out
+        shape = (x_TH.shape[0], *self.problem.output_shape[1:])
+        return torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
+
+    def count_invalid_ids_on(self, device: torch.device) -> torch.Tensor:
+        """The counter behind `invalid_ids`, made at the first need."""
+        if self._invalid_ids is None:
+            self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
+        return self._invalid_ids
+
+    def start_checked(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor,
+        workspace: Workspace,
+    ) -> "Pending":
+        """`start` for tensors that were checked, with the buffers to use."""
+        if self.poison and not self.problem.inplace:
+            poison_tensor(out)
+        call = Call(workspace, self.count_invalid_ids_on(x_TH.device))
+        part = self.prepare_finalize
+        with stages.stage(stages.PREPARE):
+            if part.has_prepare_no_receive():
+                receive = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+            else:
+                arrived = part.prepare(x_TH, routing, weights=weights, call=call)
+
+                def receive() -> tuple[Dispatched, Handle]:
+                    return arrived
+        return Pending(self, receive, weights, workspace, out)
+
+    def _finish(self, pending: "Pending") -> torch.Tensor:
+        tokens, handle = pending.receive()
+        output = pending.out
+        if not self._experts_write_out:
+            shape = self.prepare_finalize.dispatch_shape(pending.tokens)
+            output = pending.workspace.take(
+                _EXPERT_OUTPUT, self.experts.workspace_shapes(shape).output.shape
+            )
+        with stages.stage(stages.EXPERTS):
+            self._apply_experts(tokens, pending, output)
+        with stages.stage(stages.FINALIZE):
+            self.prepare_finalize.finalize(
+                output, handle=handle, reduce=self.reduce, out=pending.out
+            )
+        if self.poison:
+            pending.workspace.check_red_zones()
+        return pending.out
+
+    def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
+        """Run the experts, in pieces where the problem says so; not at all on zero rows."""
+        apply = partial(
+            self.experts.apply, weights=pending.weights, workspace=pending.workspace
+        )
+        chunk = self.problem.chunk_tokens
+        if isinstance(tokens, ContiguousTokens) and chunk and len(tokens.x_TH) > chunk:
+            for start in range(0, len(tokens.x_TH), chunk):
+                stop = start + chunk
+                apply(_slice(tokens, start, stop), output=output[start:stop])
+        elif output.numel():
+            apply(tokens, output=output)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A call between its dispatch and its experts; `finish` must be called exactly once."""
+
+    kernel: FusedMoEModularKernel
+    receive: Receiver
+    weights: ExpertWeights
+    workspace: Workspace
+    out: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        return self.out.shape[0]
+
+    def finish(self) -> torch.Tensor:
+        """Wait for the dispatch, run the experts, combine; returns the layer's output."""
+        return self.kernel._finish(self)
+
+
+class Plan:
+    """A kernel with its buffers allocated: a call allocates nothing and can be captured.
+
+    Calls of one plan share its buffers, so they must not be in flight together (make two plans).
+    The tensor returned is the plan's own until the next call, unless `out` is given or the
+    problem is inplace. Weights are checked once per ExpertWeights object.
+    """
+
+    def __init__(self, kernel: FusedMoEModularKernel, problem: Problem) -> None:
+        self.kernel = kernel
+        self.problem = problem
+        device = torch.device(kernel.machine.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        specs = kernel.workspace_specs(problem.tokens)
+        self._workspace = Workspace(specs, device, poison=kernel.poison)
+        self._out = torch.empty(problem.output_shape, dtype=problem.dtype, device=device)
+        self._weights: ExpertWeights | None = None
+        kernel.count_invalid_ids_on(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace held, the output apart."""
+        return self._workspace.nbytes
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As FusedMoEModularKernel.__call__, for T <= the plan's tokens (CapacityError else)."""
+        kernel = self.kernel
+        validate.check_input(x_TH, self.problem, kernel.machine.device)
+        if weights is not self._weights:
+            validate.check_weights(weights, x_TH, self.problem)
+            self._weights = weights
+        kernel.check_call(x_TH, weights, routing, out)
+        if self.problem.inplace:
+            out = x_TH
+        elif out is None:
+            out = self._out[: x_TH.shape[0]]
+        if kernel.poison:
+            self._workspace.poison()
+        return kernel.start_checked(x_TH, weights, routing, out, self._workspace).finish()
+
+
+def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
+    """The experts' reducer; its kind must be the one they declare."""
+    reduce = experts.finalize_weight_and_reduce_impl()
+    declared = experts.requires.reduce if experts.problem.combine is Combine.SUM else None
+    if reduce.kind is not declared:
+        name = f"{type(experts).__name__}.finalize_weight_and_reduce_impl()"
+        raise ConfigurationError(name, got=reduce.kind, need=f"{declared}, as it declares")
+    return reduce
+
+
+def _slice(tokens: ContiguousTokens, start: int, stop: int) -> ContiguousTokens:
+    """Rows [start, stop) of a contiguous dispatch."""
+    routing = tokens.routing
+    weights_TK = routing.topk_weights_TK
+    part = replace(
+        routing,
+        topk_weights_TK=None if weights_TK is None else weights_TK[start:stop],
+        topk_ids_TK=routing.topk_ids_TK[start:stop],
+    )
+    scale = None if tokens.scale is None else tokens.scale[start:stop]
+    return ContiguousTokens(tokens.x_TH[start:stop], part, scale)

@@ -1,0 +1,37 @@
+"""Reads the machine once into a frozen `Machine`; the only place that does."""
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from modular_kernel.settings import read_settings
+from modular_kernel.types import Machine
+
+
+def importable(packages: Iterable[str]) -> frozenset[str]:
+    """Those of `packages` that can be found, without importing them."""
+    found = set()
+    for package in packages:
+        try:
+            if find_spec(package) is not None:
+                found.add(package)
+        except (ImportError, ValueError):  # a stub in sys.modules, or a parent that is missing
+            continue
+    return frozenset(found)
+
+
+def current_machine(
+    packages: Iterable[str] = (), *, device: Literal["cuda", "cpu"] | None = None
+) -> Machine:
+    """This machine. `packages` are looked for beside triton and ml_dtypes.
+
+    device: "cpu" describes this machine's CPU even where a GPU is present; None prefers the GPU.
+    """
+    found = importable({"triton", "ml_dtypes", *packages})
+    if device != "cpu" and torch.cuda.is_available():
+        arch = torch.cuda.get_device_capability()
+        return Machine("cuda", arch, found, name=torch.cuda.get_device_name())
+    interpreter = read_settings().triton_interpret and {"triton", "ml_dtypes"} <= found
+    return Machine("cpu", None, found, interpreter)

@@ -1,0 +1,1 @@
+"""Operations used by two parts or more, each with a torch twin beside its kernel."""

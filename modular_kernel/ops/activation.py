@@ -1,0 +1,72 @@
+"""gated_activation: the function between the two GEMMs, as an operation of its own."""
+
+import torch
+
+from modular_kernel.errors import ShapeError
+from modular_kernel.ops.permute import hidden_block
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.types import ActivationSpec
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.activation import activation_kernel
+
+
+def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
+    """(step, offset): value i's gate stands at i * step and its up value `offset` further."""
+    if not spec.gated:
+        return 1, 0
+    return (2, 1) if spec.interleaved else (1, intermediate)
+
+
+def activation_constants(spec: ActivationSpec) -> dict[str, object]:
+    """The constexpr arguments of the device function `activate`."""
+    return {"KIND": spec.kind, "ALPHA": spec.alpha or 0.0, "LIMIT": spec.limit or 0.0}
+
+
+def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
+    """out_RI = act(x_RN), computed in float32 and rounded once; gated or not, as `spec` says.
+
+    x_RN (R, N) and out_RI (R, I), values of a row side by side, N = 2I if gated, else I.
+    """
+    rows, intermediate = out_RI.shape
+    need = (rows, intermediate * (2 if spec.gated else 1))
+    if tuple(x_RN.shape) != need:
+        raise ShapeError("activation input", got=tuple(x_RN.shape), need=need)
+    if out_RI.numel() == 0:
+        return
+    if not use_triton(x_RN):
+        out_RI.copy_(gated_activation_ref(x_RN, spec))
+        return
+    step, offset = up_rows(spec, intermediate)
+    block = hidden_block(intermediate)
+    activation_kernel[(rows, -(-intermediate // block))](
+        x_ptr=x_RN,
+        out_ptr=out_RI,
+        intermediate=intermediate,
+        stride_x=x_RN.stride(0),
+        stride_out=out_RI.stride(0),
+        up_offset=offset,
+        STEP=step,
+        BLOCK=block,
+        **activation_constants(spec),
+    )
+
+
+def gated_activation_ref(x_RN: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
+    """Torch twin of `gated_activation`: (R, N) -> (R, I) in float32."""
+    value = x_RN.float()
+    if not spec.gated:
+        return torch.relu(value) ** 2
+    gate, up = (value[:, ::2], value[:, 1::2]) if spec.interleaved else value.chunk(2, dim=1)
+    if spec.limit is not None:
+        up = up.clamp(-spec.limit, spec.limit)
+        if spec.kind != "swiglu_clamp_after":
+            gate = gate.clamp(max=spec.limit)
+    if spec.kind == "swiglu_oai":
+        assert spec.alpha is not None
+        return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
+    if spec.kind in ("gelu", "gelu_tanh"):
+        approximate = "tanh" if spec.kind == "gelu_tanh" else "none"
+        return torch.nn.functional.gelu(gate, approximate=approximate) * up
+    gate = torch.nn.functional.silu(gate)
+    return (gate.clamp(max=spec.limit) if spec.kind == "swiglu_clamp_after" else gate) * up

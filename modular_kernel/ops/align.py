@@ -1,0 +1,169 @@
+"""moe_align_block_size: sort pairs by expert, stably, and pad each expert to whole blocks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.errors import DtypeError, RoutingError, ShapeError
+from modular_kernel.ops.count import (
+    CHUNK,
+    count_pairs,
+    counts_spec,
+    id_arguments,
+    local_ids,
+)
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import IdSpace
+from modular_kernel.workspace import BufferSpec, Workspace
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.align import align_place_kernel
+
+_FILL_BLOCKS = 8  # blocks per filling program
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """Pairs in blocks of one expert each.
+
+    sorted_token_ids: (P,) int32 pair indices (token = pair // K), stable by pair inside an
+    expert; T * K marks padding and everything from num_tokens_post_padded on.
+    expert_ids: (ceil(P / block_size),) int32, the block's local expert; -1 for blocks of skipped
+    pairs, which come first, and for blocks past the end.
+    num_tokens_post_padded: (1,) int32.
+    """
+
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_tokens_post_padded: torch.Tensor
+
+
+def aligned_length(numel: int, block_size: int, num_local: int) -> int:
+    """P: the longest sorted_token_ids can get. Few pairs cannot open more than numel blocks."""
+    if numel < num_local + 1:
+        return numel * block_size
+    return numel + (num_local + 1) * (block_size - 1)
+
+
+def align_specs(numel: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
+    """The workspace buffers `align` takes."""
+    length = aligned_length(numel, block_size, num_local)
+    return {
+        "align_sorted": BufferSpec((length,), torch.int32),
+        "align_experts": BufferSpec((-(-length // block_size),), torch.int32),
+        "align_num_post": BufferSpec((1,), torch.int32),
+        "align_scratch": counts_spec(numel, num_local),
+    }
+
+
+def align(
+    routing: DispatchedRouting,
+    *,
+    block_size: int,
+    num_local: int,
+    workspace: Workspace,
+    ignore_invalid: bool = False,
+) -> Aligned:
+    """Align the pairs of `routing` into workspace buffers declared by `align_specs`.
+
+    ignore_invalid: leave skipped pairs out instead of giving them blocks with expert -1.
+    Three launches on a GPU: count, scan, place.
+    """
+    numel = routing.topk_ids_TK.numel()
+    specs = align_specs(numel, block_size, num_local)
+    sorted_ids, experts, num_post, scratch = (
+        workspace.take(name, spec.shape) for name, spec in specs.items()
+    )
+    aligned = Aligned(sorted_ids, experts, num_post)
+    if not use_triton(sorted_ids):
+        align_ref(routing, block_size, num_local, ignore_invalid=ignore_invalid, out=aligned)
+        return aligned
+    counts = count_pairs(routing, num_local, scratch=scratch)
+    fillers = -(-experts.numel() // _FILL_BLOCKS)
+    align_place_kernel[(counts.num_chunks + fillers,)](
+        prefix_ptr=counts.prefix,
+        totals_ptr=counts.totals,
+        sorted_ptr=sorted_ids,
+        expert_ids_ptr=experts,
+        num_post_ptr=num_post,
+        numel=numel,
+        num_chunks=counts.num_chunks,
+        num_positions=sorted_ids.numel(),
+        num_blocks=experts.numel(),
+        IGNORE_INVALID=ignore_invalid,
+        CHUNK=CHUNK,
+        BINS=counts.bins,
+        BLOCK_SIZE=block_size,
+        FILL_BLOCKS=_FILL_BLOCKS,
+        **id_arguments(routing, num_local),
+    )
+    return aligned
+
+
+def moe_align_block_size(
+    topk_ids_TK: torch.Tensor,
+    block_size: int,
+    num_experts: int,
+    *,
+    expert_map: torch.Tensor | None = None,
+    ignore_invalid: bool = False,
+    checked: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """sorted_token_ids, expert_ids and num_tokens_post_padded in fresh tensors (see Aligned).
+
+    topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts). expert_map: (num_experts,) int32 to
+    local ids or -1. checked: raise RoutingError on an id out of range instead of skipping it.
+    block_size must be a power of two.
+    """
+    if topk_ids_TK.dim() != 2:
+        raise ShapeError("topk_ids", got=tuple(topk_ids_TK.shape), need="(T, K)")
+    if topk_ids_TK.dtype not in (torch.int32, torch.int64):
+        raise DtypeError("topk_ids", got=topk_ids_TK.dtype, need="int32 or int64")
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ShapeError("block_size", got=block_size, need="a power of two")
+    outside = (topk_ids_TK < -1) | (topk_ids_TK >= num_experts)
+    if checked and bool(outside.any()):
+        got = int(topk_ids_TK[outside][0])
+        raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {num_experts - 1}")
+    counter = torch.zeros(1, dtype=torch.int32, device=topk_ids_TK.device)
+    routing = DispatchedRouting(
+        None, topk_ids_TK.contiguous(), IdSpace.GLOBAL, num_experts, expert_map, counter
+    )
+    specs = align_specs(topk_ids_TK.numel(), block_size, num_experts)
+    workspace = Workspace(specs, topk_ids_TK.device)
+    if topk_ids_TK.numel() == 0:
+        empty = torch.empty(0, dtype=torch.int32, device=topk_ids_TK.device)
+        return empty, empty.clone(), torch.zeros_like(counter)
+    aligned = align(
+        routing,
+        block_size=block_size,
+        num_local=num_experts,
+        workspace=workspace,
+        ignore_invalid=ignore_invalid,
+    )
+    return aligned.sorted_token_ids, aligned.expert_ids, aligned.num_tokens_post_padded
+
+
+def align_ref(
+    routing: DispatchedRouting,
+    block_size: int,
+    num_local: int,
+    *,
+    ignore_invalid: bool,
+    out: Aligned,
+) -> None:
+    """Torch twin of `align`: one expert after the other."""
+    ids = local_ids(routing, num_local).flatten()
+    out.sorted_token_ids.fill_(ids.numel())
+    out.expert_ids.fill_(-1)
+    position = 0
+    for expert in range(0 if ignore_invalid else -1, num_local):
+        pairs = (ids == expert).nonzero()[:, 0].to(torch.int32)
+        blocks = -(-pairs.numel() // block_size)
+        out.sorted_token_ids[position : position + pairs.numel()] = pairs
+        first = position // block_size
+        out.expert_ids[first : first + blocks] = expert
+        position += blocks * block_size
+    out.num_tokens_post_padded.fill_(position)

@@ -1,0 +1,70 @@
+"""assign_rows: where each pair's row lies in the batched layout (e, C, H)."""
+
+import torch
+
+from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.workspace import BufferSpec
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.batch import assign_rows_kernel
+
+
+def assign_rows_scratch(tokens: int, top_k: int, num_local: int) -> BufferSpec:
+    """The scratch buffer of `assign_rows`."""
+    return counts_spec(tokens * top_k, num_local)
+
+
+def assign_rows(
+    routing: DispatchedRouting,
+    *,
+    capacity: int,
+    row_of_pair_TK: torch.Tensor,
+    counts_e: torch.Tensor,
+    scratch: torch.Tensor,
+) -> None:
+    """Give each (token, expert) one row: expert * capacity + place, in the order of the tokens.
+
+    Writes row_of_pair_TK (T, K) int32, -1 where skipped, and counts_e (e,) int32. An expert that
+    a token names twice gets one row, which both pairs share; so capacity >= T always suffices.
+    Three launches on a GPU: count, scan, assign. T = 0 only zeroes the counts.
+    """
+    num_local = counts_e.numel()
+    if row_of_pair_TK.numel() == 0:
+        counts_e.zero_()
+        return
+    if not use_triton(row_of_pair_TK):
+        assign_rows_ref(routing, capacity, row_of_pair_TK, counts_e)
+        return
+    counts = count_pairs(routing, num_local, scratch=scratch, dedupe=True, counts_e=counts_e)
+    assign_rows_kernel[(counts.num_chunks,)](
+        prefix_ptr=counts.prefix,
+        row_of_pair_ptr=row_of_pair_TK,
+        numel=row_of_pair_TK.numel(),
+        num_chunks=counts.num_chunks,
+        capacity=capacity,
+        TOP_K=row_of_pair_TK.shape[1],
+        CHUNK=CHUNK,
+        **id_arguments(routing, num_local),
+    )
+
+
+def assign_rows_ref(
+    routing: DispatchedRouting,
+    capacity: int,
+    row_of_pair_TK: torch.Tensor,
+    counts_e: torch.Tensor,
+) -> None:
+    """Torch twin of `assign_rows`, without a loop over experts."""
+    num_local = counts_e.numel()
+    ids_TK = local_ids(routing, num_local)
+    # used[t, i]: token t has a row at expert i; its place is the number of earlier such tokens.
+    used = torch.zeros(ids_TK.shape[0], num_local + 1, dtype=torch.int64, device=ids_TK.device)
+    used.scatter_(1, torch.where(ids_TK < 0, num_local, ids_TK), 1)
+    used = used[:, :num_local]
+    place = used.cumsum(0) - used
+    local = ids_TK.clamp(min=0)
+    rows = local * capacity + place.gather(1, local)
+    row_of_pair_TK.copy_(torch.where(ids_TK < 0, -1, rows))
+    counts_e.copy_(used.sum(0))

@@ -1,0 +1,117 @@
+"""Shared by align and batch: how pairs are cut into chunks, and the two counting launches."""
+
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.ops.runtime import HAS_TRITON
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import IdSpace
+from modular_kernel.workspace import BufferSpec
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.count import count_pairs_kernel, scan_counts_kernel
+
+CHUNK = 128  # pairs per program; ranks inside a chunk come from a CHUNK x CHUNK comparison
+_SCAN_BLOCK = 1024
+
+
+def next_power_of_2(value: int) -> int:
+    """Least power of two >= value; 1 for value < 1."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """The scratch of the counting kernels, cut out of one int32 buffer.
+
+    totals: (e + 1,), pairs per bucket; bucket 0 holds skipped pairs. prefix: (e + 1, chunks).
+    """
+
+    totals: torch.Tensor
+    prefix: torch.Tensor
+
+    @property
+    def num_chunks(self) -> int:
+        return self.prefix.shape[1]
+
+    @property
+    def bins(self) -> int:
+        """Histogram bins: every bucket, and at least one more for lanes that do not count."""
+        return next_power_of_2(self.totals.shape[0] + 1)
+
+
+def counts_spec(numel: int, num_local: int) -> BufferSpec:
+    """The scratch for `numel` pairs and `num_local` experts."""
+    return BufferSpec(((num_local + 1) * (1 + _num_chunks(numel)),), torch.int32)
+
+
+def _num_chunks(numel: int) -> int:
+    return max(1, -(-numel // CHUNK))
+
+
+def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object]:
+    """The kernel arguments by which a device function finds local ids."""
+    has_map = routing.expert_map is not None and routing.space is IdSpace.GLOBAL
+    return {
+        "ids_ptr": routing.topk_ids_TK,
+        "map_ptr": routing.expert_map if has_map else routing.topk_ids_TK,
+        "num_experts": routing.num_experts,
+        "num_local": num_local,
+        "HAS_MAP": has_map,
+    }
+
+
+def count_pairs(
+    routing: DispatchedRouting,
+    num_local: int,
+    *,
+    scratch: torch.Tensor,
+    dedupe: bool = False,
+    counts_e: torch.Tensor | None = None,
+) -> PairCounts:
+    """Count pairs per expert and chunk, and scan (two launches). counts_e: (e,) int32, written.
+
+    dedupe: a repeated expert of one token counts once.
+    """
+    ids_TK = routing.topk_ids_TK
+    chunks, buckets = _num_chunks(ids_TK.numel()), num_local + 1
+    counts = PairCounts(
+        totals=scratch[:buckets],
+        prefix=scratch[buckets : buckets * (1 + chunks)].view(buckets, chunks),
+    )
+    count_pairs_kernel[(chunks,)](
+        invalid_ptr=routing.invalid_ids,
+        counts_ptr=counts.prefix,
+        numel=ids_TK.numel(),
+        num_chunks=chunks,
+        TOP_K=ids_TK.shape[1],
+        DEDUPE=dedupe,
+        CHUNK=CHUNK,
+        BINS=counts.bins,
+        **id_arguments(routing, num_local),
+    )
+    scan_counts_kernel[(buckets,)](
+        counts_ptr=counts.prefix,
+        totals_ptr=counts.totals,
+        expert_counts_ptr=counts.totals if counts_e is None else counts_e,
+        num_chunks=chunks,
+        HAS_EXPERT_COUNTS=counts_e is not None,
+        BLOCK=min(_SCAN_BLOCK, next_power_of_2(chunks)),
+    )
+    return counts
+
+
+def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
+    """Torch twin of the device function: (T, K) int64 local ids, -1 where skipped.
+
+    Adds the number of ids outside [-1, num_experts) to routing.invalid_ids.
+    """
+    ids = routing.topk_ids_TK.long()
+    invalid = (ids < -1) | (ids >= routing.num_experts)
+    routing.invalid_ids.add_(invalid.sum().to(torch.int32))
+    local = torch.where(invalid, -1, ids)
+    if routing.expert_map is not None and routing.space is IdSpace.GLOBAL:
+        mapped = routing.expert_map.long()[local.clamp(min=0)]
+        local = torch.where(local >= 0, mapped, -1)
+    return torch.where((local >= 0) & (local < num_local), local, -1)

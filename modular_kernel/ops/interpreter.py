@@ -1,0 +1,522 @@
+"""Triton's CPU interpreter, made to give the numbers a GPU gives.
+
+Upstream keeps bf16 and fp8 as bit patterns in unsigned integers, so arithmetic on them is garbage,
+conversions truncate or wrap, and several integer corners differ from the hardware. `install()`
+replaces the interpreter's storage and arithmetic:
+
+- bf16 and fp8 are numpy dtypes of `ml_dtypes`: an elementwise operation computes in float32 and
+  rounds once, conversions round to nearest even, fp8 saturates as `cvt.satfinite` does;
+- `dot` accumulates in float32 (integers exactly), and float32 operands are cut to tf32 unless the
+  kernel asks for `ieee`, as tensor cores do;
+- float to int truncates and saturates as `cvt.rzi` does, `fma` rounds once, `minimum`, `maximum`
+  and their reductions drop NaN as PTX does, sums of 16-bit floats round at every step of a tree;
+- a Python number given to a launch becomes the typed scalar that a compiled kernel gets;
+- `device_assert` raises, loops work with numpy >= 2.4, launches from several threads take turns.
+
+Written against triton 3.6 to 3.9. Import it only where triton exists, and call `install()` before
+the first launch. Not emulated: fp8e4b15, bounds of pointers, the order of sums inside a `dot`.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from triton.runtime import interpreter as upstream
+from triton.runtime.jit import mangle_type
+
+# Triton ships no annotations: a handle is what a builder passes around, numpy data with a triton
+# type; anything else of its own (tensors, types, enums, jit functions, cache policies) is foreign.
+Handle = Any
+Foreign = Any
+Array = NDArray[Any]
+Dtype = np.dtype[Any]
+
+_finfo: Foreign = ml_dtypes.finfo
+_BF16: Dtype = np.dtype(ml_dtypes.bfloat16)
+_FP8: dict[str, Dtype] = {
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
+    "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+_LARGEST: dict[Dtype, float] = {kind: float(_finfo(kind).max) for kind in _FP8.values()}
+_NARROW: frozenset[Dtype] = frozenset({_BF16, *_LARGEST})
+# What the C++ loads and stores move instead, because they know no extension dtypes.
+_BITS: dict[Dtype, Dtype] = {kind: np.dtype(f"u{kind.itemsize}") for kind in _NARROW}
+# One table, built once: upstream rebuilds its own at every operation. fp8e4b15 is missing on
+# purpose, a KeyError is better than numbers that nobody has checked.
+_STORAGE: dict[str, Dtype] = {
+    "int1": np.dtype(np.bool_),
+    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16)},
+    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (32, 64)},
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+    "bf16": _BF16,
+    **_FP8,
+}
+_POINTER: Dtype = np.dtype(np.uint64)
+_FLOAT32: Dtype = np.dtype(np.float32)
+_FLOAT64: Dtype = np.dtype(np.float64)
+_BOOL: Dtype = np.dtype(np.bool_)
+
+# The originals that the replacements below still call.
+_implicit_cvt = upstream._implicit_cvt
+_patch_lang = upstream._patch_lang
+_patch_lang_tensor = upstream._patch_lang_tensor
+_block_init = tl.block_type.__init__
+_type_for_tuple_values = tl.core._type_for_tuple_values
+
+# The interpreter keeps the running program's index in one global, so one launch at a time.
+_ONE_LAUNCH = threading.RLock()
+
+
+def active() -> bool:
+    """Whether `@triton.jit` interprets kernels on the CPU in this process."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def install() -> None:
+    """Put the honest arithmetic in place of upstream's, for every later launch. Idempotent."""
+    if upstream.InterpreterBuilder is HonestBuilder:
+        return
+    upstream.InterpreterBuilder = HonestBuilder
+    # Semantics objects already hold the one builder there is, so it changes its class in place.
+    upstream.interpreter_builder.__class__ = HonestBuilder
+    upstream.interpreter_builder.options = _options(upstream.interpreter_builder)
+    upstream.ReduceOps = HonestReduce
+    upstream.GridExecutor = SerialGrid
+    upstream.InterpretedFunction.__call__ = _call_device_function
+    upstream._get_np_dtype = storage_of
+    upstream._implicit_cvt = _as_argument
+    upstream._patch_lang = _patch_language_once
+    upstream._patch_lang_tensor = _patch_tensor
+    if hasattr(upstream, "_mxfp_value_handle_to_float32"):
+        upstream._mxfp_value_handle_to_float32 = _scaled_operand
+    tl.block_type.__init__ = _init_block_type
+    tl.core._type_for_tuple_values = _type_of_tuple
+
+
+# ------------------------------------------------------------------------------- numbers
+
+
+def storage_of(kind: Foreign) -> Dtype:
+    """The numpy dtype that holds a triton scalar, pointer or block type."""
+    scalar = kind.scalar
+    return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
+
+
+def convert(data: Array, storage: Dtype) -> Array:
+    """`data` in the dtype `storage`, rounded and saturated as a GPU converts. Any shape."""
+    if data.dtype == storage:
+        return data
+    if storage in _LARGEST:
+        wide = data if data.dtype == _FLOAT64 else data.astype(_FLOAT32)
+        # np.clip passes NaN through, and so does cvt.satfinite.
+        return np.clip(wide, -_LARGEST[storage], _LARGEST[storage]).astype(storage)
+    if storage.kind in "iu" and data.dtype.kind not in "iub":
+        return _float_to_int(widen(data), storage)
+    if storage == _BF16 and data.dtype.kind in "iub":
+        return data.astype(_FLOAT32).astype(storage)
+    return data.astype(storage)
+
+
+def widen(data: Array) -> Array:
+    """`data`, in float32 if it was bf16 or fp8: exact."""
+    return data.astype(_FLOAT32) if data.dtype in _NARROW else data
+
+
+def _float_to_int(data: Array, storage: Dtype) -> Array:
+    """Truncate and saturate, NaN to 0; for 8 bits a GPU saturates at 16 and then wraps."""
+    register = np.dtype(f"{storage.kind}{max(2, storage.itemsize)}")
+    low, high = np.iinfo(register).min, np.iinfo(register).max
+    exact = data.astype(_FLOAT64)
+    below, above = exact < low, exact >= float(high) + (1 if register.itemsize < 8 else 0)
+    whole = np.where(below | above | np.isnan(exact), 0.0, exact).astype(register)
+    whole[below] = low
+    whole[above] = high
+    return whole.astype(storage)
+
+
+def _toward_zero(exact: Array, rounded: Array) -> Array:
+    """`rounded` (nearest even, of `exact`), one step back wherever its magnitude grew."""
+    bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
+    grew = np.abs(widen(rounded).astype(_FLOAT64)) > np.abs(exact.astype(_FLOAT64))
+    stepped: Array = (bits - grew.astype(bits.dtype)).view(rounded.dtype)
+    return stepped
+
+
+def _fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
+    """`x * y + z` of float32 or narrower, rounded once to `storage`.
+
+    The product is exact in float64. Rounding the sum to odd there keeps the one bit of information
+    that the second rounding needs to come out as if it were the only one.
+    """
+    product, addend = x.astype(_FLOAT64) * y.astype(_FLOAT64), z.astype(_FLOAT64)
+    total = product + addend
+    shifted = total - product
+    error = (product - (total - shifted)) + (addend - shifted)
+    even = (total.view(np.int64) & 1) == 0
+    to_odd = even & np.isfinite(total) & (error != 0)
+    neighbour = np.nextafter(total, np.copysign(np.inf, error))
+    return convert(np.where(to_odd, neighbour, total), storage)
+
+
+def _tf32(data: Array) -> Array:
+    """float32 as tensor cores read it in tf32: the low 13 bits are not looked at."""
+    cut: Array = (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(_FLOAT32)
+    return cut
+
+
+def _tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
+    """Sum along `axis` (all of them for None) by halves, rounded to `data.dtype` at each step.
+
+    That is how threads reduce with shuffles. One after the other, bf16 would stall at 256.
+    """
+    shape = data.shape
+    rows = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
+    while len(rows) > 1:
+        half = len(rows) // 2  # triton's block sizes are powers of two
+        rows = (rows[:half].astype(_FLOAT32) + rows[half:].astype(_FLOAT32)).astype(data.dtype)
+    kept = (1,) * len(shape) if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
+    total: Array = rows[0].reshape(kept) if keep_dims else rows[0]
+    return total
+
+
+# --------------------------------------------------------------------------- the builder
+
+
+def _handle(data: Array, kind: Foreign) -> Handle:
+    """A tensor handle of scalar type `kind`, or of int1 if `data` is a comparison's result."""
+    if data.dtype == _BOOL:
+        return upstream.TensorHandle(data, tl.int1)
+    scalar = kind.scalar
+    return upstream.TensorHandle(convert(data, storage_of(scalar)), scalar)
+
+
+def _as_bits(handle: Handle) -> Handle:
+    """`handle` as C++ can move it: narrow floats as unsigned integers of their size."""
+    bits = _BITS.get(handle.data.dtype)
+    if bits is None:
+        return handle
+    return upstream.TensorHandle(np.ascontiguousarray(handle.data).view(bits), handle.dtype)
+
+
+def _options(builder: Foreign) -> Foreign:
+    """Options with assertions on, and without the int64 twin of every int32 operation (slow)."""
+    return replace(builder.options, debug=True, sanitize_overflow=False)
+
+
+class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
+    """The builder behind every `tl` operation, with a GPU's rounding instead of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = _options(self)
+
+    # Constants.
+
+    def get_bf16(self, value: float) -> Handle:
+        return upstream.TensorHandle(np.array([value], dtype=_BF16), tl.bfloat16)
+
+    def get_all_ones_value(self, kind: Foreign) -> Handle:
+        return upstream.TensorHandle(np.invert(np.zeros(1, storage_of(kind))), kind.scalar)
+
+    # Conversions.
+
+    def cast_impl(self, src: Handle, dst_type: Foreign) -> Handle:
+        return upstream.TensorHandle(convert(src.data, storage_of(dst_type)), dst_type.scalar)
+
+    def create_fp_to_fp(self, src: Handle, dst_type: Foreign, rounding_mode: Foreign) -> Handle:
+        data = convert(src.data, storage_of(dst_type))
+        if rounding_mode == upstream._ir.ROUNDING_MODE.RTZ:
+            data = _toward_zero(widen(src.data), data)
+        return upstream.TensorHandle(data, dst_type.scalar)
+
+    # Elementwise: all operations that upstream writes as lambdas come through these three.
+
+    def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:
+        return _handle(op(widen(arg.data)), arg.dtype)
+
+    def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
+        left, right = widen(lhs.data), widen(rhs.data)
+        if left.dtype == _BOOL and op in (np.add, np.subtract, np.multiply):
+            # int1 wraps like any integer; numpy's bool would saturate, or refuse to subtract.
+            return _handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
+        return _handle(op(left, right), lhs.dtype)
+
+    def ternary_op(
+        self, lhs: Handle, rhs: Handle, other: Handle, op: Callable[..., Array]
+    ) -> Handle:
+        return _handle(op(*(widen(arg.data) for arg in (lhs, rhs, other))), other.dtype)
+
+    def create_select(self, cond: Handle, lhs: Handle, rhs: Handle) -> Handle:
+        return _handle(np.where(cond.data, lhs.data, rhs.data), rhs.dtype)
+
+    def create_minnumf(self, lhs: Handle, rhs: Handle) -> Handle:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self, lhs: Handle, rhs: Handle) -> Handle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_clampf(self, arg: Handle, lo: Handle, hi: Handle, propagate_nans: Foreign) -> Handle:
+        if propagate_nans == upstream._ir.PROPAGATE_NAN.NONE:
+            return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
+        return self.ternary_op(arg, lo, hi, np.clip)
+
+    def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
+        if z.data.dtype == _FLOAT64:
+            return super().create_fma(x, y, z)
+        storage = storage_of(z.dtype)
+        return _handle(_fused_multiply_add(x.data, y.data, z.data, storage), z.dtype)
+
+    def create_rsqrt(self, arg: Handle) -> Handle:
+        return self.unary_op(arg, lambda data: np.reciprocal(np.sqrt(data)))
+
+    def create_erf(self, arg: Handle) -> Handle:
+        return self.unary_op(arg, _erf)
+
+    def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
+        # Before 3.8 upstream made its operands signed in place, for whoever used them next.
+        left, right = (x.data.astype(np.dtype(f"i{x.data.dtype.itemsize}")) for x in (lhs, rhs))
+        return _handle(np.right_shift(left, right), lhs.dtype)
+
+    # Tensors.
+
+    def create_dot(
+        self,
+        a: Handle,
+        b: Handle,
+        d: Handle,
+        input_precision: Foreign,
+        max_num_imprecise_acc: Foreign,
+    ) -> Handle:
+        x, y, accumulator = a.data, b.data, d.data
+        if x.dtype.kind in "iu":
+            # Through float64 for BLAS: exact, as products of bytes stay far below 2**53.
+            total = np.matmul(x.astype(_FLOAT64), y.astype(_FLOAT64)).astype(np.int64)
+            return _handle(total + accumulator, d.dtype)
+        if x.dtype == _FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
+            x, y = _tf32(x), _tf32(y)
+        wide = _FLOAT64 if x.dtype == _FLOAT64 else _FLOAT32
+        total = np.matmul(x.astype(wide, copy=False), y.astype(wide, copy=False))
+        return _handle(total + accumulator, d.dtype)
+
+    def create_histogram(self, data: Handle, bins: int, mask: Handle | None) -> Handle:
+        values = data.data
+        valid = (values >= 0) & (values < bins)
+        if mask is not None:
+            valid &= mask.data
+        counts = np.bincount(values[valid].astype(np.int64), minlength=bins)
+        return _handle(counts.astype(np.int32), tl.int32)
+
+    # Memory.
+
+    def create_masked_load(
+        self,
+        ptrs: Handle,
+        mask: Foreign,
+        other: Handle | None,
+        *policy: Foreign,
+        **policies: Foreign,
+    ) -> Handle:
+        storage = storage_of(ptrs.get_element_ty())
+        if storage not in _NARROW:
+            return super().create_masked_load(ptrs, mask, other, *policy, **policies)
+        if other is None:
+            fill = np.zeros(ptrs.data.shape, _BITS[storage])
+        else:
+            fill = np.ascontiguousarray(convert(other.data, storage)).view(_BITS[storage])
+        lanes = mask if isinstance(mask, np.ndarray) else mask.data
+        loaded = upstream._interpreter.load(ptrs.data, lanes, fill, _BITS[storage])
+        return upstream.TensorHandle(loaded.view(storage), ptrs.get_element_ty())
+
+    def create_masked_store(
+        self, ptrs: Handle, value: Handle, mask: Foreign, *policy: Foreign, **policies: Foreign
+    ) -> Foreign:
+        return super().create_masked_store(ptrs, _as_bits(value), mask, *policy, **policies)
+
+    def create_atomic_cas(
+        self, ptr: Handle, cmp: Handle, val: Handle, sem: Foreign, scope: Foreign
+    ) -> Handle:
+        old = super().create_atomic_cas(ptr, _as_bits(cmp), _as_bits(val), sem, scope)
+        return upstream.TensorHandle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
+
+    def create_atomic_rmw(
+        self, op: Foreign, ptr: Handle, val: Handle, mask: Handle, sem: Foreign, scope: Foreign
+    ) -> Handle:
+        if val.data.dtype not in _NARROW:
+            return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
+        if op not in (upstream._ir.ATOMIC_OP.FADD, upstream._ir.ATOMIC_OP.ADD):
+            raise ValueError(f"atomic {op} of {val.dtype}: only add exists")
+        return upstream.TensorHandle(_atomic_add(ptr.data, val.data, mask.data), val.dtype.scalar)
+
+    # Assertions: written out, because `python -O` would drop upstream's `assert` statement.
+
+    def create_assert(self, condition: Handle, message: str) -> None:
+        if not condition.data.all():
+            raise AssertionError(message)
+
+
+def _erf(data: Array) -> Array:
+    """erf in float64 for every input; numpy has none, and Python's costs a call an element."""
+    values = torch.from_numpy(np.ascontiguousarray(data, dtype=_FLOAT64))
+    result: Array = torch.special.erf(values).numpy()
+    return result
+
+
+def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
+    """Add one element after the other, each sum rounded; the old values, 0 where masked off."""
+    addresses, lanes = ptrs.ravel(), np.broadcast_to(mask, ptrs.shape).ravel()
+    addends = np.broadcast_to(values, ptrs.shape).ravel().astype(_FLOAT32)
+    bits, old = _BITS[values.dtype], np.zeros(addresses.shape, values.dtype)
+    one, nothing = np.ones(1, _BOOL), np.zeros(1, bits)
+    for i in np.flatnonzero(lanes):
+        address = addresses[i : i + 1]
+        here = upstream._interpreter.load(address, one, nothing, bits).view(values.dtype)
+        old[i] = here[0]
+        total = convert(here.astype(_FLOAT32) + addends[i], values.dtype)
+        upstream._interpreter.store(address, total.view(bits), one)
+    return old.reshape(ptrs.shape)
+
+
+def _scaled_operand(value: Handle) -> Array:
+    """An operand of `tl.dot_scaled` that is not packed fp4, in float32: exact."""
+    data: Array = value.data.astype(_FLOAT32)
+    return data
+
+
+# ------------------------------------------------------------------- launches and helpers
+
+
+def _argmax(data: Array, **axis: Foreign) -> Foreign:
+    """Leftmost index of the maximum; NaN never wins, and among NaN alone the first does."""
+    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), -np.inf, data)
+    return np.argmax(number, **axis)
+
+
+def _argmin(data: Array, **axis: Foreign) -> Foreign:
+    """Leftmost index of the minimum; NaN never wins, and among NaN alone the first does."""
+    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), np.inf, data)
+    return np.argmin(number, **axis)
+
+
+# Combining functions of triton's library: what they keep, as functions of (data, axis, keepdims).
+_EXTREMA = (
+    ("_elementwise_max", np.fmax.reduce, None),
+    ("_elementwise_min", np.fmin.reduce, None),
+    ("_argmax_combine_tie_break_left", np.fmax.reduce, _argmax),
+    ("_argmax_combine_tie_break_fast", np.fmax.reduce, _argmax),
+    ("_argmin_combine_tie_break_left", np.fmin.reduce, _argmin),
+    ("_argmin_combine_tie_break_fast", np.fmin.reduce, _argmin),
+)
+
+
+class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
+    """Reductions whose numpy shortcut would differ from the GPU's, by rounding or by NaN."""
+
+    def apply_impl(self, input: tuple[Foreign, ...]) -> Foreign:
+        for name, value_of, index_of in _EXTREMA:
+            if self.combine_fn is getattr(tl.standard, name):
+                return self.min_max(input[0], value_of, index_of)
+        return super().apply_impl(input)
+
+    def sum(self, input: Foreign) -> Foreign:
+        data = input.handle.data
+        if data.dtype in _NARROW or data.dtype == np.float16:
+            return self.to_tensor(_tree_sum(data, self.axis, self.keep_dims), input.dtype)
+        total = np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=data.dtype)
+        return self.to_tensor(total, input.dtype)
+
+
+class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
+    """A launch: all programs one after the other, one launch at a time, silent as a GPU."""
+
+    def __call__(self, *args: Foreign, **kwargs: Foreign) -> None:
+        with _ONE_LAUNCH, np.errstate(all="ignore"):
+            super().__call__(*args, **kwargs)
+
+
+def _call_device_function(self: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:
+    """Call a helper of a kernel. The launch has patched `tl` already, and it wraps errors."""
+    return self.rewrite()(*args, **kwargs)
+
+
+# Stands for any kernel where `_patch_lang` looks for the language modules that it uses.
+_EVERY_LANGUAGE = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+
+
+def _patch_language_once(fn: Foreign) -> Foreign:
+    """Patch all language modules for a launch, so that helpers need not do so at each call."""
+    return _patch_lang(_EVERY_LANGUAGE)
+
+
+def _patch_tensor(tensor: Foreign, scope: Foreign) -> None:
+    """Upstream's patch, and integers out of one-element arrays, which numpy 2.4 refuses."""
+    _patch_lang_tensor(tensor, scope)
+    for name in ("__index__", "__int__"):
+        scope.set_attr(tensor, name, lambda self: int(self.handle.data.item()))
+
+
+def _as_argument(arg: Foreign) -> Foreign:
+    """A launch's argument as a compiled kernel sees it: int32 or int64, float32, int1, a pointer.
+
+    Upstream passes a float on as a Python number, which would not take part in type promotion,
+    and keeps integers from 2**31 in 32 bits.
+    """
+    if isinstance(arg, bool):
+        return tl.tensor(upstream.TensorHandle(np.array([arg]), tl.int1), tl.int1)
+    if isinstance(arg, int):
+        kind = tl.str_to_ty(mangle_type(arg), None)
+        return tl.tensor(upstream.TensorHandle(np.array([arg], storage_of(kind)), kind), kind)
+    if isinstance(arg, float):
+        return tl.tensor(upstream.TensorHandle(np.array([arg], _FLOAT32), tl.float32), tl.float32)
+    return _implicit_cvt(arg)
+
+
+# --------------------------------------------------------------------- the cost of a shape
+# Every operation builds the type of its result anew, formatting the same few shapes into names;
+# that was a third of the time of a kernel. A shape's share of a type is the same for all of them.
+
+
+def _sizes(values: Iterable[Foreign]) -> tuple[int, ...] | None:
+    """The sizes as plain integers, or None if one of them is anything else."""
+    sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
+    return sizes if set(map(type, sizes)) <= {int} else None
+
+
+@cache
+def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
+    """Shape, element count and name that triton gives a block of `sizes`, or its error."""
+    block = tl.block_type.__new__(tl.block_type)
+    _block_init(block, tl.float32, list(sizes))
+    return block.shape, block.numel, str(block.shape)
+
+
+@cache
+def _type_of_sizes(sizes: tuple[int, ...]) -> Foreign:
+    return _type_for_tuple_values(sizes)
+
+
+def _init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
+    sizes = _sizes(shape)
+    if sizes is None:
+        _block_init(self, element_ty, shape)
+        return
+    self.element_ty = element_ty
+    self.shape, self.numel, name = _shape_of_block(sizes)
+    self.name = f"<{name}, {element_ty}>"
+
+
+def _type_of_tuple(values: Foreign, fields: Foreign = None) -> Foreign:
+    sizes = None if fields is not None else _sizes(values)
+    return _type_for_tuple_values(values, fields) if sizes is None else _type_of_sizes(sizes)

@@ -1,0 +1,20 @@
+"""Device function: top-k ids, as the router gave them, to rows of this rank's weights."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_local_ids(ids_ptr, offsets, mask, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr):
+    """Local ids int32 (-1 for a skipped pair or a masked lane), and which ids were invalid.
+
+    Comparisons happen in the ids' own width: a 64-bit id is not truncated into range.
+    """
+    ids = tl.load(ids_ptr + offsets, mask=mask, other=-1)
+    in_range = (ids >= 0) & (ids < num_experts)
+    invalid = mask & ((ids < -1) | (ids >= num_experts))
+    local = tl.where(in_range, ids, -1)
+    if HAS_MAP:
+        local = tl.load(map_ptr + local, mask=in_range, other=-1)
+    local = tl.where((local >= 0) & (local < num_local), local, -1)
+    return local.to(tl.int32), invalid

@@ -1,0 +1,88 @@
+"""Move rows of hidden values: tokens to rows, rows to pairs, rows summed per token."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.ids import load_local_ids
+
+
+@triton.jit
+def permute_tokens_kernel(
+    x_ptr, row_of_pair_ptr, weights_ptr, rows_ptr, hidden, stride_x,
+    TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """rows[row_of_pair[t, k]] = x[t] (times the weight); a token is read once."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = columns < hidden
+    value = tl.load(x_ptr + token * stride_x + columns, mask=mask, other=0.0)
+    for slot in range(TOP_K):
+        pair = token * TOP_K + slot
+        row = tl.load(row_of_pair_ptr + pair).to(tl.int64)
+        moved = value
+        if HAS_WEIGHTS:
+            moved = (value.to(tl.float32) * tl.load(weights_ptr + pair)).to(value.dtype)
+        tl.store(rows_ptr + row * hidden + columns, moved, mask=mask & (row >= 0))
+
+
+@triton.jit
+def _row_of_pair(
+    pair, rows_index_ptr, map_ptr, num_experts, num_local,
+    SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """Row of a pair: itself ("all"), itself if its id is valid ("ids"), or looked up ("rows")."""
+    if SOURCE == "rows":
+        row = tl.load(rows_index_ptr + pair).to(tl.int64)
+    elif SOURCE == "ids":
+        local, _ = load_local_ids(
+            rows_index_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        row = tl.where(local >= 0, pair, -1)
+    else:
+        row = pair
+    return row
+
+
+@triton.jit
+def weight_and_sum_kernel(
+    rows_ptr, index_ptr, map_ptr, weights_ptr, out_ptr,
+    hidden, num_experts, num_local, scale,
+    TOP_K: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """out[t] = scale * sum_k weight[t, k] * rows[row of (t, k)], accumulated in float32.
+
+    Rows of skipped pairs are not read, whatever they hold.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = columns < hidden
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for slot in range(TOP_K):
+        pair = token * TOP_K + slot
+        row = _row_of_pair(pair, index_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP)
+        value = tl.load(rows_ptr + row * hidden + columns, mask=mask & (row >= 0), other=0.0)
+        value = value.to(tl.float32)
+        if HAS_WEIGHTS:
+            # A skipped pair's weight may be anything, NaN too.
+            value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)
+        total += value
+    result = (total * scale).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * hidden + columns, result, mask=mask)
+
+
+@triton.jit
+def gather_rows_kernel(
+    rows_ptr, index_ptr, weights_ptr, out_ptr, hidden, scale,
+    SOURCE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """out[p] = scale * weight[p] * rows[row of p]; zero where the pair is skipped."""
+    pair = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = columns < hidden
+    row = _row_of_pair(pair, index_ptr, index_ptr, 0, 0, SOURCE, False)
+    value = tl.load(rows_ptr + row * hidden + columns, mask=mask & (row >= 0), other=0.0)
+    value = value.to(tl.float32) * scale
+    if HAS_WEIGHTS:
+        value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)
+    tl.store(out_ptr + pair * hidden + columns, value.to(out_ptr.dtype.element_ty), mask=mask)

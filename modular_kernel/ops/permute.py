@@ -1,0 +1,63 @@
+"""permute_tokens: copy each token to the rows of its pairs."""
+
+import torch
+
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.rows import permute_tokens_kernel
+
+_MAX_BLOCK_H = 1024
+
+
+def hidden_block(hidden: int) -> int:
+    """Columns per program of the row-moving kernels."""
+    return min(_MAX_BLOCK_H, next_power_of_2(hidden))
+
+
+def permute_tokens(
+    x_TH: torch.Tensor,
+    row_of_pair_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    *,
+    rows_RH: torch.Tensor,
+) -> None:
+    """rows_RH[row_of_pair_TK[t, k]] = x_TH[t], times weights_TK[t, k] if given, rounded once.
+
+    x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip; rows_RH
+    (R, H) contiguous. Rows no pair names are left as they are.
+    """
+    tokens, hidden = x_TH.shape
+    if tokens == 0:
+        return
+    if not use_triton(x_TH):
+        permute_tokens_ref(x_TH, row_of_pair_TK, weights_TK, rows_RH=rows_RH)
+        return
+    block = hidden_block(hidden)
+    permute_tokens_kernel[(tokens, -(-hidden // block))](
+        x_ptr=x_TH,
+        row_of_pair_ptr=row_of_pair_TK,
+        weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
+        rows_ptr=rows_RH,
+        hidden=hidden,
+        stride_x=x_TH.stride(0),
+        TOP_K=row_of_pair_TK.shape[1],
+        HAS_WEIGHTS=weights_TK is not None,
+        BLOCK_H=block,
+    )
+
+
+def permute_tokens_ref(
+    x_TH: torch.Tensor,
+    row_of_pair_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    *,
+    rows_RH: torch.Tensor,
+) -> None:
+    """Torch twin of `permute_tokens`."""
+    token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
+    values = x_TH[token]
+    if weights_TK is not None:
+        values = (values.float() * weights_TK[token, slot, None]).to(x_TH.dtype)
+    rows_RH[row_of_pair_TK[token, slot].long()] = values

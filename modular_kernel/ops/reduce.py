@@ -1,0 +1,184 @@
+"""Unpermute: weight, sum or gather the rows of a token's pairs. Accumulation is in float32."""
+
+import torch
+
+from modular_kernel.ops.count import id_arguments, local_ids
+from modular_kernel.ops.permute import hidden_block
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.tensors import DispatchedRouting
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.rows import gather_rows_kernel, weight_and_sum_kernel
+
+
+def weight_and_sum(
+    rows_TKH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    routing: DispatchedRouting | None = None,
+    num_local: int = 0,
+) -> None:
+    """out[t] = scale * sum_k weights_TK[t, k] * rows_TKH[t, k]; weights None means 1.
+
+    rows_TKH (T, K, H) contiguous, out (T, H). routing: rows of pairs it skips (or that are not
+    among the num_local experts here) are not read; without it every row counts.
+    """
+    if out.numel() == 0:
+        return
+    if not use_triton(out):
+        keep = None if routing is None else local_ids(routing, num_local) >= 0
+        weight_and_sum_ref(rows_TKH, weights_TK, scale=scale, out=out, keep_TK=keep)
+        return
+    ids = (
+        {"ids_ptr": rows_TKH, "map_ptr": rows_TKH, "num_experts": 0, "num_local": 0,
+         "HAS_MAP": False}
+        if routing is None
+        else id_arguments(routing, num_local)
+    )  # fmt: skip
+    ids["index_ptr"] = ids.pop("ids_ptr")
+    source = "all" if routing is None else "ids"
+    _launch_sum(rows_TKH, weights_TK, rows_TKH.shape[1], scale, out, source, ids)
+
+
+def moe_sum_reduce(
+    rows_TKH: torch.Tensor, out_TH: torch.Tensor, routed_scaling_factor: float = 1.0
+) -> None:
+    """out_TH = routed_scaling_factor * rows_TKH.sum(1), accumulated in float32."""
+    weight_and_sum(rows_TKH, None, scale=routed_scaling_factor, out=out_TH)
+
+
+def gather_weight_and_sum(
+    rows_RH: torch.Tensor,
+    row_of_pair_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """out[t] = scale * sum_k weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]], skipping -1."""
+    if out.numel() == 0:
+        return
+    if not use_triton(out):
+        keep = row_of_pair_TK >= 0
+        rows = rows_RH[row_of_pair_TK.clamp(min=0).long()]
+        weight_and_sum_ref(rows, weights_TK, scale=scale, out=out, keep_TK=keep)
+        return
+    ids: dict[str, object] = {
+        "index_ptr": row_of_pair_TK,
+        "map_ptr": row_of_pair_TK,
+        "num_experts": 0,
+        "num_local": 0,
+        "HAS_MAP": False,
+    }
+    _launch_sum(rows_RH, weights_TK, row_of_pair_TK.shape[1], scale, out, "rows", ids)
+
+
+def _launch_sum(
+    rows: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    top_k: int,
+    scale: float,
+    out: torch.Tensor,
+    source: str,
+    ids: dict[str, object],
+) -> None:
+    tokens, hidden = out.shape
+    block = hidden_block(hidden)
+    weight_and_sum_kernel[(tokens, -(-hidden // block))](
+        rows_ptr=rows,
+        weights_ptr=rows if weights_TK is None else weights_TK,
+        out_ptr=out,
+        hidden=hidden,
+        scale=float(scale),
+        TOP_K=top_k,
+        SOURCE=source,
+        HAS_WEIGHTS=weights_TK is not None,
+        BLOCK_H=block,
+        **ids,
+    )
+
+
+def gather_rows(
+    rows_RH: torch.Tensor,
+    row_of_pair_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """out[t, k] = scale * weights_TK[t, k] * rows_RH[row_of_pair_TK[t, k]]; zero where -1."""
+    if out.numel() == 0:
+        return
+    if not use_triton(out):
+        keep = row_of_pair_TK >= 0
+        rows = rows_RH[row_of_pair_TK.clamp(min=0).long()]
+        out.copy_(_weighted(rows, weights_TK, scale, keep))
+        return
+    _launch_gather(rows_RH, row_of_pair_TK, weights_TK, scale, out)
+
+
+def scale_rows(
+    rows_TKH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    *,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """out = scale * weights_TK * rows_TKH; `out` may be `rows_TKH`. Nothing to do is not launched.
+
+    A skipped pair's row is zero; its weight must be finite.
+    """
+    if out.numel() == 0 or (weights_TK is None and scale == 1.0 and out is rows_TKH):
+        return
+    if not use_triton(out):
+        out.copy_(_weighted(rows_TKH, weights_TK, scale, None))
+        return
+    _launch_gather(rows_TKH, None, weights_TK, scale, out)
+
+
+def _launch_gather(
+    rows: torch.Tensor,
+    row_of_pair_TK: torch.Tensor | None,
+    weights_TK: torch.Tensor | None,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    hidden = out.shape[-1]
+    block = hidden_block(hidden)
+    gather_rows_kernel[(out.numel() // hidden, -(-hidden // block))](
+        rows_ptr=rows,
+        index_ptr=rows if row_of_pair_TK is None else row_of_pair_TK,
+        weights_ptr=rows if weights_TK is None else weights_TK,
+        out_ptr=out,
+        hidden=hidden,
+        scale=float(scale),
+        SOURCE="all" if row_of_pair_TK is None else "rows",
+        HAS_WEIGHTS=weights_TK is not None,
+        BLOCK_H=block,
+    )
+
+
+def _weighted(
+    rows_TKH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    scale: float,
+    keep_TK: torch.Tensor | None,
+) -> torch.Tensor:
+    values = rows_TKH.float() * scale
+    if weights_TK is not None:
+        values = values * weights_TK[..., None]
+    return values if keep_TK is None else torch.where(keep_TK[..., None], values, 0.0)
+
+
+def weight_and_sum_ref(
+    rows_TKH: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    *,
+    scale: float,
+    out: torch.Tensor,
+    keep_TK: torch.Tensor | None = None,
+) -> None:
+    """Torch twin of `weight_and_sum`; keep_TK: pairs that count, None for all."""
+    out.copy_(_weighted(rows_TKH, weights_TK, 1.0, keep_TK).sum(1) * scale)

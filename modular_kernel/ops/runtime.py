@@ -1,0 +1,28 @@
+"""Where an operation runs: its Triton kernel, or its torch twin. The only guard around triton."""
+
+import torch
+
+from modular_kernel.machine import importable
+
+HAS_TRITON = "triton" in importable({"triton"})
+HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in importable({"ml_dtypes"})
+
+if HAS_INTERPRETER:
+    from modular_kernel.ops import interpreter
+
+
+def use_triton(tensor: torch.Tensor) -> bool:
+    """Whether operations on `tensor` launch Triton kernels.
+
+    On a GPU always, where triton is installed; on a CPU where Triton's interpreter is active, in
+    which case it is first made numerically honest. A meta tensor counts as a GPU's: the compile
+    reports record launches made with meta tensors.
+    """
+    if not HAS_TRITON:
+        return False
+    if tensor.is_cuda or tensor.is_meta:
+        return True
+    if HAS_INTERPRETER and interpreter.active():
+        interpreter.install()
+        return True
+    return False

@@ -1,0 +1,37 @@
+"""The only module that reads (or writes) the environment."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says.
+
+    triton_interpret: TRITON_INTERPRET is set, so Triton kernels run in its CPU interpreter.
+    cache_dir: MK_CACHE_DIR, or the user's cache folder; never created here.
+    """
+
+    triton_interpret: bool
+    cache_dir: Path
+
+
+def read_settings() -> Settings:
+    """Read the environment once; callers keep the frozen result."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = os.environ.get("MK_CACHE_DIR") or str(Path(home) / "modular_kernel")
+    interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+    return Settings(triton_interpret=interpret, cache_dir=Path(cache))
+
+
+def enable_interpreter() -> None:
+    """Ask Triton for its CPU interpreter; works only before triton is first imported.
+
+    Triton reads TRITON_INTERPRET while kernels are defined, so a command that finds no GPU calls
+    this first of all.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    # One BLAS thread: the interpreter's small products run several times slower with more.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")

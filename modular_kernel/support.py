@@ -1,0 +1,157 @@
+"""Capability as data: what a part declares, and what comes out when it is judged.
+
+A part declares a `Requirements`; `modular_kernel.rules.judge`, the only evaluator, returns a
+`Verdict` that holds every violated rule as a `Rejection`, never only the first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.types import (
+    GATED,
+    UNGATED,
+    ActivationFormat,
+    Machine,
+    Problem,
+    Reduce,
+    Rows,
+)
+
+ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+ALL_ACTIVATIONS = frozenset(GATED + UNGATED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirements:
+    """What both kinds of part declare.
+
+    devices: device types it runs on. triton: its kernels are Triton's, so that on a CPU it needs
+    the interpreter. min_arch: least compute capability. packages: optional packages it imports.
+    top_k: least and greatest K. hidden_multiple, hidden_sizes: H must be a multiple of the
+    first and, if given, one of the second. graph_capturable: no sync, no allocation, no shape
+    that depends on data. deterministic: bitwise equal output for equal input.
+    """
+
+    activation_format: ActivationFormat
+    devices: frozenset[str] = frozenset({"cpu", "cuda"})
+    triton: bool = False
+    min_arch: tuple[int, int] | None = None
+    packages: tuple[str, ...] = ()
+    dtypes: frozenset[torch.dtype] = ALL_DTYPES
+    top_k: tuple[int, int] = (1, 16)
+    hidden_multiple: int = 1
+    hidden_sizes: frozenset[int] | None = None
+    inplace: bool = True
+    graph_capturable: bool = False
+    deterministic: bool = True
+    lora: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareFinalizeRequirements(Requirements):
+    """What a PrepareAndFinalize declares.
+
+    reduces: which of the experts' Reduce duties its finalize can take over; keep_topk: it can
+    return (T, K, H). topk_indices_dtype: the only id dtype it takes, or None. localises_ids: its
+    dispatch leaves local ids or none, so experts need no expert_map. multiplies_input: it applies
+    the router weight to x itself (K = 1 only) when the weight goes on the input.
+    padding: what rows without a token hold, None if there are none. dispatch_schemes: schemes
+    whose activations it quantises before dispatch; can_defer_quant: it can leave that to the
+    experts; scale_layout: of the scales it dispatches. world_sizes: least and greatest (None: no
+    bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
+    """
+
+    reduces: frozenset[Reduce]
+    keep_topk: bool = False
+    topk_indices_dtype: torch.dtype | None = None
+    localises_ids: bool = False
+    multiplies_input: bool = False
+    padding: Rows | None = None
+    dispatch_schemes: frozenset[str] = frozenset()
+    can_defer_quant: bool = True
+    scale_layout: str = "row_major"
+    world_sizes: tuple[int, int | None] = (1, 1)
+    linear_placement: bool = False
+    max_tokens: int | None = None
+    asynchronous: bool = False
+    output_is_reduced: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsRequirements(Requirements):
+    """What a PermuteExpertsUnpermute declares.
+
+    reduce: the duty it leaves to finalize; keep_topk: it can leave (T, K, H) rows unreduced.
+    weight_on_input: it can apply the router weight on GEMM 1. invalid_rows: what output rows of
+    skipped pairs hold. skips_padding: it never reads rows that stand for no token. schemes:
+    quantisations it runs; quantises_input: it wants unquantised activations. whole_blocks: H and
+    I must be multiples of the scheme's group. min_tokens: least T it is right for.
+    max_elements: bound on T * K * max(N, H) where offsets are 32 bit, None if 64 bit.
+    """
+
+    reduce: Reduce
+    keep_topk: bool = False
+    activations: frozenset[str] = ALL_ACTIVATIONS
+    interleaved: bool = True
+    bias: bool = True
+    weight_on_input: bool = True
+    expert_map: bool = False
+    chunking: bool = False
+    invalid_rows: Rows = Rows.UNDEFINED
+    skips_padding: bool = True
+    schemes: frozenset[str] = frozenset({"none"})
+    quantises_input: bool = False
+    scale_layout: str = "row_major"
+    whole_blocks: bool = False
+    intermediate_multiple: int = 1
+    min_tokens: int = 0
+    max_experts: int | None = None
+    max_elements: int | None = None
+    tf32: bool = False
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One violated rule. parties: the parts (or "problem", "machine") that disagree."""
+
+    rule: str
+    parties: tuple[str, ...]
+    got: str
+    need: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"[{self.rule}] {' / '.join(self.parties)}: got {self.got}, need {self.need}{hint}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The judgement of one pairing: `.ok`, and every reason if not."""
+
+    prepare_finalize: str
+    experts: str
+    problem: Problem
+    machine: Machine
+    rejections: tuple[Rejection, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.rejections
+
+    @property
+    def pairing(self) -> str:
+        return f"{self.prepare_finalize} x {self.experts}"
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.pairing}: valid"
+        lines = [f"{self.pairing}: refused, {len(self.rejections)} reason(s)"]
+        return "\n".join([*lines, *(f"  - {r}" for r in self.rejections)])
+
+
+def numbered(values: Sequence[object] | frozenset[object]) -> str:
+    """Sorted values for a message."""
+    return ", ".join(sorted(str(v).removeprefix("torch.") for v in values))

@@ -1,0 +1,136 @@
+"""What travels between the parts, and THE shape legend.
+
+    T tokens of this rank     H hidden size         I intermediate size per rank
+    E experts of the model    e experts here        K top-k
+    N rows of w1 (2I gated, I ungated)              R routed rows
+    C capacity: rows reserved per expert in the batched format
+    P routed pairs, P = T * K; pair p = t * K + k
+
+A name ends in its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). -1 is the only id that means
+"skip this pair"; adapters translate any other sentinel.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.types import IdSpace
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The caller's routing of its own tokens.
+
+    topk_weights_TK: (T, K) float32.  topk_ids_TK: (T, K) int32 or int64, global expert ids, -1 to
+    skip. An expert may appear twice in a row: both pairs count.
+    """
+
+    topk_weights_TK: torch.Tensor
+    topk_ids_TK: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of the e experts on this rank, with their scales and biases.
+
+    w1: (e, N, H), gate rows first (alternating if the activation is interleaved).
+    w2: (e, H, I). Both may be strided views, such as a transposed checkpoint tensor.
+    b1: (e, N), b2: (e, H), float32 or the problem's dtype.
+    expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere.
+    *_scale, *_zero_point: as the quantisation scheme says; None if unquantised.
+    """
+
+    w1: torch.Tensor
+    w2: torch.Tensor
+    b1: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+    expert_map: torch.Tensor | None = None
+    w1_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w1_zero_point: torch.Tensor | None = None
+    w2_zero_point: torch.Tensor | None = None
+    a1_scale: torch.Tensor | None = None
+    a2_scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DispatchedRouting:
+    """Routing of the rows that arrived at this rank; not the caller's routing.
+
+    topk_weights_TK float32, or None where weights were already applied or travel elsewhere.
+    topk_ids_TK int32 or int64 in `space`; expert_map turns global ids into local ones.
+    num_experts: ids are valid in [0, num_experts).
+    invalid_ids: int32 (1,), incremented by the number of ids outside [-1, num_experts).
+    """
+
+    topk_weights_TK: torch.Tensor | None
+    topk_ids_TK: torch.Tensor
+    space: IdSpace
+    num_experts: int
+    expert_map: torch.Tensor | None
+    invalid_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ContiguousTokens:
+    """STANDARD format. x_TH: (T, H), every row a real token; scale: None if unquantised."""
+
+    x_TH: torch.Tensor
+    routing: DispatchedRouting
+    scale: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BatchedTokens:
+    """BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
+
+    Rows c < counts_e[i] of expert i are tokens; the other rows are undefined and never read.
+    """
+
+    x_eCH: torch.Tensor
+    counts_e: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+Dispatched = ContiguousTokens | BatchedTokens
+
+
+@dataclass(frozen=True)
+class ContiguousShape:
+    """Worst case of a dispatch in the STANDARD format: rows T and K ids per row."""
+
+    tokens: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class BatchedShape:
+    """Worst case of a dispatch in the BATCHED_EXPERTS format: e experts of C rows."""
+
+    experts: int
+    capacity: int
+
+
+DispatchShape = ContiguousShape | BatchedShape
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """What a TopKWeightAndReduce works on.
+
+    rows: (T, H), (T, K, H) or (e, C, H), as the experts left them.
+    row_of_pair_TK: (T, K) int32, row of each pair in the flattened (e * C, H) rows, -1 for a
+        skipped pair; None where pair p's row is row p.
+    topk_weights_TK: the caller's (T, K) float32, or None if weights were applied on the input.
+    scale: the routed scaling factor still to be applied.
+    """
+
+    rows: torch.Tensor
+    row_of_pair_TK: torch.Tensor | None
+    topk_weights_TK: torch.Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What one prepare leaves for its own finalize; each PrepareAndFinalize has a subclass."""

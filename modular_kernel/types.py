@@ -1,0 +1,341 @@
+"""Enums and frozen facts: what a layer must compute, and where it shall run.
+
+Nothing here reads the machine or touches a tensor; everything can be made by hand in a test.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Literal
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(value: torch.dtype | str) -> torch.dtype:
+    """A dtype from itself or from its name ("bf16", "bfloat16", ...); ConfigurationError else."""
+    if isinstance(value, torch.dtype):
+        return value
+    name = _DTYPE_ALIASES.get(value, value)
+    if name not in DTYPES:
+        raise ConfigurationError("dtype", got=value, need=f"one of {sorted(DTYPES)}")
+    return DTYPES[name]
+
+
+class ActivationFormat(Enum):
+    """How activations lie between prepare and the experts, and on the way back."""
+
+    STANDARD = "standard"  # contiguous tokens (T, H) with their top-k routing beside them
+    BATCHED_EXPERTS = "batched_experts"  # (e, C, H): expert by expert, the first counts_e[i] valid
+
+
+class Reduce(Enum):
+    """Who applies the router weights and sums over top-k, seen from the experts' side."""
+
+    NOOP = "noop"  # the experts did it: their output is (T, H)
+    CONTIGUOUS = "contiguous"  # finalize does it over rows (T, K, H)
+    NAIVE_BATCHED = "naive_batched"  # finalize does it over rows (e, C, H)
+    DELEGATE = "delegate"  # the PrepareAndFinalize substitutes what it prefers
+
+
+class Combine(Enum):
+    """What the layer returns."""
+
+    SUM = "sum"  # (T, H): weighted by the router and summed over top-k
+    TOPK_WEIGHTED = "topk_weighted"  # (T, K, H): weighted and scaled, not summed (no_combine)
+    TOPK_UNWEIGHTED = "topk_unweighted"  # (T, K, H): neither weighted nor scaled
+
+
+class Rows(Enum):
+    """What a part leaves in, or accepts from, rows that stand for no valid token."""
+
+    ZERO = "zero"
+    UNDEFINED = "undefined"
+
+
+class IdSpace(Enum):
+    """Which experts top-k ids count: all of the model's, or those of this rank."""
+
+    GLOBAL = "global"
+    LOCAL = "local"
+
+
+GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglu_clamp_after", "swiglu_clamp_before")
+UNGATED = ("relu2",)
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """The function between the two GEMMs. g and u are the gate and up values, L the limit.
+
+    silu                 silu(g) * u
+    gelu                 gelu(g) * u, exact (erf)
+    gelu_tanh            gelu(g) * u, tanh approximation
+    swiglu_oai           g' sigmoid(alpha g') (u' + 1), g' = min(g, L), u' = clamp(u, -L, L): gpt-oss
+    swiglu_clamp_after   min(silu(g), L) * clamp(u, -L, L): the limit acts after silu
+    swiglu_clamp_before  silu(min(g, L)) * clamp(u, -L, L): the limit acts before silu
+    relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
+
+    interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first.
+    """
+
+    kind: str = "silu"
+    alpha: float | None = None
+    limit: float | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in GATED + UNGATED:
+            raise ConfigurationError("activation", got=self.kind, need=f"one of {GATED + UNGATED}")
+        if (self.alpha is not None) != (self.kind == "swiglu_oai"):
+            need = "a value for swiglu_oai" if self.alpha is None else "alpha only with swiglu_oai"
+            raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
+        if (self.limit is not None) != self.kind.startswith("swiglu"):
+            need = "a value" if self.limit is None else "a limit only with a swiglu_* rule"
+            raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
+        if self.limit is not None and not self.limit > 0:
+            raise ConfigurationError("activation limit", got=self.limit, need="a value > 0")
+        if self.interleaved and not self.gated:
+            raise ConfigurationError("activation interleaved", got=self.kind, need="a gated kind")
+
+    @property
+    def gated(self) -> bool:
+        """Whether w1 holds gate and up rows (2I) or one row per intermediate value (I)."""
+        return self.kind in GATED
+
+    @classmethod
+    def parse(cls, text: "str | ActivationSpec") -> "ActivationSpec":
+        """From `kind[:option=value,...]`, as `str()` prints it.
+
+        `swiglu_oai` alone means gpt-oss's alpha 1.702, limit 7 and interleaved rows; the two
+        clamp rules alone mean limit 7.
+        """
+        if isinstance(text, ActivationSpec):
+            return text
+        kind, _, rest = text.partition(":")
+        options: dict[str, str] = dict(
+            pair.partition("=")[::2] for pair in rest.split(",") if pair
+        )
+        unknown = set(options) - {"alpha", "limit", "interleaved"}
+        if unknown:
+            need = "kind[:alpha=..,limit=..,interleaved=true|false]"
+            raise ConfigurationError("activation", got=text, need=need)
+        oai = kind == "swiglu_oai"
+        try:
+            alpha = float(options["alpha"]) if "alpha" in options else (1.702 if oai else None)
+            default_limit = 7.0 if kind.startswith("swiglu") else None
+            limit = float(options["limit"]) if "limit" in options else default_limit
+        except ValueError:
+            raise ConfigurationError("activation", got=text, need="numbers") from None
+        interleaved = options.get("interleaved", "true" if oai else "false").lower() == "true"
+        return cls(kind, alpha, limit, interleaved)
+
+    def __str__(self) -> str:
+        options = [f"{k}={v}" for k in ("alpha", "limit") if (v := getattr(self, k)) is not None]
+        if self.interleaved or self.kind == "swiglu_oai":
+            options.append(f"interleaved={str(self.interleaved).lower()}")
+        return self.kind + (":" + ",".join(options) if options else "")
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """One word for a quantisation, used to select parts and to execute them.
+
+    weight, activation: element types ("none" means the problem's dtype).
+    granularity: what one weight scale covers: tensor, channel, block, group (along K) or none.
+    group: the default block (n, k) or group (k,) in elements; empty where it does not apply.
+    """
+
+    name: str
+    weight: str = "none"
+    activation: str = "none"
+    granularity: str = "none"
+    group: tuple[int, ...] = ()
+
+    @property
+    def quantised(self) -> bool:
+        return self.weight != "none"
+
+    @property
+    def activation_granularity(self) -> str:
+        """What one activation scale covers: none, tensor, token, or token and group."""
+        if self.activation in ("none", "float16"):
+            return "none"
+        return {"channel": "token", "block": "token_group"}.get(self.granularity, self.granularity)
+
+
+_SCHEMES = (
+    QuantScheme("none"),
+    QuantScheme("fp8_w8a8_tensor", "float8_e4m3fn", "float8_e4m3fn", "tensor"),
+    QuantScheme("fp8_w8a8_channel", "float8_e4m3fn", "float8_e4m3fn", "channel"),
+    QuantScheme("fp8_w8a8_block", "float8_e4m3fn", "float8_e4m3fn", "block", (128, 128)),
+    QuantScheme("int8_w8a8_channel", "int8", "int8", "channel"),
+    QuantScheme("int8_w8a8_block", "int8", "int8", "block", (128, 128)),
+    QuantScheme("int8_w8a16_channel", "int8", "float16", "channel"),
+    QuantScheme("int8_w8a16_group", "uint8", "float16", "group", (128,)),
+    QuantScheme("int4_w4a16_group", "uint4", "float16", "group", (128,)),
+    QuantScheme("mxfp4_w4a16", "float4_e2m1", "float16", "group", (32,)),
+    QuantScheme("nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,)),
+)
+QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How ranks share the experts. placement: "linear" gives each rank a block of E / world."""
+
+    world_size: int = 1
+    placement: Literal["linear", "table"] = "linear"
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigurationError("world_size", got=self.world_size, need=">= 1")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One MoE layer as a kernel must compute it. Letters as in `modular_kernel.tensors`.
+
+    tokens: the most tokens T one rank passes in one call; buffers are sized for it.
+    hidden, intermediate, experts, top_k: H, I (per rank), E (all ranks), K.
+    local_experts: e, the experts whose weights this rank holds; None means E / world_size.
+    ids_dtype: what the router emits (torch.int32 or torch.int64); None means either.
+    bias: b1 and b2 are given.  expert_map: ExpertWeights.expert_map is given.
+    apply_router_weight_on_input: the weight multiplies x before GEMM 1 (and b1 is added after),
+        not the output.
+    routed_scaling_factor: multiplies the combined output, once.
+    inplace: the result overwrites x and is the same tensor.
+    fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
+    chunk_tokens: split calls into pieces of at most this many tokens; None never splits.
+    graph, deterministic, asynchronous, lora: properties the pairing must have.
+    """
+
+    tokens: int
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype = torch.bfloat16
+    quant: str = "none"
+    activation: ActivationSpec | str = "silu"
+    local_experts: int | None = None
+    ids_dtype: torch.dtype | None = None
+    bias: bool = False
+    expert_map: bool = False
+    apply_router_weight_on_input: bool = False
+    routed_scaling_factor: float = 1.0
+    combine: Combine = Combine.SUM
+    inplace: bool = False
+    fp32_precision: Literal["ieee", "tf32"] = "ieee"
+    chunk_tokens: int | None = None
+    graph: bool = False
+    deterministic: bool = False
+    asynchronous: bool = False
+    lora: bool = False
+    parallel: Parallel = field(default_factory=Parallel)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", parse_dtype(self.dtype))
+        object.__setattr__(self, "activation", ActivationSpec.parse(self.activation))
+        for name in ("hidden", "intermediate", "experts", "top_k"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(name, got=getattr(self, name), need=">= 1")
+        if self.tokens < 0:
+            raise ConfigurationError("tokens", got=self.tokens, need=">= 0")
+        if self.quant not in QUANT_SCHEMES:
+            need = f"one of {sorted(QUANT_SCHEMES)}"
+            raise ConfigurationError("quant", got=self.quant, need=need)
+        if self.ids_dtype not in (None, torch.int32, torch.int64):
+            need = "torch.int32, torch.int64 or None"
+            raise ConfigurationError("ids_dtype", got=self.ids_dtype, need=need)
+        if self.local_experts is not None and not 1 <= self.local_experts <= self.experts:
+            need = f"1 to experts = {self.experts}"
+            raise ConfigurationError("local_experts", got=self.local_experts, need=need)
+        if self.fp32_precision not in ("ieee", "tf32"):
+            raise ConfigurationError("fp32_precision", got=self.fp32_precision, need="ieee or tf32")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ConfigurationError("chunk_tokens", got=self.chunk_tokens, need=">= 1 or None")
+        if self.inplace and self.combine is not Combine.SUM:
+            # (T, K, H) does not fit into x.
+            need = "combine=SUM"
+            raise ConfigurationError("inplace", got=f"combine={self.combine.name}", need=need)
+
+    @property
+    def act(self) -> ActivationSpec:
+        """The parsed activation."""
+        return ActivationSpec.parse(self.activation)
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """The quantisation that `quant` names."""
+        return QUANT_SCHEMES[self.quant]
+
+    @property
+    def e(self) -> int:
+        """Experts held by this rank."""
+        if self.local_experts is not None:
+            return self.local_experts
+        return self.experts // self.parallel.world_size
+
+    @property
+    def w1_rows(self) -> int:
+        """Rows of one expert's w1: 2I if gated, else I."""
+        return self.intermediate * (2 if self.act.gated else 1)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        """(T, H), or (T, K, H) where top-k is kept."""
+        if self.combine is Combine.SUM:
+            return (self.tokens, self.hidden)
+        return (self.tokens, self.top_k, self.hidden)
+
+    def with_tokens(self, tokens: int) -> "Problem":
+        """The same layer sized for another number of tokens."""
+        return replace(self, tokens=tokens)
+
+    def __str__(self) -> str:
+        head = f"T{self.tokens}-H{self.hidden}-I{self.intermediate}-E{self.experts}-K{self.top_k}"
+        parts = [head, dtype_name(self.dtype)]
+        defaults = {f.name: f.default for f in fields(self)}
+        shown = ("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "parallel")
+        for name in (n for n in defaults if n not in shown):
+            value = getattr(self, name)
+            plain = str(value) if isinstance(value, ActivationSpec) else value
+            if plain != defaults[name]:
+                text = value.value if isinstance(value, Enum) else str(value)
+                parts.append(name if value is True else f"{name}={text}")
+        if self.parallel.world_size > 1:
+            parts.append(f"W{self.parallel.world_size}")
+        return "-".join(parts)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a pairing would run on. Made by hand, or read by `modular_kernel.machine`.
+
+    device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
+    packages: importable optional packages.  interpreter: Triton kernels run on the CPU.
+    """
+
+    device: Literal["cuda", "cpu"] = "cpu"
+    arch: tuple[int, int] | None = None
+    packages: frozenset[str] = frozenset()
+    interpreter: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.device == "cuda") != (self.arch is not None):
+            need = "an arch exactly where the device is cuda"
+            raise ConfigurationError("machine", got=(self.device, self.arch), need=need)
+
+    def __str__(self) -> str:
+        arch = f" sm_{self.arch[0]}{self.arch[1]}" if self.arch else ""
+        return f"{self.name or self.device}{arch}"

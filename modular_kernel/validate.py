@@ -1,0 +1,149 @@
+"""Checks of one call's tensors against the declared problem, before anything is launched.
+
+Only shapes, dtypes, devices and strides are read, so nothing synchronises; `check_ids` reads
+values and is for checked mode.
+"""
+
+import torch
+
+from modular_kernel.errors import (
+    CapacityError,
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    RoutingError,
+    ShapeError,
+    UnsupportedError,
+    WeightsError,
+)
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Combine, Problem, dtype_name
+
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
+    if tuple(tensor.shape) != need:
+        raise ShapeError(what, got=tuple(tensor.shape), need=f"{legend} = {need}")
+
+
+def _dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
+    if tensor.dtype not in need:
+        names = " or ".join(dtype_name(d) for d in need)
+        raise DtypeError(what, got=dtype_name(tensor.dtype), need=names)
+
+
+def _device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
+    if tensor.device != need:
+        raise DeviceError(what, got=tensor.device, need=f"{need}, where x is")
+
+
+def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
+    """x must be (T, H) with T <= problem.tokens, of the problem's dtype, on the kernel's device."""
+    if x_TH.dim() != 2 or x_TH.shape[1] != problem.hidden:
+        raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {problem.hidden}")
+    if x_TH.device.type != device_type:
+        raise DeviceError("x", got=x_TH.device, need=f"a {device_type} tensor for this kernel")
+    _dtype("x", x_TH, problem.dtype)
+    if x_TH.shape[0] > problem.tokens:
+        raise CapacityError("tokens", got=x_TH.shape[0], need=f"<= problem.tokens {problem.tokens}")
+    if x_TH.stride(1) != 1 and x_TH.shape[0] > 0 and problem.hidden > 1:
+        raise LayoutError("x", got=f"strides {x_TH.stride()}", need="hidden values side by side")
+    if problem.inplace and not x_TH.is_contiguous():
+        raise LayoutError("x of an inplace call", got=f"strides {x_TH.stride()}", need="contiguous")
+
+
+def check_routing(routing: Routing, x_TH: torch.Tensor, problem: Problem) -> None:
+    """Weights float32 and ids integer, both (T, K), contiguous, beside x."""
+    need = (x_TH.shape[0], problem.top_k)
+    for what, tensor in (
+        ("topk_weights", routing.topk_weights_TK),
+        ("topk_ids", routing.topk_ids_TK),
+    ):
+        _shape(what, tensor, need, "(T, K)")
+        _device(what, tensor, x_TH.device)
+        if not tensor.is_contiguous():
+            raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous (T, K)")
+    _dtype("topk_weights", routing.topk_weights_TK, torch.float32)
+    allowed = _ID_DTYPES if problem.ids_dtype is None else (problem.ids_dtype,)
+    _dtype("topk_ids", routing.topk_ids_TK, *allowed)
+
+
+def check_ids(routing: Routing, problem: Problem) -> None:
+    """Checked mode: every id in [-1, E), else RoutingError. Synchronises with the device."""
+    ids = routing.topk_ids_TK
+    bad = (ids < -1) | (ids >= problem.experts)
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        got = f"{int(bad.sum())} id(s), the first {int(ids[tuple(where)])} at {tuple(where)}"
+        raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {problem.experts - 1}")
+
+
+def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
+    """w1 (e, N, H), w2 (e, H, I), biases and expert_map exactly as the problem declares."""
+    e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
+    rows = "2I" if problem.act.gated else "I"
+    _shape("w1", weights.w1, (e, n, h), f"(e, {rows}, H)")
+    _shape("w2", weights.w2, (e, h, i), "(e, H, I)")
+    if not problem.scheme.quantised:
+        _dtype("w1", weights.w1, problem.dtype)
+        _dtype("w2", weights.w2, problem.dtype)
+        _no_scales(weights)
+    _optional("b1", weights.b1, problem.bias, (e, n), x_TH, (torch.float32, problem.dtype))
+    _optional("b2", weights.b2, problem.bias, (e, h), x_TH, (torch.float32, problem.dtype))
+    shape = (problem.experts,)
+    _optional("expert_map", weights.expert_map, problem.expert_map, shape, x_TH, (torch.int32,))
+    _device("w1", weights.w1, x_TH.device)
+    _device("w2", weights.w2, x_TH.device)
+
+
+def _no_scales(weights: ExpertWeights) -> None:
+    names = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
+    given = [name for name in names if getattr(weights, name) is not None]
+    if given:
+        need = "no scales or zero points for quant=none"
+        raise WeightsError("expert weights", got=", ".join(given), need=need)
+
+
+def _optional(
+    what: str,
+    tensor: torch.Tensor | None,
+    declared: bool,
+    shape: tuple[int, ...],
+    x_TH: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
+    """A tensor that must be given exactly if the problem declares it; contiguous if so."""
+    if (tensor is not None) != declared:
+        got, need = ("a tensor", "None") if tensor is not None else ("None", f"{shape}")
+        raise WeightsError(what, got=got, need=f"{need}, as the problem declares")
+    if tensor is None:
+        return
+    _shape(what, tensor, shape, "shape")
+    _dtype(what, tensor, *dtypes)
+    _device(what, tensor, x_TH.device)
+    if not tensor.is_contiguous():
+        raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
+
+
+def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
+    """out must be contiguous (T, H), or (T, K, H), like x otherwise; not for inplace problems."""
+    if problem.inplace and out is not x_TH:
+        raise ConfigurationError("out", got="a tensor", need="None: inplace writes to x")
+    tokens = x_TH.shape[0]
+    middle = () if problem.combine is Combine.SUM else (problem.top_k,)
+    _shape("out", out, (tokens, *middle, problem.hidden), "(T, [K,] H)")
+    _dtype("out", out, problem.dtype)
+    _device("out", out, x_TH.device)
+    if not out.is_contiguous():
+        raise LayoutError("out", got=f"strides {out.stride()}", need="contiguous")
+
+
+def check_no_grad(x_TH: torch.Tensor, weights: ExpertWeights) -> None:
+    """Kernels are forward only: refuse, rather than lose, a gradient."""
+    wants = x_TH.requires_grad or weights.w1.requires_grad or weights.w2.requires_grad
+    if wants and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "gradients", got="tensors that require grad", need="torch.no_grad() or inference_mode()"
+        )

@@ -1,0 +1,91 @@
+"""The one home of metadata: name, version, packages, requirements, entry points. No logic."""
+
+from setuptools import find_packages, setup
+
+setup(
+    name="modular-kernel",
+    version="0.1.0",
+    description="Compose fused mixture-of-experts layers from interchangeable, proven parts.",
+    author="The modular_kernel authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["mixture-of-experts", "MoE", "expert parallelism", "triton", "torch", "GPU kernels"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Operating System :: MacOS",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.11",
+    # Four packages and what lies below them; tests, tools and docs stay out by not being named.
+    packages=find_packages(
+        include=[
+            "modular_kernel",
+            "modular_kernel.*",
+            "prepare_finalize",
+            "prepare_finalize.*",
+            "experts",
+            "experts.*",
+            "topk_reduce",
+            "topk_reduce.*",
+        ],
+    ),
+    package_data={
+        "modular_kernel": ["py.typed"],
+        "prepare_finalize": ["py.typed"],
+        "experts": ["py.typed", "configs/*.json", "configs/**/*.json"],
+        "topk_reduce": ["py.typed"],
+    },
+    include_package_data=False,
+    zip_safe=False,
+    # torch pins the triton that it was built with; the range here is what the kernels are tested
+    # against. There is no triton for macOS and Windows: the plain torch parts run there.
+    install_requires=[
+        "torch>=2.11",
+        "numpy>=1.26",
+        "triton>=3.6,<3.10; platform_system == 'Linux'",
+        "typer>=0.15",
+        "rich>=13.7",
+    ],
+    # Only what can be installed from the package index by name. DeepEP (deep_ep), pplx-kernels and
+    # DeepGEMM (deep_gemm) are built from their own sources against the torch at hand: a name here
+    # would fetch somebody else's package, and a source URL would make every resolver that looks
+    # at all extras at once build them. The parts that wrap them say what they miss.
+    extras_require={
+        "transformers": ["transformers>=5.0"],
+        "flashinfer": ["flashinfer-python>=0.6; platform_system == 'Linux'"],
+        "cute": ["nvidia-cutlass-dsl>=4.4; platform_system == 'Linux'"],
+        "bench": ["matplotlib>=3.8"],
+        "interpreter": ["ml_dtypes>=0.5"],
+        "test": [
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ml_dtypes>=0.5",
+            "setuptools>=70.1",
+        ],
+        "dev": [
+            "ruff>=0.17",
+            "mypy>=2.4",
+            "import-linter>=2.16",
+        ],
+    },
+    entry_points={
+        "console_scripts": ["mk = modular_kernel.cli.main:run"],
+        # A third party's parts come in the same way, under a name of their own.
+        "modular_kernel.parts": [
+            "prepare_finalize = prepare_finalize:COMPONENTS",
+            "experts = experts:COMPONENTS",
+            "topk_reduce = topk_reduce:COMPONENTS",
+        ],
+    },
+)

@@ -1,0 +1,15 @@
+"""TopKWeightAndReduce parts: who applies router weights and sums over top-k, and how."""
+
+from topk_reduce.contiguous import TopKWeightAndReduceContiguous
+from topk_reduce.delegate import TopKWeightAndReduceDelegate
+from topk_reduce.keep_topk import KeepTopK
+from topk_reduce.naive_batched import TopKWeightAndReduceNaiveBatched
+from topk_reduce.noop import TopKWeightAndReduceNoOp
+
+COMPONENTS = (
+    TopKWeightAndReduceNoOp,
+    TopKWeightAndReduceContiguous,
+    TopKWeightAndReduceNaiveBatched,
+    TopKWeightAndReduceDelegate,
+    KeepTopK,
+)

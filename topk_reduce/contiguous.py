@@ -1,0 +1,17 @@
+"""Weight and sum rows that lie token by token."""
+
+import torch
+
+from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.tensors import ExpertRows
+from modular_kernel.types import Reduce
+
+
+class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
+    """(T, K, H) rows -> (T, H), accumulated in float32. Rows of skipped pairs must be zero."""
+
+    kind = Reduce.CONTIGUOUS
+
+    def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        weight_and_sum(rows.rows, rows.topk_weights_TK, scale=rows.scale, out=out)

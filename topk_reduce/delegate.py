@@ -1,0 +1,19 @@
+"""Leaves the choice to the PrepareAndFinalize."""
+
+import torch
+
+from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.tensors import ExpertRows
+from modular_kernel.types import Reduce
+
+
+class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
+    """A mark, not an implementation: finalize substitutes what suits its combine."""
+
+    kind = Reduce.DELEGATE
+
+    def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        """Always raises UnsupportedError: a delegate cannot reduce."""
+        need = "the PrepareAndFinalize to substitute its own reducer"
+        raise UnsupportedError("TopKWeightAndReduceDelegate.apply", got="a call", need=need)

@@ -1,0 +1,29 @@
+"""Return every pair's row instead of their sum (no_combine)."""
+
+import torch
+
+from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.ops.reduce import gather_rows, scale_rows
+from modular_kernel.tensors import ExpertRows
+
+
+class KeepTopK(TopKWeightAndReduce):
+    """Rows -> (T, K, H), token-major; zero for skipped pairs.
+
+    weighted: multiply by the router weight and the routed scaling factor, so that the sum over K
+    is the combined output; otherwise rows are returned as the experts computed them.
+    """
+
+    kind = None
+
+    def __init__(self, *, weighted: bool) -> None:
+        self.weighted = weighted
+
+    def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        weights_TK = rows.topk_weights_TK if self.weighted else None
+        scale = rows.scale if self.weighted else 1.0
+        if rows.row_of_pair_TK is None:
+            scale_rows(rows.rows, weights_TK, scale=scale, out=out)
+        else:
+            source = rows.rows.flatten(0, 1)
+            gather_rows(source, rows.row_of_pair_TK, weights_TK, scale=scale, out=out)

@@ -1,0 +1,27 @@
+"""Gather rows from the batched layout, weight and sum them."""
+
+import torch
+
+from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.ops.reduce import gather_weight_and_sum
+from modular_kernel.tensors import ExpertRows
+from modular_kernel.types import Reduce
+
+
+class TopKWeightAndReduceNaiveBatched(TopKWeightAndReduce):
+    """(e, C, H) rows -> (T, H) through row_of_pair_TK, accumulated in float32.
+
+    Only the rows that a pair points to are read.
+    """
+
+    kind = Reduce.NAIVE_BATCHED
+
+    def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        assert rows.row_of_pair_TK is not None
+        gather_weight_and_sum(
+            rows.rows.flatten(0, 1),
+            rows.row_of_pair_TK,
+            rows.topk_weights_TK,
+            scale=rows.scale,
+            out=out,
+        )

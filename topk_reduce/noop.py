@@ -1,0 +1,17 @@
+"""Nothing left to do: the experts weighted and reduced."""
+
+import torch
+
+from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.tensors import ExpertRows
+from modular_kernel.types import Reduce
+
+
+class TopKWeightAndReduceNoOp(TopKWeightAndReduce):
+    """rows.rows is the (T, H) result already; copied unless it is `out` itself."""
+
+    kind = Reduce.NOOP
+
+    def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
+        if rows.rows is not out:
+            out.copy_(rows.rows)
