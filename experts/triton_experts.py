@@ -2,7 +2,7 @@
 
 import torch
 
-from experts.tiles import Tile, choose_tiles
+from experts.tiles import Tile, choose_tiles, regimes_up_to
 from experts.triton_gemm import Product, first_product, second_product
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
@@ -55,13 +55,22 @@ class TritonExperts(PermuteExpertsUnpermute):
         rows = BufferSpec((pairs if self._sums else 0, problem.hidden), problem.dtype)
         kept = (shape.tokens, shape.top_k, problem.hidden)
         output = (shape.tokens, problem.hidden) if self._sums else kept
-        block = choose_tiles(problem, shape.tokens).gemm1.block_m
         return WorkspaceShapes(
             workspace13=BufferSpec((pairs, problem.intermediate), problem.dtype),
             workspace2=rows,
             output=BufferSpec(output, problem.dtype),
-            extra=align_specs(pairs, block, problem.e),
+            extra=self._align_specs(shape.tokens),
         )
+
+    def _align_specs(self, tokens: int) -> dict[str, BufferSpec]:
+        """Room for the alignment of any call up to `tokens`: fewer tokens can mean more blocks,
+        because they come with smaller ones."""
+        problem, largest = self.problem, dict[str, BufferSpec]()
+        for most, block in regimes_up_to(problem, tokens):
+            for name, spec in align_specs(most * problem.top_k, block, problem.e).items():
+                if name not in largest or spec.numel > largest[name].numel:
+                    largest[name] = spec
+        return largest
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         if self._sums:

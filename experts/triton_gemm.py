@@ -38,6 +38,7 @@ class Product:
             "columns": self.columns,
             "depth": self.depth,
             "up_row": self.up_row,
+            "up_offset": self.up_row * self.w.stride(1),  # 64-bit in Python, whatever its size
             "stride_be": self.w.stride(0),
             "stride_bn": self.w.stride(1),
             "stride_bk": self.w.stride(2),

@@ -126,7 +126,7 @@ def build_catalog(offers: Iterable[Offer]) -> Catalog:
         try:
             parts += [_part(cls, offer) for cls in _classes(offer.load())]
         # A foreign package can fail in any way at import; none of them may be fatal to others.
-        except Exception as error:  # noqa: BLE001
+        except (Exception, SystemExit) as error:  # noqa: BLE001
             broken.append(Broken(offer.name, offer.origin, f"{type(error).__name__}: {error}"))
     return Catalog(tuple(parts), tuple(broken))
 

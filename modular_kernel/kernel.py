@@ -151,7 +151,7 @@ class FusedMoEModularKernel:
         out: torch.Tensor | None,
     ) -> None:
         """The part of `check` that can differ from call to call."""
-        validate.check_no_grad(x_TH, weights)
+        validate.check_no_grad(x_TH, weights, routing)
         validate.check_routing(routing, x_TH, self.problem)
         if out is not None:
             validate.check_out(out, x_TH, self.problem)

@@ -56,8 +56,7 @@ _BITS: dict[Dtype, Dtype] = {kind: np.dtype(f"u{kind.itemsize}") for kind in _NA
 # purpose, a KeyError is better than numbers that nobody has checked.
 _STORAGE: dict[str, Dtype] = {
     "int1": np.dtype(np.bool_),
-    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16)},
-    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in (32, 64)},
+    **{f"{sign}{n}": np.dtype(f"{sign}{n}") for sign in ("int", "uint") for n in (8, 16, 32, 64)},
     "fp16": np.dtype(np.float16),
     "fp32": np.dtype(np.float32),
     "fp64": np.dtype(np.float64),

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from experts.kernels.triton.tile import finish_tile, grouped_tile_order, multiply_tile
+from experts.kernels.triton.tile import finish_tile, grouped_tile_order, multiply_tile, store_rows
 
 
 @triton.jit
 def batched_gemm_kernel(
     a_ptr, b_ptr, bias_ptr, out_ptr, counts_ptr,
-    capacity, columns, depth, up_row, num_m,
+    capacity, columns, depth, up_row, up_offset, num_m,
     stride_be, stride_bn, stride_bk, stride_bias,
     ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -39,7 +39,7 @@ def batched_gemm_kernel(
         row_mask[:, None],
         b_ptr + expert * stride_be + b_row[None, :] * stride_bn,
         column_mask[None, :],
-        up_row.to(tl.int64) * stride_bn,
+        up_offset,
         1, stride_bk, depth,
         GATED, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -47,6 +47,4 @@ def batched_gemm_kernel(
         gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
         gate, HAS_BIAS, False, GATED, KIND, ALPHA, LIMIT,
     )  # fmt: skip
-    out_ptrs = out_ptr + slot[:, None] * columns + column[None, :]
-    out_mask = row_mask[:, None] & column_mask[None, :]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=out_mask)
+    store_rows(out_ptr, slot, row_mask, column, column_mask, columns, result)

@@ -3,14 +3,14 @@
 import triton
 import triton.language as tl
 
-from experts.kernels.triton.tile import finish_tile, grouped_tile_order, multiply_tile
+from experts.kernels.triton.tile import finish_tile, grouped_tile_order, multiply_tile, store_rows
 
 
 @triton.jit
 def grouped_gemm_kernel(
     a_ptr, b_ptr, bias_ptr, row_weights_ptr, out_ptr,
     sorted_ptr, expert_ids_ptr, num_post_ptr,
-    num_pairs, columns, depth, up_row, num_m,
+    num_pairs, columns, depth, up_row, up_offset, num_m,
     stride_am, stride_ak, stride_be, stride_bn, stride_bk, stride_bias,
     A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
@@ -33,13 +33,11 @@ def grouped_gemm_kernel(
     row_mask = pairs < num_pairs
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < columns
-    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * columns + column[None, :]
-    out_mask = row_mask[:, None] & column_mask[None, :]
     expert = tl.load(expert_ids_ptr + pid_m).to(tl.int64)
     if expert < 0:
         if WRITE_ZEROS:
-            zeros = tl.zeros((BLOCK_M, BLOCK_N), out_ptr.dtype.element_ty)
-            tl.store(out_ptrs, zeros, mask=out_mask)
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
         return
     a_row = (pairs // A_TOP_K).to(tl.int64)
     b_row = (column * ROW_STEP).to(tl.int64)
@@ -48,7 +46,7 @@ def grouped_gemm_kernel(
         row_mask[:, None],
         b_ptr + expert * stride_be + b_row[None, :] * stride_bn,
         column_mask[None, :],
-        up_row.to(tl.int64) * stride_bn,
+        up_offset,
         stride_ak, stride_bk, depth,
         GATED, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
@@ -59,4 +57,4 @@ def grouped_gemm_kernel(
         gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
         row_weights, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
     )  # fmt: skip
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=out_mask)
+    store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, result)

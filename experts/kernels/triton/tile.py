@@ -78,3 +78,11 @@ def finish_tile(
     else:
         result = activate(gate, up, KIND, ALPHA, LIMIT)
     return result
+
+
+@triton.jit
+def store_rows(out_ptr, rows, row_mask, column, column_mask, columns, values):
+    """Round a float32 tile and store it to rows of a contiguous output `columns` wide."""
+    out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * columns + column[None, :]
+    mask = row_mask[:, None] & column_mask[None, :]
+    tl.store(out_ptrs, values.to(out_ptr.dtype.element_ty), mask=mask)
