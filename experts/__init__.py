@@ -6,3 +6,11 @@ from experts.torch_experts import TorchExperts
 from experts.triton_experts import TritonExperts
 
 COMPONENTS = (TorchExperts, TritonExperts, NaiveBatchedExperts, BatchedTritonExperts)
+
+__all__ = [
+    "COMPONENTS",
+    "BatchedTritonExperts",
+    "NaiveBatchedExperts",
+    "TorchExperts",
+    "TritonExperts",
+]

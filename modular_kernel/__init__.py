@@ -50,7 +50,28 @@ _HOME = {
     "Problem": "types",
 }
 
-__all__ = list(_HOME)  # noqa: PLE0605 (one table, not two)
+__all__ = [  # noqa: RUF022 (in the order of the table above)
+    "check",
+    "check_all",
+    "make_kernel",
+    "compose",
+    "PermuteExpertsUnpermute",
+    "PrepareAndFinalize",
+    "TopKWeightAndReduce",
+    "IncompatibleError",
+    "ModularKernelError",
+    "FusedMoEModularKernel",
+    "Rejection",
+    "Verdict",
+    "ExpertWeights",
+    "Routing",
+    "ActivationFormat",
+    "ActivationSpec",
+    "Combine",
+    "Machine",
+    "Parallel",
+    "Problem",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -72,7 +72,8 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
         b2=normal(e, h) if problem.bias else None,
         expert_map=_first_local(problem, device) if problem.expert_map else None,
     )
-    logits = torch.randn(problem.tokens, max(problem.experts, k), device=device, generator=generator)
+    choices = max(problem.experts, k)
+    logits = torch.randn(problem.tokens, choices, device=device, generator=generator)
     values, ids = logits.topk(k, dim=-1)
     ids = (ids % problem.experts).to(problem.ids_dtype or torch.int32)
     routing = Routing(values.softmax(-1).float().contiguous(), ids.contiguous())

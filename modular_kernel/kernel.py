@@ -1,9 +1,9 @@
 """FusedMoEModularKernel: one PrepareAndFinalize and one PermuteExpertsUnpermute, composed.
 
-    kernel = FusedMoEModularKernel(prepare_finalize, experts)   # refused here if incompatible
-    y_TH = kernel(x_TH, weights, routing)                       # allocates its workspace
-    plan = kernel.plan()                                        # allocates once ...
-    y_TH = plan(x_TH, weights, routing)                         # ... and never again
+kernel = FusedMoEModularKernel(prepare_finalize, experts)   # refused here if incompatible
+y_TH = kernel(x_TH, weights, routing)                       # allocates its workspace
+plan = kernel.plan()                                        # allocates once ...
+y_TH = plan(x_TH, weights, routing)                         # ... and never again
 """
 
 from dataclasses import dataclass, replace
@@ -206,6 +206,7 @@ class FusedMoEModularKernel:
 
                 def receive() -> tuple[Dispatched, Handle]:
                     return arrived
+
         return Pending(self, receive, weights, workspace, out)
 
     def _finish(self, pending: "Pending") -> torch.Tensor:
@@ -228,9 +229,7 @@ class FusedMoEModularKernel:
 
     def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
         """Run the experts, in pieces where the problem says so; not at all on zero rows."""
-        apply = partial(
-            self.experts.apply, weights=pending.weights, workspace=pending.workspace
-        )
+        apply = partial(self.experts.apply, weights=pending.weights, workspace=pending.workspace)
         chunk = self.problem.chunk_tokens
         if isinstance(tokens, ContiguousTokens) and chunk and len(tokens.x_TH) > chunk:
             for start in range(0, len(tokens.x_TH), chunk):

@@ -373,4 +373,5 @@ def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Re
     else:
         assert isinstance(requires, PrepareFinalizeRequirements)
         pairing = Pairing(name, requires, "", ex, any_problem, machine)
-    return tuple(r for rule in (_device, _arch, _package) for r in rule(pairing) if name in r.parties)
+    found = [r for rule in (_device, _arch, _package) for r in rule(pairing)]
+    return tuple(r for r in found if name in r.parties)

@@ -79,7 +79,8 @@ class ActivationSpec:
     silu                 silu(g) * u
     gelu                 gelu(g) * u, exact (erf)
     gelu_tanh            gelu(g) * u, tanh approximation
-    swiglu_oai           g' sigmoid(alpha g') (u' + 1), g' = min(g, L), u' = clamp(u, -L, L): gpt-oss
+    swiglu_oai           g' sigmoid(alpha g') (u' + 1) with g' = min(g, L), u' = clamp(u, -L, L);
+                         this is gpt-oss's
     swiglu_clamp_after   min(silu(g), L) * clamp(u, -L, L): the limit acts after silu
     swiglu_clamp_before  silu(min(g, L)) * clamp(u, -L, L): the limit acts before silu
     relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
@@ -121,9 +122,7 @@ class ActivationSpec:
         if isinstance(text, ActivationSpec):
             return text
         kind, _, rest = text.partition(":")
-        options: dict[str, str] = dict(
-            pair.partition("=")[::2] for pair in rest.split(",") if pair
-        )
+        options: dict[str, str] = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
         unknown = set(options) - {"alpha", "limit", "interleaved"}
         if unknown:
             need = "kind[:alpha=..,limit=..,interleaved=true|false]"

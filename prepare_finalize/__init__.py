@@ -4,3 +4,9 @@ from prepare_finalize.batched import BatchedPrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
 
 COMPONENTS = (MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize)
+
+__all__ = [
+    "COMPONENTS",
+    "BatchedPrepareAndFinalize",
+    "MoEPrepareAndFinalizeNoEP",
+]

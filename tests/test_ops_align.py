@@ -38,7 +38,8 @@ def verify(
     flat = [i if 0 <= i < experts else -1 for i in ids_TK.flatten().tolist()]
     if expert_map is not None:
         flat = [expert_map[i] if i >= 0 else -1 for i in flat]
-    order, blocks, length = expected(flat, block, experts, ignore=options.get("ignore_invalid", False))
+    ignore = options.get("ignore_invalid", False)
+    order, blocks, length = expected(flat, block, experts, ignore=ignore)
     assert sorted_ids.dtype == expert_ids.dtype == num_post.dtype == torch.int32
     assert sorted_ids.numel() == aligned_length(ids_TK.numel(), block, experts)
     assert expert_ids.numel() == -(-sorted_ids.numel() // block)

@@ -13,3 +13,12 @@ COMPONENTS = (
     TopKWeightAndReduceDelegate,
     KeepTopK,
 )
+
+__all__ = [
+    "COMPONENTS",
+    "KeepTopK",
+    "TopKWeightAndReduceContiguous",
+    "TopKWeightAndReduceDelegate",
+    "TopKWeightAndReduceNaiveBatched",
+    "TopKWeightAndReduceNoOp",
+]

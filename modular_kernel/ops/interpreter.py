@@ -24,49 +24,36 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
+
+from modular_kernel.ops.narrow import (
+    BF16,
+    BITS,
+    BOOL,
+    FLOAT32,
+    FLOAT64,
+    NARROW,
+    Array,
+    Foreign,
+    argmax,
+    argmin,
+    convert,
+    erf,
+    fused_multiply_add,
+    storage_of,
+    tf32,
+    toward_zero,
+    tree_sum,
+    widen,
+)
 
 # Triton ships no annotations: a handle is what a builder passes around, numpy data with a triton
 # type; anything else of its own (tensors, types, enums, jit functions, cache policies) is foreign.
 Handle = Any
-Foreign = Any
-Array = NDArray[Any]
-Dtype = np.dtype[Any]
-
-_finfo: Foreign = ml_dtypes.finfo
-_BF16: Dtype = np.dtype(ml_dtypes.bfloat16)
-_FP8: dict[str, Dtype] = {
-    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
-    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
-    "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
-}
-_LARGEST: dict[Dtype, float] = {kind: float(_finfo(kind).max) for kind in _FP8.values()}
-_NARROW: frozenset[Dtype] = frozenset({_BF16, *_LARGEST})
-# What the C++ loads and stores move instead, because they know no extension dtypes.
-_BITS: dict[Dtype, Dtype] = {kind: np.dtype(f"u{kind.itemsize}") for kind in _NARROW}
-# One table, built once: upstream rebuilds its own at every operation. fp8e4b15 is missing on
-# purpose, a KeyError is better than numbers that nobody has checked.
-_STORAGE: dict[str, Dtype] = {
-    "int1": np.dtype(np.bool_),
-    **{f"{sign}{n}": np.dtype(f"{sign}{n}") for sign in ("int", "uint") for n in (8, 16, 32, 64)},
-    "fp16": np.dtype(np.float16),
-    "fp32": np.dtype(np.float32),
-    "fp64": np.dtype(np.float64),
-    "bf16": _BF16,
-    **_FP8,
-}
-_POINTER: Dtype = np.dtype(np.uint64)
-_FLOAT32: Dtype = np.dtype(np.float32)
-_FLOAT64: Dtype = np.dtype(np.float64)
-_BOOL: Dtype = np.dtype(np.bool_)
 
 # The originals that the replacements below still call.
 _implicit_cvt = upstream._implicit_cvt
@@ -105,98 +92,12 @@ def install() -> None:
     tl.core._type_for_tuple_values = _type_of_tuple
 
 
-# ------------------------------------------------------------------------------- numbers
-
-
-def storage_of(kind: Foreign) -> Dtype:
-    """The numpy dtype that holds a triton scalar, pointer or block type."""
-    scalar = kind.scalar
-    return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
-
-
-def convert(data: Array, storage: Dtype) -> Array:
-    """`data` in the dtype `storage`, rounded and saturated as a GPU converts. Any shape."""
-    if data.dtype == storage:
-        return data
-    if storage in _LARGEST:
-        wide = data if data.dtype == _FLOAT64 else data.astype(_FLOAT32)
-        # np.clip passes NaN through, and so does cvt.satfinite.
-        return np.clip(wide, -_LARGEST[storage], _LARGEST[storage]).astype(storage)
-    if storage.kind in "iu" and data.dtype.kind not in "iub":
-        return _float_to_int(widen(data), storage)
-    if storage == _BF16 and data.dtype.kind in "iub":
-        return data.astype(_FLOAT32).astype(storage)
-    return data.astype(storage)
-
-
-def widen(data: Array) -> Array:
-    """`data`, in float32 if it was bf16 or fp8: exact."""
-    return data.astype(_FLOAT32) if data.dtype in _NARROW else data
-
-
-def _float_to_int(data: Array, storage: Dtype) -> Array:
-    """Truncate and saturate, NaN to 0; for 8 bits a GPU saturates at 16 and then wraps."""
-    register = np.dtype(f"{storage.kind}{max(2, storage.itemsize)}")
-    low, high = np.iinfo(register).min, np.iinfo(register).max
-    exact = data.astype(_FLOAT64)
-    below, above = exact < low, exact >= float(high) + (1 if register.itemsize < 8 else 0)
-    whole = np.where(below | above | np.isnan(exact), 0.0, exact).astype(register)
-    whole[below] = low
-    whole[above] = high
-    return whole.astype(storage)
-
-
-def _toward_zero(exact: Array, rounded: Array) -> Array:
-    """`rounded` (nearest even, of `exact`), one step back wherever its magnitude grew."""
-    bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
-    grew = np.abs(widen(rounded).astype(_FLOAT64)) > np.abs(exact.astype(_FLOAT64))
-    stepped: Array = (bits - grew.astype(bits.dtype)).view(rounded.dtype)
-    return stepped
-
-
-def _fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
-    """`x * y + z` of float32 or narrower, rounded once to `storage`.
-
-    The product is exact in float64. Rounding the sum to odd there keeps the one bit of information
-    that the second rounding needs to come out as if it were the only one.
-    """
-    product, addend = x.astype(_FLOAT64) * y.astype(_FLOAT64), z.astype(_FLOAT64)
-    total = product + addend
-    shifted = total - product
-    error = (product - (total - shifted)) + (addend - shifted)
-    even = (total.view(np.int64) & 1) == 0
-    to_odd = even & np.isfinite(total) & (error != 0)
-    neighbour = np.nextafter(total, np.copysign(np.inf, error))
-    return convert(np.where(to_odd, neighbour, total), storage)
-
-
-def _tf32(data: Array) -> Array:
-    """float32 as tensor cores read it in tf32: the low 13 bits are not looked at."""
-    cut: Array = (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(_FLOAT32)
-    return cut
-
-
-def _tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
-    """Sum along `axis` (all of them for None) by halves, rounded to `data.dtype` at each step.
-
-    That is how threads reduce with shuffles. One after the other, bf16 would stall at 256.
-    """
-    shape = data.shape
-    rows = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
-    while len(rows) > 1:
-        half = len(rows) // 2  # triton's block sizes are powers of two
-        rows = (rows[:half].astype(_FLOAT32) + rows[half:].astype(_FLOAT32)).astype(data.dtype)
-    kept = (1,) * len(shape) if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
-    total: Array = rows[0].reshape(kept) if keep_dims else rows[0]
-    return total
-
-
 # --------------------------------------------------------------------------- the builder
 
 
 def _handle(data: Array, kind: Foreign) -> Handle:
     """A tensor handle of scalar type `kind`, or of int1 if `data` is a comparison's result."""
-    if data.dtype == _BOOL:
+    if data.dtype == BOOL:
         return upstream.TensorHandle(data, tl.int1)
     scalar = kind.scalar
     return upstream.TensorHandle(convert(data, storage_of(scalar)), scalar)
@@ -204,7 +105,7 @@ def _handle(data: Array, kind: Foreign) -> Handle:
 
 def _as_bits(handle: Handle) -> Handle:
     """`handle` as C++ can move it: narrow floats as unsigned integers of their size."""
-    bits = _BITS.get(handle.data.dtype)
+    bits = BITS.get(handle.data.dtype)
     if bits is None:
         return handle
     return upstream.TensorHandle(np.ascontiguousarray(handle.data).view(bits), handle.dtype)
@@ -225,7 +126,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     # Constants.
 
     def get_bf16(self, value: float) -> Handle:
-        return upstream.TensorHandle(np.array([value], dtype=_BF16), tl.bfloat16)
+        return upstream.TensorHandle(np.array([value], dtype=BF16), tl.bfloat16)
 
     def get_all_ones_value(self, kind: Foreign) -> Handle:
         return upstream.TensorHandle(np.invert(np.zeros(1, storage_of(kind))), kind.scalar)
@@ -238,7 +139,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def create_fp_to_fp(self, src: Handle, dst_type: Foreign, rounding_mode: Foreign) -> Handle:
         data = convert(src.data, storage_of(dst_type))
         if rounding_mode == upstream._ir.ROUNDING_MODE.RTZ:
-            data = _toward_zero(widen(src.data), data)
+            data = toward_zero(widen(src.data), data)
         return upstream.TensorHandle(data, dst_type.scalar)
 
     # Elementwise: all operations that upstream writes as lambdas come through these three.
@@ -248,7 +149,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
     def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
         left, right = widen(lhs.data), widen(rhs.data)
-        if left.dtype == _BOOL and op in (np.add, np.subtract, np.multiply):
+        if left.dtype == BOOL and op in (np.add, np.subtract, np.multiply):
             # int1 wraps like any integer; numpy's bool would saturate, or refuse to subtract.
             return _handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
         return _handle(op(left, right), lhs.dtype)
@@ -273,16 +174,16 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         return self.ternary_op(arg, lo, hi, np.clip)
 
     def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
-        if z.data.dtype == _FLOAT64:
+        if z.data.dtype == FLOAT64:
             return super().create_fma(x, y, z)
         storage = storage_of(z.dtype)
-        return _handle(_fused_multiply_add(x.data, y.data, z.data, storage), z.dtype)
+        return _handle(fused_multiply_add(x.data, y.data, z.data, storage), z.dtype)
 
     def create_rsqrt(self, arg: Handle) -> Handle:
         return self.unary_op(arg, lambda data: np.reciprocal(np.sqrt(data)))
 
     def create_erf(self, arg: Handle) -> Handle:
-        return self.unary_op(arg, _erf)
+        return self.unary_op(arg, erf)
 
     def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
         # Before 3.8 upstream made its operands signed in place, for whoever used them next.
@@ -302,11 +203,11 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         x, y, accumulator = a.data, b.data, d.data
         if x.dtype.kind in "iu":
             # Through float64 for BLAS: exact, as products of bytes stay far below 2**53.
-            total = np.matmul(x.astype(_FLOAT64), y.astype(_FLOAT64)).astype(np.int64)
+            total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64)).astype(np.int64)
             return _handle(total + accumulator, d.dtype)
-        if x.dtype == _FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
-            x, y = _tf32(x), _tf32(y)
-        wide = _FLOAT64 if x.dtype == _FLOAT64 else _FLOAT32
+        if x.dtype == FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
+            x, y = tf32(x), tf32(y)
+        wide = FLOAT64 if x.dtype == FLOAT64 else FLOAT32
         total = np.matmul(x.astype(wide, copy=False), y.astype(wide, copy=False))
         return _handle(total + accumulator, d.dtype)
 
@@ -329,14 +230,14 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         **policies: Foreign,
     ) -> Handle:
         storage = storage_of(ptrs.get_element_ty())
-        if storage not in _NARROW:
+        if storage not in NARROW:
             return super().create_masked_load(ptrs, mask, other, *policy, **policies)
         if other is None:
-            fill = np.zeros(ptrs.data.shape, _BITS[storage])
+            fill = np.zeros(ptrs.data.shape, BITS[storage])
         else:
-            fill = np.ascontiguousarray(convert(other.data, storage)).view(_BITS[storage])
+            fill = np.ascontiguousarray(convert(other.data, storage)).view(BITS[storage])
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
-        loaded = upstream._interpreter.load(ptrs.data, lanes, fill, _BITS[storage])
+        loaded = upstream._interpreter.load(ptrs.data, lanes, fill, BITS[storage])
         return upstream.TensorHandle(loaded.view(storage), ptrs.get_element_ty())
 
     def create_masked_store(
@@ -353,7 +254,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     def create_atomic_rmw(
         self, op: Foreign, ptr: Handle, val: Handle, mask: Handle, sem: Foreign, scope: Foreign
     ) -> Handle:
-        if val.data.dtype not in _NARROW:
+        if val.data.dtype not in NARROW:
             return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
         if op not in (upstream._ir.ATOMIC_OP.FADD, upstream._ir.ATOMIC_OP.ADD):
             raise ValueError(f"atomic {op} of {val.dtype}: only add exists")
@@ -366,57 +267,37 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
             raise AssertionError(message)
 
 
-def _erf(data: Array) -> Array:
-    """erf in float64 for every input; numpy has none, and Python's costs a call an element."""
-    values = torch.from_numpy(np.ascontiguousarray(data, dtype=_FLOAT64))
-    result: Array = torch.special.erf(values).numpy()
-    return result
-
-
 def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
     """Add one element after the other, each sum rounded; the old values, 0 where masked off."""
     addresses, lanes = ptrs.ravel(), np.broadcast_to(mask, ptrs.shape).ravel()
-    addends = np.broadcast_to(values, ptrs.shape).ravel().astype(_FLOAT32)
-    bits, old = _BITS[values.dtype], np.zeros(addresses.shape, values.dtype)
-    one, nothing = np.ones(1, _BOOL), np.zeros(1, bits)
+    addends = np.broadcast_to(values, ptrs.shape).ravel().astype(FLOAT32)
+    bits, old = BITS[values.dtype], np.zeros(addresses.shape, values.dtype)
+    one, nothing = np.ones(1, BOOL), np.zeros(1, bits)
     for i in np.flatnonzero(lanes):
         address = addresses[i : i + 1]
         here = upstream._interpreter.load(address, one, nothing, bits).view(values.dtype)
         old[i] = here[0]
-        total = convert(here.astype(_FLOAT32) + addends[i], values.dtype)
+        total = convert(here.astype(FLOAT32) + addends[i], values.dtype)
         upstream._interpreter.store(address, total.view(bits), one)
     return old.reshape(ptrs.shape)
 
 
 def _scaled_operand(value: Handle) -> Array:
     """An operand of `tl.dot_scaled` that is not packed fp4, in float32: exact."""
-    data: Array = value.data.astype(_FLOAT32)
+    data: Array = value.data.astype(FLOAT32)
     return data
 
 
 # ------------------------------------------------------------------- launches and helpers
 
 
-def _argmax(data: Array, **axis: Foreign) -> Foreign:
-    """Leftmost index of the maximum; NaN never wins, and among NaN alone the first does."""
-    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), -np.inf, data)
-    return np.argmax(number, **axis)
-
-
-def _argmin(data: Array, **axis: Foreign) -> Foreign:
-    """Leftmost index of the minimum; NaN never wins, and among NaN alone the first does."""
-    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), np.inf, data)
-    return np.argmin(number, **axis)
-
-
-# Combining functions of triton's library: what they keep, as functions of (data, axis, keepdims).
 _EXTREMA = (
     ("_elementwise_max", np.fmax.reduce, None),
     ("_elementwise_min", np.fmin.reduce, None),
-    ("_argmax_combine_tie_break_left", np.fmax.reduce, _argmax),
-    ("_argmax_combine_tie_break_fast", np.fmax.reduce, _argmax),
-    ("_argmin_combine_tie_break_left", np.fmin.reduce, _argmin),
-    ("_argmin_combine_tie_break_fast", np.fmin.reduce, _argmin),
+    ("_argmax_combine_tie_break_left", np.fmax.reduce, argmax),
+    ("_argmax_combine_tie_break_fast", np.fmax.reduce, argmax),
+    ("_argmin_combine_tie_break_left", np.fmin.reduce, argmin),
+    ("_argmin_combine_tie_break_fast", np.fmin.reduce, argmin),
 )
 
 
@@ -431,8 +312,8 @@ class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
 
     def sum(self, input: Foreign) -> Foreign:
         data = input.handle.data
-        if data.dtype in _NARROW or data.dtype == np.float16:
-            return self.to_tensor(_tree_sum(data, self.axis, self.keep_dims), input.dtype)
+        if data.dtype in NARROW or data.dtype == np.float16:
+            return self.to_tensor(tree_sum(data, self.axis, self.keep_dims), input.dtype)
         total = np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=data.dtype)
         return self.to_tensor(total, input.dtype)
 
@@ -478,7 +359,7 @@ def _as_argument(arg: Foreign) -> Foreign:
         kind = tl.str_to_ty(mangle_type(arg), None)
         return tl.tensor(upstream.TensorHandle(np.array([arg], storage_of(kind)), kind), kind)
     if isinstance(arg, float):
-        return tl.tensor(upstream.TensorHandle(np.array([arg], _FLOAT32), tl.float32), tl.float32)
+        return tl.tensor(upstream.TensorHandle(np.array([arg], FLOAT32), tl.float32), tl.float32)
     return _implicit_cvt(arg)
 
 

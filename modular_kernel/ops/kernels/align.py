@@ -8,7 +8,10 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 
 @triton.jit
-def _bucket_starts(totals_ptr, num_local, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr, BINS: tl.constexpr):  # fmt: skip
+def _bucket_starts(
+    totals_ptr, num_local,
+    IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """Per bucket: pairs, padded pairs, and the first position."""
     bins = tl.arange(0, BINS)
     totals = tl.load(totals_ptr + bins, mask=bins < num_local + 1, other=0)
@@ -68,9 +71,7 @@ def align_place_kernel(
     The two kinds write disjoint positions, so one launch does both.
     """
     pid = tl.program_id(0)
-    totals, padded, starts = _bucket_starts(
-        totals_ptr, num_local, IGNORE_INVALID, BLOCK_SIZE, BINS
-    )
+    totals, padded, starts = _bucket_starts(totals_ptr, num_local, IGNORE_INVALID, BLOCK_SIZE, BINS)
     if pid < num_chunks:
         _place_chunk(
             pid, starts, ids_ptr, map_ptr, prefix_ptr, sorted_ptr,

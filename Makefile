@@ -1,0 +1,100 @@
+# `make demo` and `make test` set up what they need in .venv, on a machine without a GPU, with
+# nothing but Python 3.11 or newer.
+#
+#   make test PY=python3        use this interpreter as it is (say, with a GPU build of torch)
+#   make test VENV=/some/env    use this environment as it is; if there is none, make it there
+#   make test ARGS="-k name"    hand options to pytest (or, with `make demo`, to `mk demo`)
+
+SHELL      := /bin/bash
+PYTHON     ?= python3
+VENV       ?= .venv
+WORKERS    ?= 2
+ARGS       ?=
+PIP_FLAGS  := --disable-pip-version-check -qq
+EXTRAS     := test,dev,transformers
+
+# On Linux the plain version may name a GPU build of several gigabytes; "+cpu" never does.
+TORCH      ?= $(shell grep '^torch==' constraints-cpu.txt)$(if $(filter Linux,$(shell uname -s)),+cpu)
+
+# One thread for each process: kernels under test run in many small steps, side by side.
+export OPENBLAS_NUM_THREADS := 1
+export OMP_NUM_THREADS      := 1
+export PYTHONPATH           := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+# An environment is ours if it carries our mark. Anybody else's is used and never changed.
+MARK       := $(VENV)/.made-by-make
+STAMP      := $(VENV)/.installed
+FOUND      := $(wildcard $(VENV)/bin/python)
+ifdef PY
+  READY    := metadata
+else ifeq ($(if $(FOUND),$(wildcard $(MARK)),new),)
+  PY       := $(VENV)/bin/python
+  READY    := metadata
+else
+  PY       := $(VENV)/bin/python
+  READY    := $(STAMP)
+endif
+
+.PHONY: help demo test test-interpreter test-compile test-gpu check wheel clean metadata
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
+	@echo "make test    the whole test suite on the CPU: kernels interpreted, then compiled"
+	@echo "make check   lint, format, types, import law"
+	@echo "make wheel   build dist/*.whl"
+	@echo "make clean   remove all that make has made, the environment included"
+	@echo
+	@echo "demo, test and check install what they need into .venv, once."
+	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
+
+demo: $(READY)
+	$(PY) -m modular_kernel demo $(ARGS)
+
+test: test-interpreter test-compile
+
+test-interpreter: $(READY)
+	TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/compile $(ARGS)
+
+# A process can interpret kernels or compile them, not both.
+test-compile: $(READY)
+	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) tests/compile $(ARGS)
+
+test-gpu: $(READY)
+	env -u TRITON_INTERPRET $(PY) -m pytest tests $(ARGS)
+
+check: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-logo --no-cache
+
+wheel: $(READY)
+	rm -rf build dist
+	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +
+	@if [ -e "$(MARK)" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi
+
+# Somebody else's environment: install nothing there. Entry points are read from metadata beside
+# the packages, which this writes into the checkout.
+metadata:
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PY) is missing or older than Python 3.11" >&2; exit 1; }
+	@$(PY) setup.py -q egg_info
+
+$(STAMP): setup.py constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is missing or older than Python 3.11; say 'make PYTHON=/path/to/python3.11 ...'" >&2; exit 1; }
+	@echo "setting up $(VENV) (about a minute, 2 GB)"
+	@mkdir -p $(VENV) && touch $(MARK)
+	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) '$(TORCH)' \
+	  || { echo "error: no $(TORCH) here. Add PyTorch's index of CPU wheels to pip (PIP_EXTRA_INDEX_URL)," >&2; \
+	       echo "or use an interpreter that has torch: make test PY=/path/to/python" >&2; exit 1; }
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt setuptools wheel
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@

@@ -1,0 +1,37 @@
+"""Proof that a pairing is right, for our own parts and for anybody else's.
+
+    from modular_kernel.testing import cases_for, pairings, prove, sensitivity
+
+    for case in cases_for("MoEPrepareAndFinalizeNoEP", "MyExperts", machine).cases:
+        assert prove(case, machine).passed
+    assert all(kill.ok for kill in sensitivity("MoEPrepareAndFinalizeNoEP", "MyExperts", machine))
+
+`cases` says what is tried, `inputs` makes the tensors, `compare` holds the tolerance, `checks` the
+promises, `mutants` the defects that the checks must find, `ledger` what must have been proven.
+Needs no GPU, and runs unchanged on one.
+"""
+
+from modular_kernel.testing.cases import Case, cases_for, command, pairings
+from modular_kernel.testing.compare import Comparison, compare
+from modular_kernel.testing.ledger import check_proofs, machine_kind, read_ledger
+from modular_kernel.testing.mutants import MUTANTS, Kill, sensitivity
+from modular_kernel.testing.prove import Proof, prove
+from modular_kernel.testing.tamper import Mutant
+
+__all__ = [
+    "MUTANTS",
+    "Case",
+    "Comparison",
+    "Kill",
+    "Mutant",
+    "Proof",
+    "cases_for",
+    "check_proofs",
+    "command",
+    "compare",
+    "machine_kind",
+    "pairings",
+    "prove",
+    "read_ledger",
+    "sensitivity",
+]

@@ -1,0 +1,256 @@
+"""What the compiler makes of our kernels, on a machine without a GPU.
+
+    with record_compiles("sm_90") as records:
+        grouped_gemm(x_RH, weights, ...)        # ordinary host code, on CPU or meta tensors
+    for record in records:
+        assert check(record, expect="HGMMA") == ()
+
+Inside the context every launch is compiled for the target and recorded; nothing runs, no output is
+written. Triton decides when a kernel is decorated whether it will be interpreted, so a process
+either interprets (TRITON_INTERPRET=1) or compiles, never both. Not for use from several threads.
+"""
+
+import re
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from torch._subclasses.fake_tensor import FakeTensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, MockTensor
+
+from modular_kernel.errors import ConfigurationError
+
+# Triton ships no annotations: its kernels, jit functions and whatever a launch passes on.
+Foreign = Any
+
+# Mnemonics that say how a kernel computes and moves data: tensor cores of each generation and
+# number format, plain float32, TMA and asynchronous copies, and traffic of spilled registers.
+FAMILIES = (
+    *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
+    *("UTMALDG", "UTMASTG", "LDGSTS", "LDL", "STL"),
+)
+
+# One thread block of sm_90 or sm_100 may use 227 KiB.
+MAX_SHARED = 232_448
+
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9]*)", re.M)
+_RESOURCES = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class CompileRecord:
+    """One launch, compiled: what was asked for, and what it costs on the target."""
+
+    kernel: str
+    target: str
+    config: Mapping[str, object]  # the launch's constexpr arguments by name
+    dtypes: Mapping[str, str]  # element types of its pointers and descriptors by name
+    num_warps: int
+    num_stages: int
+    shared: int  # bytes a thread block asks for at launch
+    registers: int  # per thread
+    stack: int  # bytes per thread; ptxas puts what it spills here
+    spill: int  # bytes per thread of other local memory
+    instructions: Mapping[str, int]  # occurrences in the code of each of FAMILIES
+    seconds: float  # to compile; next to nothing if triton found the kernel in its cache
+
+    def __str__(self) -> str:
+        config = ", ".join(f"{name}={value}" for name, value in self.config.items())
+        return f"{self.kernel}[{config}, warps={self.num_warps}, stages={self.num_stages}]"
+
+
+def check(
+    record: CompileRecord, expect: str | None = None, max_shared: int = MAX_SHARED
+) -> tuple[str, ...]:
+    """Every reason why `record` should not ship, () if there is none.
+
+    `expect` is one of FAMILIES that the code must contain, such as the tensor-core instruction.
+    """
+    if expect is not None and expect not in FAMILIES:
+        raise ConfigurationError("expected instruction", got=expect, need=f"one of {FAMILIES}")
+    found = {name: count for name, count in record.instructions.items() if count}
+    reasons = (
+        (record.stack > 0, f"{record.stack} bytes of stack a thread: registers are spilled"),
+        (record.spill > 0, f"{record.spill} bytes of local memory a thread"),
+        (
+            record.shared > max_shared,
+            f"{record.shared} bytes of shared memory, the limit is {max_shared}",
+        ),
+        (
+            expect is not None and expect not in found,
+            f"no {expect} instruction, found {found or 'none of the families'}",
+        ),
+    )
+    return tuple(f"{record}: {reason}" for violated, reason in reasons if violated)
+
+
+@contextmanager
+def record_compiles(target: str = "sm_90") -> Iterator[list[CompileRecord]]:
+    """Compile for `target` instead of launching; yields the list that the launches append to.
+
+    The active driver and triton's launch are put back on exit, whatever happened inside. A launch
+    that does not compile raises triton's error to its caller and is not recorded.
+    """
+    if triton.knobs.runtime.interpret:
+        need = "a process without it, which compiles its kernels"
+        raise ConfigurationError("compile-only report", got="TRITON_INTERPRET=1", need=need)
+    driver = NoDevice(target)
+    records: list[CompileRecord] = []
+    previous_driver, launch = triton.runtime.driver._active, JITFunction.run
+    triton.runtime.driver.set_active(driver)
+    JITFunction.run = _recording(launch, driver, records)
+    try:
+        yield records
+    finally:
+        JITFunction.run = launch
+        triton.runtime.driver.set_active(previous_driver)
+
+
+class NoDevice:
+    """A triton driver for a GPU that is not there: enough to specialise and compile for it."""
+
+    launcher_cls = None
+
+    def __init__(self, target: str) -> None:
+        arch = re.fullmatch(r"sm_(\d{2,3})", target)
+        if arch is None:
+            raise ConfigurationError("compile target", got=target, need="sm_NN, such as sm_90")
+        self.name = target
+        self._target = GPUTarget("cuda", int(arch[1]), 32)
+        # What host code asks a driver for when it sizes a grid: an H200's answers.
+        properties = {"max_shared_mem": MAX_SHARED, "multiprocessor_count": 132}
+        self.utils = SimpleNamespace(get_device_properties=lambda _device: dict(properties))
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        # Triton keeps compiled kernels by device; a name apart from real devices and other
+        # targets keeps ours from being found by a later launch elsewhere.
+        return f"compile-only {self.name}"
+
+    def get_current_stream(self, device: Foreign = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_interface(self) -> Foreign:
+        return torch.cpu
+
+    def get_benchmarker(self) -> Foreign:
+        got = "@triton.autotune with several configs"
+        need = "one launch for each config: there is no device to time them on"
+        raise ConfigurationError("compile-only launch", got=got, need=need)
+
+
+def _recording(
+    launch: Callable[..., Foreign], driver: NoDevice, records: list[CompileRecord]
+) -> Callable[..., Foreign]:
+    """A replacement for `JITFunction.run`, which is `launch`, that compiles and records."""
+
+    def run(
+        self: Foreign, *args: Foreign, grid: Foreign, warmup: bool, **kwargs: Foreign
+    ) -> Foreign:
+        given = tuple(_stand_in(arg) for arg in args)
+        named = {name: _stand_in(arg) for name, arg in kwargs.items()}
+        start = time.perf_counter()
+        kernel = launch(self, *given, grid=grid, warmup=True, **named)
+        seconds = time.perf_counter() - start
+        if kernel is not None:  # a hook of triton's may veto a compilation
+            kernel = kernel.result() if hasattr(kernel, "result") else kernel
+            config = _constants(self, given, named)
+            records.append(_record(kernel, driver.name, config, seconds))
+        return kernel
+
+    return run
+
+
+def _stand_in(arg: Foreign) -> Foreign:
+    """`arg`, or an aligned pointer in place of a tensor that has no memory.
+
+    Numbers stay as they are, so that they specialise (equal to 1, divisible by 16) as on a GPU.
+    """
+    if isinstance(arg, tuple):
+        members = [_stand_in(member) for member in arg]
+        return type(arg)(*members) if hasattr(arg, "_fields") else tuple(members)
+    if isinstance(arg, FakeTensor) or (isinstance(arg, torch.Tensor) and arg.is_meta):
+        return MockTensor(arg.dtype, list(arg.shape))
+    return arg
+
+
+def _constants(
+    kernel: Foreign, args: tuple[Foreign, ...], kwargs: dict[str, Foreign]
+) -> dict[str, object]:
+    """The constexpr parameters of `kernel` with the values of this launch, defaults included."""
+    names = {param.name for param in kernel.params}
+    named = {name: value for name, value in kwargs.items() if name in names}
+    bound = kernel.signature.bind(*args, **named)
+    bound.apply_defaults()
+    values = {param.name: bound.arguments[param.name] for param in kernel.params}
+    return {p.name: _plain(values[p.name]) for p in kernel.params if p.is_constexpr}
+
+
+def _plain(value: Foreign) -> object:
+    """`value` as something to print and to write as JSON."""
+    value = getattr(value, "value", value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return getattr(value, "__name__", str(value))
+
+
+def _record(
+    kernel: Foreign, target: str, config: Mapping[str, object], seconds: float
+) -> CompileRecord:
+    metadata = kernel.metadata
+    registers, stack, spill, instructions = _inspect(kernel.asm["cubin"])
+    return CompileRecord(
+        kernel=metadata.name,
+        target=target,
+        config=config,
+        dtypes=_pointed_at(kernel.src.signature),
+        num_warps=metadata.num_warps,
+        num_stages=metadata.num_stages,
+        shared=metadata.shared,
+        registers=registers,
+        stack=stack,
+        spill=spill,
+        instructions=dict(instructions),
+        seconds=seconds,
+    )
+
+
+def _pointed_at(signature: Mapping[str, Foreign]) -> dict[str, str]:
+    """Element types out of `{"x_ptr": "*bf16", "x_desc": "tensordesc<bf16[64, 64]>", ...}`."""
+    kinds = {name: re.match(r"\*k?|tensordesc<", str(kind)) for name, kind in signature.items()}
+    return {
+        name: re.split(r"[\[>,]", str(signature[name])[match.end() :])[0]
+        for name, match in kinds.items()
+        if match
+    }
+
+
+@cache
+def _inspect(cubin: bytes) -> tuple[int, int, int, tuple[tuple[str, int], ...]]:
+    """Registers, stack bytes, local bytes and instruction counts, by triton's own cuobjdump."""
+    tool = triton.knobs.nvidia.cuobjdump.path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [tool, "-res-usage", "-sass", str(path)]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
+    registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
+    counts = Counter(_INSTRUCTION.findall(text))
+    return registers, stack, spill, tuple((name, counts[name]) for name in FAMILIES)

@@ -1,0 +1,245 @@
+"""Reports of compilations without a GPU: they see what they should, and say so when it is bad."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("a process either interprets or compiles kernels", allow_module_level=True)
+
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0)
+
+
+@triton.jit
+def load_tile(ptr, rows, cols, strides, num_rows, num_cols):
+    offsets = rows[:, None].to(tl.int64) * strides[0] + cols[None, :] * strides[1]
+    return tl.load(
+        ptr + offsets, mask=(rows < num_rows)[:, None] & (cols < num_cols)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def tile_matmul_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    shape,
+    a_strides,
+    b_strides,
+    ACTIVATION: tl.constexpr,
+    ACC_DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr = 64,
+):
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=ACC_DTYPE)
+    for start in range(0, shape[2], BLOCK_K):
+        ks = start + tl.arange(0, BLOCK_K)
+        a = load_tile(a_ptr, rows, ks, a_strides, shape[0], shape[2])
+        b = load_tile(b_ptr, ks, cols, b_strides, shape[2], shape[1])
+        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=ACC_DTYPE)
+    if ACTIVATION is not None:
+        acc = ACTIVATION(acc)
+    offsets = rows[:, None].to(tl.int64) * shape[1] + cols[None, :]
+    mask = (rows < shape[0])[:, None] & (cols < shape[1])[None, :]
+    tl.store(c_ptr + offsets, acc.to(c_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(block_m, block_n, block_k=64, dtype=torch.bfloat16, device="meta", **options):
+    """An ordinary launch: a (1024, 512) times the transpose of b (2048, 512)."""
+    size = 64 if device == "cpu" else 1024
+    a = torch.empty(size, 512, dtype=dtype, device=device)
+    b = torch.empty(2 * size, 512, dtype=dtype, device=device).t()
+    integer = dtype == torch.int8
+    out_dtype = torch.int32 if integer else torch.bfloat16
+    c = torch.zeros(size, 2 * size, dtype=out_dtype, device=device)
+    grid = (triton.cdiv(size, block_m), triton.cdiv(2 * size, block_n))
+    tile_matmul_kernel[grid](
+        a_ptr=a,
+        b_ptr=b,
+        c_ptr=c,
+        shape=(size, 2 * size, 512),
+        a_strides=a.stride(),
+        b_strides=b.stride(),
+        ACTIVATION=None if integer else relu,
+        ACC_DTYPE=tl.int32 if integer else tl.float32,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        **options,
+    )
+    return c
+
+
+def compiled(*args, **kwargs) -> CompileRecord:
+    with record_compiles("sm_90") as records:
+        launch(*args, **kwargs)
+    (record,) = records
+    return record
+
+
+def test_a_good_tile_passes_and_is_described():
+    record = compiled(64, 128, num_warps=4, num_stages=3)
+    assert check(record, expect="HGMMA") == ()
+    assert record.kernel == "tile_matmul_kernel"
+    assert record.target == "sm_90"
+    assert record.config == {
+        "ACTIVATION": "relu",
+        "ACC_DTYPE": "fp32",
+        "BLOCK_M": 64,
+        "BLOCK_N": 128,
+        "BLOCK_K": 64,
+    }
+    assert record.dtypes == {"a_ptr": "bf16", "b_ptr": "bf16", "c_ptr": "bf16"}
+    assert (record.num_warps, record.num_stages) == (4, 3)
+    assert record.shared >= 3 * (64 + 128) * 64 * 2  # a stage of tiles each
+    assert 64 < record.registers <= 255
+    assert record.stack == record.spill == record.instructions["LDL"] == 0
+    assert record.instructions["LDGSTS"] > 0  # 16-byte copies: alignment was understood
+    assert record.seconds > 0
+    assert "BLOCK_N=128" in str(record)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [(torch.float8_e4m3fn, "QGMMA"), (torch.int8, "IGMMA"), (torch.float32, "FFMA")],
+    ids=str,
+)
+def test_every_number_format_has_its_instruction(dtype, family):
+    record = compiled(64, 64, 32 if dtype == torch.float32 else 64, dtype, num_warps=4)
+    assert check(record, expect=family) == ()
+
+
+def test_a_small_tile_misses_the_wide_instruction():
+    record = compiled(16, 64, num_warps=4)
+    assert check(record, expect="HMMA") == ()
+    (reason,) = check(record, expect="HGMMA")
+    assert "no HGMMA" in reason
+    assert "HMMA" in reason
+
+
+def test_spilled_registers_are_reported():
+    # 128 x 256 float32 accumulators are 256 registers a thread with 4 warps: one more than exist.
+    record = compiled(128, 256, num_warps=4, num_stages=3)
+    assert record.stack > 0
+    assert record.instructions["STL"] > 0
+    assert any("spilled" in reason for reason in check(record, expect="HGMMA"))
+
+
+def test_too_much_shared_memory_is_reported():
+    record = compiled(128, 128, 128, num_warps=8, num_stages=4)
+    assert record.shared > 227 * 1024
+    (reason,) = check(record, expect="HGMMA")
+    assert "shared memory" in reason
+    assert check(record, expect="HGMMA", max_shared=record.shared) == ()
+
+
+def test_all_violations_are_returned():
+    record = compiled(128, 256, num_warps=4, num_stages=3)
+    assert len(check(record, expect="QGMMA", max_shared=0)) >= 3
+
+
+def test_nothing_runs_and_cpu_tensors_do():
+    with record_compiles() as records:
+        c = launch(64, 128, device="cpu", num_warps=4)
+        launch(64, 128, device="cpu", num_warps=4)
+    assert not c.any()
+    assert len(records) == 2  # every launch, also of a kernel known already
+    assert records[0].instructions == records[1].instructions
+
+
+@triton.jit
+def specialised_kernel(x_ptr, y_ptr, one, sixteen, odd, scale, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs * one, tl.load(x_ptr + offs * sixteen + odd) * scale)
+
+
+def test_pointers_and_numbers_specialise_as_on_a_gpu():
+    x, y = torch.empty(4096, device="meta"), torch.empty(4096)[1:]
+    with record_compiles():
+        kernel = specialised_kernel[(1,)](x, y, 1, 32, 33, 0.5, BLOCK=128)
+    signature = kernel.src.signature
+    assert signature["one"] == "constexpr"
+    assert (signature["sixteen"], signature["scale"]) == ("i32", "fp32")
+    aligned = {
+        path[0] for path, attrs in kernel.src.attrs.items() if ["tt.divisibility", 16] in attrs
+    }
+    names = [name for i, name in enumerate(signature) if i in aligned]
+    assert names == ["x_ptr", "sixteen"]  # y starts 4 bytes off a boundary
+
+
+def test_fake_tensors_count_as_aligned():
+    with FakeTensorMode(), record_compiles() as records:
+        x = torch.empty(4096, dtype=torch.float16, device="cuda")
+        kernel = specialised_kernel[(1,)](x, x, 1, 32, 33, 0.5, BLOCK=128)
+    assert records[0].dtypes == {"x_ptr": "fp16", "y_ptr": "fp16"}
+    assert [["tt.divisibility", 16]] == kernel.src.attrs[(0,)] == kernel.src.attrs[(1,)]
+
+
+@triton.jit
+def descriptor_kernel(x_desc, y_desc, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK
+    y_desc.store([row, 0], relu(x_desc.load([row, 0])))
+
+
+def test_host_descriptors_become_tma():
+    x, y = (torch.empty(256, 64, dtype=torch.bfloat16, device="meta") for _ in "xy")
+    x_desc, y_desc = (TensorDescriptor.from_tensor(t, [64, 64]) for t in (x, y))
+    with record_compiles() as records:
+        descriptor_kernel[(4,)](x_desc, y_desc, BLOCK=64)
+    assert check(records[0], expect="UTMALDG") == ()
+    assert records[0].dtypes == {"x_desc": "bf16", "y_desc": "bf16"}
+
+
+def test_targets_are_kept_apart():
+    records: list[CompileRecord] = []
+    for target in ("sm_90", "sm_80", "sm_90"):
+        with record_compiles(target) as found:
+            launch(64, 64, num_warps=4)
+        records += found
+    assert [r.target for r in records] == ["sm_90", "sm_80", "sm_90"]
+    assert [check(r, expect="HGMMA") == () for r in records] == [True, False, True]
+
+
+def test_driver_and_launch_come_back_whatever_happens():
+    before = (triton.runtime.driver._active, JITFunction.run)
+    with record_compiles():
+        assert JITFunction.run is not before[1]
+    assert (triton.runtime.driver._active, JITFunction.run) == before
+    with pytest.raises(ZeroDivisionError), record_compiles():
+        raise ZeroDivisionError
+    assert (triton.runtime.driver._active, JITFunction.run) == before
+    with pytest.raises(triton.CompilationError), record_compiles() as records:
+        launch(24, 64, num_warps=4)  # not a power of two
+    assert records == []
+    assert (triton.runtime.driver._active, JITFunction.run) == before
+
+
+CONFIGS = [triton.Config({"BLOCK": block}) for block in (64, 128)]
+tuned_kernel = triton.autotune(configs=CONFIGS, key=[])(specialised_kernel)
+
+
+def test_misuse_is_refused_with_what_is_needed():
+    with pytest.raises(ConfigurationError, match="sm_90"), record_compiles("h200"):
+        pass
+    with pytest.raises(ConfigurationError, match="one of"):
+        check(compiled(64, 64, num_warps=4), expect="WGMMA")
+    x = torch.empty(4096, device="meta")
+    with pytest.raises(ConfigurationError, match="autotune"), record_compiles():
+        tuned_kernel[(1,)](x, x, 1, 32, 33, 0.5)
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        with pytest.raises(ConfigurationError, match="TRITON_INTERPRET"), record_compiles():
+            pass

@@ -1,0 +1,57 @@
+"""Before any test: one thread for each process, and Triton's interpreter where there is no GPU.
+
+A process either interprets Triton kernels or compiles them. `tests/compile` compiles, so it has a
+process of its own: name nothing but paths in it, and the interpreter stays off. Otherwise, on a
+machine without a GPU, `tests/compile` is left out.
+"""
+
+import os
+from pathlib import Path
+
+for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+import pytest
+import torch
+
+from modular_kernel.settings import enable_interpreter, read_settings
+from modular_kernel.types import Machine
+
+torch.set_num_threads(1)
+
+COMPILE = Path(__file__).parent / "compile"
+GPU = Path(__file__).parent / "gpu"
+
+
+def _compiles_only(config: pytest.Config) -> bool:
+    """Whether every path named lies in tests/compile."""
+    base = config.invocation_params.dir
+    paths = [(base / argument.split("::")[0]).resolve() for argument in config.args]
+    return bool(paths) and all(path.is_relative_to(COMPILE) for path in paths)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not torch.cuda.is_available() and not _compiles_only(config):
+        enable_interpreter()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """A process that interprets cannot compile, and tests/gpu needs a GPU's memory."""
+    if collection_path.is_relative_to(GPU) and not torch.cuda.is_available():
+        return True
+    interprets = read_settings().triton_interpret
+    return True if interprets and collection_path.is_relative_to(COMPILE) else None
+
+
+def pytest_report_header() -> str:
+    if read_settings().triton_interpret:
+        return "triton: interpreted (tests/compile is left out: run `pytest tests/compile`)"
+    return "triton: compiled"
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    """This machine."""
+    from modular_kernel.catalog import this_machine
+
+    return this_machine()

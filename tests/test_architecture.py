@@ -1,0 +1,100 @@
+"""The shape of the house: what an import loads, and where things stand."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+PARTS = PACKAGES[1:]
+MAX_PUBLIC_NAMES = 20
+
+# What a part brings in when it is built, never when it is imported.
+VENDORS = {"cutlass", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "triton_kernels"}
+OTHERS = {"transformers", "matplotlib", "vllm", "sglang"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that `statement` loads in a fresh interpreter."""
+    program = f"import sys\n{statement}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_import_loads_no_vendor(package: str) -> None:
+    assert loaded_by(f"import {package}") & (VENDORS | OTHERS) == set()
+
+
+def test_core_loads_no_triton() -> None:
+    by_torch = loaded_by("import torch")  # a build of torch may load triton by itself
+    every_name = "from modular_kernel import *"
+    assert (loaded_by(every_name) - by_torch) & {"triton"} == set()
+
+
+def test_core_loads_no_part() -> None:
+    assert loaded_by("import modular_kernel") & set(PARTS) == set()
+
+
+def test_command_line_loads_no_torch() -> None:
+    """`mk --help` answers at once."""
+    assert "torch" not in loaded_by("import modular_kernel.cli.main")
+
+
+def test_public_names_are_few_and_real() -> None:
+    core = import_module("modular_kernel")
+    assert len(core.__all__) == len(set(core.__all__)) <= MAX_PUBLIC_NAMES
+    assert [name for name in core.__all__ if not hasattr(core, name)] == []
+
+
+@pytest.mark.parametrize("package", PARTS)
+def test_parts_list_their_components(package: str) -> None:
+    components = import_module(package).COMPONENTS
+    assert isinstance(components, tuple)
+    assert components
+    assert len({part.__name__ for part in components}) == len(components)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_is_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    """A folder without `__init__.py` would be left out of the wheel."""
+    folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
+    assert [str(f.relative_to(ROOT)) for f in folders if not (f / "__init__.py").is_file()] == []
+
+
+def test_tests_are_no_package_and_have_names_of_their_own() -> None:
+    """`tests/experts/__init__.py` would shadow the package `experts`."""
+    tests = ROOT / "tests"
+    assert list(tests.rglob("__init__.py")) == []
+    names = Counter(path.name for path in tests.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_setup_has_no_logic_and_is_the_one_home_of_metadata() -> None:
+    statements = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
+    assert {type(s).__name__ for s in statements} <= {"Expr", "ImportFrom", "Import"}
+    assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_cute_kernels_keep_their_annotations() -> None:
+    """The CuTe DSL reads annotations as objects; postponed ones are strings to it."""
+    postponed = "from __future__ import " + "annotations"
+    kernels = (ROOT / "experts" / "kernels" / "cute").rglob("*.py")
+    assert [str(p) for p in kernels if postponed in p.read_text(encoding="utf-8")] == []

@@ -1,0 +1,724 @@
+"""The interpreter gives a GPU's numbers: bit-exact against torch wherever torch defines the answer.
+
+Most of these tests fail without `install()`; the others hold the replacement to what upstream had
+right already (float16, int8 `dot`, float32 atomics, scans, rearrangements).
+"""
+
+import operator
+import threading
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from modular_kernel.ops import interpreter
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _installed() -> None:
+    assert interpreter.active(), "TRITON_INTERPRET=1 must be set before triton is imported"
+    interpreter.install()
+    interpreter.install()  # idempotent: the second call must not stack a second layer
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed)).to(dtype)
+
+
+def random_bits(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Uniform bit patterns: every exponent, denormals, infinities and NaN."""
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (n * size,), generator=generator(seed), dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal to the bit, except that every NaN is the same NaN."""
+    assert got.dtype == want.dtype, (got.dtype, want.dtype)
+    if not want.dtype.is_floating_point:
+        return torch.equal(got, want)
+    nan = want.float().isnan()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
+    equal = got.view(bits) == want.view(bits)
+    return bool((torch.where(nan, got.float().isnan(), equal)).all())
+
+
+# --------------------------------------------------------------------------- conversions
+
+
+@triton.jit
+def cast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
+def truncate_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x_ptr + offs).to(y_ptr.dtype.element_ty, fp_downcast_rounding="rtz")
+    tl.store(y_ptr + offs, y)
+
+
+def cast(x: torch.Tensor, dtype: torch.dtype, kernel: object = cast_kernel) -> torch.Tensor:
+    y = torch.empty(x.shape, dtype=dtype)
+    block = min(x.numel(), 4096)
+    kernel[(x.numel() // block,)](x, y, BLOCK=block)
+    return y
+
+
+def saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Older torch overflows fp8 to NaN, and e5m2 to infinity in every version; a GPU saturates."""
+    largest = torch.finfo(dtype).max
+    return x.float().clamp(-largest, largest).to(dtype)
+
+
+def hard_values(dtype: torch.dtype) -> torch.Tensor:
+    """8192 float32: all magnitudes, ties of `dtype` and their neighbours, overflow, inf, NaN."""
+    exact = random_bits(1024, dtype, seed=1).float()
+    step = (exact.abs() * torch.finfo(dtype).eps / 2).nan_to_num(0, 0, 0)
+    ties = torch.cat([exact + step, exact - step])
+    nearby = torch.cat([torch.nextafter(ties, ties + 1), torch.nextafter(ties, ties - 1)])
+    bits = random_bits(1000, F32)
+    largest = torch.finfo(dtype).max
+    edges = [0.0, -0.0, 1e-45, float("inf"), float("nan"), largest, largest * 1.03, largest * 1.07]
+    special = torch.tensor(edges + [-edge for edge in edges] + [3.3e38, -3.3e38] * 4)
+    values = torch.cat([exact, ties, nearby, bits, special, randn(24, seed=2)])
+    return values[:8192].contiguous() if len(values) >= 8192 else values.repeat(2)[:8192]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, E4M3, E5M2], ids=str)
+def test_float32_rounds_to_nearest_even(dtype):
+    x = hard_values(dtype)
+    want = x.to(dtype) if dtype in (BF16, F16) else saturated(x, dtype)
+    assert same(cast(x, dtype), want)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [BF16, F16], ids=str)
+def test_sixteen_bits_round_to_fp8(source, dtype):
+    x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(source)
+    assert same(cast(x, dtype), saturated(x, dtype))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("source", [E4M3, E5M2], ids=str)
+def test_all_fp8_codes_widen_exactly(source, dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(source)
+    assert same(cast(codes, dtype), codes.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [F32, F16], ids=str)
+def test_all_bf16_codes_convert(dtype):
+    codes = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(BF16)
+    assert same(cast(codes, dtype), codes.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_rounding_toward_zero(dtype):
+    x = torch.cat([randn(2048, seed=3), randn(2048, seed=4) * 1e-6])
+    nearest = x.to(dtype)
+    previous = (nearest.view(torch.int16) - 1).view(dtype)
+    want = torch.where(nearest.float().abs() > x.abs(), previous, nearest)
+    assert same(cast(x, dtype, truncate_kernel), want)
+
+
+def test_integers_round_to_bf16():
+    x = torch.cat([torch.arange(-1024, 1024), 2 ** torch.arange(31) + 1, torch.tensor([-7])])
+    x = torch.nn.functional.pad(x, (0, 4096 - len(x))).to(torch.int32)
+    assert same(cast(x, BF16), x.to(BF16))
+
+
+@pytest.mark.parametrize("source", [F32, BF16], ids=str)
+def test_floats_truncate_to_integers(source):
+    x = (randn(1024, seed=5) * 60).to(source)
+    for dtype in (torch.int8, torch.int32, torch.int64):
+        want = x.double().clamp(-128, 127).to(dtype) if dtype == torch.int8 else x.to(dtype)
+        inside = x.float().abs() < 127
+        assert torch.equal(cast(x, dtype)[inside], want[inside])
+
+
+def test_floats_outside_an_integer_saturate_as_a_gpu_does():
+    nan, inf = float("nan"), float("inf")
+    x = torch.tensor([1e10, -1e10, inf, nan, 2.0**31, -(2.0**31), -0.9, 3])
+    high, low = 2**31 - 1, -(2**31)
+    assert cast(x, torch.int32).tolist() == [high, low, high, 0, high, low, 0, 3]
+    assert cast(x, torch.uint8).tolist() == [255, 0, 255, 0, 255, 0, 0, 3]
+    wide = torch.tensor([1e20, -1e20, 2.0**63, -(2.0**63)])
+    assert cast(wide, torch.int64).tolist() == [2**63 - 1, -(2**63)] * 2
+
+
+# ------------------------------------------------------------------- elementwise arithmetic
+
+
+@triton.jit
+def binary_kernel(x_ptr, y_ptr, z_ptr, OP: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x, y = tl.load(x_ptr + offs), tl.load(y_ptr + offs)
+    if OP == "add":
+        z = x + y
+    elif OP == "sub":
+        z = x - y
+    elif OP == "mul":
+        z = x * y
+    elif OP == "min":
+        z = tl.minimum(x, y)
+    elif OP == "max":
+        z = tl.maximum(x, y)
+    elif OP == "where":
+        z = tl.where(x < y, x, y * 2.5)
+    elif OP == "neg_abs":
+        z = tl.abs(x) - tl.abs(y)
+    else:
+        z = (x > y).to(z_ptr.dtype.element_ty)
+    tl.store(z_ptr + offs, z)
+
+
+ELEMENTWISE = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    # In float64, as the conversion quiets NaN: fmin on a CPU returns a signalling one, a GPU none.
+    "min": lambda x, y: torch.fmin(x.double(), y.double()).to(x.dtype),
+    "max": lambda x, y: torch.fmax(x.double(), y.double()).to(x.dtype),
+    "where": lambda x, y: torch.where(x < y, x, y * 2.5),
+    "neg_abs": lambda x, y: x.abs() - y.abs(),
+    "greater": lambda x, y: (x > y).to(x.dtype),
+}
+
+
+@pytest.mark.parametrize("op", ELEMENTWISE)
+def test_bf16_arithmetic_rounds_once_an_operation(op):
+    x, y = random_bits(2048, BF16, seed=6), randn(2048, seed=7, dtype=BF16)
+    x[1024:] = randn(1024, seed=8, dtype=BF16)
+    z = torch.empty_like(x)
+    binary_kernel[(1,)](x, y, z, OP=op, BLOCK=2048)
+    assert same(z, ELEMENTWISE[op](x, y))
+
+
+@triton.jit
+def chain_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(y_ptr + offs, ((x * 3.0 + 1.0) * x - 0.1).to(y_ptr.dtype.element_ty))
+
+
+def test_every_step_of_a_bf16_expression_rounds():
+    x = randn(1024, seed=9, dtype=BF16)
+    y = torch.empty_like(x)
+    chain_kernel[(1,)](x, y, BLOCK=1024)
+    assert same(y, (x * 3.0 + 1.0) * x - 0.1)
+
+
+@triton.jit
+def scale_kernel(x_ptr, y_ptr, scale, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, tl.load(x_ptr + offs) * scale)
+
+
+def test_a_float_argument_is_float32_and_promotes():
+    x = randn(256, seed=10, dtype=BF16)
+    y = torch.empty(256)
+    scale_kernel[(1,)](x, y, 1.0 / 3.0, BLOCK=256)
+    assert same(y, x.float() * torch.tensor(1.0 / 3.0))
+
+
+@triton.jit
+def double_kernel(y_ptr, n, flag):
+    if flag:
+        tl.store(y_ptr, n + n)
+
+
+def test_integer_and_bool_arguments_have_their_compiled_width():
+    y = torch.zeros(1, dtype=torch.int64)
+    double_kernel[(1,)](y, 3_000_000_000, False)
+    assert y.item() == 0
+    double_kernel[(1,)](y, 3_000_000_000, True)
+    assert y.item() == 6_000_000_000
+
+
+@triton.jit
+def fma_kernel(x_ptr, y_ptr, z_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    out = tl.fma(tl.load(x_ptr + offs), tl.load(y_ptr + offs), tl.load(z_ptr + offs))
+    tl.store(out_ptr + offs, out)
+
+
+def test_fma_rounds_once():
+    x, y = (randn(1024, seed=s) for s in (11, 12))
+    z = -(x * y) + torch.tensor([0.0, 2.0**-70, -(2.0**-40), 1e-30]).repeat(256)
+    out = torch.empty_like(x)
+    fma_kernel[(1,)](x, y, z, out, BLOCK=1024)
+    wide = [v.numpy().astype(np.longdouble) for v in (x, y, z)]
+    want = torch.from_numpy((wide[0] * wide[1] + wide[2]).astype(np.float32))
+    assert same(out, want)
+    # Halfway in float32 plus a bit that float64 drops: rounding twice would go to even.
+    x, y, z = (torch.tensor([v]) for v in (1 + 2.0**-12, 1 + 2.0**-12, 2.0**-60))
+    out = torch.empty(1)
+    fma_kernel[(1,)](x, y, z, out, BLOCK=1)
+    assert out.item() == 1 + 2.0**-11 + 2.0**-23
+
+
+@triton.jit
+def math_kernel(x_ptr, y_ptr, OP: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    if OP == "erf":
+        y = tl.erf(x)
+    elif OP == "rsqrt":
+        y = tl.rsqrt(tl.abs(x))
+    elif OP == "exp":
+        y = tl.exp(x)
+    elif OP == "sigmoid":
+        y = tl.sigmoid(x)
+    else:
+        y = tl.clamp(x, -1.0, 1.0)
+    tl.store(y_ptr + offs, y)
+
+
+MATH = {
+    "erf": torch.erf,
+    "rsqrt": lambda x: x.abs().rsqrt(),
+    "exp": torch.exp,
+    "sigmoid": torch.sigmoid,
+    "clamp": lambda x: x.clamp(-1, 1),
+}
+
+
+@pytest.mark.parametrize("op", MATH)
+def test_float32_functions_agree_with_torch(op):
+    x = randn(1024, seed=13)
+    y = torch.empty_like(x)
+    math_kernel[(1,)](x, y, OP=op, BLOCK=1024)
+    torch.testing.assert_close(y, MATH[op](x), rtol=3e-7, atol=1e-38)
+
+
+def test_minimum_maximum_and_clamp_drop_nan():
+    x, y = torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, float("nan")])
+    z = torch.empty(2)
+    for op in ("min", "max"):
+        binary_kernel[(1,)](x, y, z, OP=op, BLOCK=2)
+        assert z.tolist() == [2.0, 1.0]
+    math_kernel[(1,)](x, z, OP="clamp", BLOCK=2)
+    assert z.tolist() == [-1.0, 1.0]
+
+
+@triton.jit
+def integer_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    shift = tl.load(x_ptr + BLOCK + offs).to(tl.uint32)
+    shifted = x >> shift
+    tl.store(y_ptr + offs, shifted)
+    # `shift` is used again: it must still be unsigned, whatever `>>` did with it.
+    tl.store(y_ptr + BLOCK + offs, (~shift >> 1).to(tl.int32))
+    flag = x > 0
+    tl.store(y_ptr + 2 * BLOCK + offs, (flag + flag).to(tl.int32) * 10 + (~flag).to(tl.int32))
+
+
+def test_shifts_inversion_and_one_bit_integers():
+    values, shifts = torch.tensor([-9, 40, -1, 7]), torch.tensor([1, 3, 31, 0])
+    x = torch.cat([values, shifts]).to(torch.int32)
+    y = torch.empty(12, dtype=torch.int32)
+    integer_kernel[(1,)](x, y, BLOCK=4)
+    assert y[:4].tolist() == (values >> shifts).tolist()
+    assert y[4:8].tolist() == [(2**32 - 1 - s) >> 1 for s in shifts.tolist()]
+    assert y[8:].tolist() == [int(v <= 0) for v in values.tolist()]  # 1 + 1 wraps to 0 in one bit
+
+
+# -------------------------------------------------------------------------------- memory
+
+
+@triton.jit
+def masked_copy_kernel(x_ptr, y_ptr, n, other, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    mask = offs < n
+    x = tl.load(x_ptr + offs, mask=mask, other=other, cache_modifier=".cg")
+    tl.store(y_ptr + offs, x, mask=mask | (offs == BLOCK - 1), eviction_policy="evict_first")
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3, E5M2, F16, torch.int8], ids=str)
+def test_masked_loads_and_stores(dtype):
+    x = randn(64, seed=14).mul(8).to(dtype)
+    y = torch.zeros(64).to(dtype)
+    masked_copy_kernel[(1,)](x, y, 37, 0.3, BLOCK=64)
+    assert same(y[:37], x[:37])
+    assert same(y[37:], torch.tensor([0.0] * 26 + [0.3]).to(dtype))
+
+
+@triton.jit
+def descriptor_kernel(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    x_desc = tl.make_tensor_descriptor(x_ptr, shape=[M, N], strides=[N, 1], block_shape=[BM, BN])
+    y_desc = tl.make_tensor_descriptor(y_ptr, shape=[M, N], strides=[N, 1], block_shape=[BM, BN])
+    for j in range(tl.cdiv(N, BN)):
+        y_desc.store([0, j * BN], x_desc.load([0, j * BN]) + 1.0)
+
+
+def test_tensor_descriptors_of_bf16():
+    x = randn(5, 48, seed=15, dtype=BF16)
+    y = torch.zeros_like(x)
+    descriptor_kernel[(1,)](x, y, 5, 48, BM=8, BN=32)
+    assert same(y, x + 1.0)
+
+
+@triton.jit
+def accumulate_kernel(x_ptr, y_ptr, index_ptr, old_ptr, n, BLOCK: tl.constexpr):
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < n
+    where = tl.load(index_ptr + offs, mask=mask, other=0)
+    x = tl.load(x_ptr + offs, mask=mask, other=0)
+    old = tl.atomic_add(y_ptr + where, x, mask=mask)
+    tl.store(old_ptr + offs, old, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, F16, torch.int32], ids=str)
+def test_atomic_add_takes_duplicates_in_turn(dtype):
+    x = (randn(100, seed=16) * 10).to(dtype)
+    index = torch.randint(0, 7, (100,), generator=generator(1), dtype=torch.int32)
+    y, old = torch.zeros(7, dtype=dtype), torch.zeros(100, dtype=dtype)
+    want_y, want_old = y.clone(), old.clone()
+    for i, j in enumerate(index.tolist()):
+        want_old[i] = want_y[j]
+        want_y[j] += x[i]
+    accumulate_kernel[(2,)](x, y, index, old, 100, BLOCK=64)
+    assert same(y, want_y)
+    assert same(old, want_old)
+
+
+@triton.jit
+def lock_kernel(word_ptr, seen_ptr, best_ptr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0)
+    tl.store(seen_ptr + pid, tl.atomic_cas(word_ptr, pid, pid + 1))
+    tl.atomic_max(best_ptr, (pid * 5) % 7)
+
+
+def test_atomic_cas_and_max():
+    word, best = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    seen = torch.zeros(6, dtype=torch.int32)
+    lock_kernel[(6,)](word, seen, best, BLOCK=1)
+    assert (word.item(), best.item(), seen.tolist()) == (6, 6, [0, 1, 2, 3, 4, 5])
+
+
+@triton.jit
+def swap_kernel(word_ptr, old_ptr):
+    one = tl.full((), 1.0, tl.bfloat16)
+    two = tl.full((), 2.0, tl.bfloat16)
+    tl.store(old_ptr, tl.atomic_cas(word_ptr, one, two))
+
+
+def test_atomic_cas_of_bf16():
+    word, old = torch.ones(1, dtype=BF16), torch.zeros(1, dtype=BF16)
+    swap_kernel[(1,)](word, old)
+    assert (word.item(), old.item()) == (2.0, 1.0)
+
+
+# ------------------------------------------------------------------------- dot and loops
+
+
+@triton.jit
+def matmul_kernel(
+    a_ptr, b_ptr, c_ptr, M, N, K,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    acc = tl.zeros((BM, BN), dtype=ACC_OF(c_ptr.dtype.element_ty))
+    for start in range(0, K, BK):
+        rest = start + k < K
+        a = tl.load(a_ptr + m[:, None] * K + (start + k), mask=(m < M)[:, None] & rest, other=0.0)
+        b = tl.load(
+            b_ptr + (start + k)[:, None] * N + n, mask=rest[:, None] & (n < N)[None], other=0.0
+        )
+        acc = tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    c = c_ptr + m[:, None] * N + n
+    tl.store(c, acc.to(c_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None])
+
+
+@triton.jit
+def ACC_OF(dtype: tl.constexpr):
+    return tl.int32 if dtype == tl.int32 else tl.float32
+
+
+def matmul(
+    a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, precision: str = "ieee"
+) -> torch.Tensor:
+    (M, K), N = a.shape, b.shape[1]
+    c = torch.full((M, N), 77).to(dtype)
+    grid = (triton.cdiv(M, 16), triton.cdiv(N, 32))
+    matmul_kernel[grid](a, b, c, M, N, K, PRECISION=precision, BM=16, BN=32, BK=32)
+    return c
+
+
+def relative_rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, E4M3, E5M2], ids=str)
+def test_dot_accumulates_in_float32(dtype):
+    a, b = randn(33, 100, seed=17).to(dtype), randn(100, 40, seed=18).to(dtype)
+    want = a.double() @ b.double()
+    assert relative_rms(matmul(a, b, F32), want) < 3e-7
+    assert same(matmul(a, b, BF16), matmul(a, b, F32).to(BF16))
+
+
+def test_dot_of_int8_is_exact():
+    a, b = (
+        torch.randint(-128, 128, shape, generator=generator(3), dtype=torch.int8)
+        for shape in ((17, 96), (96, 33))
+    )
+    assert torch.equal(matmul(a, b, torch.int32), a.int() @ b.int())
+
+
+def test_float32_dot_reads_tf32_unless_told_otherwise():
+    a, b = randn(16, 64, seed=19), randn(64, 32, seed=20)
+    want = a.double() @ b.double()
+    assert relative_rms(matmul(a, b, F32, "ieee"), want) < 3e-7
+    assert 1e-4 < relative_rms(matmul(a, b, F32, "tf32"), want) < 2e-3
+    # What fits tf32's ten bits is read exactly.
+    narrow_a, narrow_b = a.to(BF16).float(), b.to(BF16).float()
+    assert torch.equal(matmul(narrow_a, narrow_b, F32, "tf32"), matmul(narrow_a, narrow_b, F32))
+
+
+@triton.jit
+def triangle(n):
+    total = 0
+    i = 0
+    while i < n:
+        i += 1
+        total += i
+    return total
+
+
+@triton.jit
+def loop_kernel(bound_ptr, y_ptr, n, STATIC: tl.constexpr):
+    count = tl.load(bound_ptr)
+    total = 0
+    for i in range(count):
+        total += i
+    for i in tl.range(1, n, 3, num_stages=2):
+        total += 100 * i
+    for _ in tl.static_range(STATIC):
+        total += 100_000
+    tl.store(y_ptr, total)
+    if tl.program_id(0) > 0:
+        return
+    tl.store(y_ptr + 1, triangle(count) + triangle(n))
+
+
+def test_loops_over_run_time_bounds():
+    bound, y = torch.tensor([5], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    loop_kernel[(2,)](bound, y, 8, STATIC=3)
+    assert y.tolist() == [10 + 100 * (1 + 4 + 7) + 300_000, 15 + 36]
+
+
+# --------------------------------------------------------- reductions, scans, rearrangements
+
+
+@triton.jit
+def smaller_magnitude(a, b):
+    return tl.where(tl.abs(a) < tl.abs(b), a, b)
+
+
+@triton.jit
+def reduce_kernel(x_ptr, y_ptr, OP: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    rows, cols = tl.arange(0, R), tl.arange(0, C)
+    x = tl.load(x_ptr + rows[:, None] * C + cols[None, :])
+    if OP == "sum":
+        y = tl.sum(x, axis=1)
+    elif OP == "max":
+        y = tl.max(x, axis=1)
+    elif OP == "min":
+        y = tl.min(x, axis=1)
+    elif OP == "argmax":
+        y = tl.argmax(x, axis=1)
+    elif OP == "custom":
+        y = tl.reduce(x, 1, smaller_magnitude)
+    else:
+        y = tl.sum(tl.sum(x, axis=0, keep_dims=True)) + tl.zeros((R,), x.dtype)
+    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty))
+
+
+def reduce(x: torch.Tensor, op: str, dtype: torch.dtype) -> torch.Tensor:
+    y = torch.empty(x.shape[0], dtype=dtype)
+    reduce_kernel[(1,)](x, y, OP=op, R=x.shape[0], C=x.shape[1])
+    return y
+
+
+def test_sums_of_float32_integers_and_flags():
+    x = randn(8, 64, seed=21)
+    torch.testing.assert_close(reduce(x, "sum", F32), x.sum(1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(reduce(x, "all", F32), x.sum().expand(8), rtol=1e-5, atol=1e-5)
+    i = torch.randint(-100, 100, (8, 64), generator=generator(4), dtype=torch.int8)
+    assert torch.equal(reduce(i, "sum", torch.int32), i.sum(1, dtype=torch.int32))
+    big = torch.full((2, 4), 2**30, dtype=torch.int32)
+    assert reduce(big, "all", torch.int32).tolist() == [0, 0]  # 2**33 wraps
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_sums_of_sixteen_bit_floats_round_as_a_tree(dtype):
+    ones = torch.ones(2, 4096, dtype=dtype)
+    assert reduce(ones, "sum", dtype).tolist() == [4096.0, 4096.0]
+    x = randn(4, 64, seed=22, dtype=dtype)
+    want = x
+    while want.shape[1] > 1:
+        half = want.shape[1] // 2
+        want = want[:, :half] + want[:, half:]
+    assert same(reduce(x, "sum", dtype), want[:, 0].contiguous())
+
+
+def test_extrema_drop_nan():
+    x = randn(4, 16, seed=23, dtype=BF16)
+    x[0, 3] = float("nan")
+    x[1] = float("nan")
+    nan = x[1, 0].float()
+    want_max = torch.stack([x[0].nan_to_num(-9).max().float(), nan, *x[2:].amax(1).float()])
+    want_min = torch.stack([x[0].nan_to_num(9).min().float(), nan, *x[2:].amin(1).float()])
+    assert same(reduce(x, "max", F32), want_max)
+    assert same(reduce(x, "min", F32), want_min)
+    best = reduce(x, "argmax", torch.int32).tolist()
+    assert best == [x[0].nan_to_num(-9).argmax(), 0, *x[2:].argmax(1)]
+
+
+def test_custom_reduction_of_bf16():
+    x = randn(4, 16, seed=24, dtype=BF16)
+    want = x.gather(1, x.float().abs().argmin(1, keepdim=True))[:, 0]
+    assert same(reduce(x, "custom", BF16), want)
+
+
+@triton.jit
+def scan_kernel(x_ptr, y_ptr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(y_ptr + offs, tl.cumsum(x, axis=0, reverse=REVERSE).to(y_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.int32], ids=str)
+def test_cumsum(dtype, reverse):
+    x = torch.randint(-9, 9, (128,), generator=generator(5)).to(dtype)
+    y = torch.empty(128, dtype=F32 if dtype == BF16 else dtype)
+    scan_kernel[(1,)](x, y, REVERSE=reverse, BLOCK=128)
+    wide = x.to(y.dtype)
+    want = wide.flip(0).cumsum(0).flip(0) if reverse else wide.cumsum(0)
+    assert same(y, want.to(y.dtype))
+
+
+@triton.jit
+def histogram_kernel(x_ptr, y_ptr, n, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0)
+    tl.store(y_ptr + tl.arange(0, BINS), tl.histogram(x, BINS, mask=offs < n))
+
+
+def test_histogram_counts_what_lies_inside():
+    x = torch.randint(0, 8, (1024,), generator=generator(6)).to(torch.int32)
+    x[300:310], x[310:320] = 8, -1  # past either end
+    y = torch.empty(8, dtype=torch.int32)
+    histogram_kernel[(1,)](x, y, 1000, BINS=8, BLOCK=1024)
+    inside = x[:1000].long()
+    assert y.tolist() == torch.bincount(inside[(inside >= 0) & (inside < 8)], minlength=8).tolist()
+
+
+@triton.jit
+def rearrange_kernel(x_ptr, index_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.gather(tl.load(x_ptr + offs), tl.load(index_ptr + offs), axis=0)
+    low, high = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+    both = tl.join(high, low)  # swaps neighbours
+    tl.store(y_ptr + offs, tl.reshape(tl.trans(tl.trans(both)), (BLOCK,)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_gather_split_join_and_transpose(dtype):
+    x = randn(64, seed=25).to(dtype)
+    index = torch.randperm(64, generator=generator(7)).to(torch.int32)
+    y = torch.empty_like(x)
+    rearrange_kernel[(1,)](x, index, y, BLOCK=64)
+    want = x.view(torch.uint8).reshape(64, -1)[index.long()].reshape(32, 2, -1).flip(1)
+    assert torch.equal(y.view(torch.uint8).reshape(64, -1), want.reshape(64, -1))
+
+
+@triton.jit
+def bitcast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    bits = tl.load(x_ptr + offs).to(tl.uint16, bitcast=True)
+    tl.store(y_ptr + offs, (bits ^ 0x8000).to(tl.bfloat16, bitcast=True) * 1.0)
+
+
+def test_bitcast_of_bf16():
+    x = randn(64, seed=26, dtype=BF16)
+    y = torch.empty_like(x)
+    bitcast_kernel[(1,)](x, y, BLOCK=64)
+    assert same(y, -x)
+
+
+# ------------------------------------------------------------------------------ launches
+
+
+@triton.jit
+def assert_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.device_assert(tl.load(x_ptr + tl.arange(0, BLOCK)) < 3, "too large")
+
+
+def test_device_assert_raises():
+    assert_kernel[(1,)](torch.tensor([0, 1, 2, 2]), BLOCK=4)
+    with pytest.raises(InterpreterError, match="too large"):
+        assert_kernel[(1,)](torch.tensor([0, 1, 2, 3]), BLOCK=4)
+
+
+@triton.jit
+def helper_adds(x, y):
+    return tl.sum(x + y, axis=0)
+
+
+@triton.jit
+def helper_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, BLOCK))
+    tl.store(y_ptr, helper_adds(x, x))
+
+
+def test_the_language_is_restored_after_a_launch():
+    before = {(m, n): getattr(m, n) for m in (tl, tl.core) for n in ("load", "range", "reduce")}
+    y = torch.zeros(1)
+    helper_kernel[(1,)](torch.ones(16), y, BLOCK=16)
+    assert y.item() == 32.0
+    assert all(getattr(module, name) is value for (module, name), value in before.items())
+
+
+@triton.jit
+def slow_index_kernel(y_ptr, n):
+    for i in range(n):
+        tl.store(y_ptr + tl.program_id(0) * n + i, tl.program_id(0))
+
+
+def test_launches_from_threads_take_turns():
+    outputs = [torch.full((40, 8), -1, dtype=torch.int32) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda y: slow_index_kernel[(40,)](y, 8), args=(y,))
+        for y in outputs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    want = torch.arange(40, dtype=torch.int32)[:, None].expand(40, 8)
+    assert all(torch.equal(y, want) for y in outputs)
+
+
+def test_bad_shapes_are_still_refused():
+    with pytest.raises(ValueError, match="power of 2"):
+        tl.block_type(tl.float32, [24])
+    with pytest.raises(TypeError):
+        tl.block_type(tl.float32, [16.0])
+    assert tl.block_type(tl.float32, [16, 2]) == tl.block_type(tl.float32, [tl.constexpr(16), 2])
+    assert tl.block_type(tl.float32, [16, 2]).name == "<['16', '2'], fp32>"

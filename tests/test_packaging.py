@@ -1,0 +1,112 @@
+"""What a user installs: four typed packages, the `mk` command, the parts, and nothing else."""
+
+import configparser
+import email
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {"modular_kernel", "prepare_finalize", "experts", "topk_reduce"}
+EXTRAS = {"transformers", "flashinfer", "cute", "bench", "interpreter", "test", "dev"}
+NEVER_PACKAGED = ("tests", "tools", "docs")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel of a copy of the tree in which tests, tools and docs would pass for packages."""
+    source = tmp_path_factory.mktemp("source")
+    for package in PACKAGES:
+        shutil.copytree(
+            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, source)
+    for folder in NEVER_PACKAGED:
+        (source / folder).mkdir()
+        (source / folder / "__init__.py").touch()
+
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [*command, "--no-index", "--disable-pip-version-check", "--wheel-dir", str(out), "."],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = out.glob("*.whl")
+    with zipfile.ZipFile(path) as opened:
+        yield opened
+
+
+def read(wheel: zipfile.ZipFile, name: str) -> str:
+    """The text of a file in the wheel's .dist-info."""
+    (path,) = (n for n in wheel.namelist() if n.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return email.message_from_string(read(wheel, "METADATA"))
+
+
+def test_wheel_holds_the_four_packages_and_nothing_else(wheel: zipfile.ZipFile) -> None:
+    tops = {name.split("/")[0] for name in wheel.namelist() if ".dist-info/" not in name}
+    assert tops == PACKAGES
+
+
+def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
+    in_tree = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in {".py", ".json", ".typed"}
+    }
+    assert in_tree - set(wheel.namelist()) == set()
+    assert {f"{package}/py.typed" for package in PACKAGES} <= in_tree
+
+
+def test_metadata(metadata: Message) -> None:
+    assert metadata["Name"] == "modular-kernel"
+    assert metadata["Version"] == "0.1.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
+
+
+def test_run_time_needs_are_few(metadata: Message) -> None:
+    plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
+    names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in plain}
+    assert names == {"torch", "numpy", "triton", "typer", "rich"}
+    (triton,) = (requirement for requirement in plain if requirement.startswith("triton"))
+    assert "platform_system" in triton
+
+
+def test_every_requirement_is_named_not_located(metadata: Message) -> None:
+    """A requirement by URL cannot be uploaded, and makes resolving any extra build its source."""
+    assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []
+
+
+def test_entry_points(wheel: zipfile.ZipFile) -> None:
+    parser = configparser.ConfigParser()
+    parser.read_string(read(wheel, "entry_points.txt"))
+    assert dict(parser["console_scripts"]) == {"mk": "modular_kernel.cli.main:run"}
+    assert dict(parser["modular_kernel.parts"]) == {
+        "prepare_finalize": "prepare_finalize:COMPONENTS",
+        "experts": "experts:COMPONENTS",
+        "topk_reduce": "topk_reduce:COMPONENTS",
+    }
+
+
+def test_wheel_carries_the_licence(wheel: zipfile.ZipFile) -> None:
+    (path,) = (n for n in wheel.namelist() if n.endswith("/LICENSE"))
+    assert "Apache License" in wheel.read(path).decode()
