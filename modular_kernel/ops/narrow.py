@@ -7,6 +7,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
