@@ -60,7 +60,7 @@ setup(
     # would fetch somebody else's package, and a source URL would make every resolver that looks
     # at all extras at once build them. The parts that wrap them say what they miss.
     extras_require={
-        "transformers": ["transformers>=5.0"],
+        "transformers": ["transformers>=5.8"],
         "flashinfer": ["flashinfer-python>=0.6; platform_system == 'Linux'"],
         "cute": ["nvidia-cutlass-dsl>=4.4; platform_system == 'Linux'"],
         "bench": ["matplotlib>=3.8"],

@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 
 COMPILE = Path(__file__).parent / "compile"
 GPU = Path(__file__).parent / "gpu"
+INTERPRETER = Path(__file__).parent / "interpreter"
 
 
 def _compiles_only(config: pytest.Config) -> bool:
@@ -36,11 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """A process that interprets cannot compile, and tests/gpu needs a GPU's memory."""
+    """A process interprets or compiles, never both; tests/gpu needs a GPU's memory."""
     if collection_path.is_relative_to(GPU) and not torch.cuda.is_available():
         return True
-    interprets = read_settings().triton_interpret
-    return True if interprets and collection_path.is_relative_to(COMPILE) else None
+    other = COMPILE if read_settings().triton_interpret else INTERPRETER
+    return True if collection_path.is_relative_to(other) else None
 
 
 def pytest_report_header() -> str:

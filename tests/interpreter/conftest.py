@@ -1,0 +1,12 @@
+"""The honest interpreter, for every test in this folder."""
+
+import pytest
+
+from modular_kernel.ops import interpreter
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _installed() -> None:
+    assert interpreter.active(), "TRITON_INTERPRET=1 must be set before triton is imported"
+    interpreter.install()
+    interpreter.install()  # idempotent: the second call must not stack a second layer

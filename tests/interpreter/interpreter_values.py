@@ -1,0 +1,32 @@
+"""Values for the interpreter's tests: seeded, by bit pattern, and compared to the bit."""
+
+import torch
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator(seed)).to(dtype)
+
+
+def random_bits(n: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Uniform bit patterns: every exponent, denormals, infinities and NaN."""
+    size = torch.empty((), dtype=dtype).element_size()
+    raw = torch.randint(0, 256, (n * size,), generator=generator(seed), dtype=torch.uint8)
+    return raw.view(dtype)
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Equal to the bit, except that every NaN is the same NaN."""
+    assert got.dtype == want.dtype, (got.dtype, want.dtype)
+    if not want.dtype.is_floating_point:
+        return torch.equal(got, want)
+    nan = want.float().isnan()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[want.element_size()]
+    equal = got.view(bits) == want.view(bits)
+    return bool((torch.where(nan, got.float().isnan(), equal)).all())

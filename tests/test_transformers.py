@@ -1,0 +1,221 @@
+"""Models of transformers on our pairings: as right as on their own experts, or refused."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from experts import TorchExperts
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+import transformers
+
+from modular_kernel.cli import demo
+from modular_kernel.integrations.transformers import (
+    register,
+    registration,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_EP = "MoEPrepareAndFinalizeNoEP"
+CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
+MODELS = tuple(demo.SMALL_MODELS)
+
+
+@pytest.fixture(scope="module")
+def baselines() -> "dict[tuple[str, str], demo.Baseline]":
+    return {}
+
+
+@pytest.fixture
+def baseline_of(baselines):
+    """The baseline of a small model; each is made once for all tests."""
+
+    def made(name: str, dtype: str = "float32") -> demo.Baseline:
+        if (name, dtype) not in baselines:
+            baselines[name, dtype] = demo.baseline(demo.small_model(name, dtype, DEVICE))
+        return baselines[name, dtype]
+
+    return made
+
+
+def skip_if_refused(pair: tuple[str, str]) -> None:
+    problem = mk.Problem(tokens=16, hidden=64, intermediate=96, experts=8, top_k=2)
+    verdict = mk.check(*pair, problem)
+    if not verdict.ok:
+        pytest.skip("; ".join(map(str, verdict.rejections)))
+
+
+# ------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("pair", demo.PAIRINGS, ids=" x ".join)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_within_the_bound(name, dtype, pair, baseline_of) -> None:
+    skip_if_refused(pair)
+    row = demo.compare(baseline_of(name, dtype), register(*pair), name, None)
+    assert row.ok, row
+    assert row.pairing == " x ".join(pair)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decodes_the_same_tokens(name, baseline_of) -> None:
+    """A prefill of 17 tokens, then 31 steps of one, all chosen by the model itself."""
+    base = baseline_of(name)
+    own = demo.greedy_tokens(base)
+    assert len(set(own)) > demo.NEW_TOKENS / 2  # not stuck
+    row = demo.compare(base, register(NO_EP, "TorchExperts"), name, own)
+    assert row.ok, row
+    assert row.equal_tokens == row.decoded_tokens == demo.NEW_TOKENS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_triton_decodes_the_same_tokens(name, baseline_of) -> None:
+    """Fewer of them, for the interpreter's sake; `mk demo` decodes more."""
+    pair = (NO_EP, "TritonExperts")
+    skip_if_refused(pair)
+    base = baseline_of(name)
+    row = demo.compare(base, register(*pair), name, demo.greedy_tokens(base, 6))
+    assert row.ok, row
+    assert row.equal_tokens == row.decoded_tokens == 6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_routing_replayed_is_the_model_s_own(name, baseline_of) -> None:
+    """In float32 the routers choose what they choose in float64, so replaying hides nothing."""
+    base, own = baseline_of(name), demo.Routing()
+    with own.recorded(base.model):
+        demo.logits(base.model, base.ids)
+    assert own.of_module.keys() == base.routing.of_module.keys() != set()
+    for module, (ids, _) in own.of_module.items():
+        assert torch.equal(ids, base.routing.of_module[module][0])
+
+
+class GateUpSwapped(TorchExperts):
+    """The gate rows of w1 taken for the up rows, and the reverse."""
+
+    def apply(self, tokens, *, weights, workspace, output) -> None:
+        interleaved = self.problem.act.interleaved
+        pairs = weights.w1.unflatten(1, (-1, 2) if interleaved else (2, -1))
+        weights = replace(weights, w1=pairs.flip(2 if interleaved else 1).flatten(1, 2))
+        super().apply(tokens, weights=weights, workspace=workspace, output=output)
+
+
+class LastTokenDropped(TorchExperts):
+    """An off-by-one at the tail."""
+
+    def apply(self, tokens, *, weights, workspace, output) -> None:
+        super().apply(tokens, weights=weights, workspace=workspace, output=output)
+        output[-1].zero_()
+
+
+class ExpertDropped(TorchExperts):
+    """Whoever goes to expert 0 gets nothing from it."""
+
+    def apply(self, tokens, *, weights, workspace, output) -> None:
+        super().apply(tokens, weights=weights, workspace=workspace, output=output)
+        output[tokens.routing.topk_ids_TK == 0] = 0
+
+
+class SlotsSwapped(TorchExperts):
+    """Every pair gets the router weight of another one."""
+
+    def apply(self, tokens, *, weights, workspace, output) -> None:
+        super().apply(tokens, weights=weights, workspace=workspace, output=output)
+        output.copy_(output.roll(1, dims=1))
+
+
+MUTANTS = (GateUpSwapped, LastTokenDropped, ExpertDropped, SlotsSwapped)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bound_kills_a_broken_kernel(name, dtype, mutant, baseline_of) -> None:
+    base = baseline_of(name, dtype)
+    own = demo.greedy_tokens(base)
+    row = demo.compare(base, register(NO_EP, mutant, name="mutant"), name, own)
+    assert row.difference > 2 * row.bound
+    assert row.equal_tokens < row.decoded_tokens
+    assert not row.ok
+
+
+def test_from_config_and_from_pretrained_take_the_name(tmp_path) -> None:
+    name = register(NO_EP, "TorchExperts", name="loaded")
+    model = demo.small_model("mixtral", "float32", DEVICE)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", experts_implementation=name
+    ).to(DEVICE)
+    fresh = transformers.AutoModelForCausalLM.from_config(model.config, experts_implementation=name)
+    assert fresh.config._experts_implementation == name
+    assert not registration(name).kernels
+    ids = torch.arange(8, device=DEVICE)[None]
+    difference = (demo.logits(loaded, ids) - demo.logits(model, ids)).abs().max()
+    assert difference < 1e-4
+    assert registration(name).kernels
+
+
+def test_each_name_runs_its_own_pairing(baseline_of) -> None:
+    base = baseline_of("mixtral")
+    contiguous = register(NO_EP, "TorchExperts", name="one")
+    batched = register("BatchedPrepareAndFinalize", "NaiveBatchedExperts", name="two")
+    for name in (contiguous, batched):
+        demo.compare(base, name, "mixtral", None)
+    assert {kernel.pairing for kernel in registration("one").kernels.values()} == {
+        f"{NO_EP} x TorchExperts"
+    }
+    found = {kernel.pairing for kernel in registration("two").kernels.values()}
+    assert found == {"BatchedPrepareAndFinalize x NaiveBatchedExperts"}
+
+
+def test_switching_back_to_eager_leaves_no_trace(baseline_of) -> None:
+    base = baseline_of("gpt_oss")
+    before = demo.logits(base.model, base.ids)
+    demo.compare(base, register(NO_EP, "TorchExperts"), "gpt_oss", None)
+    assert base.model.config._experts_implementation == "eager"
+    assert torch.equal(demo.logits(base.model, base.ids), before)
+
+
+# --------------------------------------------------------------------------------- the command
+
+
+def test_demo_fails_where_a_row_fails(monkeypatch) -> None:
+    import typer
+
+    good = demo.Row("m", "float32", "a x b", 1.0, 1.0, 64, 64, 0.0)
+    bad = (
+        [replace(good, difference=1.1)],
+        [good, replace(good, equal_tokens=63)],
+        [replace(good, difference=float("nan"))],
+        [replace(good, pairing="")],
+        [],
+    )
+    for rows in bad:
+        monkeypatch.setattr(demo, "_rows", lambda *a, rows=rows, **k: iter(rows))
+        with pytest.raises(typer.Exit) as ended:
+            demo.demo()
+        assert ended.value.exit_code == 1
+    monkeypatch.setattr(demo, "_rows", lambda *a, **k: iter([good]))
+    demo.demo()
+
+
+@pytest.mark.slow
+def test_demo_runs_in_one_dtype() -> None:
+    """The whole command, in a process of its own."""
+    import json
+
+    words = [sys.executable, "-m", "modular_kernel", "demo", "--dtype", "bfloat16", "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {row["model"] for row in told["rows"]} == set(MODELS)
+    assert all(row["ok"] for row in told["rows"])
+    assert {row["dtype"] for row in told["rows"]} == {"bfloat16"}

@@ -1,0 +1,343 @@
+"""Single experts modules: each computes what transformers computes, or is refused by name."""
+
+import copy
+import gc
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    UnknownPartError,
+    UnsupportedError,
+)
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+
+from modular_kernel.cli import demo
+from modular_kernel.integrations.transformers import (
+    activation_of,
+    register,
+    registration,
+    weights_of,
+)
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_EP = "MoEPrepareAndFinalizeNoEP"
+CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
+MODELS = tuple(demo.SMALL_MODELS)
+
+
+def skip_if_refused(pair: tuple[str, str]) -> None:
+    problem = mk.Problem(tokens=16, hidden=64, intermediate=96, experts=8, top_k=2)
+    verdict = mk.check(*pair, problem)
+    if not verdict.ok:
+        pytest.skip("; ".join(map(str, verdict.rejections)))
+
+
+# ------------------------------------------------------------------------------ experts modules
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 5, 32, 24, 3
+
+
+def default_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act_fn(gate) * up
+
+
+def oai_gate(self, gate_up):
+    gate, up = gate_up[..., ::2].clamp(max=self.limit), gate_up[..., 1::2]
+    return (up.clamp(-self.limit, self.limit) + 1) * gate * torch.sigmoid(gate * self.alpha)
+
+
+def oai_gate_in_halves(self, gate_up):
+    return oai_gate(self, torch.stack(gate_up.chunk(2, dim=-1), dim=-1).flatten(-2))
+
+
+def clamp_before_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    limit = self.swiglu_limit
+    return self.act_fn(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def clamp_after_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+
+def float32_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
+
+
+def per_channel_gate(self, gate_up):
+    scale = torch.ones(gate_up.shape[-1] // 2, device=gate_up.device)
+    scale[-1] = 1.5
+    return default_gate(self, gate_up) * scale
+
+
+def crashing_gate(self, gate_up):
+    return gate_up @ gate_up
+
+
+def module_of(
+    act="silu", gate=default_gate, *, gated=True, bias=False, transposed=False, **attributes
+) -> torch.nn.Module:
+    """An experts module as a model of transformers would define it, with random weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> torch.nn.Parameter:
+        fan_in = shape[-1]
+        if transposed and len(shape) == 3:
+            shape = (shape[0], shape[2], shape[1])
+        values = torch.randn(shape, generator=generator) * 2 * fan_in**-0.5
+        return torch.nn.Parameter(values.to(DEVICE))
+
+    class SmallExperts(torch.nn.Module):
+        def __init__(self, config) -> None:
+            super().__init__()
+            self.num_experts = EXPERTS
+            first, rows = ("gate_up_proj", 2) if gated else ("up_proj", 1)
+            setattr(self, first, weight(EXPERTS, rows * INTERMEDIATE, HIDDEN))
+            self.down_proj = weight(EXPERTS, HIDDEN, INTERMEDIATE)
+            if bias:
+                setattr(self, f"{first}_bias", weight(EXPERTS, rows * INTERMEDIATE))
+                self.down_proj_bias = weight(EXPERTS, HIDDEN)
+            self.act_fn = ACT2FN[act]
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+        _apply_gate = gate
+
+        def forward(self, hidden_states, top_k_index, top_k_weights):
+            raise AssertionError("not dispatched")
+
+    flags = {"has_gate": gated, "has_bias": bias, "is_transposed": transposed}
+    decorated = use_experts_implementation(**flags)(SmallExperts)
+    return decorated(SimpleNamespace(_experts_implementation="batched_mm"))
+
+
+def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    scores, ids = torch.randn(tokens, EXPERTS, generator=generator).topk(TOP_K)
+    return x.to(DEVICE), ids.to(DEVICE), scores.softmax(-1).to(DEVICE)
+
+
+def call(module, name, x, ids, scores) -> torch.Tensor:
+    module.config._experts_implementation = name
+    with torch.no_grad():
+        return module(x, ids, scores)
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+    error = (got.double() - want).square().mean().sqrt()
+    assert error <= 1e-6 * want.square().mean().sqrt()
+
+
+def exact(module, x, ids, scores) -> torch.Tensor:
+    """What transformers' own batched implementation computes in float64."""
+    return call(copy.deepcopy(module).double(), "batched_mm", x.double(), ids, scores.double())
+
+
+OAI = {"alpha": 1.702, "limit": 0.7}
+# Case -> the rule that has to be found, and how the module is made.
+KNOWN: "dict[str, tuple[str, dict[str, object]]]" = {
+    "silu": ("silu", {}),
+    "swish": ("silu", {"act": "swish"}),
+    "gelu": ("gelu", {"act": "gelu"}),
+    "gelu_python": ("gelu", {"act": "gelu_python"}),
+    "gelu_new": ("gelu_tanh", {"act": "gelu_new"}),
+    "gelu_pytorch_tanh": ("gelu_tanh", {"act": "gelu_pytorch_tanh"}),
+    "float32_gate": ("silu", {"gate": float32_gate}),
+    "transposed": ("silu", {"transposed": True}),
+    "bias": ("silu", {"bias": True}),
+    "oai": ("swiglu_oai", {"gate": oai_gate, "transposed": True, "bias": True, **OAI}),
+    "oai_in_halves": ("swiglu_oai", {"gate": oai_gate_in_halves, "bias": True, **OAI}),
+    "clamp_before": ("swiglu_clamp_before", {"gate": clamp_before_gate, "swiglu_limit": 0.5}),
+    "clamp_after": ("swiglu_clamp_after", {"gate": clamp_after_gate, "limit": 0.5}),
+    "relu2": ("relu2", {"act": "relu2", "gated": False}),
+    "relu2_bias": ("relu2", {"act": "relu2", "gated": False, "bias": True, "transposed": True}),
+}
+
+
+@pytest.mark.parametrize("pair", CONTIGUOUS, ids=" x ".join)
+@pytest.mark.parametrize("case", KNOWN)
+def test_modules_compute_what_transformers_computes(case, pair) -> None:
+    skip_if_refused(pair)
+    kind, options = KNOWN[case]
+    module, given = module_of(**options), inputs(19)
+    spec = activation_of(module, weights_of(module))
+    assert (spec.kind, spec.interleaved) == (kind, case == "oai")
+    assert_close(call(module, register(*pair), *given), exact(module, *given))
+
+
+def test_weights_are_views_never_copies() -> None:
+    module = module_of(transposed=True, bias=True)
+    weights = weights_of(module)
+    assert weights.w1.data_ptr() == module.gate_up_proj.data_ptr()
+    assert weights.w2.data_ptr() == module.down_proj.data_ptr()
+    assert weights.w1.shape == (EXPERTS, 2 * INTERMEDIATE, HIDDEN)
+
+
+def test_ids_of_other_ranks_are_skipped() -> None:
+    module, name = module_of(), register(NO_EP, "TorchExperts", name="sharded")
+    module._is_expert_parallel = True
+    x, ids, scores = inputs(9)
+    elsewhere = torch.where(ids < 2, EXPERTS, ids)
+    kept = torch.where(ids < 2, 0, scores)
+    assert_close(call(module, name, x, elsewhere, kept), exact(module, x, ids, kept))
+    assert [kernel.invalid_ids for kernel in kernels_of(name)] == [0]
+    # The weight of a pair that is skipped plays no part.
+    again = call(module, name, x, elsewhere, scores)
+    assert_close(again, exact(module, x, ids, kept))
+
+
+def test_inputs_may_be_strided_and_scores_of_another_dtype() -> None:
+    module, name = module_of().to(torch.bfloat16), register()
+    x, ids, scores = inputs(12)
+    x, scores = x.to(torch.bfloat16), scores.to(torch.bfloat16)
+    strided = torch.stack([x, x], dim=1)[:, 0], ids.T.contiguous().T, scores.T.contiguous().T
+    got = call(module, name, *strided)
+    assert got.dtype is torch.bfloat16
+    assert torch.equal(got, call(module, name, x, ids, scores))
+
+
+def test_a_limit_that_changes_is_seen() -> None:
+    module = module_of(gate=clamp_before_gate, swiglu_limit=0.5)
+    name, given = register(), inputs(8)
+    call(module, name, *given)
+    module.swiglu_limit = 0.1
+    assert_close(call(module, name, *given), exact(module, *given))
+
+
+def test_weights_that_change_are_seen() -> None:
+    module, name, given = module_of(transposed=True), register(), inputs(8)
+    call(module, name, *given)
+    with torch.no_grad():
+        module.gate_up_proj.mul_(2)
+    module.down_proj.data = module.down_proj.data.clone() * 3
+    assert_close(call(module, name, *given), exact(module, *given))
+
+
+def test_runs_inside_a_compiled_model() -> None:
+    module, given = module_of(), inputs(8)
+    module.config._experts_implementation = register()
+
+    def layer(x, ids, scores):
+        return module(x * 2, ids, scores) + 1
+
+    with torch.no_grad():
+        want = layer(*given)
+        assert torch.equal(torch.compile(layer, backend="eager")(*given), want)
+
+
+REFUSED: "dict[str, dict[str, object]]" = {
+    "quick_gelu": {"act": "quick_gelu"},
+    "gelu_10": {"act": "gelu_10"},
+    "relu": {"act": "relu"},
+    "ungated_silu": {"gated": False},
+    "per_channel_gate": {"gate": per_channel_gate},
+    "crashing_gate": {"gate": crashing_gate},
+    "unlabelled_limit": {"gate": lambda self, v: default_gate(self, v).clamp(max=3.0)},
+    "fewer_experts": {"num_experts": EXPERTS - 1},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_module_that_computes_something_else_is_refused(case) -> None:
+    with pytest.raises(UnsupportedError, match="SmallExperts"):
+        call(module_of(**REFUSED[case]), register(), *inputs(4))
+
+
+def test_norms_quantised_weights_and_gradients_are_refused() -> None:
+    class Quantised(torch.Tensor):
+        pass
+
+    normed, packed, mixed = module_of(), module_of(), module_of()
+    normed.has_post_expert_norm = True
+    packed.gate_up_proj = torch.nn.Parameter(packed.gate_up_proj.detach().as_subclass(Quantised))
+    for module in (normed, packed):
+        with pytest.raises(UnsupportedError, match="SmallExperts"):
+            call(module, register(), *inputs(4))
+    with pytest.raises(DtypeError):
+        call(mixed.to(torch.bfloat16), register(), *inputs(4))
+    module = module_of()
+    module.config._experts_implementation = register()
+    with pytest.raises(UnsupportedError, match="gradients"):
+        module(*inputs(4))
+
+
+# ------------------------------------------------------------------------------- registration
+
+
+def kernels_of(name: str) -> list[mk.FusedMoEModularKernel]:
+    return list(registration(name).kernels.values())
+
+
+def test_without_experts_the_device_decides() -> None:
+    name = register()
+    assert name == "modular_kernel"
+    call(module_of(), name, *inputs(4))
+    experts = "TritonExperts" if DEVICE == "cuda" else "TorchExperts"
+    assert [kernel.pairing for kernel in kernels_of(name)] == [f"{NO_EP} x {experts}"]
+
+
+def test_capacity_grows_by_powers_of_two_and_layers_share_kernels() -> None:
+    name = register(NO_EP, "TorchExperts", name="grown")
+    modules = module_of(), module_of()
+    for tokens in (1, 16, 17, 100, 3, 0):
+        for module in modules:
+            assert call(module, name, *inputs(tokens)).shape == (tokens, HIDDEN)
+    assert sorted(kernel.problem.tokens for kernel in kernels_of(name)) == [16, 32, 128]
+
+
+def test_what_is_kept_for_a_module_goes_with_it() -> None:
+    name = register(NO_EP, "TorchExperts", name="kept")
+    module = module_of()
+    call(copy.deepcopy(module), name, *inputs(2))
+    call(module, name, *inputs(2))
+    del module
+    gc.collect()
+    assert len(registration(name).layers) == 0
+
+
+@pytest.mark.parametrize("name", ["eager", "grouped_mm", "batched_mm"])
+def test_names_of_transformers_are_not_taken(name) -> None:
+    with pytest.raises(ConfigurationError, match=name):
+        register(name=name)
+
+
+def test_unknown_parts_are_refused_at_once() -> None:
+    with pytest.raises(UnknownPartError, match="TorchExperts"):
+        register(NO_EP, "TorchExpert", name="typo")
+    assert "typo" not in ALL_EXPERTS_FUNCTIONS
+
+
+def test_a_pairing_that_cannot_be_is_refused_with_every_reason() -> None:
+    name = register("BatchedPrepareAndFinalize", "TorchExperts", name="mismatch")
+    with pytest.raises(mk.IncompatibleError) as refusal:
+        call(module_of(), name, *inputs(2))
+    assert {"format", "reduce"} <= {rejection.rule for rejection in refusal.value.rejections}
+
+
+def test_without_the_extra_the_error_names_it() -> None:
+    program = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import modular_kernel.integrations.transformers"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "modular-kernel[transformers]" in done.stderr
