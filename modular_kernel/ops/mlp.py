@@ -14,19 +14,26 @@ def expert_mlp(
     problem: Problem,
     row_weights_R: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(R, H) -> (R, H) through local expert `expert`, products in the problem's dtype.
+    """(R, H) -> (R, H) through local expert `expert`.
 
-    Bias and activation are computed in float32 and rounded to the dtype. row_weights_R: (R,)
+    Each product, with the router weight and the bias behind it, is rounded once to the problem's
+    dtype or not at all before the activation, which is computed in float32. row_weights_R: (R,)
     float32, multiplies GEMM 1 before its bias (the router weight on the input).
     """
     dtype = problem.dtype
-    h_RN = (x_RH @ weights.w1[expert].T).float()
+    alone = weights.b1 is None and row_weights_R is None
+    h_RN = _product(x_RH, weights.w1[expert], alone=alone).float()
     if row_weights_R is not None:
         h_RN = h_RN * row_weights_R[:, None]
     if weights.b1 is not None:
         h_RN = h_RN + weights.b1[expert].float()
     h_RI = gated_activation_ref(h_RN, problem.act).to(dtype)
-    y_RH = h_RI @ weights.w2[expert].T
+    y_RH = _product(h_RI, weights.w2[expert], alone=weights.b2 is None)
     if weights.b2 is not None:
-        y_RH = (y_RH.float() + weights.b2[expert].float()).to(dtype)
-    return y_RH
+        y_RH = y_RH + weights.b2[expert].float()
+    return y_RH.to(dtype)
+
+
+def _product(a: torch.Tensor, matrix: torch.Tensor, *, alone: bool) -> torch.Tensor:
+    """a @ matrix.T: in their dtype if nothing is added to it, else in float32, not yet rounded."""
+    return a @ matrix.T if alone else a.float() @ matrix.float().T

@@ -1,0 +1,70 @@
+"""`mk compile`: compile every kernel for a GPU that need not be there, and check the result."""
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.options import AsJson
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.testing.compile_cases import Row
+
+
+def compile_kernels(
+    *,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 1 if a kernel breaks a limit.")
+    ] = False,
+    target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
+    as_json: AsJson = False,
+) -> None:
+    """Compile the kernels for a GPU and show registers, shared memory, spills and instructions."""
+    if re.fullmatch(r"sm_\d{2,3}", target) is None:
+        raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
+    from modular_kernel.machine import importable
+
+    if not importable({"triton"}):
+        raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
+    from modular_kernel.testing.compile_cases import compile_all
+
+    rows = compile_all(target)
+    if as_json:
+        output.print_json([_record(row) for row in rows])
+    else:
+        _print_text(rows)
+    if check and any(row.violations for row in rows):
+        raise typer.Exit(1)
+
+
+def _record(row: "Row") -> dict[str, object]:
+    return {"case": row.case, "record": row.record, "violations": row.violations}
+
+
+def _print_text(rows: "Sequence[Row]") -> None:
+    columns = ("case", "kernel", "config", "regs", "shared", "spills", "instructions", "verdict")
+    output.table(columns, [_cells(row) for row in rows])
+    broken = [row for row in rows if row.violations]
+    for row in broken:
+        output.line("\n".join(row.violations))
+    output.line(f"{len(rows)} kernel(s) compiled, {len(broken)} break a limit")
+
+
+def _cells(row: "Row") -> tuple[object, ...]:
+    record = row.record
+    config = ", ".join(f"{name}={value}" for name, value in record.config.items())
+    launch = f"warps={record.num_warps}, stages={record.num_stages}"
+    found = ", ".join(f"{name} x{count}" for name, count in record.instructions.items() if count)
+    return (
+        row.case,
+        record.kernel,
+        f"{config}, {launch}" if config else launch,
+        record.registers,
+        record.shared,
+        record.stack + record.spill,
+        found or "-",
+        "breaks a limit" if row.violations else "ok",
+    )

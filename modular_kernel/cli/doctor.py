@@ -1,0 +1,198 @@
+"""`mk doctor`: what this machine has, what is missing, and what that would enable."""
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from modular_kernel.cli import output
+from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from modular_kernel.catalog import Broken
+
+# Importable name -> what it gives, for packages that no part can name itself.
+_EXTRAS = {
+    "triton": "every Triton part",
+    "ml_dtypes": "bfloat16 and fp8 in Triton's CPU interpreter",
+    "deep_ep": "the DeepEP parts",
+    "pplx_kernels": "the pplx parts",
+    "deep_gemm": "the DeepGEMM parts",
+    "flashinfer": "the FlashInfer parts",
+    "cutlass": "kernels in the CuTe DSL (nvidia-cutlass-dsl)",
+    "transformers": "mk demo and the integration with transformers",
+    "matplotlib": "plots of benchmarks",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU."""
+
+    index: int
+    name: str
+    arch: str
+    memory_gib: float
+    sms: int
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package: is it here, and what does it enable?"""
+
+    name: str
+    present: bool
+    enables: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything the doctor finds. peer_access[i][j]: device i reads device j's memory.
+
+    topology: what `nvidia-smi topo -m` prints. interpreter: Triton parts run on the CPU.
+    """
+
+    versions: dict[str, str | None]
+    devices: list[Device]
+    peer_access: list[list[bool]]
+    topology: str | None
+    packages: list[Package]
+    interpreter: bool
+    broken: "tuple[Broken, ...]"
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Show versions, devices, links between GPUs, and which optional packages are absent."""
+    prepare_host()
+    from modular_kernel.catalog import load_catalog, this_machine
+
+    report = Report(
+        versions=_versions(),
+        devices=_devices(),
+        peer_access=_peer_access(),
+        topology=_nvidia_smi("topo", "-m"),
+        packages=_packages(),
+        interpreter=this_machine().interpreter,
+        broken=load_catalog().broken,
+    )
+    if as_json:
+        output.print_json(report)
+    else:
+        _print_text(report)
+
+
+def _versions() -> dict[str, str | None]:
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "modular-kernel": _version_of("modular-kernel"),
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "numpy": _version_of("numpy"),
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+        "nccl": _nccl(),
+    }
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    answer = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0].strip() if answer else None
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
+        return None
+    found: object = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+
+
+def _nvidia_smi(*words: str) -> str | None:
+    """What nvidia-smi prints; None where it is absent or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, *words], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip() if done.returncode == 0 else None
+
+
+def _devices() -> list[Device]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = []
+    for index in range(count):
+        facts = torch.cuda.get_device_properties(index)
+        arch, memory = f"{facts.major}.{facts.minor}", round(facts.total_memory / 2**30, 1)
+        found.append(Device(index, facts.name, arch, memory, facts.multi_processor_count))
+    return found
+
+
+def _peer_access() -> list[list[bool]]:
+    """Empty with fewer than two devices: there is no link."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return []
+    reach: Callable[[int, int], bool] = torch.cuda.can_device_access_peer
+    return [[i == j or reach(i, j) for j in range(count)] for i in range(count)]
+
+
+def _packages() -> list[Package]:
+    from modular_kernel.catalog import load_catalog, packages_of
+    from modular_kernel.machine import importable
+
+    catalog = load_catalog()
+    wanted = sorted({*_EXTRAS, *packages_of(catalog)})
+    present = importable(wanted)
+    found = []
+    for name in wanted:
+        needing = ", ".join(p.name for p in catalog.parts if name in _required(p.cls))
+        found.append(Package(name, name in present, needing or _EXTRAS[name]))
+    return found
+
+
+def _required(cls: type) -> tuple[str, ...]:
+    requires = getattr(cls, "requires", None)
+    packages: tuple[str, ...] = requires.packages if requires is not None else ()
+    return packages
+
+
+def _print_text(report: Report) -> None:
+    output.table(("what", "version"), [(k, v or "absent") for k, v in report.versions.items()])
+    gpus = [(d.index, d.name, d.arch, d.memory_gib, d.sms) for d in report.devices]
+    output.table(("gpu", "name", "arch", "GiB", "SMs"), gpus)
+    if not gpus:
+        output.line("No CUDA device.")
+    active = "is" if report.interpreter else "is not"
+    output.line(f"Triton's CPU interpreter {active} active.\n")
+    links = report.peer_access
+    rows = [(f"gpu {i}", *("yes" if ok else "no" for ok in row)) for i, row in enumerate(links)]
+    output.table(("reads from", *(f"gpu {i}" for i in range(len(links)))), rows)
+    if report.topology:
+        output.line(f"{report.topology}\n")
+    packages = [(p.name, "yes" if p.present else "no", p.enables) for p in report.packages]
+    output.table(("optional package", "here", "enables"), packages)
+    broken = [(b.name, b.origin, b.error) for b in report.broken]
+    output.table(("broken entry point", "from", "error"), broken)

@@ -1,0 +1,58 @@
+"""The `mk` command: registers the verbs. Importing this imports neither torch nor rich."""
+
+from typing import Annotated
+
+import typer
+
+from modular_kernel.cli.check import check
+from modular_kernel.cli.compile import compile_kernels
+from modular_kernel.cli.demo import demo
+from modular_kernel.cli.doctor import doctor
+from modular_kernel.cli.options import flattened
+from modular_kernel.cli.output import reports_errors
+from modular_kernel.cli.parts import list_parts
+from modular_kernel.cli.profile import profile
+from modular_kernel.cli.prove import prove
+
+app = typer.Typer(
+    name="mk",
+    help="Compose fused MoE layers from interchangeable parts, and prove the pairings.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain help: rich would cost a third of the time that help takes.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+app.command("list")(reports_errors(list_parts))
+app.command("check")(reports_errors(flattened(check)))
+app.command("test")(reports_errors(flattened(prove)))
+app.command("profile")(reports_errors(flattened(profile)))
+app.command("compile")(reports_errors(compile_kernels))
+app.command("doctor")(reports_errors(doctor))
+app.command("demo")(reports_errors(demo))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("modular-kernel"))
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Compose fused MoE layers from interchangeable parts, and prove the pairings."""
+
+
+def run(argv: list[str] | None = None) -> None:
+    """Run `mk` with these words, or with the command line's; ends the process."""
+    app(args=argv, prog_name="mk")

@@ -1,0 +1,145 @@
+"""The problem options, the same for every verb."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, get_type_hints
+
+import typer
+
+from modular_kernel.cli.presets import MODELS, facts
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.types import Problem
+
+# A layer small enough to be computed at once on any machine.
+DEFAULTS: dict[str, object] = {
+    "tokens": 16,
+    "hidden": 64,
+    "intermediate": 128,
+    "experts": 8,
+    "top_k": 2,
+    "dtype": "bfloat16",
+}
+
+PfType = Annotated[str | None, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")]
+ExpertsType = Annotated[str | None, typer.Option(help="Name of an experts part (see mk list).")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _option(text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, show_default=False)
+
+
+def _sized(text: str, name: str) -> Any:
+    return _option(f"{text}  [default: {DEFAULTS[name]}, or the model's]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProblemOptions:
+    """Options as given; None stands for the model's value, or for the default."""
+
+    tokens: Annotated[int | None, _option("Most tokens of one call.  [default: 16]")] = None
+    hidden: Annotated[int | None, _sized("Hidden size.", "hidden")] = None
+    intermediate: Annotated[int | None, _sized("Intermediate size.", "intermediate")] = None
+    experts: Annotated[int | None, _sized("Experts of the model.", "experts")] = None
+    top_k: Annotated[int | None, _sized("Experts of one token.", "top_k")] = None
+    dtype: Annotated[str | None, _option("float32, float16 or bfloat16.  [default: bfloat16]")] = (
+        None
+    )
+    quant: Annotated[str | None, _option("Quantisation scheme.  [default: none]")] = None
+    activation: Annotated[
+        str | None,
+        _option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),
+    ] = None
+    world_size: Annotated[int | None, _option("Ranks that share the experts.")] = None
+    model: Annotated[str | None, _option(f"Sizes of {', '.join(MODELS)}.")] = None
+    local_experts: Annotated[int | None, _option("Experts on this rank.")] = None
+    ids_dtype: Annotated[str | None, _option("int32 or int64; either if not given.")] = None
+    bias: Annotated[bool | None, _option("Both products have a bias.", "--bias/--no-bias")] = None
+    expert_map: Annotated[bool, _option("Global ids are mapped to rows.", "--expert-map")] = False
+    router_weight_on_input: Annotated[
+        bool, _option("Weight the input, not the output.", "--router-weight-on-input")
+    ] = False
+    routed_scaling_factor: Annotated[float | None, _option("Factor on the output.")] = None
+    combine: Annotated[str | None, _option("sum, topk_weighted or topk_unweighted.")] = None
+    inplace: Annotated[bool, _option("The result overwrites the input.", "--inplace")] = False
+    fp32_precision: Annotated[str | None, _option("ieee or tf32.")] = None
+    chunk_tokens: Annotated[int | None, _option("Split calls into pieces this large.")] = None
+    graph: Annotated[bool, _option("Must be graph-capturable.", "--graph")] = False
+    deterministic: Annotated[bool, _option("Must be deterministic.", "--deterministic")] = False
+    asynchronous: Annotated[bool, _option("Must dispatch async.", "--asynchronous")] = False
+    lora: Annotated[bool, _option("Must take LoRA adapters.", "--lora")] = False
+
+    def problem(self) -> "Problem":
+        """The problem these options describe; ConfigurationError names the first bad one."""
+        from modular_kernel.types import Parallel, Problem
+
+        values: dict[str, Any] = DEFAULTS | (facts(self.model) if self.model else {})
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        values |= {name: value for name, value in given.items() if value is not None}
+        values.pop("model", None)
+        values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
+        values["parallel"] = Parallel(world_size=values.pop("world_size", 1))
+        if "combine" in values:
+            values["combine"] = _combine(values["combine"])
+        if "ids_dtype" in values:
+            values["ids_dtype"] = _ids_dtype(values["ids_dtype"])
+        return Problem(**values)
+
+
+def _combine(text: str) -> object:
+    from modular_kernel.types import Combine
+
+    known = [c.value for c in Combine]
+    if text not in known:
+        raise ConfigurationError("combine", got=repr(text), need=f"one of {', '.join(known)}")
+    return Combine(text)
+
+
+def _ids_dtype(text: str) -> object:
+    import torch
+
+    known = {"int32": torch.int32, "int64": torch.int64}
+    if text not in known:
+        raise ConfigurationError("ids_dtype", got=repr(text), need="int32 or int64")
+    return known[text]
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """`command` with one option per field where it takes a dataclass, such as ProblemOptions."""
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    own = inspect.signature(command).parameters.values()
+    # What a command says for itself comes first in its help.
+    for parameter in sorted(own, key=lambda p: _is_group(p.annotation)):
+        group = parameter.annotation
+        if _is_group(group):
+            groups[parameter.name] = group
+            parameters += _options_of(group)
+        else:
+            parameters.append(parameter)
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        command(**values)
+
+    flat.__dict__["__signature__"] = inspect.Signature(parameters)
+    flat.__annotations__ = {p.name: p.annotation for p in parameters}
+    return flat
+
+
+def _is_group(annotation: object) -> TypeGuard[type]:
+    return isinstance(annotation, type) and is_dataclass(annotation)
+
+
+def _options_of(group: type) -> list[inspect.Parameter]:
+    kind, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name])
+        for f in fields(group)
+    ]

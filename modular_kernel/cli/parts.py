@@ -1,0 +1,127 @@
+"""`mk list`: the parts found, what each takes, and why one cannot run here."""
+
+from typing import TYPE_CHECKING
+
+from modular_kernel.cli import output
+from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from modular_kernel.catalog import Catalog, Part
+    from modular_kernel.support import Rejection, Requirements
+    from modular_kernel.types import Machine
+
+_KINDS = ("prepare_finalize", "experts", "topk_reduce")
+# Declared yes-or-no properties that a problem can ask for.
+_OPTIONS = (
+    "bias",
+    "interleaved",
+    "weight_on_input",
+    "multiplies_input",
+    "expert_map",
+    "localises_ids",
+    "keep_topk",
+    "chunking",
+    "inplace",
+    "tf32",
+    "graph_capturable",
+    "deterministic",
+    "asynchronous",
+    "lora",
+)
+
+
+def list_parts(as_json: AsJson = False) -> None:
+    """List every part, what it requires, whether it can run here, and where it came from."""
+    prepare_host()
+    from modular_kernel.catalog import load_catalog, this_machine
+
+    catalog, machine = load_catalog(), this_machine()
+    if as_json:
+        output.print_json(
+            {
+                "machine": machine,
+                "parts": [_record(part, machine) for part in catalog.parts],
+                "broken": catalog.broken,
+                "duplicates": catalog.duplicates(),
+            }
+        )
+        return
+    _print_text(catalog, machine)
+
+
+def _requires(part: "Part") -> "Requirements | None":
+    """What the part declares; a TopKWeightAndReduce declares nothing."""
+    requires: Requirements | None = getattr(part.cls, "requires", None)
+    return requires
+
+
+def _reasons(part: "Part", machine: "Machine") -> "tuple[Rejection, ...]":
+    from modular_kernel.rules import unavailable
+
+    requires = _requires(part)
+    return unavailable(part.name, requires, machine) if requires is not None else ()
+
+
+def _record(part: "Part", machine: "Machine") -> dict[str, object]:
+    reasons = _reasons(part, machine)
+    return {
+        "name": part.name,
+        "kind": part.kind,
+        "origin": part.origin,
+        "available": not reasons,
+        "unavailable": reasons,
+        "requires": _requires(part),
+    }
+
+
+def _print_text(catalog: "Catalog", machine: "Machine") -> None:
+    interpreted = ", Triton interpreted" if machine.interpreter else ""
+    output.line(f"Parts on this machine ({machine}{interpreted}):")
+    for kind in _KINDS:
+        output.line(f"\n{kind}")
+        for part in (part for part in catalog.parts if part.kind == kind):
+            output.line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
+    rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
+    output.table(("broken entry point", "from", "error"), rows)
+    duplicates = [(name, " and ".join(found)) for name, found in catalog.duplicates().items()]
+    output.table(("name claimed twice", "by"), duplicates)
+
+
+def _describe(part: "Part", machine: "Machine") -> list[str]:
+    """Lines of text: where it runs, what it takes, what it can, why it cannot run here."""
+    requires = _requires(part)
+    if requires is None:
+        reduce = getattr(part.cls, "kind", None)
+        return [reduce.value if reduce is not None else "keeps top-k", f"from {part.origin}"]
+    options = [name for name in _OPTIONS if getattr(requires, name, False)]
+    reasons = [f"not here: {reason}" for reason in _reasons(part, machine)]
+    return [
+        f"{requires.activation_format.value}, on {_runs_on(requires)}",
+        _takes(requires),
+        ", ".join(options) or "no options",
+        f"from {part.origin}",
+        *reasons,
+    ]
+
+
+def _takes(requires: "Requirements") -> str:
+    """Dtypes, quantisation schemes and, of experts, activations."""
+    from modular_kernel.support import ALL_ACTIVATIONS, ALL_DTYPES, numbered
+
+    words = {"dtypes": "all" if requires.dtypes == ALL_DTYPES else numbered(requires.dtypes)}
+    for name, what in (("schemes", "schemes"), ("dispatch_schemes", "quantises")):
+        if hasattr(requires, name):
+            words[what] = numbered(getattr(requires, name)) or "nothing"
+    activations: frozenset[str] | None = getattr(requires, "activations", None)
+    if activations is not None:
+        every = activations == ALL_ACTIVATIONS
+        words["activations"] = "all" if every else numbered(activations)
+    return "; ".join(f"{what}: {names}" for what, names in words.items())
+
+
+def _runs_on(requires: "Requirements") -> str:
+    words = sorted(requires.devices)
+    if requires.min_arch is not None and "cuda" in words:
+        words[words.index("cuda")] = f"cuda >= {requires.min_arch[0]}.{requires.min_arch[1]}"
+    return ", ".join([*words, *requires.packages])

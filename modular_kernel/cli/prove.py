@@ -1,0 +1,215 @@
+"""`mk test`: prove one pairing, every pairing, or one case; and prove that the proofs can see."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.sensitivity import run_sensitivity
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+
+if TYPE_CHECKING:
+    from modular_kernel.testing.cases import Case
+    from modular_kernel.testing.prove import Proof
+    from modular_kernel.types import Machine
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCase:
+    """Options that replay a single case, beside the problem's."""
+
+    one: Annotated[
+        bool, typer.Option("--one", help="Prove one case: the pair, the problem options below.")
+    ] = False
+    routing: Annotated[str, typer.Option(help="With --one: the kind of routing.")] = "uniform"
+    seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The cases of one pairing, and how many more the rules refuse."""
+
+    prepare_finalize: str
+    experts: str
+    cases: "tuple[Case, ...]"
+    refused: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A job done."""
+
+    job: Job
+    proofs: "tuple[Proof, ...]"
+
+    @property
+    def failed(self) -> "list[Proof]":
+        return [proof for proof in self.proofs if not proof.passed]
+
+    @property
+    def worst(self) -> "Proof | None":
+        """The proof whose error is nearest to its bound, or furthest beyond."""
+        return max(self.proofs, key=_share, default=None)
+
+
+def prove(
+    *,
+    replay: OneCase,
+    options: ProblemOptions,
+    pf_type: PfType = None,
+    experts_type: ExpertsType = None,
+    level: Annotated[str, typer.Option(help="smoke: some cases; full: every case.")] = "smoke",
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Break the pairs on purpose: is it noticed?")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Prove that pairs are right: against a float64 oracle, on hostile inputs and memory.
+
+    Exits with 1 if a check fails, or if the pair named is refused, with every reason.
+    """
+    if not replay.one and (options, replay) != (ProblemOptions(), OneCase()):
+        need = "--one beside them: otherwise the cases choose their own problems"
+        raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
+    if replay.one and sensitivity:
+        raise ConfigurationError("--sensitivity", got="--one", need="cases of its own choice")
+    prepare_host()
+    from modular_kernel.catalog import this_machine
+
+    machine = this_machine()
+    if replay.one:
+        jobs = [_single_case(options, replay, pf_type, experts_type)]
+    else:
+        jobs = _jobs(machine, pf_type, experts_type, _level(level))
+    if sensitivity:
+        pairs = [(job.prepare_finalize, job.experts) for job in jobs]
+        ok = run_sensitivity(pairs, machine, as_json=as_json)
+    else:
+        ok = _prove(jobs, machine, as_json=as_json)
+    if not ok:
+        raise typer.Exit(1)
+
+
+def _level(text: str) -> Literal["smoke", "full"]:
+    if text == "smoke":
+        return "smoke"
+    if text == "full":
+        return "full"
+    raise ConfigurationError("--level", got=repr(text), need="smoke or full")
+
+
+def _single_case(
+    options: ProblemOptions, replay: OneCase, pf: str | None, experts: str | None
+) -> Job:
+    from modular_kernel.testing.cases import Case
+    from modular_kernel.testing.inputs import ROUTINGS
+
+    if pf is None or experts is None:
+        raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
+    if replay.routing not in ROUTINGS:
+        need = f"one of {', '.join(ROUTINGS)}"
+        raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
+    case = Case(pf, experts, options.problem(), replay.routing, replay.seed)
+    return Job(pf, experts, (case,), 0)
+
+
+def _jobs(
+    machine: "Machine", pf: str | None, experts: str | None, level: Literal["smoke", "full"]
+) -> list[Job]:
+    """A job for each pair that the names leave and that has a case; a named pair must have one."""
+    from modular_kernel.catalog import load_catalog
+    from modular_kernel.testing.cases import cases_for
+
+    catalog = load_catalog()
+    pfs = [pf] if pf is not None else catalog.names("prepare_finalize")
+    all_experts = [experts] if experts is not None else catalog.names("experts")
+    jobs = []
+    for pf_name in pfs:
+        for experts_name in all_experts:
+            selection = cases_for(pf_name, experts_name, machine, level)
+            if pf is not None and experts is not None and not selection.cases:
+                verdict = selection.refused[0][1]
+                raise IncompatibleError(verdict.pairing, verdict.rejections)
+            if selection.cases:
+                refused = len(selection.refused)
+                jobs.append(Job(pf_name, experts_name, selection.cases, refused))
+    return jobs
+
+
+def _prove(jobs: Sequence[Job], machine: "Machine", *, as_json: bool) -> bool:
+    from modular_kernel.testing.prove import prove as prove_case
+
+    results = []
+    with output.progress(sum(len(job.cases) for job in jobs)) as advance:
+        for job in jobs:
+            proofs = []
+            for case in job.cases:
+                proofs.append(prove_case(case, machine))
+                advance()
+            results.append(Result(job, tuple(proofs)))
+    ok = bool(results) and not any(result.failed for result in results)
+    if as_json:
+        records = [_record(result) for result in results]
+        output.print_json({"ok": ok, "machine": machine, "pairs": records})
+    else:
+        _print_text(results)
+    return ok
+
+
+def _share(proof: "Proof") -> float:
+    """Error over bound: at most 1 if it is small enough."""
+    if proof.error == 0:
+        return 0.0
+    return proof.error / proof.bound if proof.bound else float("inf")
+
+
+def _record(result: Result) -> dict[str, object]:
+    from modular_kernel.testing.cases import command
+
+    worst = result.worst
+    failures = [
+        {"case": str(proof.case), "failures": proof.failures, "command": command(proof.case)}
+        for proof in result.failed
+    ]
+    return {
+        "prepare_finalize": result.job.prepare_finalize,
+        "experts": result.job.experts,
+        "cases": len(result.proofs),
+        "refused": result.job.refused,
+        "failed": len(failures),
+        "seconds": sum(proof.seconds for proof in result.proofs),
+        "worst": worst and {"case": str(worst.case), "error": worst.error, "bound": worst.bound},
+        "failures": failures,
+    }
+
+
+def _print_text(results: Sequence[Result]) -> None:
+    columns = ("pairing", "cases", "failed", "refused", "error", "bound", "s")
+    output.table(columns, [_row(result) for result in results])
+    for result in results:
+        for proof in result.failed:
+            output.line(f"{proof}\n")
+    count = sum(len(result.proofs) for result in results)
+    failed = sum(len(result.failed) for result in results)
+    output.line(
+        f"{count} case(s) of {len(results)} pair(s): {count - failed} proven, {failed} failed"
+    )
+
+
+def _row(result: Result) -> tuple[object, ...]:
+    """error, bound: of the case whose error is nearest to its bound, or furthest beyond."""
+    worst = result.worst
+    assert worst is not None
+    return (
+        f"{result.job.prepare_finalize} x {result.job.experts}",
+        len(result.proofs),
+        len(result.failed),
+        result.job.refused,
+        f"{worst.error:.2e}",
+        f"{worst.bound:.2e}",
+        f"{sum(proof.seconds for proof in result.proofs):.1f}",
+    )

@@ -1,0 +1,332 @@
+"""What a pairing must do, one small function for each promise; each yields what it found wrong.
+
+Numbers: right against the oracle, on three unlike calls. Promises: inputs stay as they are, `out`
+is the tensor written, invalid ids are counted, equal calls give equal bits, calls in flight and
+calls of a plan do not disturb each other, a plan can be captured and allocates nothing.
+Every kernel here is poisoned, so stale or unwritten memory is NaN and an overrun is an error.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from modular_kernel import reference
+from modular_kernel.catalog import check, load_catalog, make_kernel
+from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
+from modular_kernel.testing.cases import Case
+from modular_kernel.testing.compare import Comparison, compare
+from modular_kernel.testing.inputs import (
+    Inputs,
+    fenced,
+    fences_intact,
+    invalid_count,
+    make_inputs,
+)
+from modular_kernel.types import Combine, Machine, Problem
+
+Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
+Findings = Iterator[str]
+Check = Callable[["Trial"], Findings]
+
+
+def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+    """The kernel that a case names."""
+    return make_kernel(
+        case.prepare_finalize, case.experts, case.problem, machine=machine, poison=poison
+    )
+
+
+class Sample:
+    """One call's inputs, and what has to come out.
+
+    `inputs` may be harmed by a faulty part; `exact`, `recipe` and `pristine` are made apart.
+    """
+
+    def __init__(
+        self, case: Case, device: torch.device, *, tokens: int, salt: int, strided: bool = False
+    ) -> None:
+        self.problem: Problem = case.problem.with_tokens(tokens)
+        self.routing = case.routing
+        self.device = device
+        self.strided = strided
+        self.seed = 1000 * case.seed + salt
+        self.inputs = self._make()
+        self.pristine = self._make()
+        self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
+
+    def _make(self) -> Inputs:
+        return make_inputs(
+            self.problem, self.routing, self.device, seed=self.seed, strided=self.strided
+        )
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        i = self.pristine
+        return reference.oracle(i.x_TH, i.weights, i.routing, self.problem)
+
+    @cached_property
+    def recipe(self) -> torch.Tensor:
+        i = self.pristine
+        return reference.recipe(i.x_TH, i.weights, i.routing, self.problem)
+
+    def compare(self, out: torch.Tensor) -> Comparison:
+        """`out` against the oracle."""
+        return compare(out, self.exact, self.recipe, self.problem)
+
+    def x_TH(self) -> torch.Tensor:
+        """x for one call: a new copy if the call overwrites it."""
+        return fenced(self.pristine.x_TH) if self.problem.inplace else self.inputs.x_TH
+
+    def empty_output(self) -> torch.Tensor:
+        """A fenced tensor for `out=`, full of NaN."""
+        middle = () if self.problem.combine is Combine.SUM else (self.problem.top_k,)
+        shape = (self.problem.tokens, *middle, self.problem.hidden)
+        nan = torch.full(shape, torch.nan, dtype=self.problem.dtype, device=self.device)
+        return fenced(nan)
+
+
+@dataclass(frozen=True)
+class Into:
+    """A call with `out=` (or inplace): its output, the same tensor or not, and its fences."""
+
+    output: torch.Tensor
+    same: bool
+    intact: bool
+
+
+class Trial:
+    """One case on one machine. Results that several checks read are computed once, on demand.
+
+    first: the case's inputs. second: as many tokens, other values. other: about half the tokens,
+    other values, transposed weights. A call serves several promises, because the interpreter is
+    slow: `first` is run eagerly, in a plan and in flight, the others twice and once.
+    """
+
+    def __init__(self, case: Case, machine: Machine, build: Build = build_kernel) -> None:
+        self.case, self.machine, self.build = case, machine, build
+        device = torch.device(machine.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        tokens = case.problem.tokens
+        half = (tokens + 1) // 2
+        self.first = Sample(case, device, tokens=tokens, salt=0)
+        self.second = Sample(case, device, tokens=tokens, salt=1)
+        self.other = Sample(case, device, tokens=half, salt=2, strided=True)
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return self.first, self.second, self.other
+
+    @cached_property
+    def deterministic(self) -> bool:
+        """Whether both parts promise equal bits for equal inputs."""
+        catalog, case = load_catalog(), self.case
+        pf, ex = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
+        return pf.requires.deterministic and ex.requires.deterministic
+
+    @cached_property
+    def capturable(self) -> bool:
+        """Whether the pairing must work inside a CUDA graph here."""
+        case = self.case
+        graph = replace(case.problem, graph=True)
+        on_gpu = self.machine.device == "cuda" and case.problem.tokens > 0
+        return on_gpu and check(case.prepare_finalize, case.experts, graph, self.machine).ok
+
+    @cached_property
+    def kernel(self) -> FusedMoEModularKernel:
+        """The poisoned kernel of all calls without a plan."""
+        return self.build(self.case, self.machine, True)
+
+    @cached_property
+    def first_call(self) -> tuple[torch.Tensor, int]:
+        """The first call's output, and how many invalid ids the kernel counted in it."""
+        before = self.kernel.invalid_ids
+        output = call(self.kernel, self.first)
+        return output, self.kernel.invalid_ids - before
+
+    @property
+    def eager(self) -> torch.Tensor:
+        """The first call's output."""
+        return self.first_call[0]
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The poisoned plan of all planned calls."""
+        return self.build(self.case, self.machine, True).plan()
+
+    @cached_property
+    def planned_second(self) -> torch.Tensor:
+        """The plan's first call, as large as a call may be."""
+        return call(self.plan, self.second)
+
+    @cached_property
+    def planned(self) -> Into:
+        """The first call again, in a plan that served another one, with `out=` (or inplace)."""
+        _ = self.planned_second
+        sample = self.first
+        x_TH, inplace = sample.x_TH(), sample.problem.inplace
+        given = x_TH if inplace else sample.empty_output()
+        i = sample.inputs
+        got = self.plan(x_TH, i.weights, i.routing, out=None if inplace else given)
+        return Into(got.clone(), got is given, fences_intact(given))
+
+    @cached_property
+    def planned_other(self) -> torch.Tensor:
+        """Fewer tokens in a plan that served larger calls."""
+        _ = self.planned
+        return call(self.plan, self.other)
+
+    @cached_property
+    def interleaved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and other call, both in flight, the first finished last."""
+        first, other = start(self.kernel, self.first), start(self.kernel, self.other)
+        later = other.finish().clone()
+        return first.finish().clone(), later
+
+
+def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
+    """The output of one call, copied out of memory that the next call may use."""
+    i = sample.inputs
+    return kernel(sample.x_TH(), i.weights, i.routing).clone()
+
+
+def start(kernel: FusedMoEModularKernel, sample: Sample) -> Pending:
+    """A call up to its dispatch."""
+    return kernel.start(sample.x_TH(), sample.inputs.weights, sample.inputs.routing)
+
+
+def same(trial: Trial, sample: Sample, got: torch.Tensor, want: torch.Tensor) -> Findings:
+    """Equal bits, where the pairing is deterministic; else both merely right."""
+    if not trial.deterministic:
+        yield from sample.compare(got).problems
+    elif got.shape != want.shape:
+        yield f"shape {tuple(got.shape)} is not {tuple(want.shape)}"
+    else:
+        differ = _bytes(got) != _bytes(want)
+        if bool(differ.any()):
+            row = int(differ.flatten(1).any(1).nonzero()[0])
+            yield f"bits differ, first in row {row} of {len(differ)}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """(T, bytes of a row): NaN equals itself here, and -0.0 is not 0.0."""
+    rows = len(tensor)
+    return tensor.contiguous().view(torch.uint8).reshape(rows, -1 if rows else 0)
+
+
+def numeric(trial: Trial) -> Findings:
+    """The first call is right."""
+    yield from trial.first.compare(trial.eager).problems
+
+
+def invalid_ids(trial: Trial) -> Findings:
+    """Ids outside [-1, E) are counted, each once, and nothing else is."""
+    _, counted = trial.first_call
+    if counted != trial.first.invalid_ids:
+        yield f"counted {counted}, there are {trial.first.invalid_ids}"
+
+
+def numeric_planned(trial: Trial) -> Findings:
+    """Other values in a plan: right too."""
+    yield from trial.second.compare(trial.planned_second).problems
+
+
+def plan_reused(trial: Trial) -> Findings:
+    """A plan keeps nothing of its last call: it computes, bit for bit, what the kernel does."""
+    yield from same(trial, trial.first, trial.planned.output, trial.eager)
+
+
+def out_given(trial: Trial) -> Findings:
+    """`out`, or x if inplace, is the tensor returned, and nothing around it was written."""
+    if not trial.planned.same:
+        yield "returned another tensor"
+    if not trial.planned.intact:
+        yield "memory around the output was written"
+
+
+def interleaved(trial: Trial) -> Findings:
+    """A call in flight is not disturbed by one that starts later and finishes first."""
+    yield from same(trial, trial.first, trial.interleaved[0], trial.eager)
+
+
+def numeric_strided(trial: Trial) -> Findings:
+    """Fewer tokens than the kernel was made for, transposed weights and spaced rows: right too."""
+    yield from trial.other.compare(trial.interleaved[1]).problems
+
+
+def plan_shrunk(trial: Trial) -> Findings:
+    """A plan serves fewer tokens than it did before as the kernel does, bit for bit."""
+    yield from same(trial, trial.other, trial.planned_other, trial.interleaved[1])
+
+
+def inputs_unchanged(trial: Trial) -> Findings:
+    """Every argument of all the calls before is as it was, bit for bit."""
+    for sample in trial.samples:
+        pristine = sample.pristine.tensors()
+        for name, tensor in sample.inputs.tensors().items():
+            if bool((_bits(tensor) != _bits(pristine[name])).any()):
+                yield f"{name} was written"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def graph_replay(trial: Trial) -> Findings:
+    """On a GPU: a plan captured once, replayed on new values, equals a call on those values."""
+    if not trial.capturable:
+        return
+    plan = trial.build(trial.case, trial.machine, False).plan()
+    static = Sample(trial.case, trial.first.device, tokens=trial.case.problem.tokens, salt=0)
+    i, x_TH = static.inputs, static.x_TH()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # compiles and loads whatever has to be
+            plan(x_TH, i.weights, i.routing)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = plan(x_TH, i.weights, i.routing)
+    for sample, want in ((trial.second, trial.planned_second), (trial.first, trial.eager)):
+        pristine = sample.pristine
+        for old, new in zip(i.tensors().values(), pristine.tensors().values(), strict=True):
+            old.copy_(new)
+        x_TH.copy_(pristine.x_TH)
+        graph.replay()
+        yield from same(trial, sample, output.clone(), want)
+
+
+def no_allocation(trial: Trial) -> Findings:
+    """On a GPU: a call of a plan allocates nothing."""
+    if not trial.capturable:
+        return
+    plan = trial.build(trial.case, trial.machine, False).plan()
+    i, x_TH = trial.first.inputs, trial.first.x_TH()
+    plan(x_TH, i.weights, i.routing)
+    before = _allocations()
+    plan(x_TH, i.weights, i.routing)
+    count = _allocations() - before
+    if count:
+        yield f"{count} allocations"
+
+
+def _allocations() -> int:
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
+CHECKS: tuple[Check, ...] = (
+    numeric,
+    invalid_ids,
+    numeric_planned,
+    plan_reused,
+    out_given,
+    interleaved,
+    numeric_strided,
+    plan_shrunk,
+    graph_replay,
+    no_allocation,
+    inputs_unchanged,
+)

@@ -1,0 +1,94 @@
+"""The checked-in promise: which pairings are proven, on which kind of machine, in how many cases.
+
+A rule that refuses too much would make cases vanish and leave a suite green. The ledger notices:
+it says, for each kind of machine, which pairings have to be proven and in how many cases at least.
+
+    # machine         prepare_finalize            experts         cases
+    cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.prove import Proof
+from modular_kernel.types import Machine
+
+KINDS = ("cpu", "cpu-interpreter", "cuda")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One line: this pairing must be proven in at least `cases` cases on such machines."""
+
+    machine: str
+    prepare_finalize: str
+    experts: str
+    cases: int
+
+    @property
+    def pairing(self) -> tuple[str, str]:
+        return self.prepare_finalize, self.experts
+
+
+def machine_kind(machine: Machine) -> str:
+    """One of KINDS."""
+    if machine.device == "cuda":
+        return "cuda"
+    return "cpu-interpreter" if machine.interpreter else "cpu"
+
+
+def parse_ledger(text: str) -> tuple[Promise, ...]:
+    """Promises from the ledger's text; `#` starts a comment."""
+    promises = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 4 or words[0] not in KINDS or not words[3].isdecimal():
+            need = f"MACHINE PREPARE_FINALIZE EXPERTS CASES, MACHINE one of {', '.join(KINDS)}"
+            raise ConfigurationError(f"ledger line {number}", got=line.strip(), need=need)
+        promises.append(Promise(words[0], words[1], words[2], int(words[3])))
+    return tuple(promises)
+
+
+def read_ledger(path: Path) -> tuple[Promise, ...]:
+    """Promises from a file."""
+    return parse_ledger(path.read_text(encoding="utf-8"))
+
+
+def broken_promises(
+    ledger: Iterable[Promise], counts: Counter[tuple[str, str]], kind: str
+) -> tuple[str, ...]:
+    """What the ledger demands for `kind` beyond `counts`, cases by pairing, one line each.
+
+    A pairing that has cases and no line is reported too: it would go unguarded.
+    """
+    promises = [promise for promise in ledger if promise.machine == kind]
+    short = [
+        f"{kind}: {' x '.join(p.pairing)}: {counts[p.pairing]} cases, {p.cases} are promised"
+        for p in promises
+        if counts[p.pairing] < p.cases
+    ]
+    known = {promise.pairing for promise in promises}
+    unguarded = [
+        f"{kind}: {' x '.join(pairing)}: {count} cases and no line in the ledger"
+        for pairing, count in counts.items()
+        if count and pairing not in known
+    ]
+    return (*short, *unguarded)
+
+
+def check_proofs(ledger: Iterable[Promise], proofs: Iterable[Proof]) -> tuple[str, ...]:
+    """What the ledger demands beyond the cases that `proofs` proved, for each kind they ran on."""
+    counts: dict[str, Counter[tuple[str, str]]] = {}
+    for proof in proofs:
+        counter = counts.setdefault(machine_kind(proof.machine), Counter())
+        if proof.passed:
+            counter[proof.case.prepare_finalize, proof.case.experts] += 1
+    ledger = tuple(ledger)
+    return tuple(
+        line for kind, counter in counts.items() for line in broken_promises(ledger, counter, kind)
+    )

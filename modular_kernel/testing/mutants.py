@@ -1,0 +1,74 @@
+"""Proof that the checks find every defect of the battery, in every pairing it can occur in.
+
+A harness is worth what it catches: each mutant must be killed by the same checks that `prove`
+runs. One that survives is a failure, of the harness.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from modular_kernel.testing.battery import MUTANTS
+from modular_kernel.testing.cases import Case, cases_for
+from modular_kernel.testing.checks import Trial
+from modular_kernel.testing.prove import findings, prove
+from modular_kernel.testing.tamper import Mutant
+from modular_kernel.types import Machine
+
+__all__ = ["MUTANTS", "Kill", "Mutant", "sensitivity"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One mutant in one case. sound: the kernel without it passes. killed_by: the first failure,
+    or None if the mutant survived."""
+
+    mutant: str
+    case: Case
+    sound: bool
+    killed_by: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.sound and self.killed_by is not None
+
+    def __str__(self) -> str:
+        fate = self.killed_by or "SURVIVED"
+        return f"{self.mutant} in {self.case}: {fate if self.sound else 'fails without the mutant'}"
+
+
+def sensitivity(
+    prepare_finalize: str,
+    experts: str,
+    machine: Machine,
+    *,
+    mutants: Sequence[Mutant] = MUTANTS,
+    cases_each: int = 2,
+    proven: dict[Case, bool] | None = None,
+) -> tuple[Kill, ...]:
+    """For each mutant that can occur in the pairing: is it killed, and by which check?
+
+    Up to `cases_each` cases for each mutant in which it must show, few enough in all that proving
+    them without a mutant costs little. proven: which cases pass so, as far as known; filled in.
+    """
+    proven = {} if proven is None else proven
+    smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
+    full = cases_for(prepare_finalize, experts, machine).cases
+    kills = []
+    for mutant in mutants:
+        few = [case for case in smoke if mutant.occurs(case, machine)]
+        if len(few) < cases_each:
+            few = [case for case in full if mutant.occurs(case, machine)]
+        for case in _spread(few, cases_each):
+            if case not in proven:
+                proven[case] = prove(case, machine).passed
+            killer = next(findings(Trial(case, machine, mutant.build)), None)
+            kills.append(Kill(mutant.name, case, proven[case], killer))
+    return tuple(kills)
+
+
+def _spread(cases: list[Case], count: int) -> list[Case]:
+    """`count` of the cases, from the first to the last."""
+    if len(cases) <= count:
+        return cases
+    last = len(cases) - 1
+    return [cases[last * i // max(1, count - 1)] for i in range(count)]

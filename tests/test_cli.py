@@ -1,0 +1,323 @@
+"""The verbs of the `mk` command: exit codes, refusals with every reason, JSON, traces."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import TorchExperts
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli import main, output
+from modular_kernel.testing import mutants
+from modular_kernel.testing.cases import BASE, Case
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
+TRITON_HERE = this_machine().device == "cuda" or this_machine().interpreter
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Mk = Callable[..., Outcome]
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
+    """Runs `mk` in this process."""
+
+    def run(*words: str) -> Outcome:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.run(list(words))
+        code = ended.value.code
+        assert isinstance(code, int | None)
+        return Outcome(code or 0, *capsys.readouterr())
+
+    return run
+
+
+def python(*words: str) -> Outcome:
+    """Runs a fresh interpreter in the checkout."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def test_the_module_and_the_version() -> None:
+    assert python("-m", "modular_kernel", "--version").out.count(".") >= 2
+    refused = python("-m", "modular_kernel", "check", *REFUSED_PAIR)
+    assert refused.code == 1
+    assert "format" in refused.out
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "expected"),
+    [
+        ("check_combinations.py", REFUSED_PAIR, "batched_experts from BatchedPrepareAndFinalize"),
+        ("profile_modular_kernel.py", REFUSED_PAIR, "batched_experts from Batched"),
+        ("check_combinations.py", ("--help",), "Usage: mk check"),
+        ("profile_modular_kernel.py", ("--help",), "Usage: mk profile"),
+    ],
+)
+def test_scripts_run_in_a_checkout(script: str, words: tuple[str, ...], expected: str) -> None:
+    done = python(f"tools/{script}", *words)
+    assert done.code == (0 if words == ("--help",) else 1), done.err
+    assert expected in done.out
+
+
+def test_json_holds_no_infinity() -> None:
+    """JSON has no word for one: an error that could not be measured is a string."""
+    values = {"errors": (float("inf"), float("nan"), 0.5)}
+    assert output.plain(values) == {"errors": ["inf", "nan", 0.5]}
+
+
+# ------------------------------------------------------------------------------------------ list
+
+
+def test_list(mk: Mk) -> None:
+    shown, record = mk("list"), mk("list", "--json").json
+    assert shown.code == 0
+    parts = {part["name"]: part for part in record["parts"]}
+    assert {"MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts"} <= set(parts)
+    assert [name for name in parts if name not in shown.out] == []
+    triton = parts["TritonExperts"]
+    assert triton["kind"] == "experts"
+    assert triton["origin"] == "modular-kernel (experts:COMPONENTS)"
+    assert triton["available"] is TRITON_HERE
+    assert triton["requires"]["activation_format"] == "standard"
+    assert triton["requires"]["dtypes"] == ["bfloat16", "float16", "float32"]
+    assert triton["requires"]["packages"] == ["triton"]
+    assert parts["KeepTopK"]["requires"] is None
+    assert (record["broken"], record["duplicates"]) == ([], {})
+
+
+def test_the_interpreter_is_announced_once_on_stderr(mk: Mk) -> None:
+    announced = mk("list").err.count("no CUDA device here")
+    assert announced == (0 if torch.cuda.is_available() else 1)
+    assert mk("check", "--arch", "9.0").err == ""
+
+
+# ----------------------------------------------------------------------------------------- check
+
+
+def test_check_refuses_with_rule_parties_got_and_need(mk: Mk) -> None:
+    ended = mk("check", *REFUSED_PAIR)
+    assert ended.code == 1
+    rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in _lines(ended)]
+    both = "BatchedPrepareAndFinalize / TritonExperts"
+    got = "batched_experts from BatchedPrepareAndFinalize"
+    hint = "choose a batched_experts experts part"
+    assert ["format", both, got, "standard for TritonExperts", hint] in rows
+    assert ["reduce", both, "noop left by TritonExperts", "one of delegate, naive_batched"] in rows
+    record = mk("check", *REFUSED_PAIR, "--json").json
+    assert not record["ok"]
+    assert [rejection["rule"] for rejection in record["rejections"]] == ["format", "reduce"]
+    assert record["rejections"][0] == {
+        "rule": "format",
+        "parties": ["BatchedPrepareAndFinalize", "TritonExperts"],
+        "got": got,
+        "need": "standard for TritonExperts",
+        "hint": hint,
+    }
+    assert record["problem"]["hidden"] == 64
+    assert set(record["machine"]) == {"device", "arch", "packages", "interpreter", "name"}
+
+
+def _lines(ended: Outcome) -> Iterator[str]:
+    yield from ended.out.splitlines()
+
+
+def test_check_accepts(mk: Mk) -> None:
+    ended = mk("check", *TORCH_PAIR)
+    assert ended.code == 0
+    assert "MoEPrepareAndFinalizeNoEP x TorchExperts: valid" in ended.out
+    assert mk("check", *TORCH_PAIR, "--json").json["ok"]
+
+
+def test_check_tells_every_reason(mk: Mk) -> None:
+    words = ("--graph", "--lora", "--top-k", "17", "--quant", "fp8_w8a8_block")
+    record = mk("check", *TORCH_PAIR, *words, "--json").json
+    rules = {rejection["rule"] for rejection in record["rejections"]}
+    assert rules == {"graph", "lora", "top_k", "quant", "dispatch_quant"}
+    shown = mk("check", *TORCH_PAIR, *words).out
+    assert [rule for rule in rules if f"\n {rule} " not in shown] == []
+
+
+def test_check_all_pairs(mk: Mk) -> None:
+    record = mk("check", "--json").json
+    pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in record["pairs"]}
+    assert pairs["MoEPrepareAndFinalizeNoEP", "TorchExperts"]["ok"]
+    refused = pairs["BatchedPrepareAndFinalize", "TorchExperts"]
+    assert [r["rule"] for r in refused["rejections"]] == ["format", "reduce"]
+    shown = mk("check")
+    assert shown.code == 0
+    valid = sum(pair["ok"] for pair in pairs.values())
+    assert f"{valid} of {len(pairs)} pairs are valid" in shown.out
+    one_side = mk("check", "--json", "--experts-type", "TorchExperts").json["pairs"]
+    assert {pair["experts"] for pair in one_side} == {"TorchExperts"}
+    assert len(one_side) == len({pf for pf, _ in pairs})
+
+
+def test_check_all_ends_with_1_where_no_pair_is_valid(mk: Mk) -> None:
+    assert mk("check", "--top-k", "99").code == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "rules"),
+    [
+        ("--arch 9.0 --device cuda --packages deep_ep,triton", []),
+        ("--arch sm_90 --packages triton", []),
+        ("--arch 7.5 --packages triton", ["arch"]),
+        ("--arch 9.0 --packages deep_ep", ["package"]),
+        ("--arch 7.0 --packages=", ["arch", "package"]),
+        ("--device cpu --packages triton", ["device"]),
+        ("--device cpu --packages triton,ml_dtypes", []),
+    ],
+)
+def test_check_for_a_described_machine(mk: Mk, words: str, rules: list[str]) -> None:
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
+    ended = mk("check", *pair, *words.split(), "--json")
+    assert [rejection["rule"] for rejection in ended.json["rejections"]] == rules
+    assert ended.code == (1 if rules else 0)
+    assert all(r["parties"] == ["TritonExperts", "machine"] for r in ended.json["rejections"])
+
+
+# ------------------------------------------------------------------------------------------ test
+
+
+def test_prove_a_pair(mk: Mk) -> None:
+    ended = mk("test", *TORCH_PAIR, "--json")
+    assert ended.code == 0
+    (pair,) = ended.json["pairs"]
+    assert pair["cases"] >= 6
+    assert pair["failed"] == 0
+    assert 0 < pair["worst"]["error"] <= pair["worst"]["bound"]
+
+
+def test_prove_one_case(mk: Mk) -> None:
+    words = ("--one", "--routing", "zipf", "--seed", "3", "--tokens", "5")
+    ended = mk("test", *TORCH_PAIR, *words)
+    assert ended.code == 0
+    assert "1 case(s) of 1 pair(s): 1 proven, 0 failed" in ended.out
+    record = mk("test", *TORCH_PAIR, *words, "--json").json
+    case = "MoEPrepareAndFinalizeNoEP+TorchExperts-T5-H64-I128-E8-K2-bfloat16-zipf-seed3"
+    assert record["pairs"][0]["worst"]["case"] == case
+
+
+@pytest.mark.parametrize("words", [(), ("--one",)], ids=["level", "one"])
+def test_prove_refuses_a_named_pair_with_every_reason(mk: Mk, words: tuple[str, ...]) -> None:
+    ended = mk("test", *REFUSED_PAIR, *words)
+    assert ended.code == 1
+    assert "\n format " in ended.out
+    assert "\n reduce " in ended.out
+    record = mk("test", *REFUSED_PAIR, *words, "--json").json
+    assert [rejection["rule"] for rejection in record["rejections"]] == ["format", "reduce"]
+
+
+def test_a_failure_names_the_check_and_its_line_fails_again(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: TorchExperts, *_: object, output: torch.Tensor, **__: object) -> None:
+        output.zero_()
+
+    words = (*TORCH_PAIR, "--one", "--tokens", "5")
+    with monkeypatch.context() as broken:
+        broken.setattr(TorchExperts, "apply", wrong)
+        shown, record = mk("test", *words), mk("test", *words, "--json")
+        assert (shown.code, record.code) == (1, 1)
+        (failure,) = record.json["pairs"][0]["failures"]
+        assert any(text.startswith("numeric: ") for text in failure["failures"])
+        assert failure["command"] in shown.out
+        assert [text for text in failure["failures"] if text not in shown.out] == []
+        again = shlex.split(failure["command"])[1:]
+        assert mk(*again).code == 1
+    assert mk(*again).code == 0
+
+
+def test_sensitivity_prints_every_defect(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = mutants.MUTANTS[:2]
+    few = partial(mutants.sensitivity, mutants=two, cases_each=1)
+    monkeypatch.setattr(mutants, "sensitivity", few)
+    shown = mk("test", *TORCH_PAIR, "--sensitivity")
+    record = mk("test", *TORCH_PAIR, "--sensitivity", "--json")
+    assert (shown.code, record.code) == (0, 0)
+    assert [kill["mutant"] for kill in record.json["mutants"]] == [mutant.name for mutant in two]
+    for kill in record.json["mutants"]:
+        assert f"\n {kill['mutant']} " in shown.out
+        assert kill["killed_by"]
+
+
+def test_a_defect_that_is_missed_ends_with_1(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
+    kill = mutants.Kill("harmless", case, sound=True, killed_by=None)
+    monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
+    ended = mk("test", *TORCH_PAIR, "--sensitivity")
+    assert ended.code == 1
+    assert "MISSED" in ended.out
+    assert mk("test", *TORCH_PAIR, "--sensitivity", "--one").code == 2
+
+
+# -------------------------------------------------------------------------------- doctor, compile
+
+
+def test_doctor(mk: Mk) -> None:
+    shown, record = mk("doctor"), mk("doctor", "--json").json
+    assert shown.code == 0
+    assert record["versions"]["torch"] == torch.__version__
+    assert len(record["devices"]) == torch.cuda.device_count()
+    packages = {package["name"]: package for package in record["packages"]}
+    assert {"deep_ep", "pplx_kernels", "transformers", "ml_dtypes", "cutlass"} <= set(packages)
+    assert "TritonExperts" in packages["triton"]["enables"]
+    assert not packages["pplx_kernels"]["present"]
+    assert all(package["enables"] for package in packages.values())
+    assert record["interpreter"] is this_machine().interpreter
+    assert [name for name in packages if f"\n {name} " not in shown.out] == []
+
+
+@pytest.mark.parametrize("violations", [(), ("spills",)], ids=["clean", "violated"])
+def test_compile(mk: Mk, violations: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    record = SimpleNamespace(
+        kernel="gemm_kernel",
+        config={"BLOCK_M": 64},
+        num_warps=4,
+        num_stages=3,
+        registers=168,
+        shared=1024,
+        stack=8,
+        spill=0,
+        instructions={"HGMMA": 12, "HMMA": 0},
+    )
+    row = SimpleNamespace(case="bf16", record=record, violations=violations)
+    targets: list[str] = []
+    module = ModuleType("modular_kernel.testing.compile_cases")
+    module.compile_all = lambda target: targets.append(target) or [row]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert mk("compile", "--target", "sm_100").code == 0
+    ended = mk("compile", "--check")
+    assert ended.code == (1 if violations else 0)
+    assert targets == ["sm_100", "sm_90"]
+    for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
+        assert text in ended.out
+    assert ("breaks a limit" in ended.out) is bool(violations)

@@ -1,0 +1,240 @@
+"""Options of the `mk` command: help at once, the problem they make, and bad usage."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.cli import main, prove
+from modular_kernel.cli.host import parse_arch
+from modular_kernel.cli.options import ProblemOptions
+from modular_kernel.cli.presets import MODELS
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.cases import BASE, Case, axes, command
+from modular_kernel.types import Combine, Parallel, Problem
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = ("list", "check", "test", "profile", "compile", "doctor", "demo")
+HELP_SECONDS = 0.3
+TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Runs a fresh interpreter in the checkout."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `mk` in this process."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        main.run(list(words))
+    code = done.value.code
+    assert isinstance(code, int | None)
+    return (code or 0, *capsys.readouterr())
+
+
+@pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
+def test_help_answers_at_once_without_torch(words: list[str]) -> None:
+    shown = python("-X", "importtime", "-m", "modular_kernel", *words, "--help")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("Usage: mk")
+    lines = shown.stderr.splitlines()
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    assert "typer" in imported
+    assert imported & {"torch", "triton", "numpy", "rich", "transformers"} == set()
+
+
+@pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
+def test_help_answers_at_once(words: list[str]) -> None:
+    """On a machine that is slow or busy: within three times what typer alone takes to import."""
+    for _ in range(5):
+        limit = max(HELP_SECONDS, 3 * _seconds("-c", "import typer.main"))
+        took = _seconds("-m", "modular_kernel", *words, "--help")
+        if took < limit:
+            return
+    pytest.fail(f"{took:.2f} s of processor time, the limit is {limit:.2f} s")
+
+
+def _seconds(*words: str) -> float:
+    """Processor time of a fresh interpreter."""
+    before = os.times()
+    python(*words)
+    after = os.times()
+    user = after.children_user - before.children_user
+    return user + after.children_system - before.children_system
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown, _ = ended(capsys, "--help")
+    assert [verb for verb in VERBS if f"\n  {verb} " not in shown] == []
+
+
+@pytest.mark.parametrize("verb", ["check", "test", "profile"])
+def test_problem_options_are_the_same_for_every_verb(
+    capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    _, shown, _ = ended(capsys, verb, "--help")
+    names = [name.replace("_", "-") for name in ProblemOptions.__dataclass_fields__]
+    assert len(names) == 24
+    assert [name for name in names if f"--{name}" not in shown] == []
+
+
+def problem_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
+    """The problem that `mk check` makes of the words."""
+    case = case_of("test", "--one", *TORCH_PAIR, *words, monkeypatch=monkeypatch)
+    return case.problem
+
+
+def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
+    """The one case that `mk test` would prove."""
+    seen: list[prove.Job] = []
+
+    def keep(jobs: list[prove.Job], _machine: object, *, as_json: bool) -> bool:
+        seen.extend(jobs)
+        return True
+
+    monkeypatch.setattr(prove, "_prove", keep)
+    with pytest.raises(SystemExit) as ended:
+        main.run(list(words))
+    assert not ended.value.code
+    ((case,),) = [job.cases for job in seen]
+    return case
+
+
+SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("", {}),
+        ("--tokens 0", {"tokens": 0}),
+        ("--hidden 96", {"hidden": 96}),
+        ("--intermediate 80", {"intermediate": 80}),
+        ("--experts 16", {"experts": 16}),
+        ("--top-k 3", {"top_k": 3}),
+        ("--dtype fp16", {"dtype": torch.float16}),
+        ("--quant none", {}),
+        ("--activation gelu", {"activation": "gelu"}),
+        ("--activation swiglu_clamp_after:limit=2", {"activation": "swiglu_clamp_after:limit=2"}),
+        ("--world-size 2", {"parallel": Parallel(2)}),
+        ("--local-experts 4", {"local_experts": 4}),
+        ("--ids-dtype int64", {"ids_dtype": torch.int64}),
+        ("--bias", {"bias": True}),
+        ("--no-bias", {}),
+        ("--expert-map", {"expert_map": True}),
+        ("--router-weight-on-input", {"apply_router_weight_on_input": True}),
+        ("--routed-scaling-factor 2.5", {"routed_scaling_factor": 2.5}),
+        ("--combine topk_weighted", {"combine": Combine.TOPK_WEIGHTED}),
+        ("--inplace", {"inplace": True}),
+        ("--fp32-precision tf32", {"fp32_precision": "tf32"}),
+        ("--chunk-tokens 7", {"chunk_tokens": 7}),
+        ("--graph", {"graph": True}),
+        ("--deterministic", {"deterministic": True}),
+        ("--asynchronous", {"asynchronous": True}),
+        ("--lora", {"lora": True}),
+    ],
+)
+def test_every_option_reaches_the_problem(
+    words: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = problem_of(*words.split(), monkeypatch=monkeypatch)
+    assert made == replace(SMALL, **changes)
+
+
+OAI = "activation=swiglu_oai:alpha=1.702,limit=7.0,interleaved=true-bias"
+MODEL_PROBLEMS = {
+    "mixtral-8x7b": "T16-H4096-I14336-E8-K2-bfloat16",
+    "qwen3-30b-a3b": "T16-H2048-I768-E128-K8-bfloat16",
+    "deepseek-v3": "T16-H7168-I2048-E256-K8-bfloat16-routed_scaling_factor=2.5",
+    "gpt-oss-120b": f"T16-H2880-I2880-E128-K4-bfloat16-{OAI}",
+    "gpt-oss-20b": f"T16-H2880-I2880-E32-K4-bfloat16-{OAI}",
+}
+
+
+def test_every_model_is_listed_here() -> None:
+    assert set(MODELS) == set(MODEL_PROBLEMS)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = problem_of("--model", model, monkeypatch=monkeypatch)
+    assert str(made) == MODEL_PROBLEMS[model]
+    changed = problem_of("--model", model, "--hidden", "96", "--no-bias", monkeypatch=monkeypatch)
+    assert changed == replace(made, hidden=96, bias=False)
+
+
+def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    for seed, (problem, routing) in enumerate(axes(BASE)):
+        case = Case(*pair, problem, routing, seed)
+        words = shlex.split(command(case))
+        assert words[0] == "mk"
+        assert case_of(*words[1:], monkeypatch=monkeypatch) == case
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("check --dtype int8", "dtype: got int8, need one of ['bfloat16', 'float16', 'float32']"),
+        ("check --combine max", "combine: got 'max', need one of sum, topk_weighted"),
+        ("check --ids-dtype int8", "ids_dtype: got 'int8', need int32 or int64"),
+        ("check --model gpt-2", "model: got 'gpt-2', need one of mixtral-8x7b"),
+        ("check --top-k 0", "top_k: got 0, need >= 1"),
+        ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
+        ("check --tokens many", "--tokens"),
+        ("check --no-such-option", "No such option"),
+        ("check --arch nine", "--arch: got 'nine', need a capability such as 9.0"),
+        ("check --device tpu", "--device: got 'tpu', need cuda or cpu"),
+        ("check --device cpu --arch 9.0", "need no arch beside --device cpu"),
+        ("check --pf-type NoSuchPart --experts-type TorchExperts", "'NoSuchPart', need one of"),
+        ("check --pf-type MoEPrepareAndFinalizeNoE", "did you mean MoEPrepareAndFinalizeNoEP?"),
+        ("test --experts-type TorchExpert", "did you mean TorchExperts?"),
+        ("test --level some", "--level: got 'some', need smoke or full"),
+        ("test --one", "--one: got no pair"),
+        ("test --tokens 5", "got no --one"),
+        ("test --seed 5", "got no --one"),
+        (f"test --one {' '.join(TORCH_PAIR)} --routing odd", "--routing: got 'odd', need one of"),
+        ("profile --experts-type TorchExperts", "--pf-type"),
+        ("nonsense", "nonsense"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_says_why(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    code, out, err = ended(capsys, *words.split())
+    assert code == 2
+    assert message in err
+    assert out == ""
+
+
+def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = ended(capsys, "check", "--json", "--dtype", "int8")
+    assert code == 2
+    need = "one of ['bfloat16', 'float16', 'float32']"
+    error = {"type": "ConfigurationError", "what": "dtype", "got": "int8", "need": need}
+    assert json.loads(out) == {"error": error}
+
+
+def test_a_described_gpu_needs_an_arch(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = ended(capsys, "check", "--device", "cuda")
+    assert code == (0 if torch.cuda.is_available() else 2)
+
+
+def test_arch() -> None:
+    assert [parse_arch(text) for text in ("9.0", "90", "sm_90", "12.1", "sm_120")] == [
+        *((9, 0),) * 3,
+        (12, 1),
+        (12, 0),
+    ]
+    with pytest.raises(ConfigurationError):
+        parse_arch("9")

@@ -1,0 +1,253 @@
+"""The inputs of a case: repeatable, scaled so that mistakes show, adversarial, and fenced."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel import reference
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.cases import BASE, Case, axes, command
+from modular_kernel.testing.inputs import (
+    ROUTINGS,
+    Inputs,
+    fenced,
+    fences_intact,
+    invalid_count,
+    make_inputs,
+)
+from modular_kernel.types import Combine, Problem
+from modular_kernel.validate import check_input, check_routing, check_weights
+
+CPU = torch.device("cpu")
+VARIANTS = axes(BASE)
+ACTIVATIONS = tuple(dict.fromkeys(problem.act for problem, _ in VARIANTS))
+MANY = replace(BASE, tokens=200, hidden=128, intermediate=256)
+
+
+def made(problem: Problem, routing: str = "uniform", **options: object) -> Inputs:
+    return make_inputs(problem, routing, CPU, **options)  # type: ignore[arg-type]
+
+
+def ids_of(routing: str, problem: Problem = BASE) -> torch.Tensor:
+    return made(problem, routing).routing.topk_ids_TK.long()
+
+
+def rows(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """Every pair's row of GEMM 2, unweighted."""
+    unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
+    return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, unweighted)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("problem", "routing"), VARIANTS, ids=[f"{p}-{r}" for p, r in VARIANTS])
+def test_inputs_fit_their_problem(problem: Problem, routing: str, strided: bool) -> None:
+    inputs = made(problem, routing, strided=strided)
+    check_input(inputs.x_TH, problem, "cpu")
+    check_weights(inputs.weights, inputs.x_TH, problem)
+    check_routing(inputs.routing, inputs.x_TH, problem)
+    assert all(t.isfinite().all() for t in inputs.tensors().values())
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+def test_expert_rows_have_a_standard_deviation_of_about_one(act: object) -> None:
+    problem = replace(MANY, activation=act)
+    assert 0.8 < float(rows(problem, made(problem)).std()) < 1.25
+
+
+@pytest.mark.parametrize("act", [a for a in ACTIVATIONS if a.limit], ids=str)
+def test_limits_act_on_many_values(act: object) -> None:
+    problem = replace(MANY, activation=act)
+    inputs = made(problem)
+    values = inputs.x_TH.double() @ inputs.weights.w1[0].double().T
+    limit = problem.act.limit
+    assert limit is not None
+    assert 0.2 < float((values.abs() > limit).double().mean()) < 0.8
+
+
+@pytest.mark.parametrize(("problem", "routing"), VARIANTS, ids=[f"{p}-{r}" for p, r in VARIANTS])
+def test_outputs_are_neither_tiny_nor_huge(problem: Problem, routing: str) -> None:
+    inputs = made(problem, routing)
+    out = reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, problem).flatten(0, -2)
+    live = out[(out != 0).any(1)]
+    if len(live) >= 10:
+        assert 0.2 < float(live.std()) < 6
+
+
+def test_biases_count() -> None:
+    problem = replace(MANY, bias=True)
+    inputs = made(problem)
+    for name in ("b1", "b2"):
+        zero = torch.zeros_like(getattr(inputs.weights, name))
+        weights = replace(inputs.weights, **{name: zero})
+        without = rows(problem, replace(inputs, weights=weights))
+        assert (without - rows(problem, inputs)).norm() > 0.1 * without.norm()
+
+
+@pytest.mark.parametrize("on_input", [False, True])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_router_weights_are_positive_and_unequal(top_k: int, on_input: bool) -> None:
+    problem = replace(MANY, top_k=top_k, experts=9, apply_router_weight_on_input=on_input)
+    weights = made(problem).routing.topk_weights_TK
+    assert weights.dtype == torch.float32
+    assert bool((weights > 0).all())
+    assert float((weights - 1).abs().median()) > 0.15
+    assert float(weights.std()) > 0.3 * float(weights.mean())
+    if top_k > 1:
+        assert float((weights.amax(1) / weights.amin(1)).median()) > 1.3
+
+
+def test_equal_arguments_give_equal_bits_and_others_do_not() -> None:
+    problem = replace(BASE, bias=True, expert_map=True)
+    one, two, other = made(problem), made(problem), made(problem, seed=1)
+    for name, tensor in one.tensors().items():
+        assert torch.equal(tensor, two.tensors()[name])
+        assert not torch.equal(tensor, other.tensors()[name])
+        assert tensor.data_ptr() != two.tensors()[name].data_ptr()
+
+
+def test_strided_means_views_of_the_same_values() -> None:
+    problem = replace(BASE, bias=True)
+    plain, strided = made(problem), made(problem, strided=True)
+    for name in ("x", "topk_weights", "topk_ids"):
+        assert torch.equal(plain.tensors()[name].double(), strided.tensors()[name].double())
+    assert strided.x_TH.stride() == (problem.hidden + 16, 1)
+    assert strided.weights.w1.mT.is_contiguous()
+    assert strided.weights.w2.mT.is_contiguous()
+    assert strided.routing.topk_ids_TK.dtype == torch.int64
+    assert plain.routing.topk_ids_TK.dtype == torch.int32
+
+
+def test_uniform_experts_are_distinct_and_all_used() -> None:
+    ids = ids_of("uniform", MANY)
+    assert bool((ids[:, 0] != ids[:, 1]).all())
+    assert set(ids.flatten().tolist()) == set(range(BASE.experts))
+
+
+def test_more_slots_than_experts_repeat() -> None:
+    ids = ids_of("uniform", replace(BASE, top_k=8))
+    assert all(set(row) == set(range(BASE.experts)) for row in ids.tolist())
+
+
+def test_all_to_one_gives_k_experts_every_token() -> None:
+    ids = ids_of("all_to_one")
+    assert len(ids.unique(dim=0)) == 1
+    assert len(set(ids[0].tolist())) == BASE.top_k
+
+
+def test_all_to_one_names_an_expert_that_is_here() -> None:
+    inputs = made(replace(BASE, expert_map=True, local_experts=1), "all_to_one")
+    assert inputs.weights.expert_map is not None
+    assert int(inputs.weights.expert_map[inputs.routing.topk_ids_TK[0, 0].long()]) == 0
+
+
+def test_zipf_is_skewed() -> None:
+    counts = ids_of("zipf", replace(MANY, top_k=1, experts=16)).flatten().bincount(minlength=16)
+    assert counts[0] > 4 * counts[8:].double().mean()
+
+
+def test_empty_experts_get_nothing() -> None:
+    assert set(ids_of("empty_experts", MANY).flatten().tolist()) == {0, 2, 4}
+
+
+def test_duplicates_repeat_an_expert_in_a_row() -> None:
+    ids = ids_of("duplicates", replace(BASE, top_k=3))
+    distinct = [len(set(row)) for row in ids.tolist()]
+    assert {1, 2, 3} <= set(distinct)
+
+
+def test_skips_hold_a_token_with_nothing_else() -> None:
+    ids = ids_of("skips")
+    assert bool((ids == -1).all(1).any())
+    assert bool((ids == -1).any(1).logical_not().any())
+    assert invalid_count(made(BASE, "skips").routing, BASE) == 0
+
+
+def test_all_skipped() -> None:
+    assert bool((ids_of("all_skipped") == -1).all())
+
+
+def test_out_of_range_ids_lie_on_both_sides_and_are_counted() -> None:
+    ids = ids_of("out_of_range")
+    low, high = int((ids < -1).sum()), int((ids >= BASE.experts).sum())
+    assert min(low, high) > 0
+    assert invalid_count(made(BASE, "out_of_range").routing, BASE) == low + high
+    assert int(ids.min()) == -(2**31)
+    assert int(ids.max()) == 2**31 - 1
+
+
+@pytest.mark.parametrize("routing", ["skips", "all_skipped", "out_of_range"])
+def test_pairs_without_an_expert_carry_a_weight_that_would_show(routing: str) -> None:
+    inputs = made(BASE, routing)
+    ids = inputs.routing.topk_ids_TK
+    unused = (ids < 0) | (ids >= BASE.experts)
+    assert bool((inputs.routing.topk_weights_TK[unused] == 7).all())
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_every_kind_for_few_tokens(routing: str, tokens: int) -> None:
+    assert made(BASE.with_tokens(tokens), routing).routing.topk_ids_TK.shape == (tokens, 2)
+
+
+def test_unknown_routing_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="routing: got sideways"):
+        made(BASE, "sideways")
+
+
+@pytest.mark.parametrize("local", [1, 3, 5])
+def test_expert_map_places_experts_at_random(local: int) -> None:
+    expert_map = made(replace(BASE, expert_map=True, local_experts=local)).weights.expert_map
+    assert expert_map is not None
+    assert sorted(expert_map.tolist()) == [-1] * (BASE.experts - local) + list(range(local))
+    maps = {
+        tuple(made(replace(BASE, expert_map=True, local_experts=local), seed=s).weights.expert_map)
+        for s in range(8)
+    }
+    assert len(maps) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
+@pytest.mark.parametrize("shape", [(0, 4), (1, 3), (5, 96), (2, 3, 4)])
+def test_fences(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = torch.ones(shape, dtype=dtype)
+    inside = fenced(values)
+    assert torch.equal(inside, values)
+    assert inside.is_contiguous()
+    inside.zero_()
+    assert fences_intact(inside)
+    for offset in (inside.storage_offset() - 1, inside.storage_offset() + inside.numel()):
+        broken = fenced(values)
+        broken.as_strided((1,), (1,), offset).fill_(1)
+        assert not fences_intact(broken)
+
+
+def test_reading_past_an_input_gives_nan() -> None:
+    inputs = made(replace(BASE, bias=True))
+    for name in ("x", "w1", "w2", "b1", "b2", "topk_weights"):
+        tensor = inputs.tensors()[name]
+        past = tensor.storage_offset() + tensor.numel()
+        assert bool(tensor.as_strided((1,), (1,), past).isnan())
+
+
+def test_cases_are_unlike_each_other_and_can_be_replayed_by_name() -> None:
+    cases = [Case("P", "X", problem, routing) for problem, routing in VARIANTS]
+    assert 90 <= len(cases) <= 115
+    assert (
+        len({str(case) for case in cases}) == len({command(case) for case in cases}) == len(cases)
+    )
+
+
+def test_command_names_what_is_not_the_default() -> None:
+    plain = command(Case("P", "X", BASE))
+    assert plain == (
+        "mk test --one --pf-type P --experts-type X --tokens 19 --hidden 96 --intermediate 80 "
+        "--experts 5 --top-k 2 --dtype float32 --quant none --activation silu "
+        "--routing uniform --seed 0"
+    )
+    problem = replace(
+        BASE, bias=True, local_experts=3, combine=Combine.TOPK_WEIGHTED, ids_dtype=torch.int64
+    )
+    line = command(Case("P", "X", problem, "skips", seed=7))
+    wanted = "--local-experts 3 --ids-dtype int64 --bias --combine topk_weighted"
+    assert line == plain.replace("--routing uniform --seed 0", f"{wanted} --routing skips --seed 7")

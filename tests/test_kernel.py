@@ -1,0 +1,338 @@
+"""The composed kernel: what it refuses, how it uses its parts, and what a plan and a start mean."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import NaiveBatchedExperts, TorchExperts
+from modular_kernel import reference
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import (
+    CapacityError,
+    ConfigurationError,
+    CorruptionError,
+    IncompatibleError,
+    UnsupportedError,
+)
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.testing import pairings
+from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.inputs import Inputs, invalid_count, make_inputs
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, WorkspaceShapes
+from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
+from topk_reduce import TopKWeightAndReduceNoOp
+
+CPU = Machine("cpu")
+PAIRS = (
+    (MoEPrepareAndFinalizeNoEP, TorchExperts),
+    (BatchedPrepareAndFinalize, NaiveBatchedExperts),
+)
+each_pair = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1].__name__)
+
+
+def inputs_for(problem: Problem, seed: int = 0, routing: str = "uniform") -> Inputs:
+    return make_inputs(problem, routing, torch.device("cpu"), seed=seed)
+
+
+def composed(
+    pair: tuple[Any, Any], problem: Problem = BASE, **options: Any
+) -> FusedMoEModularKernel:
+    pf, experts = pair
+    return FusedMoEModularKernel(pf(problem), experts(problem), machine=CPU, **options)
+
+
+def call(kernel: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
+    return kernel(inputs.x_TH, inputs.weights, inputs.routing, **options)
+
+
+def assert_right(out: torch.Tensor, inputs: Inputs, problem: Problem = BASE) -> None:
+    exact = reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, problem)
+    torch.testing.assert_close(out.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+# Composition
+
+
+@each_pair
+def test_two_instances_compose(pair: tuple[Any, Any]) -> None:
+    kernel, inputs = composed(pair), inputs_for(BASE)
+    assert kernel.pairing == f"{pair[0].__name__} x {pair[1].__name__}"
+    assert_right(call(kernel, inputs), inputs)
+
+
+def test_classes_and_names_compose_alike() -> None:
+    inputs = inputs_for(BASE)
+    by_name = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE, machine=CPU)
+    by_class = make_kernel(*PAIRS[0], BASE, machine=CPU)
+    assert torch.equal(call(by_name, inputs), call(by_class, inputs))
+
+
+def test_parts_of_unlike_problems_do_not_compose() -> None:
+    other = replace(BASE, top_k=3)
+    with pytest.raises(ConfigurationError, match="the two parts' problems"):
+        FusedMoEModularKernel(MoEPrepareAndFinalizeNoEP(BASE), TorchExperts(other), machine=CPU)
+
+
+def test_a_refused_pairing_says_every_reason() -> None:
+    problem = replace(BASE, fp32_precision="tf32")
+    with pytest.raises(IncompatibleError) as caught:
+        composed((MoEPrepareAndFinalizeNoEP, NaiveBatchedExperts), problem)
+    rules = {rejection.rule for rejection in caught.value.rejections}
+    assert {"format", "reduce", "fp32_precision"} <= rules
+
+
+def test_a_reducer_other_than_the_declared_one_is_refused() -> None:
+    class Liar(TorchExperts):
+        def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOp:
+            return TopKWeightAndReduceNoOp()
+
+    with pytest.raises(ConfigurationError, match=r"Liar\.finalize_weight_and_reduce_impl"):
+        composed((MoEPrepareAndFinalizeNoEP, Liar))
+
+
+# Calls
+
+
+@each_pair
+@pytest.mark.parametrize("tokens", [0, 1, BASE.tokens])
+def test_any_number_of_tokens_up_to_the_problems(pair: tuple[Any, Any], tokens: int) -> None:
+    kernel, inputs = composed(pair), inputs_for(BASE.with_tokens(tokens))
+    out = call(kernel, inputs)
+    assert out.shape == (tokens, BASE.hidden)
+    assert_right(out, inputs)
+
+
+@each_pair
+def test_out_is_written_and_returned(pair: tuple[Any, Any]) -> None:
+    inputs = inputs_for(BASE)
+    out = torch.full_like(inputs.x_TH, torch.nan)
+    assert call(composed(pair), inputs, out=out) is out
+    assert_right(out, inputs)
+
+
+@each_pair
+def test_inplace_overwrites_and_returns_x(pair: tuple[Any, Any]) -> None:
+    problem = replace(BASE, inplace=True)
+    inputs, used = inputs_for(problem), inputs_for(problem)
+    assert call(composed(pair, problem), used) is used.x_TH
+    assert_right(used.x_TH, inputs, problem)
+
+
+@each_pair
+def test_experts_are_not_called_without_tokens(pair: tuple[Any, Any]) -> None:
+    class Untouched(pair[1]):  # type: ignore[misc]
+        def apply(self, *_: Any, **__: Any) -> None:
+            pytest.fail("called with zero rows")
+
+    out = call(composed((pair[0], Untouched)), inputs_for(BASE.with_tokens(0)))
+    assert out.shape == (0, BASE.hidden)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces"), [(0, []), (7, [7]), (8, [8]), (9, [8, 1]), (19, [8, 8, 3])]
+)
+def test_chunks(tokens: int, pieces: list[int]) -> None:
+    seen: list[int] = []
+
+    class Counting(TorchExperts):
+        def apply(self, tokens: Any, **rest: Any) -> None:
+            routing = tokens.routing
+            assert len(tokens.x_TH) == len(routing.topk_ids_TK) == len(routing.topk_weights_TK)
+            seen.append(len(tokens.x_TH))
+            super().apply(tokens, **rest)
+
+    problem = replace(BASE, chunk_tokens=8)
+    inputs = inputs_for(problem.with_tokens(tokens))
+    out = call(composed((MoEPrepareAndFinalizeNoEP, Counting), problem), inputs)
+    assert seen == pieces
+    assert_right(out, inputs, problem)
+
+
+def test_invalid_ids_add_up_over_calls_and_plans() -> None:
+    kernel = composed(PAIRS[0])
+    assert kernel.invalid_ids == 0
+    inputs = inputs_for(BASE, routing="out_of_range")
+    count = invalid_count(inputs.routing, BASE)
+    assert count > 0
+    call(kernel, inputs)
+    assert kernel.invalid_ids == count
+    call(kernel.plan(), inputs)
+    assert kernel.invalid_ids == 2 * count
+    call(kernel, inputs_for(BASE, routing="skips"))
+    assert kernel.invalid_ids == 2 * count
+
+
+def test_invalid_ids_are_counted_once_in_chunks() -> None:
+    problem = replace(BASE, chunk_tokens=4)
+    kernel, inputs = composed(PAIRS[0], problem), inputs_for(problem, routing="out_of_range")
+    call(kernel, inputs)
+    assert kernel.invalid_ids == invalid_count(inputs.routing, problem)
+
+
+# Calls in flight
+
+
+@each_pair
+def test_calls_in_flight_finish_in_any_order(pair: tuple[Any, Any]) -> None:
+    kernel = composed(pair)
+    many = [inputs_for(BASE.with_tokens(tokens), seed=tokens) for tokens in (19, 4, 0, 11)]
+    pending = [kernel.start(i.x_TH, i.weights, i.routing) for i in many]
+    assert [p.tokens for p in pending] == [19, 4, 0, 11]
+    for index in (2, 0, 3, 1):
+        assert_right(pending[index].finish(), many[index])
+
+
+def asynchronous() -> type[MoEPrepareAndFinalizeNoEP]:
+    """NoEP that dispatches when it is asked to receive, and notes what it was asked."""
+
+    class Later(MoEPrepareAndFinalizeNoEP):
+        requires = PrepareFinalizeRequirements(
+            activation_format=ActivationFormat.STANDARD,
+            reduces=frozenset({Reduce.CONTIGUOUS}),
+            asynchronous=True,
+        )
+        log: list[str] = []  # noqa: RUF012 (one list for one test)
+
+        def prepare_no_receive(self, *args: Any, **rest: Any) -> Callable[[], Any]:
+            self.log.append("sent")
+
+            def receive() -> Any:
+                self.log.append("received")
+                return self.prepare(*args, **rest)
+
+            return receive
+
+    return Later
+
+
+def test_an_asynchronous_dispatch_is_received_in_finish() -> None:
+    later = asynchronous()
+    problem = replace(BASE, asynchronous=True)
+    kernel, inputs = composed((later, TorchExperts), problem), inputs_for(problem)
+    pending = kernel.start(inputs.x_TH, inputs.weights, inputs.routing)
+    assert later.log == ["sent"]  # type: ignore[attr-defined]
+    assert_right(pending.finish(), inputs)
+    assert later.log == ["sent", "received"]  # type: ignore[attr-defined]
+
+
+def test_a_part_that_is_not_asynchronous_says_so() -> None:
+    part = MoEPrepareAndFinalizeNoEP(BASE)
+    inputs = inputs_for(BASE)
+    with pytest.raises(UnsupportedError, match="prepare_no_receive"):
+        part.prepare_no_receive(
+            inputs.x_TH,
+            inputs.routing,
+            weights=inputs.weights,
+            call=None,  # type: ignore[arg-type]
+        )
+
+
+# Plans
+
+
+@each_pair
+def test_a_plan_gives_the_same_bits(pair: tuple[Any, Any]) -> None:
+    kernel = composed(pair)
+    plan = kernel.plan()
+    for tokens, seed in ((19, 1), (5, 2), (0, 3), (19, 4)):
+        inputs = inputs_for(BASE.with_tokens(tokens), seed)
+        assert torch.equal(call(plan, inputs), call(kernel, inputs))
+
+
+@each_pair
+def test_a_plan_owns_its_output_and_its_buffers(pair: tuple[Any, Any]) -> None:
+    plan, inputs = composed(pair).plan(), inputs_for(BASE)
+    assert plan.nbytes > 0
+    first = call(plan, inputs)
+    assert call(plan, inputs).data_ptr() == first.data_ptr()
+    out = torch.empty_like(first)
+    assert call(plan, inputs, out=out) is out
+
+
+def test_two_plans_may_be_in_use_together() -> None:
+    kernel = composed(PAIRS[1])
+    one, two = kernel.plan(), kernel.plan()
+    first, second = inputs_for(BASE, seed=1), inputs_for(BASE, seed=2)
+    out, other = call(one, first), call(two, second)
+    assert_right(out, first)
+    assert_right(other, second)
+
+
+def test_a_plan_for_fewer_tokens_is_smaller_and_takes_no_more() -> None:
+    kernel = composed(PAIRS[1])
+    plan = kernel.plan(BASE.with_tokens(4))
+    assert plan.nbytes < kernel.plan().nbytes
+    inputs = inputs_for(BASE.with_tokens(4))
+    assert_right(call(plan, inputs), inputs)
+    with pytest.raises(CapacityError):
+        call(plan, inputs_for(BASE.with_tokens(5)))
+
+
+def test_a_plan_for_another_problem_is_refused() -> None:
+    kernel = composed(PAIRS[0])
+    with pytest.raises(ConfigurationError, match="the plan's problem"):
+        kernel.plan(replace(BASE, top_k=3))
+    with pytest.raises(CapacityError, match="the plan's tokens"):
+        kernel.plan(BASE.with_tokens(BASE.tokens + 1))
+
+
+def test_a_plan_looks_at_other_weights_again() -> None:
+    plan, inputs = composed(PAIRS[0]).plan(), inputs_for(BASE)
+    call(plan, inputs)
+    wrong = replace(inputs.weights, w2=inputs.weights.w1)
+    with pytest.raises(ValueError, match="w2"):
+        call(plan, replace(inputs, weights=wrong))
+
+
+# Poison
+
+
+class Overrunning(TorchExperts):
+    """Writes one element more than the buffer it asked for."""
+
+    def workspace_shapes(self, shape: Any) -> WorkspaceShapes:
+        return replace(
+            super().workspace_shapes(shape), extra={"mine": BufferSpec((3,), torch.int32)}
+        )
+
+    def apply(self, tokens: Any, *, workspace: Any, **rest: Any) -> None:
+        mine = workspace.take("mine", (3,))
+        mine.as_strided((4,), (1,)).zero_()
+        super().apply(tokens, workspace=workspace, **rest)
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_poison_names_the_buffer_that_was_overrun(planned: bool) -> None:
+    kernel = composed((MoEPrepareAndFinalizeNoEP, Overrunning), poison=True)
+    with pytest.raises(CorruptionError, match="mine"):
+        call(kernel.plan() if planned else kernel, inputs_for(BASE))
+
+
+class Forgetful(TorchExperts):
+    """Leaves the last row of its output as it was."""
+
+    def apply(self, tokens: Any, *, output: torch.Tensor, **rest: Any) -> None:
+        before = output[-1].clone()
+        super().apply(tokens, output=output, **rest)
+        output[-1] = before
+
+
+def test_poison_shows_what_was_not_written() -> None:
+    kernel, inputs = composed((MoEPrepareAndFinalizeNoEP, Forgetful), poison=True), inputs_for(BASE)
+    plan = kernel.plan()
+    for run in (kernel, plan, plan):
+        out = call(run, inputs)
+        assert bool(out[-1].isnan().all())
+        assert not bool(out[:-1].isnan().any())
+
+
+def test_every_pairing_of_the_catalog_composes_here(machine: Machine) -> None:
+    for pf, experts in pairings(machine, "smoke"):
+        kernel = make_kernel(pf, experts, BASE, machine=machine)
+        inputs = make_inputs(BASE, "uniform", torch.device(machine.device))
+        assert_right(call(kernel, inputs), inputs)

@@ -1,0 +1,126 @@
+"""Without triton everything but the Triton parts works, and those say what they miss."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# As if the package were not installed: finding it fails, importing it raises ImportError.
+BLOCK = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
+TRITON_PARTS = {"TritonExperts", "BatchedTritonExperts"}
+
+
+def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
+    """stdout of a program in a fresh interpreter that cannot import `blocked`."""
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK.format(blocked=blocked) + program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def mk(*words: str) -> Any:
+    """The JSON that `mk` prints without triton, and its exit code as "code"."""
+    program = f"""
+from modular_kernel.cli.main import run
+try:
+    run({[*words, "--json"]})
+except SystemExit as ended:
+    print(ended.code or 0)
+"""
+    text, _, code = python(program).rstrip().rpartition("\n")
+    return {**json.loads(text), "code": int(code)}
+
+
+def test_everything_imports_but_what_is_triton_s_own() -> None:
+    packages = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+    paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    own = [path for path in paths if _imports_triton(path) or path.name == "compile_cases.py"]
+    modules = [_module(path) for path in paths if path not in own and path.name != "__main__.py"]
+    assert {path.relative_to(ROOT).parts[:2] for path in own} == {
+        ("modular_kernel", "ops"),
+        ("modular_kernel", "testing"),
+        ("experts", "kernels"),
+    }
+    assert len(modules) > 50
+    program = "\n".join(f"import {module}" for module in modules)
+    loaded = python(f"{program}\nprint(*[m for m in sys.modules if m.startswith('triton.')])")
+    assert loaded.split() == []
+
+
+def _imports_triton(path: Path) -> bool:
+    """Whether the module needs triton to be imported, without a guard."""
+    return re.search(r"^(import|from) triton\b", path.read_text(encoding="utf-8"), re.M) is not None
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+@pytest.mark.parametrize("blocked", [("triton",), ("triton", "ml_dtypes")], ids="+".join)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
+        ("BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    ],
+    ids="+".join,
+)
+def test_the_torch_parts_are_right(pair: tuple[str, str], blocked: tuple[str, ...]) -> None:
+    program = f"""
+import torch
+from modular_kernel import Problem, make_kernel
+from modular_kernel.catalog import this_machine
+from modular_kernel.compose import random_inputs
+from modular_kernel.reference import oracle
+torch.set_num_threads(1)
+machine = this_machine(device="cpu")
+assert "triton" not in machine.packages and not machine.interpreter
+problem = Problem(tokens=33, hidden=96, intermediate=80, experts=8, top_k=2, dtype="float32")
+inputs = random_inputs(problem, torch.device("cpu"))
+exact = oracle(*inputs, problem)
+out = make_kernel(*{pair}, problem, machine=machine, poison=True)(*inputs)
+print(float((out - exact).norm() / exact.norm()), float(exact.std()))
+"""
+    error, std = map(float, python(program, blocked=blocked).split())
+    assert error < 1e-6
+    assert std > 0.05
+
+
+def test_triton_parts_are_listed_with_the_reason() -> None:
+    listed = mk("list")
+    assert listed["code"] == 0
+    assert listed["broken"] == []
+    parts = {part["name"]: part for part in listed["parts"]}
+    assert set(parts) >= TRITON_PARTS
+    for name, part in parts.items():
+        needs_triton = part["requires"] is not None and part["requires"]["triton"]
+        assert needs_triton is (name in TRITON_PARTS)
+        assert part["available"] is not needs_triton
+    for name in TRITON_PARTS:
+        missing = [r for r in parts[name]["unavailable"] if r["rule"] == "package"]
+        assert [(r["parties"], r["need"]) for r in missing] == [([name, "machine"], "triton")]
+
+
+def test_a_triton_pair_is_refused_with_the_reason() -> None:
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TritonExperts")
+    judged = mk("check", *pair)
+    assert judged["code"] == 1
+    assert "package" in [rejection["rule"] for rejection in judged["rejections"]]
+    assert mk("check", *pair, "--arch", "9.0", "--packages", "triton")["ok"]
+
+
+def test_the_harness_still_proves_the_torch_pairs() -> None:
+    pair = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "NaiveBatchedExperts")
+    proven = mk("test", *pair, "--one", "--dtype", "float32")
+    assert proven["ok"]
+    assert not proven["machine"]["interpreter"]

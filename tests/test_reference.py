@@ -1,0 +1,237 @@
+"""The authority itself, against numbers worked by hand and a loop over single values."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel import reference
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.cases import BASE, axes
+from modular_kernel.testing.inputs import Inputs, make_inputs
+from modular_kernel.types import ActivationSpec, Combine, Problem
+
+CPU = torch.device("cpu")
+SMALL = replace(BASE, tokens=5, hidden=6, intermediate=4)
+
+# (gate, up), and the value by each rule: worked with the math library, printed in full.
+POINTS = ((1.0, 2.0), (-3.0, 0.5), (9.0, -9.0))
+VALUES = {
+    "silu": (1.4621171572600098, -0.07113880976635018, -80.99000503934512),
+    "gelu": (1.6826894921370859, -0.002024847047445155, -81.0),
+    "gelu_tanh": (1.6823839812165535, -0.0018186960408864972, -81.0),
+    "swiglu_oai:limit=7": (2.537387297798464, -0.027106964561678954, -41.99971876981991),
+    "swiglu_clamp_before:limit=7": (
+        1.4621171572600098,
+        -0.07113880976635018,
+        -48.95535849147437,
+    ),
+    "swiglu_clamp_after:limit=7": (1.4621171572600098, -0.07113880976635018, -49.0),
+    "swiglu_clamp_before:limit=0.5": (
+        0.15561483280046365,
+        -0.07113880976635018,
+        -0.15561483280046365,
+    ),
+    "swiglu_clamp_after:limit=0.5": (0.25, -0.07113880976635018, -0.25),
+}
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("text", VALUES)
+def test_activations_by_hand(text: str, interleaved: bool) -> None:
+    spec = replace(ActivationSpec.parse(text), interleaved=interleaved)
+    points = torch.tensor(POINTS, dtype=torch.float64)
+    # One row with all three points: gates first, then ups; or gate, up, gate, up, ...
+    row = points.flatten() if interleaved else points.T.flatten()
+    got = reference.activation(row[None], spec)
+    torch.testing.assert_close(
+        got[0], torch.tensor(VALUES[text], dtype=torch.float64), rtol=1e-13, atol=0
+    )
+
+
+def test_relu2_by_hand() -> None:
+    value = torch.tensor([[-3.0, 0.0, 0.5, 9.0]], dtype=torch.float64)
+    assert reference.activation(value, ActivationSpec("relu2")).tolist() == [[0, 0, 0.25, 81]]
+
+
+def worked(scale: float = 1.0) -> tuple[Problem, Inputs]:
+    """One token of two values, two experts with I = 1: small enough for paper."""
+    problem = Problem(
+        1, 2, 1, 2, 2, dtype=torch.float32, routed_scaling_factor=scale, activation="silu"
+    )
+    w1 = torch.tensor([[[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]]])
+    w2 = torch.tensor([[[1.0], [2.0]], [[3.0], [-1.0]]])
+    routing = Routing(torch.tensor([[0.25, 0.5]]), torch.tensor([[0, 1]]))
+    return problem, Inputs(torch.tensor([[1.0, 2.0]]), ExpertWeights(w1, w2), routing)
+
+
+def oracle(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    return reference.oracle(inputs.x_TH, inputs.weights, inputs.routing, problem)
+
+
+def recipe(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    return reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
+
+
+def test_a_layer_by_hand() -> None:
+    """Expert 0: silu(1) * 2, times (1, 2). Expert 1: silu(2) * 1, times (3, -1)."""
+    one, two = 1.4621171572600098, 1.7615941559557649
+    rows = [[one, 2 * one], [3 * two, -two]]
+    sums = [0.25 * a + 0.5 * b for a, b in zip(*rows, strict=True)]
+    problem, inputs = worked(scale=2.0)
+    unweighted = replace(problem, combine=Combine.TOPK_UNWEIGHTED)
+    weighted = replace(problem, combine=Combine.TOPK_WEIGHTED)
+    want = torch.tensor(rows, dtype=torch.float64)
+    torch.testing.assert_close(oracle(unweighted, inputs)[0], want)
+    torch.testing.assert_close(
+        oracle(weighted, inputs)[0], want * torch.tensor([[0.5], [1.0]], dtype=torch.float64)
+    )
+    torch.testing.assert_close(oracle(problem, inputs)[0].tolist(), [2 * s for s in sums])
+
+
+def act_of(gate: float, up: float, spec: ActivationSpec) -> float:
+    """One value, straight from the table in ActivationSpec."""
+    sigmoid = lambda v: 1 / (1 + math.exp(-v))  # noqa: E731
+    clip = lambda v: max(-limit, min(limit, v))  # noqa: E731
+    limit, alpha = spec.limit or 0.0, spec.alpha or 0.0
+    match spec.kind:
+        case "silu":
+            return gate * sigmoid(gate) * up
+        case "gelu":
+            return gate * (1 + math.erf(gate / math.sqrt(2))) / 2 * up
+        case "gelu_tanh":
+            cubic = gate + 0.044715 * gate * gate * gate
+            return gate * (1 + math.tanh(math.sqrt(2 / math.pi) * cubic)) / 2 * up
+        case "swiglu_oai":
+            low = min(gate, limit)
+            return low * sigmoid(alpha * low) * (clip(up) + 1)
+        case "swiglu_clamp_after":
+            return min(gate * sigmoid(gate), limit) * clip(up)
+        case "swiglu_clamp_before":
+            low = min(gate, limit)
+            return low * sigmoid(low) * clip(up)
+    raise AssertionError(spec.kind)
+
+
+def pair_row(t: int, k: int, problem: Problem, inputs: Inputs) -> list[float]:
+    """The row of one (token, slot) pair, one value at a time."""
+    w, spec = inputs.weights, problem.act
+    expert = int(inputs.routing.topk_ids_TK[t, k])
+    if not 0 <= expert < problem.experts:
+        return [0.0] * problem.hidden
+    if w.expert_map is not None:
+        expert = int(w.expert_map[expert])
+    if expert < 0:
+        return [0.0] * problem.hidden
+    factor = 1.0
+    if problem.apply_router_weight_on_input:
+        factor = float(inputs.routing.topk_weights_TK[t, k])
+    x = [factor * value for value in inputs.x_TH[t].tolist()]
+    w1, w2 = w.w1[expert].tolist(), w.w2[expert].tolist()
+    b1 = [0.0] * len(w1) if w.b1 is None else w.b1[expert].tolist()
+    b2 = [0.0] * len(w2) if w.b2 is None else w.b2[expert].tolist()
+    v = [b + sum(p * q for p, q in zip(row, x, strict=True)) for row, b in zip(w1, b1, strict=True)]
+    size = problem.intermediate
+    if spec.kind == "relu2":
+        h = [max(value, 0.0) ** 2 for value in v]
+    elif spec.interleaved:
+        h = [act_of(v[2 * i], v[2 * i + 1], spec) for i in range(size)]
+    else:
+        h = [act_of(v[i], v[size + i], spec) for i in range(size)]
+    return [
+        b + sum(p * q for p, q in zip(row, h, strict=True)) for row, b in zip(w2, b2, strict=True)
+    ]
+
+
+def naive(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """The layer, pair by pair, in Python floats."""
+    tokens, top_k = inputs.routing.topk_ids_TK.shape
+    out = []
+    for t in range(tokens):
+        rows = []
+        for k in range(top_k):
+            row = pair_row(t, k, problem, inputs)
+            weight = problem.routed_scaling_factor
+            if not problem.apply_router_weight_on_input:
+                weight *= float(inputs.routing.topk_weights_TK[t, k])
+            if problem.combine is Combine.TOPK_UNWEIGHTED:
+                weight = 1.0
+            rows.append([weight * value for value in row])
+        sums = [sum(column) for column in zip(*rows, strict=True)]
+        out.append(sums if problem.combine is Combine.SUM else rows)
+    return torch.tensor(out, dtype=torch.float64).reshape(tokens, *problem.output_shape[1:])
+
+
+def shrunk() -> list[tuple[Problem, str]]:
+    """Every case of the matrix, with dimensions that Python can loop over."""
+    size = {"tokens": 5, "hidden": 6, "intermediate": 4}
+    cases = [(replace(p, **{**size, "tokens": min(p.tokens, 5)}), r) for p, r in axes(BASE)]
+    return list(dict.fromkeys(cases))
+
+
+@pytest.mark.parametrize(("problem", "routing"), shrunk(), ids=[f"{p}-{r}" for p, r in shrunk()])
+def test_oracle_is_the_naive_loop(problem: Problem, routing: str) -> None:
+    for strided in (False, True):
+        inputs = make_inputs(problem, routing, CPU, strided=strided)
+        torch.testing.assert_close(
+            oracle(problem, inputs), naive(problem, inputs), rtol=1e-12, atol=1e-13
+        )
+
+
+def relative(problem: Problem) -> float:
+    """The recipe's relative root mean square error."""
+    inputs = make_inputs(problem, "uniform", CPU)
+    exact = oracle(problem, inputs)
+    return float((recipe(problem, inputs) - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"),
+    [
+        (torch.float32, 2e-8, 5e-7),
+        (torch.float16, 2e-4, 8e-4),
+        (torch.bfloat16, 1.5e-3, 6e-3),
+    ],
+)
+def test_recipe_errs_as_its_dtype_does(dtype: torch.dtype, low: float, high: float) -> None:
+    problem = replace(BASE, tokens=64, hidden=128, intermediate=128, dtype=dtype)
+    assert low < relative(problem) < high
+
+
+def test_recipe_of_tf32_errs_as_a_ten_bit_mantissa_does() -> None:
+    """Dropped bits, unlike rounded ones, make every product a little smaller: 2e-3 in all."""
+    problem = replace(BASE, tokens=64, hidden=128, intermediate=128, fp32_precision="tf32")
+    assert 1e-3 < relative(problem) < 4e-3
+    half = replace(problem, dtype=torch.float16)  # tf32 speaks of float32 operands only
+    inputs = make_inputs(half, "uniform", CPU)
+    ieee = replace(half, fp32_precision="ieee")
+    assert torch.equal(recipe(half, inputs), recipe(ieee, inputs))
+
+
+def test_recipe_rounds_to_the_dtype_at_the_end() -> None:
+    problem = replace(BASE, dtype=torch.bfloat16)
+    out = recipe(problem, make_inputs(problem, "uniform", CPU))
+    assert out.dtype == torch.float64
+    assert torch.equal(out, out.bfloat16().double())
+
+
+def test_skipped_rows_are_exactly_zero() -> None:
+    inputs = make_inputs(SMALL, "all_skipped", CPU)
+    assert not oracle(SMALL, inputs).any()
+    assert not recipe(SMALL, inputs).any()
+
+
+def test_inputs_are_left_alone() -> None:
+    inputs, pristine = (make_inputs(SMALL, "skips", CPU) for _ in range(2))
+    oracle(SMALL, inputs)
+    recipe(SMALL, inputs)
+    for name, tensor in inputs.tensors().items():
+        assert torch.equal(tensor, pristine.tensors()[name])
+
+
+def test_quantised_weights_are_refused() -> None:
+    inputs = make_inputs(SMALL, "uniform", CPU)
+    with pytest.raises(ConfigurationError, match="quant=none"):
+        oracle(replace(SMALL, quant="fp8_w8a8_tensor"), inputs)

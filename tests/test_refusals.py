@@ -1,0 +1,308 @@
+"""Every rule refuses what it must, and nothing else.
+
+`TABLE` holds at least one case per rule. A case names one field and two values: with `refused` the
+rule must speak, for the right parties, and no other rule may; with `accepted`, and nothing else
+changed, the pairing must be valid. A rule that never refuses, one that always does, and one
+without a case all fail here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import IncompatibleError
+from modular_kernel.rules import RULES, judge, unavailable
+from modular_kernel.support import (
+    ExpertsRequirements,
+    PrepareFinalizeRequirements,
+    Rejection,
+    Verdict,
+)
+from modular_kernel.types import (
+    ActivationFormat,
+    ActivationSpec,
+    Combine,
+    Machine,
+    Parallel,
+    Problem,
+    Reduce,
+    Rows,
+)
+
+BATCHED, STANDARD = ActivationFormat.BATCHED_EXPERTS, ActivationFormat.STANDARD
+PF, EX = "FakePrepare", "FakeExperts"
+
+# A pair that nothing is refused to.
+OPEN: dict[str, Any] = {
+    "pf": PrepareFinalizeRequirements(
+        activation_format=STANDARD,
+        reduces=frozenset(Reduce),
+        keep_topk=True,
+        world_sizes=(1, None),
+        asynchronous=True,
+        graph_capturable=True,
+        lora=True,
+    ),
+    "ex": ExpertsRequirements(
+        activation_format=STANDARD,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        tf32=True,
+        schemes=frozenset({"none", "fp8_w8a8_block", "int8_w8a16_group"}),
+        quantises_input=True,
+        graph_capturable=True,
+        lora=True,
+    ),
+    "problem": Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2),
+    "machine": Machine("cuda", (9, 0), frozenset({"triton"})),
+}
+CPU = Machine("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """path: a field ("ex.bias"), with a value that `rule` must refuse, and one that it must accept.
+
+    parties: of each rejection, in order; got, need: parts of their texts.
+    given: what both twins share beyond OPEN, by field.
+    """
+
+    rule: str
+    path: str
+    refused: object
+    accepted: object
+    parties: tuple[tuple[str, ...], ...]
+    got: str
+    need: str
+    given: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.path}={self.refused}"
+
+    def verdict(self, value: object) -> Verdict:
+        """The judgement on OPEN, as `given`, with `value` in the field."""
+        changes: dict[str, dict[str, object]] = {key: {} for key in OPEN}
+        for path, new in {**self.given, self.path: value}.items():
+            key, _, name = path.partition(".")
+            changes[key][name] = new
+        made = {key: replace(base, **changes[key]) for key, base in OPEN.items()}
+        return judge(*fakes(made["pf"], made["ex"]), made["problem"], made["machine"])
+
+
+def fakes(
+    pf: PrepareFinalizeRequirements, ex: ExpertsRequirements
+) -> tuple[type[PrepareAndFinalize], type[PermuteExpertsUnpermute]]:
+    """Two classes that declare and nothing else."""
+    return (
+        type(PF, (PrepareAndFinalize,), {"requires": pf}),
+        type(EX, (PermuteExpertsUnpermute,), {"requires": ex}),
+    )
+
+
+PAIR, PF_P, EX_P = ((PF, EX),), ((PF, "problem"),), ((EX, "problem"),)
+PF_M, EX_M = ((PF, "machine"),), ((EX, "machine"),)
+BF16_FP32 = frozenset({torch.bfloat16, torch.float32})
+FP8_BLOCK = frozenset({"fp8_w8a8_block"})
+FP8 = {"problem.quant": "fp8_w8a8_block", "problem.hidden": 128}
+PREQUANTISED = FP8 | {"ex.quantises_input": False}
+ON_INPUT = {"problem.apply_router_weight_on_input": True}
+BATCHED_PAIR = {"pf.activation_format": BATCHED, "ex.activation_format": BATCHED}
+INTERPRETED = {
+    "machine.device": "cpu",
+    "machine.arch": None,
+    "pf.triton": True,
+    "ex.triton": True,
+}
+LINEAR = {"pf.linear_placement": True, "problem.expert_map": True}
+TWO_RANKS = {"problem.parallel": Parallel(2)}
+INTERLEAVED = ActivationSpec("silu", interleaved=True)
+LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
+
+# A table: a line or two per case.
+# fmt: off
+CASES = (
+    Case("format", "ex.activation_format", BATCHED, STANDARD, PAIR, "standard", "batched_experts"),
+    Case("format", "pf.activation_format", BATCHED, STANDARD, PAIR, "batched_experts", "standard"),
+    Case("device", "ex.devices", {"cpu"}, {"cuda"}, EX_M, "cuda", "cpu"),
+    Case("device", "pf.devices", {"cpu"}, {"cuda"}, PF_M, "cuda", "cpu"),
+    Case("device", "machine.interpreter", False, True, PF_M + EX_M, "cpu", "GPU", INTERPRETED),
+    Case("arch", "ex.min_arch", (10, 0), (9, 0), EX_M, "9.0", ">= 10.0"),
+    Case("arch", "pf.min_arch", (9, 1), None, PF_M, "9.0", ">= 9.1"),
+    Case("package", "pf.packages", ("deep_ep",), ("triton",), PF_M, "not importable", "deep_ep"),
+    Case("package", "ex.packages", ("cutlass",), (), EX_M, "not importable", "cutlass"),
+    Case("dtype", "ex.dtypes", {torch.float16}, BF16_FP32, EX_P, "bfloat16", "float16"),
+    Case("dtype", "problem.dtype", torch.float16, torch.float32, PF_P, "float16",
+         "bfloat16, float32", {"pf.dtypes": BF16_FP32}),
+    Case("fp32_precision", "ex.tf32", False, True, EX_P, "tf32", "ieee",
+         {"problem.fp32_precision": "tf32"}),
+    Case("top_k", "problem.top_k", 17, 16, PF_P + EX_P, "17", "1 to 16"),
+    Case("top_k", "ex.top_k", (4, 8), (2, 8), EX_P, "2", "4 to 8"),
+    Case("hidden", "pf.hidden_multiple", 128, 32, PF_P, "64", "a multiple of 128"),
+    Case("hidden", "ex.hidden_sizes", {2048, 96}, {64}, EX_P, "64", "one of 96, 2048"),
+    Case("intermediate", "ex.intermediate_multiple", 48, 64, EX_P, "128", "a multiple of 48"),
+    Case("quant", "problem.quant", "mxfp4_w4a16", "int8_w8a16_group", EX_P, "mxfp4_w4a16",
+         "fp8_w8a8_block, int8_w8a16_group, none"),
+    Case("dispatch_quant", "pf.can_defer_quant", False, True, PAIR, "always quantises",
+         "unquantised", FP8),
+    Case("dispatch_quant", "pf.dispatch_schemes", frozenset(), FP8_BLOCK, PAIR, "none",
+         "dispatches fp8_w8a8_block", PREQUANTISED),
+    Case("scale_layout", "ex.scale_layout", "column_major", "row_major", PAIR, "row_major",
+         "column_major", PREQUANTISED | {"pf.dispatch_schemes": FP8_BLOCK}),
+    Case("quant_block", "problem.hidden", 192, 256, EX_P, "hidden=192", "group 128",
+         FP8 | {"ex.whole_blocks": True}),
+    Case("quant_block", "problem.intermediate", 96, 256, EX_P, "intermediate=96", "group 128",
+         FP8 | {"ex.whole_blocks": True}),
+    Case("min_tokens", "problem.tokens", 127, 128, EX_P, "127", ">= 128", {"ex.min_tokens": 128}),
+    Case("max_experts", "problem.experts", 9, 8, EX_P, "9", "<= 8", {"ex.max_experts": 8}),
+    Case("addressing", "ex.max_elements", LIMIT - 1, LIMIT, EX_P, str(LIMIT), "<= 8191"),
+    Case("addressing", "problem.chunk_tokens", 9, 8, EX_P, "4608", "<= 4096",
+         {"ex.max_elements": LIMIT // 2}),
+    Case("world_size", "pf.world_sizes", (2, 8), (1, 8), PF_P, "1", "2 to 8"),
+    Case("world_size", "pf.world_sizes", (2, None), (1, None), PF_P, "1", ">= 2"),
+    Case("world_size", "problem.parallel", Parallel(4), Parallel(2), PF_P, "4", "1 to 2",
+         {"pf.world_sizes": (1, 2), "problem.expert_map": True}),
+    Case("placement", "problem.experts", 9, 8, PF_P, "experts=9", "a multiple of world_size 2",
+         LINEAR | TWO_RANKS),
+    Case("placement", "problem.parallel", Parallel(2, "table"), Parallel(2), PF_P, "table",
+         "linear", LINEAR),
+    Case("capacity", "problem.tokens", 9, 8, PF_P, "tokens=9", "<= 8", {"pf.max_tokens": 8}),
+    Case("ids_dtype", "problem.ids_dtype", torch.int32, torch.int64, PF_P, "int32", "int64",
+         {"pf.topk_indices_dtype": torch.int64}),
+    Case("reduce", "pf.reduces", {Reduce.DELEGATE}, {Reduce.NOOP}, PAIR, f"noop left by {EX}",
+         "one of delegate"),
+    Case("keep_topk", "pf.keep_topk", False, True, PF_P, "topk_weighted", "sum",
+         {"problem.combine": Combine.TOPK_WEIGHTED}),
+    Case("keep_topk", "ex.keep_topk", False, True, EX_P, "topk_unweighted", "sum",
+         {"problem.combine": Combine.TOPK_UNWEIGHTED}),
+    Case("router_weight_on_input", "problem.top_k", 2, 1, PF_P, "top_k=2", "top_k=1",
+         ON_INPUT | {"pf.multiplies_input": True}),
+    Case("router_weight_on_input", "pf.multiplies_input", False, True, PF_P, "batched rows",
+         "weights applied by prepare", ON_INPUT | BATCHED_PAIR | {"problem.top_k": 1}),
+    Case("router_weight_on_input", "ex.weight_on_input", False, True, EX_P, "on input",
+         "on output", ON_INPUT),
+    Case("activation", "problem.activation", "gelu", "silu", EX_P, "gelu", "relu2, silu",
+         {"ex.activations": {"silu", "relu2"}}),
+    Case("activation", "problem.activation", INTERLEAVED, "silu", EX_P, "interleaved",
+         "gate rows first", {"ex.interleaved": False}),
+    Case("bias", "ex.bias", False, True, EX_P, "b1 and b2", "no biases", {"problem.bias": True}),
+    Case("padding", "pf.padding", Rows.UNDEFINED, Rows.ZERO, PAIR, "undefined padding rows",
+         "zero padding rows", {"ex.skips_padding": False}),
+    Case("invalid_rows", "ex.invalid_rows", Rows.UNDEFINED, Rows.ZERO, PAIR, "undefined rows",
+         "zero rows", {"ex.reduce": Reduce.CONTIGUOUS}),
+    Case("invalid_rows", "ex.reduce", Reduce.DELEGATE, Reduce.NOOP, PAIR, "undefined rows", "zero"),
+    Case("expert_map", "ex.expert_map", False, True, EX_P, "an expert_map", "no expert_map",
+         {"problem.expert_map": True}),
+    Case("expert_map", "problem.local_experts", 4, 8, PF_P, "4 of 8 experts", "an expert_map"),
+    Case("expert_map", "pf.localises_ids", False, True, PF_P, "4 of 8 experts", "an expert_map",
+         {"problem.local_experts": 4}),
+    Case("chunking", "ex.chunking", False, True, EX_P, "chunk_tokens=8", "None",
+         {"problem.chunk_tokens": 8}),
+    Case("inplace", "ex.inplace", False, True, EX_P, "not inplace", "inplace",
+         {"problem.inplace": True}),
+    Case("inplace", "pf.inplace", False, True, PF_P, "not inplace", "inplace",
+         {"problem.inplace": True}),
+    Case("graph", "ex.graph_capturable", False, True, EX_P, "not graph", "graph_capturable",
+         {"problem.graph": True}),
+    Case("graph", "pf.graph_capturable", False, True, PF_P, "not graph", "graph_capturable",
+         {"problem.graph": True}),
+    Case("deterministic", "ex.deterministic", False, True, EX_P, "not", "deterministic",
+         {"problem.deterministic": True}),
+    Case("deterministic", "pf.deterministic", False, True, PF_P, "not", "deterministic",
+         {"problem.deterministic": True}),
+    Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
+         "prepare_no_receive", {"problem.asynchronous": True}),
+    Case("lora", "ex.lora", False, True, EX_P, "not lora", "lora", {"problem.lora": True}),
+    Case("lora", "pf.lora", False, True, PF_P, "not lora", "lora", {"problem.lora": True}),
+)
+# fmt: on
+TABLE = {rule: [case for case in CASES if case.rule == rule] for rule in {c.rule for c in CASES}}
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(TABLE) == set(RULES)
+
+
+def test_the_open_pair_is_valid() -> None:
+    made = OPEN
+    assert judge(*fakes(made["pf"], made["ex"]), made["problem"], made["machine"]).ok
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_refuses(case: Case) -> None:
+    verdict = case.verdict(case.refused)
+    assert not verdict.ok
+    assert [r.rule for r in verdict.rejections] == [case.rule] * len(case.parties)
+    assert tuple(r.parties for r in verdict.rejections) == case.parties
+    for rejection in verdict.rejections:
+        assert case.got in rejection.got
+        assert case.need in rejection.need
+        for text in (case.rule, *rejection.parties, rejection.got, rejection.need):
+            assert text in str(verdict)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_accepts_the_twin(case: Case) -> None:
+    assert case.verdict(case.accepted).rejections == ()
+
+
+def test_four_rules_at_once_are_all_told() -> None:
+    pf, ex = fakes(
+        replace(OPEN["pf"], max_tokens=8),
+        replace(OPEN["ex"], bias=False, min_arch=(10, 0), hidden_multiple=128),
+    )
+    verdict = judge(pf, ex, replace(OPEN["problem"], bias=True), OPEN["machine"])
+    assert [r.rule for r in verdict.rejections] == ["arch", "hidden", "capacity", "bias"]
+    for rule in ("arch", "hidden", "capacity", "bias"):
+        assert f"[{rule}]" in str(verdict)
+
+
+def test_a_part_may_add_a_rule_of_its_own() -> None:
+    pf, ex = fakes(OPEN["pf"], OPEN["ex"])
+    own = Rejection("FakeExperts.moon", (EX, "machine"), "full moon", "new moon")
+
+    def extra(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return (own,) if problem.tokens else ()
+
+    ex.extra_rejections = classmethod(extra)  # type: ignore[assignment]
+    problem, machine = OPEN["problem"], OPEN["machine"]
+    assert judge(pf, ex, problem, machine).rejections == (own,)
+    assert judge(pf, ex, problem.with_tokens(0), machine).ok
+
+
+def test_refused_before_anything_is_built() -> None:
+    """A refusal comes before a constructor may touch a vendor library, with every reason."""
+
+    def touched(self: object, *_: object) -> None:
+        raise AssertionError("constructed")
+
+    pf, ex = fakes(replace(OPEN["pf"], max_tokens=8), replace(OPEN["ex"], bias=False))
+    for cls in (pf, ex):
+        cls.__init__ = touched  # type: ignore[misc]
+        cls.__abstractmethods__ = frozenset()
+    problem = replace(OPEN["problem"], bias=True)
+    with pytest.raises(IncompatibleError) as caught:
+        make_kernel(pf, ex, problem, machine=OPEN["machine"])
+    assert [r.rule for r in caught.value.rejections] == ["capacity", "bias"]
+    with pytest.raises(AssertionError, match="constructed"):
+        make_kernel(pf, ex, replace(problem, tokens=8, bias=False), machine=OPEN["machine"])
+
+
+def test_unavailable_tells_every_reason_of_one_part() -> None:
+    requires = replace(OPEN["ex"], triton=True, min_arch=(10, 0), packages=("cutlass", "deep_ep"))
+    on_cpu = unavailable(EX, requires, CPU)
+    assert [r.rule for r in on_cpu] == ["device", "package", "package"]
+    on_gpu = unavailable(EX, requires, OPEN["machine"])
+    assert [(r.rule, r.need) for r in on_gpu] == [
+        ("arch", ">= 10.0"),
+        ("package", "cutlass"),
+        ("package", "deep_ep"),
+    ]
+    assert unavailable(EX, OPEN["ex"], OPEN["machine"]) == ()
+    assert [r.need for r in unavailable(PF, replace(OPEN["pf"], packages=("x",)), CPU)] == ["x"]

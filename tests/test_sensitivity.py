@@ -1,0 +1,92 @@
+"""The harness can see: every defect of the battery is killed in every pairing it can occur in."""
+
+import pytest
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import IncompatibleError
+from modular_kernel.testing import (
+    MUTANTS,
+    Case,
+    Mutant,
+    Proof,
+    cases_for,
+    command,
+    pairings,
+    prove,
+    sensitivity,
+)
+from modular_kernel.testing.cases import BASE
+from modular_kernel.types import Machine
+
+MACHINE = this_machine()
+PAIRINGS = pairings(MACHINE)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+HERE = [mutant for mutant in MUTANTS if mutant.device in (None, MACHINE.device)]
+
+
+@pytest.fixture(scope="module")
+def proven() -> dict[Case, bool]:
+    """Cases that were proven without a mutant, and whether they passed."""
+    return {}
+
+
+@pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
+def test_killed(
+    pairing: tuple[str, str], mutant: Mutant, machine: Machine, proven: dict[Case, bool]
+) -> None:
+    kills = sensitivity(*pairing, machine, mutants=[mutant], proven=proven)
+    assert [str(kill) for kill in kills if not kill.ok] == []
+
+
+def test_every_mutant_occurs_in_some_pairing(machine: Machine) -> None:
+    cases = [case for pair in PAIRINGS for case in cases_for(*pair, machine).cases]
+    assert [m.name for m in HERE if not any(m.occurs(case, machine) for case in cases)] == []
+
+
+def test_the_battery_is_large_and_its_names_differ() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(names) == len(set(names)) >= 55
+    assert all(mutant.description for mutant in MUTANTS)
+
+
+def proof_with(name: str, machine: Machine) -> Proof:
+    """The proof of the base case with one mutant in it."""
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    return prove(Case(*PAIR, BASE), machine, build=mutant.build)
+
+
+def test_a_failure_names_the_check_the_error_and_how_to_repeat_it(machine: Machine) -> None:
+    proof = proof_with("zeros", machine)
+    assert not proof.passed
+    assert proof.error == pytest.approx(1)
+    assert proof.failures[0].startswith("numeric: relative RMS error 1.00e+00")
+    text = str(proof)
+    assert "FAILED" in text
+    assert all(failure in text for failure in proof.failures)
+    assert text.endswith(command(proof.case))
+
+
+def test_every_broken_promise_is_told_not_only_the_first(machine: Machine) -> None:
+    checks = {
+        failure.split(":")[0] for failure in proof_with("last_token_unwritten", machine).failures
+    }
+    assert {"numeric", "numeric_planned", "numeric_strided"} <= checks
+
+
+def test_a_part_that_raises_has_failed(machine: Machine) -> None:
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "empty_call_fails")
+    proof = prove(Case(*PAIR, BASE.with_tokens(0)), machine, build=mutant.build)
+    assert "numeric: raised RuntimeError: a launch with an empty grid" in proof.failures
+    assert proof.error == float("inf")
+
+
+def test_an_overrun_is_told_once(machine: Machine) -> None:
+    failures = proof_with("workspace_overrun", machine).failures
+    assert failures[0].startswith("red_zones: written past the end of workspace buffer(s)")
+    assert len(failures) == 1
+
+
+def test_a_refused_pairing_is_no_proof(machine: Machine) -> None:
+    with pytest.raises(IncompatibleError):
+        prove(Case(PAIR[0], "NaiveBatchedExperts", BASE), machine)
