@@ -149,10 +149,15 @@ def _holds(span: dict[str, Any], moment: float) -> bool:
 
 
 def _print_times(times: list[StageTime]) -> None:
+    """In microseconds: a stage of a small call takes a few."""
     on_gpu = any(time.device_ms is not None for time in times)
-    columns = ("stage", "calls", "host ms", *(("device ms",) if on_gpu else ()))
+    columns = ("stage", "calls", "host us", *(("device us",) if on_gpu else ()))
     rows = [
-        (t.stage, t.calls, f"{t.host_ms:.3f}", *((f"{t.device_ms:.3f}",) if on_gpu else ()))
-        for t in times
+        (time.stage, time.calls, *(f"{ms * 1e3:.1f}" for ms in _milliseconds(time)))
+        for time in times
     ]
     output.table(columns, rows)
+
+
+def _milliseconds(time: StageTime) -> tuple[float, ...]:
+    return (time.host_ms,) if time.device_ms is None else (time.host_ms, time.device_ms)
