@@ -73,19 +73,21 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
         with stages.stage(stages.GEMM1):
             product = first_product(weights, problem)
-            self._multiply(tokens.x_eCH, product, tiles.gemm1, tokens.counts_e, h_eCI)
+            rows = (tokens.x_eCH, tokens.scale)
+            self._multiply(rows, product, tiles.gemm1, tokens.counts_e, h_eCI)
         with stages.stage(stages.GEMM2):
             product = second_product(weights, problem)
-            self._multiply(h_eCI, product, tiles.gemm2, tokens.counts_e, output)
+            self._multiply((h_eCI, None), product, tiles.gemm2, tokens.counts_e, output)
 
     def _multiply(
         self,
-        a_eCK: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
         product: Product,
         tile: Tile,
         counts_e: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
+        a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
         num_m = -(-capacity // tile.block_m)
         num_n = -(-product.columns // tile.block_n)
@@ -95,5 +97,5 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
             counts_ptr=counts_e,
             capacity=capacity,
             num_m=num_m,
-            **product.arguments(tile, self.problem.fp32_precision),
+            **product.arguments(tile, self.problem.fp32_precision, a_scale),
         )

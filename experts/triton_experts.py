@@ -102,11 +102,11 @@ class TritonExperts(PermuteExpertsUnpermute):
         on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
         with stages.stage(stages.GEMM1):
             product = first_product(weights, problem)
-            self._multiply(tokens.x_TH, product, tiles.gemm1, aligned, h_PI, on_input)
+            self._multiply((tokens.x_TH, tokens.scale), product, tiles.gemm1, aligned, h_PI, on_input)
         rows_PH = workspace.take("workspace2", (pairs, problem.hidden)) if self._sums else output
         with stages.stage(stages.GEMM2):
             product = second_product(weights, problem)
-            self._multiply(h_PI, product, tiles.gemm2, aligned, rows_PH, None)
+            self._multiply((h_PI, None), product, tiles.gemm2, aligned, rows_PH, None)
         if self._sums:
             with stages.stage(stages.REDUCE):
                 weight_and_sum(
@@ -120,14 +120,16 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     def _multiply(
         self,
-        a: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
         product: Product,
         tile: Tile,
         aligned: Aligned,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
     ) -> None:
-        """One grouped GEMM. a: (T, H) tokens, or (P, I) one row per pair; out: a row per pair."""
+        """One grouped GEMM. rows: (T, H) tokens, or (P, I) one row per pair, and their scales;
+        out: a row per pair."""
+        a, a_scale = rows
         pairs = out.numel() // product.columns
         blocks = aligned.expert_ids.numel()
         num_n = -(-product.columns // tile.block_n)
@@ -145,5 +147,5 @@ class TritonExperts(PermuteExpertsUnpermute):
             A_TOP_K=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
-            **product.arguments(tile, self.problem.fp32_precision),
+            **product.arguments(tile, self.problem.fp32_precision, a_scale),
         )

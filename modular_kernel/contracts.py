@@ -172,11 +172,15 @@ class Call:
     """What one call of a kernel owns besides the caller's tensors.
 
     workspace: the buffers declared by both parts. invalid_ids: int32 (1,) counter of ids outside
-    [-1, E), shared by all calls of a kernel and only ever added to.
+    [-1, E), shared by all calls of a kernel and only ever added to. defer_quant: dispatch
+    activations unquantised, because these experts quantise them themselves.
     """
 
-    __slots__ = ("invalid_ids", "workspace")
+    __slots__ = ("defer_quant", "invalid_ids", "workspace")
 
-    def __init__(self, workspace: Workspace, invalid_ids: torch.Tensor) -> None:
+    def __init__(
+        self, workspace: Workspace, invalid_ids: torch.Tensor, *, defer_quant: bool = False
+    ) -> None:
         self.workspace = workspace
         self.invalid_ids = invalid_ids
+        self.defer_quant = defer_quant

@@ -196,7 +196,11 @@ class FusedMoEModularKernel:
         """`start` for tensors that were checked, with the buffers to use."""
         if self.poison and not self.problem.inplace:
             poison_tensor(out)
-        call = Call(workspace, self.count_invalid_ids_on(x_TH.device))
+        call = Call(
+            workspace,
+            self.count_invalid_ids_on(x_TH.device),
+            defer_quant=self.experts.requires.quantises_input,
+        )
         part = self.prepare_finalize
         with stages.stage(stages.PREPARE):
             if part.has_prepare_no_receive():
@@ -326,5 +330,7 @@ def _slice(tokens: ContiguousTokens, start: int, stop: int) -> ContiguousTokens:
         topk_weights_TK=None if weights_TK is None else weights_TK[start:stop],
         topk_ids_TK=routing.topk_ids_TK[start:stop],
     )
-    scale = None if tokens.scale is None else tokens.scale[start:stop]
+    scale = tokens.scale
+    if scale is not None and scale.dim() == 2:  # else one scale for all tokens
+        scale = scale[start:stop]
     return ContiguousTokens(tokens.x_TH[start:stop], part, scale)

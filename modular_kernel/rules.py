@@ -124,7 +124,7 @@ def _intermediate(p: Pairing) -> Violations:
 
 
 def _quant(p: Pairing) -> Violations:
-    if p.problem.quant not in p.ex.schemes:
+    if p.problem.scheme.name not in p.ex.schemes:
         need = numbered(p.ex.schemes)
         yield Rejection("quant", (p.ex_name, "problem"), p.problem.quant, need)
 
@@ -136,7 +136,7 @@ def _dispatch_quant(p: Pairing) -> Violations:
     if p.ex.quantises_input and not p.pf.can_defer_quant:
         got = f"{p.pf_name} always quantises before dispatch"
         yield Rejection("dispatch_quant", p.both, got, "unquantised activations")
-    if not p.ex.quantises_input and p.problem.quant not in p.pf.dispatch_schemes:
+    if not p.ex.quantises_input and p.problem.scheme.name not in p.pf.dispatch_schemes:
         need = f"a part that dispatches {p.problem.quant}"
         yield Rejection("dispatch_quant", p.both, numbered(p.pf.dispatch_schemes) or "none", need)
 

@@ -37,7 +37,7 @@ class ExpertWeights:
     w2: (e, H, I). Both may be strided views, such as a transposed checkpoint tensor.
     b1: (e, N), b2: (e, H), float32 or the problem's dtype.
     expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere.
-    *_scale, *_zero_point: as the quantisation scheme says; None if unquantised.
+    *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised.
     """
 
     w1: torch.Tensor
@@ -73,7 +73,11 @@ class DispatchedRouting:
 
 @dataclass(frozen=True)
 class ContiguousTokens:
-    """STANDARD format. x_TH: (T, H), every row a real token; scale: None if unquantised."""
+    """STANDARD format. x_TH: (T, H), every row a real token, contiguous if quantised.
+
+    scale: None if unquantised, else float32: (1,) for one of all tokens, (T, 1) for one of each
+    token, (T, ceil(H / g)) for one of each g values of a token; a value is x * scale.
+    """
 
     x_TH: torch.Tensor
     routing: DispatchedRouting
@@ -84,7 +88,9 @@ class ContiguousTokens:
 class BatchedTokens:
     """BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
 
-    Rows c < counts_e[i] of expert i are tokens; the other rows are undefined and never read.
+    Rows c < counts_e[i] of expert i are tokens; the other rows are undefined and never read, and
+    so are their scales. scale: None if unquantised, else float32: (1,) for one of all tokens,
+    (e, C, 1) for one of each row, (e, C, ceil(H / g)) for one of each g values of a row.
     """
 
     x_eCH: torch.Tensor

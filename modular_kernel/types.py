@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.schemes import QuantScheme
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
@@ -145,49 +146,6 @@ class ActivationSpec:
 
 
 @dataclass(frozen=True)
-class QuantScheme:
-    """One word for a quantisation, used to select parts and to execute them.
-
-    weight, activation: element types ("none" means the problem's dtype).
-    granularity: what one weight scale covers: tensor, channel, block, group (along K) or none.
-    group: the default block (n, k) or group (k,) in elements; empty where it does not apply.
-    """
-
-    name: str
-    weight: str = "none"
-    activation: str = "none"
-    granularity: str = "none"
-    group: tuple[int, ...] = ()
-
-    @property
-    def quantised(self) -> bool:
-        return self.weight != "none"
-
-    @property
-    def activation_granularity(self) -> str:
-        """What one activation scale covers: none, tensor, token, or token and group."""
-        if self.activation in ("none", "float16"):
-            return "none"
-        return {"channel": "token", "block": "token_group"}.get(self.granularity, self.granularity)
-
-
-_SCHEMES = (
-    QuantScheme("none"),
-    QuantScheme("fp8_w8a8_tensor", "float8_e4m3fn", "float8_e4m3fn", "tensor"),
-    QuantScheme("fp8_w8a8_channel", "float8_e4m3fn", "float8_e4m3fn", "channel"),
-    QuantScheme("fp8_w8a8_block", "float8_e4m3fn", "float8_e4m3fn", "block", (128, 128)),
-    QuantScheme("int8_w8a8_channel", "int8", "int8", "channel"),
-    QuantScheme("int8_w8a8_block", "int8", "int8", "block", (128, 128)),
-    QuantScheme("int8_w8a16_channel", "int8", "float16", "channel"),
-    QuantScheme("int8_w8a16_group", "uint8", "float16", "group", (128,)),
-    QuantScheme("int4_w4a16_group", "uint4", "float16", "group", (128,)),
-    QuantScheme("mxfp4_w4a16", "float4_e2m1", "float16", "group", (32,)),
-    QuantScheme("nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,)),
-)
-QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
-
-
-@dataclass(frozen=True)
 class Parallel:
     """How ranks share the experts. placement: "linear" gives each rank a block of E / world."""
 
@@ -244,14 +202,12 @@ class Problem:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         object.__setattr__(self, "activation", ActivationSpec.parse(self.activation))
+        object.__setattr__(self, "quant", str(QuantScheme.parse(self.quant)))
         for name in ("hidden", "intermediate", "experts", "top_k"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(name, got=getattr(self, name), need=">= 1")
         if self.tokens < 0:
             raise ConfigurationError("tokens", got=self.tokens, need=">= 0")
-        if self.quant not in QUANT_SCHEMES:
-            need = f"one of {sorted(QUANT_SCHEMES)}"
-            raise ConfigurationError("quant", got=self.quant, need=need)
         if self.ids_dtype not in (None, torch.int32, torch.int64):
             need = "torch.int32, torch.int64 or None"
             raise ConfigurationError("ids_dtype", got=self.ids_dtype, need=need)
@@ -275,7 +231,7 @@ class Problem:
     @property
     def scheme(self) -> QuantScheme:
         """The quantisation that `quant` names."""
-        return QUANT_SCHEMES[self.quant]
+        return QuantScheme.parse(self.quant)
 
     @property
     def e(self) -> int:

@@ -17,6 +17,7 @@ from modular_kernel.errors import (
     UnsupportedError,
     WeightsError,
 )
+from modular_kernel.quant import check_weights_quantised
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Combine, Problem, dtype_name
 
@@ -81,12 +82,17 @@ def check_ids(routing: Routing, problem: Problem) -> None:
 
 
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
-    """w1 (e, N, H), w2 (e, H, I), biases and expert_map exactly as the problem declares."""
+    """w1, w2, their scales, biases and expert_map exactly as the problem declares.
+
+    Unquantised w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant` knows the other schemes.
+    """
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
-    rows = "2I" if problem.act.gated else "I"
-    _shape("w1", weights.w1, (e, n, h), f"(e, {rows}, H)")
-    _shape("w2", weights.w2, (e, h, i), "(e, H, I)")
-    if not problem.scheme.quantised:
+    if problem.scheme.quantised:
+        check_weights_quantised(weights, problem, x_TH.device)
+    else:
+        rows = "2I" if problem.act.gated else "I"
+        _shape("w1", weights.w1, (e, n, h), f"(e, {rows}, H)")
+        _shape("w2", weights.w2, (e, h, i), "(e, H, I)")
         _dtype("w1", weights.w1, problem.dtype)
         _dtype("w2", weights.w2, problem.dtype)
         _no_scales(weights)

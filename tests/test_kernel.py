@@ -331,6 +331,25 @@ def test_poison_shows_what_was_not_written() -> None:
         assert not bool(out[:-1].isnan().any())
 
 
+def test_poison_covers_what_the_last_call_of_a_plan_left() -> None:
+    class Lapsing(TorchExperts):
+        """Right once; then the last row of its output is as the call before left it."""
+
+        calls = 0
+
+        def apply(self, tokens: Any, *, output: torch.Tensor, **rest: Any) -> None:
+            before = output[-1].clone()
+            super().apply(tokens, output=output, **rest)
+            self.calls += 1
+            if self.calls > 1:
+                output[-1] = before
+
+    plan = composed((MoEPrepareAndFinalizeNoEP, Lapsing), poison=True).plan()
+    inputs = inputs_for(BASE)
+    assert_right(call(plan, inputs), inputs)
+    assert bool(call(plan, inputs)[-1].isnan().all())
+
+
 def test_every_pairing_of_the_catalog_composes_here(machine: Machine) -> None:
     for pf, experts in pairings(machine, "smoke"):
         kernel = make_kernel(pf, experts, BASE, machine=machine)

@@ -46,8 +46,9 @@ class Selection:
     refused: tuple[tuple[Case, Verdict], ...]
 
 
-# float32: nothing is hidden by rounding. Odd counts, and H and I off the tiles of every part.
-BASE = Problem(tokens=19, hidden=96, intermediate=80, experts=5, top_k=2, dtype=torch.float32)
+# float32: nothing is hidden by rounding. Odd counts; H and I off every tile, yet multiples of 16,
+# so that the 16-bit cases run the tiles that real models run.
+BASE = Problem(tokens=19, hidden=48, intermediate=80, experts=5, top_k=2, dtype=torch.float32)
 
 _FP16, _BF16 = torch.float16, torch.bfloat16
 # Limits of about one standard deviation of the data, so that every clamp acts on many values.
@@ -125,14 +126,20 @@ def _change(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
 
 
 def _tokens(base: Problem) -> Iterator[Variant]:
-    """No token, one, an odd number; and tile edges, where one expert gets exactly T rows."""
+    """No token, one, an odd number; and tile edges, where one expert gets exactly T rows.
+
+    Parts choose their tiles by the mean rows of an expert, so larger edges have fewer experts.
+    """
     for tokens in (0, 1, 7):
         yield _change(base, tokens=tokens)
     yield _change(base, tokens=1, dtype=_BF16, bias=True)
     for tokens in (15, 16, 17):
         yield _change(base, "all_to_one", tokens=tokens, top_k=1)
-    for tokens in (33, 63, 64, 65):
-        yield _change(base, "all_to_one", tokens=tokens, top_k=1, dtype=_BF16)
+    yield _change(base, "all_to_one", tokens=65, top_k=1, experts=2)
+    for tokens in (31, 32, 33, 63, 64, 65):
+        yield _change(base, "all_to_one", tokens=tokens, top_k=1, experts=2, dtype=_BF16)
+    for tokens in (127, 128, 129):
+        yield _change(base, tokens=tokens, top_k=1, experts=1, dtype=_BF16)
 
 
 def _numbers(base: Problem) -> Iterator[Variant]:

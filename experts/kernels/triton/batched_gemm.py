@@ -3,16 +3,21 @@
 import triton
 import triton.language as tl
 
-from experts.kernels.triton.tile import finish_tile, grouped_tile_order, multiply_tile, store_rows
+from experts.kernels.triton.product import product_tile
+from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_rows
 
 
 @triton.jit
 def batched_gemm_kernel(
-    a_ptr, b_ptr, bias_ptr, out_ptr, counts_ptr,
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, out_ptr, counts_ptr,
     capacity, columns, depth, up_row, up_offset, num_m,
-    stride_be, stride_bn, stride_bk, stride_bias,
+    stride_asm, stride_ask,
+    stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
+    stride_bze, stride_bzn, stride_bzk, stride_bias,
     ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -22,7 +27,9 @@ def batched_gemm_kernel(
     on are neither read nor written. b as in grouped_gemm_kernel. Grid (tiles of one expert, e).
     """
     expert = tl.program_id(1).to(tl.int64)
-    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
+    pid_m, pid_n = grouped_tile_order(
+        tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M
+    )
     count = tl.load(counts_ptr + expert)
     if pid_m * BLOCK_M >= count:
         return
@@ -31,15 +38,13 @@ def batched_gemm_kernel(
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < columns
     slot = expert * capacity + row.to(tl.int64)
-    b_row = (column * ROW_STEP).to(tl.int64)
-    gate, up = multiply_tile(
-        a_ptr + slot[:, None] * depth,
-        row_mask[:, None],
-        b_ptr + expert * stride_be + b_row[None, :] * stride_bn,
-        column_mask[None, :],
-        up_offset,
-        1, stride_bk, depth,
-        GATED, EVEN_K, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    gate, up = product_tile(
+        a_ptr + slot[:, None] * depth, a_scale_ptr + slot * stride_asm, row_mask,
+        b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
+        zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
+        1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
+        MODE, FORMAT, GROUP_N, GROUP_K, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     result = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,

@@ -1,0 +1,243 @@
+"""What can stand in the table: our pairings, torch's grouped products, and a user's own layers.
+
+A file given with `--peer` defines `layers()`, which returns a list of new `Layer` objects:
+
+    import torch
+    from modular_kernel.bench.layers import Layer
+
+    class Mine(Layer):
+        name, quant = "mine", "none"           # quant: a scheme's name, see `mk check --help`
+
+        def refusal(self, problem):            # why it cannot run a problem; None if it can
+            return None if problem.act.kind == "silu" else "silu only"
+
+        def setup(self, problem, weights):     # untimed, once for each shape: problem.tokens is the
+            import my_engine                   # most; weights.w1 (e, 2I, H), gate rows first; .w2 (e, H, I)
+            self.engine = my_engine.Moe(weights.w1, weights.w2)
+
+        def call(self, x_TH, routing):         # timed: index work, quantisation of x, both products,
+            return self.engine(                # activation, weighted sum; returns y (T, H), x's dtype
+                x_TH, routing.topk_ids_TK, routing.topk_weights_TK
+            )
+
+    def layers():
+        return [Mine()]
+
+`call` should be capturable in a CUDA graph: no synchronisation, no shape that depends on data. The
+weights arrive unquantised whatever `quant` says: quantising them is `setup`'s work. `layers()` is
+called several times, and what one object keeps must not be shared with the next.
+"""
+
+import importlib.util
+import itertools
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from modular_kernel.bench.rows import BASELINE, OURS, PEER
+from modular_kernel.catalog import check, load_catalog, make_kernel
+from modular_kernel.errors import BrokenPartError, ConfigurationError, IncompatibleError
+from modular_kernel.kernel import Plan
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.support import Verdict
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Machine, Problem
+
+_GROUPED_MM_BYTES = 16  # rows of its operands must start on such multiples
+
+
+class Layer(ABC):
+    """A whole layer from x and routing to y. name: in the table. quant: its scheme.
+
+    graph: whether to try to capture its calls. interpreted: it runs in Triton's interpreter, so
+    that its time says nothing about a GPU.
+    """
+
+    name: str
+    quant: str = "none"
+    graph: bool = True
+    interpreted: bool = False
+
+    def refusal(self, problem: Problem) -> str | None:  # noqa: ARG002
+        """Why it cannot run this problem; None if it can."""
+        return None
+
+    @abstractmethod
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        """Take the weights; problem.tokens is the most tokens of a call. Untimed."""
+
+    @abstractmethod
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The layer's output, (T, H) in x's dtype. Timed."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A layer that can be made as often as needed."""
+
+    name: str
+    quant: str
+    origin: str
+    make: Callable[[], Layer]
+
+
+class PairLayer(Layer):
+    """One of our pairings, planned for the number of tokens at hand."""
+
+    def __init__(self, prepare_finalize: str, experts: str, quant: str, machine: Machine) -> None:
+        self.pair = (prepare_finalize, experts)
+        self.name, self.quant, self.machine = f"{prepare_finalize}+{experts}", quant, machine
+        self.interpreted = machine.interpreter and load_catalog().experts(experts).requires.triton
+
+    def refusal(self, problem: Problem) -> str | None:
+        verdict = check(*self.pair, replace(problem, quant=self.quant), self.machine)
+        return "; ".join(map(str, verdict.rejections)) or None
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        self.problem = replace(problem, quant=self.quant)
+        self.graph = check(*self.pair, replace(self.problem, graph=True), self.machine).ok
+        self.weights = quantised(weights, self.problem)
+        self._plan: Plan | None = None
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        plan = self._plan
+        if plan is None or plan.problem.tokens != len(x_TH):
+            plan = self._planned(len(x_TH))
+        return plan(x_TH, self.weights, routing)
+
+    def _planned(self, tokens: int) -> Plan:
+        self._plan = None  # its buffers go first
+        problem = self.problem.with_tokens(tokens)
+        self._plan = make_kernel(*self.pair, problem, machine=self.machine).plan()
+        return self._plan
+
+
+class TorchGroupedMm(Layer):
+    """torch._grouped_mm: sort, gather, product, SiLU and multiply, product, scatter, sum."""
+
+    name = "torch_grouped_mm"
+
+    def refusal(self, problem: Problem) -> str | None:
+        plain = replace(
+            problem, tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, graph=False,
+            deterministic=False, ids_dtype=None,
+        )  # fmt: skip
+        if plain != Problem(1, 1, 1, 1, 1, problem.dtype):
+            return "plain SwiGLU layers only"
+        rows = [n * problem.dtype.itemsize for n in (problem.hidden, problem.intermediate)]
+        if any(row % _GROUPED_MM_BYTES for row in rows):
+            return f"rows of {_GROUPED_MM_BYTES} bytes only"
+        if not hasattr(torch, "_grouped_mm"):
+            return "this torch has no _grouped_mm"
+        return None
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        self.problem = problem
+        self.w1_eHN, self.w2_eIH = weights.w1.mT, weights.w2.mT
+        self.ones_P = torch.ones(1, dtype=torch.int32, device=weights.w1.device)
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        problem, ids_P = self.problem, routing.topk_ids_TK.flatten()
+        order_P = torch.sort(ids_P, stable=True).indices
+        counts_e = torch.zeros(problem.experts, dtype=torch.int32, device=x_TH.device)
+        counts_e.scatter_add_(0, ids_P.long(), self.ones_P.expand(len(ids_P)))
+        ends_e = counts_e.cumsum(0, dtype=torch.int32)
+        h_PN = torch._grouped_mm(x_TH[order_P // problem.top_k], self.w1_eHN, offs=ends_e)
+        gate_PI, up_PI = h_PN.chunk(2, dim=1)
+        h_PI = torch.nn.functional.silu(gate_PI) * up_PI
+        rows_PH = torch._grouped_mm(h_PI, self.w2_eIH, offs=ends_e)
+        y_PH = torch.empty_like(rows_PH)
+        y_PH[order_P] = rows_PH
+        y_TKH = y_PH.view(len(x_TH), problem.top_k, problem.hidden)
+        weights_T1K = routing.topk_weights_TK.to(x_TH.dtype)[:, None]
+        return torch.bmm(weights_T1K, y_TKH).squeeze(1)
+
+
+def quantised(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+    """`weights` as the problem's scheme stores them."""
+    if not problem.scheme.quantised:
+        return weights
+    name = "modular_kernel.quant"
+    if importlib.util.find_spec(name) is None:
+        raise ConfigurationError("quant", got=problem.quant, need="none: this version has no other")
+    return cast(ExpertWeights, import_module(name).quantise_weights(weights, problem.scheme))
+
+
+def pair_offers(
+    prepare_finalize: str | None,
+    experts: str | None,
+    problems: Sequence[Problem],
+    machine: Machine,
+) -> list[Offer]:
+    """Every pairing that the names, where given, leave and that is valid for a problem.
+
+    problems: their `quant` says in which schemes. Called by its experts where no other pairing
+    has those. IncompatibleError with every reason if both names are given and never fit.
+    """
+    catalog = load_catalog()
+    pfs = catalog.names("prepare_finalize")
+    if prepare_finalize is not None:
+        pfs = (catalog.prepare_finalize(prepare_finalize).__name__,)
+    all_experts = catalog.names("experts")
+    if experts is not None:
+        all_experts = (catalog.experts(experts).__name__,)
+    found: list[tuple[str, str, str]] = []
+    refused: list[Verdict] = []
+    for pf, ex in itertools.product(pfs, all_experts):
+        for problem in problems:
+            verdict = check(pf, ex, problem, machine)
+            if not verdict.ok:
+                refused.append(verdict)
+            elif (pf, ex, problem.quant) not in found:
+                found.append((pf, ex, problem.quant))
+    if prepare_finalize is not None and experts is not None and not found and refused:
+        raise IncompatibleError(refused[0].pairing, refused[0].rejections)
+    hosts = Counter(ex for _, ex in {(pf, ex) for pf, ex, _ in found})
+    return [
+        Offer(
+            ex if hosts[ex] == 1 else f"{pf}+{ex}",
+            quant,
+            OURS,
+            partial(PairLayer, pf, ex, quant, machine),
+        )
+        for pf, ex, quant in found
+    ]
+
+
+def baseline_offers() -> list[Offer]:
+    """What this package brings to compare with."""
+    return [Offer(TorchGroupedMm.name, TorchGroupedMm.quant, BASELINE, TorchGroupedMm)]
+
+
+def peer_offers(path: Path) -> list[Offer]:
+    """The layers of a user's file; an error that names the file if there are none to be had."""
+    what = f"--peer {path}"
+    spec = importlib.util.spec_from_file_location(f"mk_bench_peer_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise ConfigurationError(what, got="no such Python file", need="FILE.py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        made = module.layers()
+    # A foreign file can fail in any way; it is named, and nothing is measured.
+    except (Exception, SystemExit) as error:
+        raise BrokenPartError(what, got=repr(error), need="a file with layers()") from error
+    if not isinstance(made, list) or not all(isinstance(layer, Layer) for layer in made):
+        need = "a list of modular_kernel.bench.layers.Layer"
+        raise ConfigurationError(f"{what}: layers()", got=repr(made), need=need)
+    return [
+        Offer(layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, module, index))
+        for index, layer in enumerate(made)
+    ]
+
+
+def _nth(module: object, index: int) -> Layer:
+    layers: list[Layer] = module.layers()  # type: ignore[attr-defined]
+    return layers[index]

@@ -1,0 +1,162 @@
+"""Quantise rows: one scale a row, a group of a row or a tensor; with the activation before it.
+
+Rows come in segments of `capacity`: one segment, or one for each expert of the batched format.
+`parts` programs share the rows of a segment, BLOCK_R at a time.
+"""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.activation import activate
+from modular_kernel.ops.kernels.ids import load_local_ids
+
+
+@triton.jit
+def _scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
+    """Division rounds to nearest: `/` would not on a GPU, and the twin could not follow."""
+    return tl.maximum(tl.div_rn(amax, LARGEST), MIN_SCALE)
+
+
+@triton.jit
+def _quantised(value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr):
+    """value * inverse, saturated; to the nearest integer, ties to even, if ROUND."""
+    value = tl.minimum(tl.maximum(value * inverse, -LARGEST), LARGEST)
+    if ROUND:
+        # Below 2**22 adding 1.5 * 2**23 leaves no bit for a fraction.
+        value = (value + 12582912.0) - 12582912.0
+    return value
+
+
+@triton.jit
+def _live_rows(
+    segment, places, count, capacity, live_ptr, map_ptr, num_experts, num_local,
+    SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """Indices of rows, and which of them stand for a token."""
+    rows = segment * capacity + places.to(tl.int64)
+    live = places < count
+    if SOURCE == "pairs":
+        local, _ = load_local_ids(live_ptr, rows, live, map_ptr, num_experts, num_local, HAS_MAP)
+        live = live & (local >= 0)
+    return rows, live
+
+
+@triton.jit
+def _load_values(
+    x_ptr, weights_ptr, rows, columns, live, num_columns, stride_x, up_offset,
+    HAS_WEIGHTS: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """Float32 values, 0 where there are none: x, weight * x, or act(x) rounded to x's dtype."""
+    mask = live[:, None] & (columns < num_columns)[None, :]
+    x_ptrs = x_ptr + rows[:, None] * stride_x + columns[None, :] * STEP
+    value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if KIND != "identity":
+        up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
+        value = activate(value, up, KIND, ALPHA, LIMIT)
+        value = value.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if HAS_WEIGHTS:
+        value = value * tl.load(weights_ptr + rows, mask=live, other=0.0)[:, None]
+    return value
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr, weights_ptr, live_ptr, map_ptr, partials_ptr,
+    num_columns, stride_x, up_offset, capacity, parts, num_experts, num_local,
+    SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """partials[program] = largest magnitude of its rows; 0 if it has none. Grid (segments * parts,).
+
+    A maximum of partial maxima needs no atomics and no zeroed memory.
+    """
+    segment = (tl.program_id(0) // parts).to(tl.int64)
+    count = capacity
+    if SOURCE == "batched":
+        count = tl.load(live_ptr + segment)
+    largest = tl.zeros((BLOCK_R,), tl.float32)
+    for start in range(tl.program_id(0) % parts * BLOCK_R, count, parts * BLOCK_R):
+        rows, live = _live_rows(
+            segment, start + tl.arange(0, BLOCK_R), count, capacity,
+            live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+        )  # fmt: skip
+        for first in range(0, num_columns, BLOCK_C):
+            value = _load_values(
+                x_ptr, weights_ptr, rows, first + tl.arange(0, BLOCK_C), live, num_columns,
+                stride_x, up_offset, HAS_WEIGHTS, "identity", 0.0, 0.0, 1,
+            )  # fmt: skip
+            largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))
+    tl.store(partials_ptr + tl.program_id(0), tl.max(largest, axis=0))
+
+
+@triton.jit
+def quantise_rows_kernel(
+    x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+    num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+    num_experts, num_local,
+    SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
+    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """q = x / scale for `group` columns of the program's rows. Grid (segments * parts, groups).
+
+    SCALE "computed": one scale for each row and group, stored; WHOLE: BLOCK_C holds all of a group,
+    so x is read once. "given": the one at scale_ptr. "partials": one for all, of the maxima that
+    amax_kernel left; the first program stores it.
+    Neither q nor scales of rows without a token are written.
+    """
+    segment = (tl.program_id(0) // parts).to(tl.int64)
+    which = tl.program_id(1)
+    first = which * group
+    end = tl.minimum(first + group, num_columns)
+    count = capacity
+    if SOURCE == "batched":
+        count = tl.load(live_ptr + segment)
+    scale = tl.zeros((BLOCK_R,), tl.float32)
+    if SCALE == "given":
+        scale += tl.load(scale_ptr)
+    elif SCALE == "partials":
+        index = tl.arange(0, BLOCK_P)
+        amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
+        one = _scale_of(tl.max(amax, axis=0), LARGEST, MIN_SCALE)
+        scale += one
+        if tl.program_id(0) + which == 0:
+            tl.store(scale_ptr, one)
+    for start in range(tl.program_id(0) % parts * BLOCK_R, count, parts * BLOCK_R):
+        rows, live = _live_rows(
+            segment, start + tl.arange(0, BLOCK_R), count, capacity,
+            live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
+        )  # fmt: skip
+        columns = first + tl.arange(0, BLOCK_C)
+        value = _load_values(
+            x_ptr, weights_ptr, rows, columns, live, end,
+            stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
+        )  # fmt: skip
+        if SCALE == "computed":
+            largest = tl.max(tl.abs(value), axis=1)
+            if not WHOLE:
+                for more in range(first + BLOCK_C, end, BLOCK_C):
+                    other = _load_values(
+                        x_ptr, weights_ptr, rows, more + tl.arange(0, BLOCK_C), live, end,
+                        stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
+                    )  # fmt: skip
+                    largest = tl.maximum(largest, tl.max(tl.abs(other), axis=1))
+            scale = _scale_of(largest, LARGEST, MIN_SCALE)
+            tl.store(scale_ptr + rows * num_groups + which, scale, mask=live)
+        inverse = tl.div_rn(1.0, scale)[:, None]
+        q_ptrs = q_ptr + rows[:, None] * num_columns
+        q = _quantised(value, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
+        mask = live[:, None] & (columns < end)[None, :]
+        tl.store(q_ptrs + columns[None, :], q, mask=mask)
+        if not WHOLE:
+            for more in range(first + BLOCK_C, end, BLOCK_C):
+                columns = more + tl.arange(0, BLOCK_C)
+                other = _load_values(
+                    x_ptr, weights_ptr, rows, columns, live, end,
+                    stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
+                )  # fmt: skip
+                q = _quantised(other, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
+                mask = live[:, None] & (columns < end)[None, :]
+                tl.store(q_ptrs + columns[None, :], q, mask=mask)

@@ -1,0 +1,362 @@
+"""quantise_rows: activations to float8_e4m3fn or int8, with one scale a row, a group or a tensor.
+
+    scale = max(amax / L, 2^-33)        q = x * (1 / scale), saturated at L, to nearest even
+
+L is 448 for float8_e4m3fn and 127 for int8. Both divisions round to nearest, so kernel and twin
+agree bit for bit on finite values. A value is q * scale.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
+from modular_kernel.ops.count import id_arguments, local_ids, next_power_of_2
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import ActivationSpec, dtype_name
+from modular_kernel.workspace import BufferSpec, Workspace
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.quantise import amax_kernel, quantise_rows_kernel
+
+_TILE = 2048  # values a program holds, unless one group has more
+_MAX_BLOCK = 8192  # columns a program holds; a longer row is read twice
+_CHUNK = 1024  # columns a program takes where one scale serves all of them
+_MAX_PARTIALS = 1024  # programs that look for the largest value of a tensor, an expert more
+_MAX_PROGRAMS = 8192  # programs over batched rows, of which most may be empty; an expert more
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """Row p is pair p of `routing`; pairs without an expert among num_local are no tokens."""
+
+    routing: DispatchedRouting
+    num_local: int
+
+
+@dataclass(frozen=True)
+class BatchedRows:
+    """Rows are those of (e, C, K); the first counts_e[i] of expert i are tokens, (e,) int32."""
+
+    counts_e: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Quantised rows, all contiguous.
+
+    q_RK: (R, K) float8_e4m3fn or int8, written. scale: float32; per token (R, 1), per group of g
+    columns (R, ceil(K / g)), per tensor (1,); read if the scheme is static, written otherwise.
+    partials: float32 scratch, for a computed scale per tensor only.
+    """
+
+    q_RK: torch.Tensor
+    scale: torch.Tensor
+    partials: torch.Tensor | None = None
+
+
+def quantise_specs(
+    prefix: str, scheme: QuantScheme, rows: int, columns: int, *, segments: int = 1
+) -> dict[str, BufferSpec]:
+    """The workspace buffers that `take_quantised` takes; monotone in rows and segments.
+
+    segments: the experts e of batched rows, else 1.
+    """
+    _check_scheme(scheme)
+    specs = {f"{prefix}_q": BufferSpec((rows, columns), STORAGE[scheme.activation])}
+    if not scheme.static:
+        shape = scale_shape(scheme, rows, columns)
+        specs[f"{prefix}_scale"] = BufferSpec(shape, torch.float32)
+    if _needs_partials(scheme):
+        most = max(_MAX_PARTIALS, segments)
+        specs[f"{prefix}_partials"] = BufferSpec((most,), torch.float32)
+    return specs
+
+
+def scale_shape(scheme: QuantScheme, rows: int, columns: int) -> tuple[int, ...]:
+    """Shape of the scales of (rows, columns) activations."""
+    if scheme.activation_granularity == "tensor":
+        return (1,)
+    return (rows, -(-columns // _group(scheme, columns)))
+
+
+def take_quantised(
+    workspace: Workspace,
+    prefix: str,
+    scheme: QuantScheme,
+    shape: tuple[int, int],
+    *,
+    segments: int = 1,
+    static_scale: torch.Tensor | None = None,
+) -> Quantised:
+    """Views of buffers declared by `quantise_specs`, for rows and columns `shape`.
+
+    static_scale: (1,) float32, given exactly if the scheme is static.
+    """
+    assert (static_scale is not None) == scheme.static
+    specs = quantise_specs(prefix, scheme, *shape, segments=segments)
+    taken = {name: workspace.take(name, spec.shape) for name, spec in specs.items()}
+    scale = taken[f"{prefix}_scale"] if static_scale is None else static_scale
+    return Quantised(taken[f"{prefix}_q"], scale, taken.get(f"{prefix}_partials"))
+
+
+Live = PairRows | BatchedRows | None
+
+
+def quantise_rows(
+    x_RK: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    out: Quantised,
+    live: Live = None,
+    row_weights_R: torch.Tensor | None = None,
+) -> None:
+    """Quantise x_RK (R, K), values of a row side by side, as `scheme` says, into `out`.
+
+    live: which rows stand for a token, None for all; others are not read, and neither q nor
+    scales of them are written. row_weights_R: (R,) float32, multiplies x first, in float32.
+    One launch on a GPU, two for a computed scale per tensor. Zero rows launch nothing.
+    """
+    _check(x_RK.shape[0], x_RK.shape[1], scheme, out)
+    if x_RK.numel() == 0:
+        return
+    if not use_triton(x_RK):
+        quantise_rows_ref(x_RK, scheme, out=out, live=live, row_weights_R=row_weights_R)
+        return
+    identity = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "STEP": 1, "up_offset": 0}
+    source = _source(x_RK, live, row_weights_R)
+    num_partials = 0
+    if _needs_partials(scheme):
+        num_partials = _launch_amax(x_RK, out, live, source)
+    _launch_quantise(x_RK, scheme, out, live, num_partials, source | identity)
+
+
+def activation_and_quantise(
+    x_RN: torch.Tensor,
+    spec: ActivationSpec,
+    scheme: QuantScheme,
+    *,
+    out: Quantised,
+    live: Live = None,
+) -> None:
+    """`gated_activation` into x's dtype and `quantise_rows` behind it, in one launch.
+
+    x_RN: (R, N), N twice the columns of `out` if gated. Bit for bit what the two would give. Not
+    for a computed scale per tensor, which needs every value before it can round the first.
+    """
+    rows, intermediate = out.q_RK.shape
+    if _needs_partials(scheme):
+        need = "a scale per token, per group, or static"
+        raise ConfigurationError("activation_and_quantise", got=str(scheme), need=need)
+    width = intermediate * (2 if spec.gated else 1)
+    if tuple(x_RN.shape) != (rows, width):
+        raise ShapeError("activation input", got=tuple(x_RN.shape), need=(rows, width))
+    _check(rows, intermediate, scheme, out)
+    if out.q_RK.numel() == 0:
+        return
+    if not use_triton(x_RN):
+        activation_and_quantise_ref(x_RN, spec, scheme, out=out, live=live)
+        return
+    step, offset = up_rows(spec, intermediate)
+    constants = {**activation_constants(spec), "STEP": step, "up_offset": offset}
+    source = _source(x_RN, live, None)
+    _launch_quantise(x_RN, scheme, out, live, 0, source | constants)
+
+
+def _check_scheme(scheme: QuantScheme) -> None:
+    if scheme.activation not in ("float8_e4m3fn", "int8"):
+        need = "a scheme with float8_e4m3fn or int8 activations"
+        raise ConfigurationError("activation quantisation", got=str(scheme), need=need)
+
+
+def _check(rows: int, columns: int, scheme: QuantScheme, out: Quantised) -> None:
+    _check_scheme(scheme)
+    if tuple(out.q_RK.shape) != (rows, columns):
+        raise ShapeError("quantised rows", got=tuple(out.q_RK.shape), need=(rows, columns))
+    need = scale_shape(scheme, rows, columns)
+    if tuple(out.scale.shape) != need:
+        raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=need)
+    if out.q_RK.dtype is not STORAGE[scheme.activation]:
+        got = dtype_name(out.q_RK.dtype)
+        raise DtypeError("quantised rows", got=got, need=scheme.activation)
+
+
+def _needs_partials(scheme: QuantScheme) -> bool:
+    return scheme.activation_granularity == "tensor" and not scheme.static
+
+
+def _group(scheme: QuantScheme, columns: int) -> int:
+    """Columns that share a scale of their own."""
+    return scheme.group[-1] if scheme.activation_granularity == "group" else max(1, columns)
+
+
+def _source(x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None) -> dict[str, object]:
+    """Kernel arguments by which values are found."""
+    ids: dict[str, object] = {"num_experts": 0, "num_local": 0, "HAS_MAP": False}
+    source = "all"
+    if isinstance(live, PairRows):
+        ids, source = id_arguments(live.routing, live.num_local), "pairs"
+    elif isinstance(live, BatchedRows):
+        ids["ids_ptr"], source = live.counts_e, "batched"
+    ids["live_ptr"] = ids.pop("ids_ptr", x)
+    return {
+        "map_ptr": x,
+        **ids,
+        "x_ptr": x,
+        "weights_ptr": x if row_weights_R is None else row_weights_R,
+        "stride_x": x.stride(0),
+        "SOURCE": source,
+        "HAS_WEIGHTS": row_weights_R is not None,
+    }
+
+
+def _tiles(rows: int, group: int, live: Live, most: int) -> tuple[dict[str, int], int]:
+    """Blocks and the sharing of rows as kernel arguments; and the programs there will be."""
+    segments = live.counts_e.numel() if isinstance(live, BatchedRows) else 1
+    capacity = rows // segments
+    block_c = min(_MAX_BLOCK, next_power_of_2(group))
+    block_r = max(1, min(next_power_of_2(capacity), _TILE // block_c))
+    parts = max(1, min(-(-capacity // block_r), most // segments))
+    tiles = {"capacity": capacity, "parts": parts, "BLOCK_R": block_r, "BLOCK_C": block_c}
+    return tiles, segments * parts
+
+
+def _launch_amax(x_RK: torch.Tensor, out: Quantised, live: Live, source: dict[str, object]) -> int:
+    """Write partial maxima; returns how many."""
+    rows, columns = x_RK.shape
+    assert out.partials is not None
+    tiles, programs = _tiles(rows, min(columns, _CHUNK), live, _MAX_PARTIALS)
+    assert programs <= out.partials.numel()
+    amax_kernel[(programs,)](
+        partials_ptr=out.partials, num_columns=columns, up_offset=0, **tiles, **source
+    )
+    return programs
+
+
+def _launch_quantise(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    out: Quantised,
+    live: Live,
+    num_partials: int,
+    arguments: dict[str, object],
+) -> None:
+    rows, columns = out.q_RK.shape
+    computed = scheme.activation_granularity != "tensor"
+    group = _group(scheme, columns) if computed else min(columns, _CHUNK)
+    group = min(group, columns)
+    groups = -(-columns // group)
+    most = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
+    tiles, programs = _tiles(rows, group, live, most)
+    quantise_rows_kernel[(programs, groups)](
+        q_ptr=out.q_RK,
+        scale_ptr=out.scale,
+        partials_ptr=out.scale if out.partials is None else out.partials,
+        num_columns=columns,
+        group=group,
+        num_groups=groups,
+        num_partials=num_partials,
+        SCALE="computed" if computed else ("given" if scheme.static else "partials"),
+        LARGEST=LARGEST[scheme.activation],
+        ROUND=scheme.activation == "int8",
+        MIN_SCALE=MIN_SCALE,
+        WHOLE=group <= tiles["BLOCK_C"],
+        BLOCK_P=next_power_of_2(num_partials),
+        num_warps=8 if tiles["BLOCK_R"] * tiles["BLOCK_C"] > _TILE else 4,
+        **tiles,
+        **arguments,
+    )
+
+
+# ------------------------------------------------------------------------------ in plain torch
+
+
+def dequantise_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """float32 (R, K): q * scale, with scales as in `Quantised`."""
+    if scheme.activation_granularity == "group":
+        columns = q_RK.shape[1]
+        scale = scale.repeat_interleave(min(_group(scheme, columns), columns), 1)[:, :columns]
+    return q_RK.float() * scale
+
+
+def quantised(
+    values_RK: torch.Tensor, scheme: QuantScheme, static_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (R, K) and scales, as in `Quantised`, of float32 values, all of which count."""
+    _check_scheme(scheme)
+    rows, columns = values_RK.shape
+    largest = LARGEST[scheme.activation]
+    if static_scale is not None:
+        scale = static_scale
+    else:
+        magnitude = values_RK.abs()
+        if scheme.activation_granularity == "tensor":
+            amax = magnitude.amax().reshape(1) if rows else magnitude.new_zeros(1)
+        else:
+            group = min(_group(scheme, columns), columns)
+            padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
+            amax = padded.view(rows, -1, group).amax(2)
+        scale = (amax / largest).clamp(min=MIN_SCALE)
+    inverse = 1 / scale
+    if scheme.activation_granularity == "group":
+        inverse = inverse.repeat_interleave(group, 1)[:, :columns]
+    values = (values_RK * inverse).clamp(-largest, largest)
+    if scheme.activation == "int8":
+        values = values.round()
+    return values.to(STORAGE[scheme.activation]), scale
+
+
+def quantise_rows_ref(
+    x_RK: torch.Tensor,
+    scheme: QuantScheme,
+    *,
+    out: Quantised,
+    live: Live = None,
+    row_weights_R: torch.Tensor | None = None,
+) -> None:
+    """Torch twin of `quantise_rows`."""
+    keep = _live_rows(x_RK, live)
+    values = x_RK[keep].float()
+    if row_weights_R is not None:
+        values = values * row_weights_R[keep, None]
+    _put(values, keep, scheme, out)
+
+
+def activation_and_quantise_ref(
+    x_RN: torch.Tensor,
+    spec: ActivationSpec,
+    scheme: QuantScheme,
+    *,
+    out: Quantised,
+    live: Live = None,
+) -> None:
+    """Torch twin of `activation_and_quantise`."""
+    keep = _live_rows(x_RN, live)
+    values = gated_activation_ref(x_RN[keep], spec).to(x_RN.dtype).float()
+    _put(values, keep, scheme, out)
+
+
+def _live_rows(x: torch.Tensor, live: Live) -> torch.Tensor:
+    """(R,) bool."""
+    if isinstance(live, PairRows):
+        # Not for the counter of invalid ids: they are counted where pairs are sorted.
+        uncounted = torch.zeros_like(live.routing.invalid_ids)
+        routing = replace(live.routing, invalid_ids=uncounted)
+        return local_ids(routing, live.num_local).flatten() >= 0
+    if isinstance(live, BatchedRows):
+        places = torch.arange(x.shape[0] // live.counts_e.numel(), device=x.device)
+        return (places < live.counts_e[:, None]).flatten()
+    return torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+
+
+def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
+    q, scale = quantised(values, scheme, out.scale if scheme.static else None)
+    out.q_RK[keep] = q
+    if scheme.activation_granularity == "tensor" and not scheme.static:
+        out.scale.copy_(scale)
+    elif not scheme.static:
+        out.scale[keep] = scale

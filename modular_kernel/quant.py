@@ -1,0 +1,332 @@
+"""Quantised expert weights: what their tensors must be, from numbers to tensors, and back.
+
+With q stored, s its scale and z its zero point, a weight is
+
+    float8_e4m3fn, int8   q s
+    uint8, uint4          (q - z) s, where z is 128 or 8 if the scheme has no zero points
+    float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0)
+
+Two nibbles share a byte: of weights the even k is the low one, of zero points the even n. A tile of
+rows or columns may be ragged at the end of a matrix: it has a scale like any other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem, dtype_name
+
+# Names of every scheme that can be executed, and of those that quantise activations too.
+SCHEMES = frozenset(QUANT_SCHEMES) - {"nvfp4_w4a4"}
+ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].quantises_activations)
+
+STORAGE = {
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "uint4": torch.uint8,
+    "float4_e2m1": torch.uint8,
+}
+# The largest magnitude that a symmetric scale maps to, and the zero point that is not stored.
+LARGEST = {"float8_e4m3fn": 448.0, "int8": 127.0, "uint8": 127.0, "uint4": 7.0}
+MIDDLE = {"uint8": 128, "uint4": 8}
+_TOP = {"uint8": 255, "uint4": 15}
+# The least scale a computed one can have: zeros stay zeros, and 1 / scale stays finite.
+MIN_SCALE = 2.0**-33
+
+# The eight values of e2m1 by code, bit 3 being the sign, and the midpoints between them.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+_SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What one tensor must be. legend: its shape in letters."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    legend: str
+
+    def __str__(self) -> str:
+        return f"{self.legend} = {self.shape} {' or '.join(map(dtype_name, self.dtypes))}"
+
+
+def unpackable(problem: Problem) -> tuple[str, ...]:
+    """Which of "hidden" and "intermediate" are odd though a byte must hold two of their values."""
+    if not problem.scheme.packed:
+        return ()
+    return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % 2)
+
+
+@cache
+def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
+    """Spec of every field of ExpertWeights that the scheme has; all others must be None.
+
+    Biases and expert_map are not among them. ConfigurationError if the problem cannot be stored.
+    """
+    scheme = problem.scheme
+    if scheme.name not in SCHEMES:
+        raise ConfigurationError("quant", got=scheme.name, need=f"one of {sorted(SCHEMES)}")
+    for name in unpackable(problem):
+        need = f"an even number: {scheme.name} packs two values of a row into a byte"
+        raise ConfigurationError(name, got=getattr(problem, name), need=need)
+    rows = "2I" if problem.act.gated else "I"
+    specs = _matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
+    specs |= _matrix_specs("w2", problem, (problem.hidden, problem.intermediate), ("H", "I"))
+    if scheme.static:
+        one = TensorSpec((1,), (torch.float32,), "(1,)")
+        specs |= {"a1_scale": one, "a2_scale": one}
+    return specs
+
+
+def _matrix_specs(
+    name: str, problem: Problem, sizes: tuple[int, int], letters: tuple[str, str]
+) -> dict[str, TensorSpec]:
+    scheme, e, (rows, depth), (n, k) = problem.scheme, problem.e, sizes, letters
+    if not scheme.quantised:
+        return {name: TensorSpec((e, rows, depth), (problem.dtype,), f"(e, {n}, {k})")}
+    stored = (STORAGE[scheme.weight],)
+    if scheme.packed:
+        specs = {name: TensorSpec((e, rows, depth // 2), stored, f"(e, {n}, {k} / 2)")}
+    else:
+        specs = {name: TensorSpec((e, rows, depth), stored, f"(e, {n}, {k})")}
+    shape: tuple[int, ...]
+    if scheme.granularity == "tensor":
+        shape, legend = (e,), "(e,)"
+    elif scheme.granularity == "channel":
+        shape, legend = (e, rows), f"(e, {n})"
+    elif scheme.granularity == "block":
+        bn, bk = scheme.group
+        shape = (e, _ceil(rows, bn), _ceil(depth, bk))
+        legend = f"(e, ceil({n} / {bn}), ceil({k} / {bk}))"
+    else:
+        (g,) = scheme.group
+        groups = f"ceil({k} / {g})"
+        shape, legend = (e, rows, _ceil(depth, g)), f"(e, {n}, {groups})"
+        if scheme.zero_points and scheme.packed:
+            zeros = TensorSpec(
+                (e, rows // 2, _ceil(depth, g)), (torch.uint8,), f"(e, {n} / 2, {groups})"
+            )
+            specs[f"{name}_zero_point"] = zeros
+        elif scheme.zero_points:
+            specs[f"{name}_zero_point"] = TensorSpec(shape, (torch.uint8,), legend)
+    specs[f"{name}_scale"] = TensorSpec(shape, _scale_dtypes(problem), legend)
+    return specs
+
+
+def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
+    scheme = problem.scheme
+    if scheme.weight == "float4_e2m1":
+        return (torch.uint8,)
+    if scheme.quantises_activations or problem.dtype is torch.float32:
+        return (torch.float32,)
+    return (torch.float32, problem.dtype)
+
+
+def check_weights_quantised(weights: ExpertWeights, problem: Problem, device: torch.device) -> None:
+    """w1, w2, their scales and zero points, and static scales exactly as the scheme has them.
+
+    w1 and w2 may be strided; everything beside them is contiguous, on `device`.
+    """
+    specs = weight_specs(problem)
+    for name in ("w1", "w2", *_SCALES):
+        tensor, spec = getattr(weights, name), specs.get(name)
+        if spec is None and tensor is not None:
+            raise WeightsError(name, got="a tensor", need=f"None for quant={problem.quant}")
+        if spec is not None and tensor is None:
+            raise WeightsError(name, got="None", need=f"{spec} for quant={problem.quant}")
+        if spec is not None and tensor is not None:
+            _check(name, tensor, spec, device)
+
+
+def _check(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.device) -> None:
+    if tuple(tensor.shape) != spec.shape:
+        raise ShapeError(name, got=tuple(tensor.shape), need=f"{spec.legend} = {spec.shape}")
+    if tensor.dtype not in spec.dtypes:
+        need = " or ".join(map(dtype_name, spec.dtypes))
+        raise DtypeError(name, got=dtype_name(tensor.dtype), need=need)
+    if tensor.device != device:
+        raise DeviceError(name, got=tensor.device, need=f"{device}, where x is")
+    if name in _SCALES and not tensor.is_contiguous():
+        raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+
+
+# ------------------------------------------------------------------------- tensors to numbers
+
+
+def dequantise(
+    w_eNK: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    scheme: QuantScheme,
+) -> torch.Tensor:
+    """float32 (e, N, K) of weights stored as `weight_specs` says; computed in float32."""
+    if scheme.packed:
+        w_eNK = _unpack(w_eNK, 2)
+    depth = w_eNK.shape[2]
+    if scheme.weight == "float4_e2m1":
+        magnitude = torch.tensor(_E2M1, device=w_eNK.device)[(w_eNK & 7).long()]
+        values = torch.where(w_eNK >= 8, -magnitude, magnitude)
+        scale = _from_e8m0(scale)
+    else:
+        values = w_eNK.float()
+    rows = values.shape[1]
+    if scheme.weight in MIDDLE:
+        if zero_point is None:
+            values = values - MIDDLE[scheme.weight]
+        else:
+            zero = _unpack(zero_point, 1) if scheme.packed else zero_point
+            values = values - _spread(zero.float(), scheme, rows, depth)
+    return values * _spread(scale.float(), scheme, rows, depth)
+
+
+def _unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    """uint8 with two values a byte along `dim`, the low nibble first -> one value a byte."""
+    return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
+
+
+def _from_e8m0(scale: torch.Tensor) -> torch.Tensor:
+    """2^(s - 127) in float32, by its bits: exact, subnormal for 0, NaN for 255."""
+    exponent = scale.int()
+    bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
+    return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def _spread(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
+    """One value a tile -> one a weight: broadcastable to (e, rows, depth)."""
+    if scheme.granularity == "tensor":
+        return tiles[:, None, None]
+    if scheme.granularity == "channel":
+        return tiles[:, :, None]
+    if scheme.granularity == "block":
+        tiles = tiles.repeat_interleave(min(scheme.group[0], rows), 1)[:, :rows]
+    return tiles.repeat_interleave(min(scheme.group[-1], depth), 2)[:, :, :depth]
+
+
+# ------------------------------------------------------------------------- numbers to tensors
+
+
+def quantise_weights(
+    weights: ExpertWeights, problem: Problem, *, scale_dtype: torch.dtype = torch.float32
+) -> ExpertWeights:
+    """The weights of a quantised `problem`, each value rounded to the nearest one it can have.
+
+    weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and any strides; biases,
+    expert_map and, for a static scheme, a1_scale and a2_scale are taken over. scale_dtype: of
+    the scales, where the scheme lets it be the problem's. Equal weights give equal bits.
+    """
+    specs, scheme = weight_specs(problem), problem.scheme
+    sizes = {
+        "w1": (problem.e, problem.w1_rows, problem.hidden),
+        "w2": (problem.e, problem.hidden, problem.intermediate),
+    }
+    if not scheme.quantised:
+        raise ConfigurationError("quant", got=problem.quant, need="a quantised scheme")
+    if scheme.weight == "float4_e2m1":
+        scale_dtype = torch.uint8
+    fields: dict[str, torch.Tensor | None] = {}
+    for name, shape in sizes.items():
+        w_eNK = getattr(weights, name)
+        if tuple(w_eNK.shape) != shape:
+            raise ShapeError(name, got=tuple(w_eNK.shape), need=f"(e, N, K) = {shape}")
+        if not w_eNK.dtype.is_floating_point or w_eNK.element_size() < 2:
+            raise DtypeError(name, got=dtype_name(w_eNK.dtype), need="unquantised weights")
+        allowed = specs[f"{name}_scale"].dtypes
+        if scale_dtype not in allowed:
+            need = " or ".join(map(dtype_name, allowed))
+            raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
+        fields[name], fields[f"{name}_scale"], fields[f"{name}_zero_point"] = _quantise(
+            w_eNK.float(), scheme, scale_dtype
+        )
+    quantised = replace(weights, **fields)  # type: ignore[arg-type]
+    check_weights_quantised(quantised, problem, weights.w1.device)
+    return quantised
+
+
+def _quantise(
+    w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Stored weights, scales and zero points of float32 weights."""
+    if scheme.weight == "float4_e2m1":
+        return _quantise_mxfp4(w_eNK, scheme)
+    rows, depth = w_eNK.shape[1:]
+    high, low = _extremes(w_eNK, scheme)
+    if scheme.zero_points:
+        scale = (high.clamp(min=0) - low.clamp(max=0)) / _TOP[scheme.weight]
+    else:
+        scale = torch.maximum(high, -low) / LARGEST[scheme.weight]
+    floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
+    scale = scale.clamp(min=floor).to(scale_dtype)
+    q_eNK = w_eNK / _spread(scale.float(), scheme, rows, depth)
+    if scheme.weight in ("float8_e4m3fn", "int8"):
+        largest = LARGEST[scheme.weight]
+        if scheme.weight == "int8":
+            q_eNK = q_eNK.round()
+        return q_eNK.clamp(-largest, largest).to(STORAGE[scheme.weight]), scale, None
+    top = _TOP[scheme.weight]
+    zero = None
+    middle: torch.Tensor | int = MIDDLE[scheme.weight]
+    if scheme.zero_points:
+        zero = (-low.clamp(max=0) / scale.float()).round().clamp(0, top)
+        middle = _spread(zero, scheme, rows, depth)
+        zero = _pack(zero.to(torch.uint8), 1) if scheme.packed else zero.to(torch.uint8)
+    stored = (q_eNK.round() + middle).clamp(0, top).to(torch.uint8)
+    return _pack(stored, 2) if scheme.packed else stored, scale, zero
+
+
+def _quantise_mxfp4(
+    w_eNK: torch.Tensor, scheme: QuantScheme
+) -> tuple[torch.Tensor, torch.Tensor, None]:
+    """The least power of two whose sixfold is not exceeded; ties round to the even code."""
+    high, low = _extremes(w_eNK, scheme)
+    ratio = (torch.maximum(high, -low) / 6.0).clamp(min=MIN_SCALE)
+    mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    scale = (exponent + 127).clamp(1, 254).to(torch.uint8)
+    scaled = w_eNK / _spread(_from_e8m0(scale), scheme, *w_eNK.shape[1:])
+    midpoints = torch.tensor(_E2M1_MIDPOINTS, device=w_eNK.device)
+    below = torch.bucketize(scaled.abs(), midpoints)
+    above = torch.bucketize(scaled.abs(), midpoints, right=True)
+    code = torch.where(below % 2 == 0, below, above)
+    code = torch.where(scaled < 0, code + 8, code)
+    return _pack(code.to(torch.uint8), 2), scale, None
+
+
+def _extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest and smallest weight of each tile, the zeros past a ragged end included."""
+    e, rows, depth = w_eNK.shape
+    if scheme.granularity == "tensor":
+        return w_eNK.amax((1, 2)), w_eNK.amin((1, 2))
+    if scheme.granularity == "channel":
+        return w_eNK.amax(2), w_eNK.amin(2)
+    bn = scheme.group[0] if scheme.granularity == "block" else 1
+    bn, bk = min(bn, rows), min(scheme.group[-1], depth)
+    padded = torch.nn.functional.pad(w_eNK, (0, -depth % bk, 0, -rows % bn))
+    tiles = padded.view(e, _ceil(rows, bn), bn, _ceil(depth, bk), bk)
+    high, low = tiles.amax((2, 4)), tiles.amin((2, 4))
+    return high, low
+
+
+def _pack(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """One nibble a byte -> two along `dim`, the even one low."""
+    shape = values.shape
+    pairs = values.reshape(*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
+    return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
+
+
+def _ceil(value: int, step: int) -> int:
+    return -(-value // step)

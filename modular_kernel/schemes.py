@@ -1,0 +1,111 @@
+"""One vocabulary for quantisation: a scheme is named once, to select parts and to execute it."""
+
+from dataclasses import dataclass, replace
+
+from modular_kernel.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """What weights and activations are stored as, and what one scale covers.
+
+    weight: element type of w1 and w2 ("none": the problem's dtype).
+    activation: element type of the products' left operands ("none": the problem's dtype).
+    granularity: what one weight scale covers: tensor (an expert's matrix), channel (a row of it),
+        block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
+    zero_points: unsigned weights with a zero point per group; without, the middle of the range.
+    static: activation scales are given (a1_scale, a2_scale) instead of computed per call.
+    """
+
+    name: str
+    weight: str = "none"
+    activation: str = "none"
+    granularity: str = "none"
+    group: tuple[int, ...] = ()
+    zero_points: bool = False
+    static: bool = False
+
+    @property
+    def quantised(self) -> bool:
+        return self.weight != "none"
+
+    @property
+    def quantises_activations(self) -> bool:
+        """Whether the left operands are quantised too (w8a8), or stay in the problem's dtype."""
+        return self.activation != "none"
+
+    @property
+    def activation_granularity(self) -> str:
+        """What one activation scale covers: none, tensor, token, or group (of one token)."""
+        if not self.quantises_activations:
+            return "none"
+        return {"channel": "token", "block": "group"}.get(self.granularity, self.granularity)
+
+    @property
+    def packed(self) -> bool:
+        """Whether one byte of a weight holds two values, the low nibble first along K."""
+        return self.weight in ("uint4", "float4_e2m1")
+
+    @classmethod
+    def parse(cls, text: "str | QuantScheme") -> "QuantScheme":
+        """From `name[:option=value,...]`, as `str()` prints it.
+
+        Options: block=NxK (block schemes), group=G and zero_points=true (integer group schemes),
+        static=true (fp8_w8a8_tensor).
+        """
+        if isinstance(text, QuantScheme):
+            return text
+        name, _, rest = text.partition(":")
+        if name not in QUANT_SCHEMES:
+            raise ConfigurationError("quant", got=name, need=f"one of {sorted(QUANT_SCHEMES)}")
+        scheme = QUANT_SCHEMES[name]
+        for option in filter(None, rest.split(",")):
+            key, _, value = option.partition("=")
+            scheme = scheme._with(key, value)
+        return scheme
+
+    def _with(self, key: str, value: str) -> "QuantScheme":
+        integers = self.weight in ("uint8", "uint4")
+        sizes = tuple(int(v) for v in value.split("x") if v.isdigit() and int(v) > 0)
+        if key == "block" and self.granularity == "block" and len(sizes) == 2:
+            return replace(self, group=sizes)
+        if key == "group" and integers and len(sizes) == 1 and sizes[0] % 2 == 0:
+            return replace(self, group=sizes)
+        if key == "zero_points" and integers and value in ("true", "false"):
+            return replace(self, zero_points=value == "true")
+        if (
+            key == "static"
+            and self.activation_granularity == "tensor"
+            and value in ("true", "false")
+        ):
+            return replace(self, static=value == "true")
+        need = "an option this scheme has: block=NxK, group=G, zero_points=true or static=true"
+        raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}", need=need)
+
+    def __str__(self) -> str:
+        plain = QUANT_SCHEMES[self.name]
+        options = []
+        if self.group != plain.group:
+            key = "block" if self.granularity == "block" else "group"
+            options.append(f"{key}={'x'.join(map(str, self.group))}")
+        if self.zero_points:
+            options.append("zero_points=true")
+        if self.static:
+            options.append("static=true")
+        return self.name + (":" + ",".join(options) if options else "")
+
+
+_SCHEMES = (
+    QuantScheme("none"),
+    QuantScheme("fp8_w8a8_tensor", "float8_e4m3fn", "float8_e4m3fn", "tensor"),
+    QuantScheme("fp8_w8a8_channel", "float8_e4m3fn", "float8_e4m3fn", "channel"),
+    QuantScheme("fp8_w8a8_block", "float8_e4m3fn", "float8_e4m3fn", "block", (128, 128)),
+    QuantScheme("int8_w8a8_channel", "int8", "int8", "channel"),
+    QuantScheme("int8_w8a8_block", "int8", "int8", "block", (128, 128)),
+    QuantScheme("int8_w8a16_channel", "int8", "none", "channel"),
+    QuantScheme("int8_w8a16_group", "uint8", "none", "group", (128,)),
+    QuantScheme("int4_w4a16_group", "uint4", "none", "group", (128,)),
+    QuantScheme("mxfp4_w4a16", "float4_e2m1", "none", "group", (32,)),
+    QuantScheme("nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,)),
+)
+QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}
