@@ -2,11 +2,19 @@
 
 import torch
 
+from experts.tile_search import TileSpace
 from experts.tiles import Tile, choose_tiles
-from experts.triton_gemm import Product, first_product, second_product
+from experts.triton_gemm import (
+    SCHEMES,
+    Product,
+    first_product,
+    group_rejections,
+    second_product,
+)
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
-from modular_kernel.support import ExpertsRequirements
+from modular_kernel.ops.quantise import BatchedRows, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -14,7 +22,7 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Problem, Reduce
+from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import KeepTopK, TopKWeightAndReduceDelegate
 
@@ -35,6 +43,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         keep_topk=True,
         weight_on_input=False,
         tf32=True,
+        schemes=SCHEMES,
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -42,6 +51,14 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         from experts.kernels.triton.batched_gemm import batched_gemm_kernel
 
         self._kernel = batched_gemm_kernel
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> TileSpace:
+        return TileSpace(problem, cls.__name__)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return group_rejections(cls.__name__, problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
@@ -51,7 +68,16 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
             workspace13=BufferSpec((*rows, problem.intermediate), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
             output=BufferSpec((*rows, problem.hidden), problem.dtype),
+            extra=self._quantised_specs(shape),
         )
+
+    def _quantised_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
+        """GEMM 2's rows as 8-bit values, where the scheme wants them."""
+        scheme, rows = self.problem.scheme, shape.experts * shape.capacity
+        if not scheme.quantises_activations:
+            return {}
+        columns = self.problem.intermediate
+        return quantise_specs("h", scheme, rows, columns, segments=shape.experts)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         if self.problem.combine is Combine.SUM:
@@ -75,9 +101,34 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
             product = first_product(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
             self._multiply(rows, product, tiles.gemm1, tokens.counts_e, h_eCI)
+        h_rows = self._quantised(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
             product = second_product(weights, problem)
-            self._multiply((h_eCI, None), product, tiles.gemm2, tokens.counts_e, output)
+            self._multiply(h_rows, product, tiles.gemm2, tokens.counts_e, output)
+
+    def _quantised(
+        self,
+        h_eCI: torch.Tensor,
+        tokens: BatchedTokens,
+        weights: ExpertWeights,
+        workspace: Workspace,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """GEMM 2's rows and their scales; h_eCI itself where activations are not quantised."""
+        scheme, (experts, capacity, columns) = self.problem.scheme, h_eCI.shape
+        if not scheme.quantises_activations:
+            return h_eCI, None
+        with stages.stage(stages.QUANTISE):
+            out = take_quantised(
+                workspace,
+                "h",
+                scheme,
+                (experts * capacity, columns),
+                segments=experts,
+                static_scale=weights.a2_scale,
+            )
+            live = BatchedRows(tokens.counts_e)
+            quantise_rows(h_eCI.flatten(0, 1), scheme, out=out, live=live)
+        return out.q_RK.view_as(h_eCI), out.scale
 
     def _multiply(
         self,

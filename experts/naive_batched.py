@@ -3,7 +3,8 @@
 import torch
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
-from modular_kernel.ops.mlp import expert_mlp
+from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
+from modular_kernel.quant import SCHEMES
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     BatchedShape,
@@ -28,6 +29,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         reduce=Reduce.NAIVE_BATCHED,
         keep_topk=True,
         weight_on_input=False,
+        schemes=SCHEMES,
     )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
@@ -50,6 +52,13 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
+        entries = []
         for expert, count in enumerate(tokens.counts_e.tolist()):
-            rows = tokens.x_eCH[expert, :count]
-            output[expert, :count] = expert_mlp(rows, weights, expert, self.problem)
+            scale = tokens.scale
+            if scale is not None and scale.dim() == 3:
+                scale = scale[expert, :count]
+            if count:
+                entries.append(ExpertTokens(expert, tokens.x_eCH[expert, :count], scale))
+        results = expert_mlps(entries, weights, self.problem)
+        for entry, rows in zip(entries, results, strict=True):
+            output[entry.expert, : len(rows)] = rows

@@ -1,87 +1,141 @@
-"""Tile shapes for the grouped GEMMs, chosen from the expected rows per expert."""
+"""Tiles of the grouped GEMMs: what a call launches, who decided it, and how to decide otherwise.
 
-from dataclasses import dataclass
+tiles = choose_tiles(problem, tokens)          # tuned where a file says so, see tile_store
+print(explain(problem, tokens))                # which file, and why
+with override_config(TilePair(...)):           # in this thread, inside the block
+    ...
+"""
 
-import torch
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
+from experts.tile_files import Recipe, override_recipe
+from experts.tile_names import names_for
+from experts.tile_shapes import Device, Tile, TilePair
+from experts.tile_store import Source, TileStore, fit, nearest
+from modular_kernel.machine import current_machine
+from modular_kernel.settings import read_settings
 from modular_kernel.types import Problem
 
+__all__ = [
+    "Tile",
+    "TilePair",
+    "choose_tiles",
+    "explain",
+    "override_config",
+    "regimes_up_to",
+    "reread",
+    "this_store",
+]
 
-@dataclass(frozen=True)
-class Tile:
-    """One launch: block sizes in elements, row blocks per swizzle group, warps, stages."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class TilePair:
-    """Tiles of both GEMMs. They share one alignment, so block_m is the same."""
-
-    gemm1: Tile
-    gemm2: Tile
-
-    def __post_init__(self) -> None:
-        assert self.gemm1.block_m == self.gemm2.block_m, "GEMM 1 and 2 share one alignment"
-
-
-# By the mean rows of an expert, up to the first number: (block_n, block_k, warps, stages) of GEMM 1
-# and GEMM 2, and the swizzle group. Measured on one H200 (2026-11-20, triton 3.6.0, bf16) as the
-# best mean over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss from 1 to 8192 tokens.
-_Row = tuple[int | None, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
-_HALF: tuple[_Row, ...] = (
-    (10, 16, (64, 128, 4, 4), (64, 128, 4, 4), 1),
-    (24, 32, (64, 128, 4, 3), (128, 64, 4, 4), 1),
-    (48, 64, (64, 64, 4, 3), (128, 64, 4, 3), 16),
-    (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
-)
-# Float32 products take twice the shared memory, and without tensor cores gain nothing from width.
-_FLOAT32: tuple[_Row, ...] = (
-    (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
-    (None, 64, (32, 32, 4, 2), (64, 32, 4, 2), 8),
-)
-# Rows that start off a 16-element boundary load value by value: larger tiles spill registers.
-_UNALIGNED: tuple[_Row, ...] = (
-    (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
-    (None, 64, (64, 32, 8, 3), (128, 32, 8, 3), 8),
-)
-
-
-def _table(problem: Problem) -> tuple[_Row, ...]:
-    if problem.dtype is torch.float32:
-        return _FLOAT32
-    if problem.hidden % 16 or problem.intermediate % 16:
-        return _UNALIGNED
-    return _HALF
+_PACKAGED = Path(__file__).parent / "configs"
+_override: ContextVar[Recipe | None] = ContextVar("tile override", default=None)
 
 
 def choose_tiles(problem: Problem, tokens: int) -> TilePair:
-    """Tiles for a call of `tokens` tokens, by the mean number of rows an expert gets.
+    """Tiles for a call of `tokens` tokens. Files are read at the first call for a problem.
 
-    A gated GEMM 1 computes block_n gate and block_n up columns. block_k is halved (down to 32) if
-    that makes it divide the depth of the product, which spares the masks along it.
+    tokens: of this rank; in the batched format the rows reserved for an expert. A gated GEMM 1
+    computes block_n gate and block_n up columns. ConfigurationError where a file or an override
+    is malformed or does not fit. A repeated call takes about a microsecond.
     """
-    rows = tokens * problem.top_k / problem.experts
-    regime = next(r for r in _table(problem) if r[0] is None or rows <= r[0])
-    _, block_m, first, second, group = regime
-
-    def tile(depth: int, choice: tuple[int, int, int, int]) -> Tile:
-        block_n, block_k, warps, stages = choice
-        fits = [k for k in (block_k, block_k // 2, block_k // 4) if k >= 32 and depth % k == 0]
-        return Tile(block_m, block_n, fits[0] if fits else block_k, group, warps, stages)
-
-    return TilePair(tile(problem.hidden, first), tile(problem.intermediate, second))
+    return _chosen(problem, tokens, _override.get())
 
 
 def regimes_up_to(problem: Problem, tokens: int) -> list[tuple[int, int]]:
-    """(most tokens, block_m) of every regime that a call of at most `tokens` tokens can meet."""
-    limits = [
-        tokens if rows is None else min(tokens, rows * problem.experts // problem.top_k)
-        for rows, *_ in _table(problem)
+    """(most tokens, block_m), once for every block_m that a call of at most `tokens` can meet."""
+    return list(_regimes(problem, tokens, _override.get()))
+
+
+@contextmanager
+def override_config(config: TilePair | Mapping[str, object] | None) -> Iterator[None]:
+    """Inside the block `config` decides instead of any file; None: files decide again.
+
+    config: a pair of tiles, or a mapping as in a file (see tile_files), or one launch of it for
+    every number of tokens. Blocks nest, and end as they began, whatever is raised inside. Other
+    threads do not see it. Workspaces depend on it: make kernels and plans where they are called.
+    """
+    token = _override.set(None if config is None else override_recipe(config))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def explain(problem: Problem, tokens: int, device_name: str | None = None) -> str:
+    """Which tiles a call of `tokens` tokens launches, where they come from, and why those.
+
+    device_name: as if on this GPU; None means this machine's. One fact per line.
+    """
+    store = this_store()
+    recipe = _override.get()
+    if device_name is not None:
+        store = TileStore(store.folders, Device(device_name), store.triton)
+    source = fit(recipe, problem, store.device) if recipe else store.source(problem)
+    pair = source.steps.choose(tokens)
+    lines = [
+        f"{problem}, {tokens} tokens, on {store.device.name or 'no GPU'}",
+        f"  from {_why(source, problem, tokens)}",
+        f"  GEMM 1: {pair.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
+        f"  GEMM 2: {pair.gemm2}",
+        *(f"  note: {note}" for note in source.notes),
+        *(f"  looked in {place}" for place in source.looked_in),
     ]
-    return [(limit, choose_tiles(problem, limit).gemm1.block_m) for limit in limits]
+    if source.origin == "regimes":
+        named = names_for(problem, store.device.name)[0] if store.device.name else ""
+        need = f"`mk tune` writes one: {named}" if named else "tuned files are for a GPU"
+        lines.append(f"  no tuned file; {need}")
+    return "\n".join(lines)
+
+
+def _why(source: Source, problem: Problem, tokens: int) -> str:
+    if not source.keys:
+        rows = tokens * problem.top_k / problem.experts
+        place = source.steps.index(tokens) + 1
+        return f"regime {place} of {len(source.steps.lasts)}: {rows:.4g} rows an expert"
+    key = nearest(source.keys, tokens)
+    keys = ", ".join(map(str, source.keys))
+    return f"{source.origin}: tokens {key} is the nearest of {keys}"
+
+
+def reread() -> None:
+    """Forget what was read from files, the environment and the machine, as `mk tune` does."""
+    for function in (_chosen, _regimes, _source, this_store):
+        function.cache_clear()
+
+
+@cache
+def this_store() -> TileStore:
+    """The folders and the GPU of this machine, looked at once. The first GPU stands for all."""
+    folders = (("user", read_settings().config_dir), ("packaged", _PACKAGED))
+    return TileStore(folders, Device.of(current_machine()), triton_version())
+
+
+def triton_version() -> str | None:
+    """The installed triton's, without importing it."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+@lru_cache(maxsize=1 << 10)
+def _source(problem: Problem, recipe: Recipe | None) -> Source:
+    """problem: with tokens = 0, which decide nothing here."""
+    store = this_store()
+    return store.source(problem) if recipe is None else fit(recipe, problem, store.device)
+
+
+@lru_cache(maxsize=1 << 16)
+def _chosen(problem: Problem, tokens: int, recipe: Recipe | None) -> TilePair:
+    return _source(problem.with_tokens(0), recipe).steps.choose(tokens)
+
+
+@lru_cache(maxsize=1 << 12)
+def _regimes(problem: Problem, tokens: int, recipe: Recipe | None) -> tuple[tuple[int, int], ...]:
+    most = _source(problem.with_tokens(0), recipe).steps.most_tokens(tokens)
+    return tuple((limit, block_m) for block_m, limit in most.items())

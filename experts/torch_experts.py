@@ -5,7 +5,8 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.count import local_ids
-from modular_kernel.ops.mlp import expert_mlp
+from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
+from modular_kernel.quant import SCHEMES
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -32,6 +33,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         expert_map=True,
         chunking=True,
         invalid_rows=Rows.ZERO,
+        schemes=SCHEMES,
     )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
@@ -59,10 +61,17 @@ class TorchExperts(PermuteExpertsUnpermute):
         output.zero_()
         on_input = self.problem.apply_router_weight_on_input
         router_TK = tokens.routing.topk_weights_TK if on_input else None
+        entries, places = [], []
         for expert in range(weights.w1.shape[0]):
             token, slot = (ids_TK == expert).nonzero(as_tuple=True)
             if token.numel() == 0:
                 continue
+            scale = tokens.scale
+            if scale is not None and scale.dim() == 2:
+                scale = scale[token]
             row_weights = None if router_TK is None else router_TK[token, slot]
-            rows = expert_mlp(tokens.x_TH[token], weights, expert, self.problem, row_weights)
-            output[token, slot] = rows
+            entries.append(ExpertTokens(expert, tokens.x_TH[token], scale, row_weights))
+            places.append((token, slot))
+        results = expert_mlps(entries, weights, self.problem)
+        for place, rows in zip(places, results, strict=True):
+            output[place] = rows

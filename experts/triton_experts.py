@@ -2,13 +2,21 @@
 
 import torch
 
+from experts.tile_search import TileSpace
 from experts.tiles import Tile, choose_tiles, regimes_up_to
-from experts.triton_gemm import Product, first_product, second_product
+from experts.triton_gemm import (
+    SCHEMES,
+    Product,
+    first_product,
+    group_rejections,
+    second_product,
+)
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.align import Aligned, align, align_specs
+from modular_kernel.ops.quantise import PairRows, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.ops.reduce import weight_and_sum
-from modular_kernel.support import ExpertsRequirements
+from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -16,7 +24,7 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Problem, Reduce
+from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import KeepTopK, TopKWeightAndReduceNoOp
 
@@ -40,6 +48,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         expert_map=True,
         chunking=True,
         tf32=True,
+        schemes=SCHEMES,
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -48,6 +57,14 @@ class TritonExperts(PermuteExpertsUnpermute):
 
         self._kernel = grouped_gemm_kernel
         self._sums = problem.combine is Combine.SUM
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> TileSpace:
+        return TileSpace(problem, cls.__name__)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return group_rejections(cls.__name__, problem)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
@@ -59,8 +76,15 @@ class TritonExperts(PermuteExpertsUnpermute):
             workspace13=BufferSpec((pairs, problem.intermediate), problem.dtype),
             workspace2=rows,
             output=BufferSpec(output, problem.dtype),
-            extra=self._align_specs(shape.tokens),
+            extra=self._align_specs(shape.tokens) | self._quantised_specs(pairs),
         )
+
+    def _quantised_specs(self, pairs: int) -> dict[str, BufferSpec]:
+        """GEMM 2's rows as 8-bit values, where the scheme wants them."""
+        scheme = self.problem.scheme
+        if not scheme.quantises_activations:
+            return {}
+        return quantise_specs("h", scheme, pairs, self.problem.intermediate)
 
     def _align_specs(self, tokens: int) -> dict[str, BufferSpec]:
         """Room for the alignment of any call up to `tokens`: fewer tokens can mean more blocks,
@@ -102,11 +126,14 @@ class TritonExperts(PermuteExpertsUnpermute):
         on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
         with stages.stage(stages.GEMM1):
             product = first_product(weights, problem)
-            self._multiply((tokens.x_TH, tokens.scale), product, tiles.gemm1, aligned, h_PI, on_input)
+            self._multiply(
+                (tokens.x_TH, tokens.scale), product, tiles.gemm1, aligned, h_PI, on_input
+            )
+        h_rows = self._quantised(h_PI, tokens, weights, workspace)
         rows_PH = workspace.take("workspace2", (pairs, problem.hidden)) if self._sums else output
         with stages.stage(stages.GEMM2):
             product = second_product(weights, problem)
-            self._multiply((h_PI, None), product, tiles.gemm2, aligned, rows_PH, None)
+            self._multiply(h_rows, product, tiles.gemm2, aligned, rows_PH, None)
         if self._sums:
             with stages.stage(stages.REDUCE):
                 weight_and_sum(
@@ -117,6 +144,24 @@ class TritonExperts(PermuteExpertsUnpermute):
                     routing=routing,
                     num_local=problem.e,
                 )
+
+    def _quantised(
+        self,
+        h_PI: torch.Tensor,
+        tokens: ContiguousTokens,
+        weights: ExpertWeights,
+        workspace: Workspace,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """GEMM 2's rows and their scales; h_PI itself where activations are not quantised."""
+        scheme = self.problem.scheme
+        if not scheme.quantises_activations:
+            return h_PI, None
+        with stages.stage(stages.QUANTISE):
+            shape = (h_PI.shape[0], h_PI.shape[1])
+            out = take_quantised(workspace, "h", scheme, shape, static_scale=weights.a2_scale)
+            live = PairRows(tokens.routing, self.problem.e)
+            quantise_rows(h_PI, scheme, out=out, live=live)
+        return out.q_RK, out.scale
 
     def _multiply(
         self,

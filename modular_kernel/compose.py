@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.quant import quantise_weights
 from modular_kernel.support import Verdict
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Machine, Problem
@@ -72,6 +73,12 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
         b2=normal(e, h) if problem.bias else None,
         expert_map=_first_local(problem, device) if problem.expert_map else None,
     )
+    if problem.scheme.static:
+        # Reaches to 28: further out than x or h of such weights get.
+        scale = torch.full((1,), 2.0**-4, device=device)
+        weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
+    if problem.scheme.quantised:
+        weights = quantise_weights(weights, problem)
     choices = max(problem.experts, k)
     logits = torch.randn(problem.tokens, choices, device=device, generator=generator)
     values, ids = logits.topk(k, dim=-1)

@@ -23,6 +23,7 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
+from modular_kernel.tunable import Tunable
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
@@ -129,6 +130,11 @@ class PermuteExpertsUnpermute(ABC):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         """Rules of this part alone that `requires` has no word for; the rule is named after it."""
         return ()
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> Tunable | None:
+        """Its launches as a search space for `mk tune`; None if there is nothing to choose."""
+        return None
 
     @property
     def activation_formats(self) -> tuple[ActivationFormat, ActivationFormat]:

@@ -265,10 +265,12 @@ def _quantise(
         return _quantise_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
     high, low = _extremes(w_eNK, scheme)
+    # Divisors are tensors: on a GPU torch divides by a number as it multiplies by its reciprocal.
     if scheme.zero_points:
-        scale = (high.clamp(min=0) - low.clamp(max=0)) / _TOP[scheme.weight]
+        width = high.clamp(min=0) - low.clamp(max=0)
+        scale = width / width.new_tensor(_TOP[scheme.weight])
     else:
-        scale = torch.maximum(high, -low) / LARGEST[scheme.weight]
+        scale = torch.maximum(high, -low) / high.new_tensor(LARGEST[scheme.weight])
     floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
     scale = scale.clamp(min=floor).to(scale_dtype)
     q_eNK = w_eNK / _spread(scale.float(), scheme, rows, depth)
@@ -291,9 +293,10 @@ def _quantise(
 def _quantise_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """The least power of two whose sixfold is not exceeded; ties round to the even code."""
+    """The least power of two whose sevenfold is not exceeded (what is below 7 rounds to 6, as it
+    would if 8 came next); ties round to the even code."""
     high, low = _extremes(w_eNK, scheme)
-    ratio = (torch.maximum(high, -low) / 6.0).clamp(min=MIN_SCALE)
+    ratio = (torch.maximum(high, -low) / high.new_tensor(7.0)).clamp(min=MIN_SCALE)
     mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     scale = (exponent + 127).clamp(1, 254).to(torch.uint8)

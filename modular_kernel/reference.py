@@ -1,25 +1,49 @@
 """The authority: the layer in plain torch, a loop over experts, sharing no code with any part.
 
-`oracle` computes in float64. `recipe` is the same loop with the roundings that plain torch in the
-problem's dtype makes; its distance from the oracle is the error a correct part may have.
+`oracle` computes in float64, on the values that quantised weights stand for. `recipe` is the same
+loop with the roundings that plain torch in the problem's dtype makes, and with quantised
+activations where the scheme has them; its distance from the oracle is the error a correct part
+may have.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Combine, Problem
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
+
+# Of a scale that is computed from activations, so that zeros have one too.
+_LEAST_SCALE = 2.0**-33
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """What is rounded, and where.
+
+    dtype: of every sum. rounded: to the problem's dtype. weight: a dequantised weight. operand:
+    what tensor cores see. x, h: activations (rows, values) as the products see them.
+    """
+
+    dtype: torch.dtype
+    rounded: Rounding
+    weight: Rounding
+    operand: Rounding
+    x: Rounding
+    h: Rounding
 
 
 def oracle(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> torch.Tensor:
     """The exact output, (T, H) or (T, K, H), float64. Ids outside [0, E) are skipped."""
-    return _moe(x_TH, weights, routing, problem, torch.float64, _exact, _exact)
+    exact = _Arithmetic(torch.float64, _exact, _exact, _exact, _exact, _exact)
+    return _moe(x_TH, weights, routing, problem, exact)
 
 
 def recipe(
@@ -31,6 +55,10 @@ def recipe(
     with its bias, the activation, GEMM 2 with its bias and the result are each rounded to the
     problem's dtype. With tf32, operands of both products lose
     their last 13 mantissa bits, as Hopper's tensor cores drop them.
+
+    A scheme that quantises activations quantises x and h: with one scale for all of x and one for
+    all h of valid pairs, with one for each row, or for each group of a row. The router weight then
+    multiplies the product, not x. Otherwise dequantised weights are rounded to the problem's dtype.
     """
 
     def rounded(value: torch.Tensor) -> torch.Tensor:
@@ -38,7 +66,19 @@ def recipe(
 
     tf32 = problem.fp32_precision == "tf32" and problem.dtype is torch.float32
     operand = _drop_13_bits if tf32 else _exact
-    return _moe(x_TH, weights, routing, problem, torch.float32, rounded, operand).double()
+    scheme = problem.scheme
+    if not scheme.quantises_activations:
+        rules = _Arithmetic(torch.float32, rounded, rounded, operand, _exact, _exact)
+    else:
+
+        def x(rows: torch.Tensor) -> torch.Tensor:
+            return _as_quantised(rows, scheme, weights.a1_scale)
+
+        def h(rows: torch.Tensor) -> torch.Tensor:
+            return _as_quantised(rows, scheme, weights.a2_scale)
+
+        rules = _Arithmetic(torch.float32, rounded, _exact, _exact, x, h)
+    return _moe(x_TH, weights, routing, problem, rules).double()
 
 
 def _exact(value: torch.Tensor) -> torch.Tensor:
@@ -54,28 +94,103 @@ def _moe(
     weights: ExpertWeights,
     routing: Routing,
     problem: Problem,
-    dtype: torch.dtype,
-    rounded: Rounding,
-    operand: Rounding,
+    rules: _Arithmetic,
 ) -> torch.Tensor:
-    if problem.scheme.quantised:
-        raise ConfigurationError("reference", got=problem.quant, need="quant=none")
-    x, ids = x_TH.to(dtype), _local_ids(routing, weights, problem)
+    if problem.scheme.name == "nvfp4_w4a4":
+        raise ConfigurationError("reference", got=problem.quant, need="another scheme")
+    dtype, rounded, operand = rules.dtype, rules.rounded, rules.operand
+    x, ids = rules.x(x_TH.to(dtype)), _local_ids(routing, weights, problem)
     router = routing.topk_weights_TK.to(dtype)
     on_input = problem.apply_router_weight_on_input
-    rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
-    for expert in range(weights.w1.shape[0]):
-        token, slot = (ids == expert).nonzero(as_tuple=True)
-        h = rounded(x[token] * router[token, slot, None]) if on_input else x[token]
-        h = operand(h) @ operand(weights.w1[expert].to(dtype)).T
+    behind = on_input and problem.scheme.quantises_activations
+    pairs = [(ids == expert).nonzero(as_tuple=True) for expert in range(weights.w1.shape[0])]
+    h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
+    for expert, (token, slot) in enumerate(pairs):
+        row_weights = router[token, slot, None]
+        h = rounded(x[token] * row_weights) if on_input and not behind else x[token]
+        h = operand(h) @ operand(rules.weight(_matrix(weights, "w1", expert, problem, dtype))).T
+        if behind:
+            h = h * row_weights
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
-        h = rounded(activation(rounded(h), problem.act))
-        y = operand(h) @ operand(weights.w2[expert].to(dtype)).T
+        h_TKI[token, slot] = rounded(activation(rounded(h), problem.act))
+    # Rows of skipped pairs are zero: they change no largest value.
+    h_TKI = rules.h(h_TKI.flatten(0, 1)).view_as(h_TKI)
+    rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
+    for expert, (token, slot) in enumerate(pairs):
+        w2 = rules.weight(_matrix(weights, "w2", expert, problem, dtype))
+        y = operand(h_TKI[token, slot]) @ operand(w2).T
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
         rows_TKH[token, slot] = rounded(y)
     return rounded(_combine(rows_TKH, router, problem))
+
+
+def _matrix(
+    weights: ExpertWeights, name: str, expert: int, problem: Problem, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values that one expert's w1 or w2 stands for, (rows, depth)."""
+    scheme = problem.scheme
+    stored: torch.Tensor = getattr(weights, name)[expert]
+    if not scheme.quantised:
+        return stored.to(dtype)
+    rows, depth = stored.shape[0], stored.shape[1] * (2 if scheme.packed else 1)
+    n = torch.arange(rows, device=stored.device)[:, None]
+    k = torch.arange(depth, device=stored.device)[None, :]
+    if scheme.packed:
+        stored = stored[n, k // 2] >> (4 * (k % 2)) & 15
+    scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
+    if scheme.granularity == "channel":
+        scale = scale[n]
+    elif scheme.granularity == "block":
+        scale = scale[n // scheme.group[0], k // scheme.group[1]]
+    elif scheme.granularity == "group":
+        scale = scale[n, k // scheme.group[0]]
+    if scheme.weight == "float4_e2m1":
+        value = _e2m1(stored.to(dtype))
+        return value * torch.exp2(scale.double() - 127).to(dtype)
+    zero_point = getattr(weights, f"{name}_zero_point")
+    value = stored.to(dtype)
+    if zero_point is not None and scheme.packed:
+        zero = zero_point[expert][n // 2, k // scheme.group[0]] >> (4 * (n % 2)) & 15
+        value = value - zero.to(dtype)
+    elif zero_point is not None:
+        value = value - zero_point[expert][n, k // scheme.group[0]].to(dtype)
+    elif scheme.weight in ("uint4", "uint8"):
+        value = value - (8 if scheme.packed else 128)
+    return value * scale.to(dtype)
+
+
+def _e2m1(code: torch.Tensor) -> torch.Tensor:
+    """sign 1, exponent 2 (bias 1), mantissa 1: (-1)^s 2^(x - 1) (1 + m / 2), or m / 2 if x = 0."""
+    sign, rest = torch.where(code >= 8, -1.0, 1.0), code % 8
+    exponent, mantissa = torch.floor(rest / 2), rest % 2
+    normal = torch.exp2(exponent - 1) * (1 + mantissa / 2)
+    return sign.to(code.dtype) * torch.where(exponent == 0, mantissa / 2, normal)
+
+
+def _as_quantised(
+    rows: torch.Tensor, scheme: QuantScheme, given: torch.Tensor | None
+) -> torch.Tensor:
+    """Float32 rows (R, K) to the nearest values that the scheme can hold; given: static scale."""
+    if rows.numel() == 0:
+        return rows
+    integers = scheme.activation == "int8"
+    largest = 127.0 if integers else 448.0
+    width = rows.shape[1]
+    if scheme.activation_granularity == "group":
+        width = min(width, scheme.group[1])
+    parts = []
+    for start in range(0, rows.shape[1], width):
+        part = rows[:, start : start + width]
+        amax = part.abs().amax(1, keepdim=True)
+        if scheme.activation_granularity == "tensor":
+            amax = amax.amax()
+        scale = (amax / largest).clamp(min=_LEAST_SCALE) if given is None else given
+        scaled = (part / scale).clamp(-largest, largest)
+        near = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
+        parts.append(near * scale)
+    return torch.cat(parts, dim=1)
 
 
 def _combine(rows_TKH: torch.Tensor, router: torch.Tensor, problem: Problem) -> torch.Tensor:

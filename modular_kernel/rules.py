@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.quant import unpackable
 from modular_kernel.support import (
     ExpertsRequirements,
     PrepareFinalizeRequirements,
@@ -155,6 +156,14 @@ def _quant_block(p: Pairing) -> Violations:
         if size % group[-1]:
             need = f"a multiple of the {p.problem.quant} group {group[-1]}"
             yield Rejection("quant_block", (p.ex_name, "problem"), f"{what}={size}", need)
+
+
+def _packing(p: Pairing) -> Violations:
+    """Two values of a row share a byte, so a row has an even number of them."""
+    for name in unpackable(p.problem):
+        got = f"{name}={getattr(p.problem, name)}"
+        need = f"an even number: {p.problem.scheme.name} packs two values into a byte"
+        yield Rejection("packing", (p.ex_name, "problem"), got, need)
 
 
 def _min_tokens(p: Pairing) -> Violations:
@@ -322,6 +331,7 @@ RULES: dict[str, RuleFunction] = {
     "dispatch_quant": _dispatch_quant,
     "scale_layout": _scale_layout,
     "quant_block": _quant_block,
+    "packing": _packing,
     "min_tokens": _min_tokens,
     "max_experts": _max_experts,
     "addressing": _addressing,

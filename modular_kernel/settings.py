@@ -11,18 +11,27 @@ class Settings:
 
     triton_interpret: TRITON_INTERPRET is set, so Triton kernels run in its CPU interpreter.
     cache_dir: MK_CACHE_DIR, or the user's cache folder; never created here.
+    config_dir: MK_CONFIG_DIR, or the user's configuration folder: tuned tiles; never created here.
     """
 
     triton_interpret: bool
     cache_dir: Path
+    config_dir: Path
 
 
 def read_settings() -> Settings:
     """Read the environment once; callers keep the frozen result."""
     home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     cache = os.environ.get("MK_CACHE_DIR") or str(Path(home) / "modular_kernel")
+    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    config = os.environ.get("MK_CONFIG_DIR") or str(Path(home) / "modular_kernel")
     interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
-    return Settings(triton_interpret=interpret, cache_dir=Path(cache))
+    return Settings(triton_interpret=interpret, cache_dir=Path(cache), config_dir=Path(config))
+
+
+def hide_gpus() -> None:
+    """See no GPU in this process; works only before CUDA is first used."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def enable_interpreter() -> None:

@@ -7,11 +7,12 @@ import torch
 PREPARE = "mk::prepare"
 PERMUTE = "mk::permute"
 GEMM1 = "mk::gemm1_activation"
+QUANTISE = "mk::quantise"
 GEMM2 = "mk::gemm2"
 REDUCE = "mk::weight_and_reduce"
 EXPERTS = "mk::experts"
 FINALIZE = "mk::finalize"
-STAGES = (PREPARE, PERMUTE, GEMM1, GEMM2, REDUCE, EXPERTS, FINALIZE)
+STAGES = (PREPARE, PERMUTE, GEMM1, QUANTISE, GEMM2, REDUCE, EXPERTS, FINALIZE)
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 

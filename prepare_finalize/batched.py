@@ -9,7 +9,17 @@ from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndRedu
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.ops.quantise import (
+    PairRows,
+    Quantised,
+    quantise_rejections,
+    quantise_rows,
+    quantise_specs,
+    scale_shape,
+    take_quantised,
+)
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -20,7 +30,7 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, IdSpace, Reduce, Rows
+from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceNaiveBatched
 
@@ -37,7 +47,8 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """(T, H) tokens -> (e, T, H) rows, one per token and expert: an expert that appears twice in
     a token's top-k gets one row that both pairs share, so T rows per expert always suffice.
 
-    Rows keep the order of the tokens. Rows past an expert's count are left undefined.
+    Rows keep the order of the tokens. Rows past an expert's count are left undefined. Tokens are
+    quantised once each, then copied with their scales.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -47,18 +58,32 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         localises_ids=True,
         multiplies_input=True,
         padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         graph_capturable=True,
     )
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return quantise_rejections(cls.__name__, problem, machine)
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
         return BatchedShape(self.problem.e, tokens)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        problem = self.problem
-        rows = (problem.e, tokens, problem.hidden)
+        problem, scheme = self.problem, self.problem.scheme
+        rows, quantised = (problem.e, tokens, problem.hidden), {}
+        dtype = problem.dtype
+        if scheme.quantises_activations:
+            quantised = quantise_specs("x", scheme, tokens, problem.hidden)
+            dtype = quantised["x_q"].dtype
+            if scheme.activation_granularity != "tensor":
+                groups = scale_shape(scheme, tokens, problem.hidden)[1]
+                shape = (problem.e, tokens, groups)
+                quantised["batched_scale"] = BufferSpec(shape, torch.float32)
         return {
-            "batched_x": BufferSpec(rows, problem.dtype),
+            **quantised,
+            "batched_x": BufferSpec(rows, dtype),
             "row_of_pair": BufferSpec((tokens, problem.top_k), torch.int32),
             "expert_counts": BufferSpec((problem.e,), torch.int32),
             "assign_scratch": assign_rows_scratch(tokens, problem.top_k, problem.e),
@@ -71,22 +96,56 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         specs = self.workspace_shapes(tokens)
         buffers = {name: call.workspace.take(name, spec.shape) for name, spec in specs.items()}
         row_of_pair_TK, counts_e = buffers["row_of_pair"], buffers["expert_counts"]
+        dispatched = self._routing(routing, weights, call)
         assign_rows(
-            self._routing(routing, weights, call),
+            dispatched,
             capacity=tokens,
             row_of_pair_TK=row_of_pair_TK,
             counts_e=counts_e,
             scratch=buffers["assign_scratch"],
         )
+        router_TK = routing.topk_weights_TK
         on_input = problem.apply_router_weight_on_input
+        handle = BatchedHandle(row_of_pair_TK, None if on_input else router_TK)
+        x_eCH = buffers["batched_x"]
+        if not problem.scheme.quantises_activations:
+            input_weights = router_TK if on_input else None
+            permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=x_eCH.flatten(0, 1))
+            return BatchedTokens(x_eCH, counts_e), handle
+        quantised = self._quantised(x_TH, dispatched, router_TK, weights, call)
+        rows_eCG = buffers.get("batched_scale")
         permute_tokens(
-            x_TH,
+            quantised.q_RK,
             row_of_pair_TK,
-            routing.topk_weights_TK if on_input else None,
-            rows_RH=buffers["batched_x"].flatten(0, 1),
+            None,
+            rows_RH=x_eCH.flatten(0, 1),
+            scale_TG=None if rows_eCG is None else quantised.scale,
+            scale_rows_RG=None if rows_eCG is None else rows_eCG.flatten(0, 1),
         )
-        handle = BatchedHandle(row_of_pair_TK, None if on_input else routing.topk_weights_TK)
-        return BatchedTokens(buffers["batched_x"], counts_e), handle
+        scale = quantised.scale if rows_eCG is None else rows_eCG
+        return BatchedTokens(x_eCH, counts_e, scale), handle
+
+    def _quantised(
+        self,
+        x_TH: torch.Tensor,
+        dispatched: DispatchedRouting,
+        router_TK: torch.Tensor,
+        weights: ExpertWeights,
+        call: Call,
+    ) -> Quantised:
+        """The tokens; times their router weight first if that goes on the input (K = 1)."""
+        problem, scheme = self.problem, self.problem.scheme
+        static = weights.a1_scale if scheme.static else None
+        shape = (x_TH.shape[0], problem.hidden)
+        out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+        if problem.apply_router_weight_on_input:
+            # The weight of a skipped pair may be anything: its token must not set the scale.
+            live = PairRows(dispatched, problem.e)
+            row_weights_T = router_TK.flatten()
+            quantise_rows(x_TH, scheme, out=out, live=live, row_weights_R=row_weights_T)
+        else:
+            quantise_rows(x_TH, scheme, out=out)
+        return out
 
     def _routing(self, routing: Routing, weights: ExpertWeights, call: Call) -> DispatchedRouting:
         return DispatchedRouting(

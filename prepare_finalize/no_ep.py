@@ -7,7 +7,14 @@ import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.ops.quantise import (
+    quantise_rejections,
+    quantise_rows,
+    quantise_specs,
+    take_quantised,
+)
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -18,7 +25,7 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, IdSpace, Reduce
+from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
 
@@ -31,20 +38,29 @@ class NoEPHandle(Handle):
 
 
 class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
-    """Hands the caller's tokens and routing to the experts as they are; copies nothing."""
+    """Hands the caller's routing to the experts as it is, and the tokens too, or their quantised
+    copy where the scheme has one; unquantised it copies nothing.
+    """
 
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         keep_topk=True,
+        dispatch_schemes=ACTIVATION_SCHEMES,
         graph_capturable=True,
     )
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return quantise_rejections(cls.__name__, problem, machine)
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
         return ContiguousShape(tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        return {}
+        if not self.problem.scheme.quantises_activations:
+            return {}
+        return quantise_specs("x", self.problem.scheme, tokens, self.problem.hidden)
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -59,7 +75,13 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         )
         on_input = self.problem.apply_router_weight_on_input
         handle = NoEPHandle(None if on_input else routing.topk_weights_TK)
-        return ContiguousTokens(x_TH, dispatched), handle
+        scheme, shape = self.problem.scheme, (x_TH.shape[0], self.problem.hidden)
+        if not scheme.quantises_activations or call.defer_quant:
+            return ContiguousTokens(x_TH, dispatched), handle
+        static = weights.a1_scale if scheme.static else None
+        out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+        quantise_rows(x_TH, scheme, out=out)
+        return ContiguousTokens(out.q_RK, dispatched, out.scale), handle
 
     def finalize(
         self,

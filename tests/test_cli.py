@@ -157,7 +157,7 @@ def test_check_accepts(mk: Mk) -> None:
 
 
 def test_check_tells_every_reason(mk: Mk) -> None:
-    words = ("--graph", "--lora", "--top-k", "17", "--quant", "fp8_w8a8_block")
+    words = ("--graph", "--lora", "--top-k", "17", "--quant", "nvfp4_w4a4")
     record = mk("check", *TORCH_PAIR, *words, "--json").json
     rules = {rejection["rule"] for rejection in record["rejections"]}
     assert rules == {"graph", "lora", "top_k", "quant", "dispatch_quant"}

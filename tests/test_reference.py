@@ -231,7 +231,7 @@ def test_inputs_are_left_alone() -> None:
         assert torch.equal(tensor, pristine.tensors()[name])
 
 
-def test_quantised_weights_are_refused() -> None:
+def test_an_unknown_quantisation_is_refused() -> None:
     inputs = make_inputs(SMALL, "uniform", CPU)
-    with pytest.raises(ConfigurationError, match="quant=none"):
-        oracle(replace(SMALL, quant="fp8_w8a8_tensor"), inputs)
+    with pytest.raises(ConfigurationError, match="another scheme"):
+        oracle(replace(SMALL, quant="nvfp4_w4a4"), inputs)

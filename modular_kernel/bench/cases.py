@@ -1,15 +1,27 @@
 """The cells of a benchmark's table, and their weights and inputs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from modular_kernel.bench.routing import RoutingKind, draw
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import quantise_weights
+from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Problem
+from modular_kernel.types import Problem, dtype_name
 
 _SEED = 7
+_SHORT = {
+    "float8_e4m3fn": "fp8",
+    "int8": "int8",
+    "uint8": "int8",
+    "uint4": "int4",
+    "float4_e2m1": "fp4",
+}
+_PER_EXPERT = ("w1", "w2", "w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point")
+_ELEMENTS_AT_ONCE = 1 << 28
+_LARGEST = (6.5, 24.0)  # of x and of the activation, for normal x and the weights below
 
 
 @dataclass(frozen=True)
@@ -34,6 +46,17 @@ class Cell:
             raise ConfigurationError("world_size of a benchmark", got=got, need="1: one GPU")
         if p.quant != "none":
             raise ConfigurationError("quant of a cell", got=p.quant, need="none")
+
+
+def operands(problem: Problem, scheme: QuantScheme) -> str:
+    """What the products multiply, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
+
+    Layers compete if they are alike in this, whatever their scales cover.
+    """
+    plain = dtype_name(problem.dtype)
+    if not scheme.quantised:
+        return plain
+    return f"{_SHORT[scheme.weight]}/{_SHORT.get(scheme.activation, plain)}"
 
 
 @dataclass(frozen=True)
@@ -80,3 +103,33 @@ def make_input(cell: Cell, device: torch.device, index: int) -> Input:
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
     return Input(x_TH.to(problem.dtype), draw(problem, cell.routing, generator))
+
+
+def quantised(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+    """`weights` as the problem's scheme stores them.
+
+    Some experts at a time: float32 copies of all of them need not fit.
+    """
+    if not problem.scheme.quantised:
+        return weights
+    step = max(1, _ELEMENTS_AT_ONCE // weights.w1[0].numel())
+    pieces = []
+    for start in range(0, problem.e, step):
+        w1, w2 = weights.w1[start : start + step], weights.w2[start : start + step]
+        some = replace(problem, local_experts=len(w1))
+        pieces.append(quantise_weights(_with_static_scales(ExpertWeights(w1, w2), some), some))
+    whole = replace(pieces[0], b1=weights.b1, b2=weights.b2, expert_map=weights.expert_map)
+    joined = {
+        name: torch.cat([getattr(piece, name) for piece in pieces])
+        for name in _PER_EXPERT
+        if getattr(whole, name) is not None
+    }
+    return replace(whole, **joined)
+
+
+def _with_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+    """Scales for activations that are as large as a benchmark's inputs make them."""
+    if not problem.scheme.static:
+        return weights
+    a1, a2 = (torch.full((1,), most / 448, device=weights.w1.device) for most in _LARGEST)
+    return replace(weights, a1_scale=a1, a2_scale=a2)

@@ -7,6 +7,7 @@ faster of a copy and a read of 2 GiB, unless a bandwidth is given.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -134,20 +135,19 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 def _product_rate(name: str, device: torch.device, size: int) -> float | None:
     """Flops per second of the fastest replay of a (size, size) product; None if there is none."""
-    tf32 = torch.backends.cuda.matmul.allow_tf32
+    precision = torch.get_float32_matmul_precision()
     try:
-        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
-        operands = [_operand(name, device, size) for _ in range(4)]
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         product = _product(name, device)
         calls = [
-            lambda a=a, b=b: product(a, b)
-            for a, b in zip(operands[::2], operands[1::2], strict=True)
+            partial(product, _operand(name, device, size), _operand(name, device, size))
+            for _ in range(2)
         ]
         timing = time_calls(calls, device, target_ms=_MEASURED_MS)
     except (RuntimeError, NotImplementedError):
         return None
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
+        torch.set_float32_matmul_precision(precision)
     return 2 * size**3 / timing.us_min * 1e6
 
 
@@ -178,7 +178,7 @@ def _product(name: str, device: torch.device) -> Product:
 
 def _memory_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
     """Bytes per second of a copy, both ways counted, and of a read."""
-    source = torch.zeros(nbytes // 4, device=device)
+    source = torch.rand(nbytes // 4, device=device)
     target = torch.empty_like(source)
     copy = time_calls([lambda: target.copy_(source)], device, graph=False, target_ms=30.0)
     read = time_calls([source.sum], device, graph=False, target_ms=30.0)

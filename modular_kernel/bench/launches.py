@@ -19,7 +19,7 @@ _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def count_launches(call: Call, device: torch.device) -> int | None:
-    """Of one eager call; None on a CPU."""
+    """Of one eager call; None on a CPU, and where the profiler may not see the GPU."""
     if device.type != "cuda":
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ def count_launches(call: Call, device: torch.device) -> int | None:
                 torch.cuda.synchronize()
                 profiler.step()
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return device_work(events)
+    return device_work(events) or None
 
 
 def device_work(events: Iterable[Mapping[str, Any]]) -> int:

@@ -6,23 +6,24 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
     from modular_kernel.bench.layers import Layer
 
     class Mine(Layer):
-        name, quant = "mine", "none"           # quant: a scheme's name, see `mk check --help`
+        name, quant = "mine", "none"  # quant: the name of a scheme
 
-        def refusal(self, problem):            # why it cannot run a problem; None if it can
+        def refusal(self, problem):  # why it cannot run a problem; None if it can
             return None if problem.act.kind == "silu" else "silu only"
 
-        def setup(self, problem, weights):     # untimed, once for each shape: problem.tokens is the
-            import my_engine                   # most; weights.w1 (e, 2I, H), gate rows first; .w2 (e, H, I)
-            self.engine = my_engine.Moe(weights.w1, weights.w2)
+        def setup(self, problem, weights):  # untimed, once for each shape
+            import my_engine
 
-        def call(self, x_TH, routing):         # timed: index work, quantisation of x, both products,
-            return self.engine(                # activation, weighted sum; returns y (T, H), x's dtype
-                x_TH, routing.topk_ids_TK, routing.topk_weights_TK
-            )
+            # w1 (e, 2I, H), gate rows first; w2 (e, H, I); problem.tokens is the most of a call
+            self.engine = my_engine.Moe(weights.w1, weights.w2, problem.top_k)
+
+        def call(self, x_TH, routing):  # timed, the whole layer: returns y (T, H) in x's dtype
+            return self.engine(x_TH, routing.topk_ids_TK, routing.topk_weights_TK)
 
     def layers():
         return [Mine()]
 
+A whole layer: index work, quantisation of x, both products, activation, weighted sum.
 `call` should be capturable in a CUDA graph: no synchronisation, no shape that depends on data. The
 weights arrive unquantised whatever `quant` says: quantising them is `setup`'s work. `layers()` is
 called several times, and what one object keeps must not be shared with the next.
@@ -35,12 +36,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import cast
 
 import torch
 
+from modular_kernel.bench.cases import quantised
 from modular_kernel.bench.rows import BASELINE, OURS, PEER
 from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.errors import BrokenPartError, ConfigurationError, IncompatibleError
@@ -65,7 +65,7 @@ class Layer(ABC):
     graph: bool = True
     interpreted: bool = False
 
-    def refusal(self, problem: Problem) -> str | None:  # noqa: ARG002
+    def refusal(self, problem: Problem) -> str | None:
         """Why it cannot run this problem; None if it can."""
         return None
 
@@ -131,6 +131,8 @@ class TorchGroupedMm(Layer):
         )  # fmt: skip
         if plain != Problem(1, 1, 1, 1, 1, problem.dtype):
             return "plain SwiGLU layers only"
+        if problem.dtype is not torch.bfloat16:
+            return "bfloat16 only"
         rows = [n * problem.dtype.itemsize for n in (problem.hidden, problem.intermediate)]
         if any(row % _GROUPED_MM_BYTES for row in rows):
             return f"rows of {_GROUPED_MM_BYTES} bytes only"
@@ -158,16 +160,6 @@ class TorchGroupedMm(Layer):
         y_TKH = y_PH.view(len(x_TH), problem.top_k, problem.hidden)
         weights_T1K = routing.topk_weights_TK.to(x_TH.dtype)[:, None]
         return torch.bmm(weights_T1K, y_TKH).squeeze(1)
-
-
-def quantised(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """`weights` as the problem's scheme stores them."""
-    if not problem.scheme.quantised:
-        return weights
-    name = "modular_kernel.quant"
-    if importlib.util.find_spec(name) is None:
-        raise ConfigurationError("quant", got=problem.quant, need="none: this version has no other")
-    return cast(ExpertWeights, import_module(name).quantise_weights(weights, problem.scheme))
 
 
 def pair_offers(

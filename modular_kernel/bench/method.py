@@ -89,9 +89,11 @@ def time_calls(
     clock = _EventClock() if device.type == "cuda" else _WallClock()
     clock.wait()
     groups = [[call] for call in calls] if flush else [list(calls)]
-    runs, mode = [partial(_all, group) for group in groups], "cpu"
-    if device.type == "cuda":
-        runs, mode = (_captured(groups) if graph else None) or (runs, "eager")
+    mode = "eager" if device.type == "cuda" else "cpu"
+    runs: list[Call] = [partial(_all, group) for group in groups]
+    captured = _captured(groups) if graph and device.type == "cuda" else None
+    if captured is not None:
+        runs, mode = captured, "graph"
     wipe = _wiper(device) if flush else None
     per_run = len(groups[0])
     once = sum(_sample(runs, clock, wipe)) or 1e-3
@@ -117,9 +119,10 @@ def _all(calls: Sequence[Call]) -> torch.Tensor:
     return last
 
 
-def _captured(groups: Sequence[Sequence[Call]]) -> tuple[list[Call], str] | None:
+def _captured(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """One graph for each group, or None if a call cannot be captured."""
     runs: list[Call] = []
+    stream = torch.cuda.current_stream()
     try:
         for group in groups:
             graph = torch.cuda.CUDAGraph()
@@ -128,8 +131,9 @@ def _captured(groups: Sequence[Sequence[Call]]) -> tuple[list[Call], str] | None
             runs.append(partial(_replay, graph, last))
     except RuntimeError:
         torch.cuda.synchronize()
+        torch.cuda.set_stream(stream)  # a capture that fails may leave its own behind
         return None
-    return runs, "graph"
+    return runs
 
 
 def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor) -> torch.Tensor:
@@ -154,7 +158,7 @@ class _EventClock:
     """The GPU's own clock; a mark is an event in its stream."""
 
     def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

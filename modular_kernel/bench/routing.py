@@ -2,7 +2,8 @@
 
 uniform   every set of K experts is equally likely
 zipfA     K draws without replacement, an expert as likely as 1 / place ** A; zipf means zipf1.2
-hotN      N experts are among every token's K, the others are uniform; hot1 is "all to one"
+hotN      N experts (at most K) are among every token's K, the others are uniform; hot1 is
+          "all to one"
 
 Which experts are in front is drawn anew for every input.
 """

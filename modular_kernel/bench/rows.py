@@ -11,6 +11,7 @@ from modular_kernel.errors import ConfigurationError
 SCHEMA = "mk-bench/1"
 
 OK, WRONG, FAILED, REFUSED, SKIPPED = "ok", "wrong", "failed", "refused", "skipped"
+INTERPRETER = "interpreter"  # the mode of a row whose kernels were interpreted
 OURS, BASELINE, PEER = "ours", "baseline", "peer"
 
 
@@ -69,6 +70,11 @@ class Row:
         return self.status == OK and self.us is not None
 
     @property
+    def competes(self) -> bool:
+        """Whether its time can be compared: Triton's interpreter computes, and tells no time."""
+        return self.timed and self.mode != INTERPRETER
+
+    @property
     def group(self) -> tuple[str, int, str, str]:
         """Rows of one group compete."""
         return self.shape, self.tokens, self.routing, self.operands
@@ -109,8 +115,8 @@ class Report:
 
 
 def best(rows: Iterable[Row], *, ours: bool) -> float | None:
-    """The least time among the timed rows that are ours, or that are not."""
-    times = [row.us for row in rows if row.timed and (row.origin == OURS) is ours]
+    """The least time among the rows that compete and are ours, or are not."""
+    times = [row.us for row in rows if row.competes and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)
 
 
@@ -124,6 +130,6 @@ def ranked(rows: Iterable[Row]) -> tuple[Row, ...]:
 
     def over(row: Row) -> float | None:
         peer = least[row.group]
-        return row.us / peer if row.timed and row.us is not None and peer else None
+        return row.us / peer if row.competes and row.us is not None and peer else None
 
     return tuple(replace(row, over_best_peer=over(row)) for row in rows)

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from modular_kernel.bench import rows as status
-from modular_kernel.bench.cases import Cell, Input, make_input, make_weights
-from modular_kernel.bench.check import Answer, Finding, answer_to, judge_output
+from modular_kernel.bench.cases import Cell, Input, make_input, make_weights, operands
+from modular_kernel.bench.check import Answer, answer_to, judge_output
 from modular_kernel.bench.environment import environment
 from modular_kernel.bench.floor import (
     Peaks,
@@ -32,7 +32,7 @@ from modular_kernel.bench.method import (
     rotation,
     time_calls,
 )
-from modular_kernel.bench.routing import load_of
+from modular_kernel.bench.routing import Load, load_of
 from modular_kernel.bench.rows import Report, Row, ranked
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -85,6 +85,10 @@ class _Stock:
         return max(cell.problem.tokens for cell in self.cells)
 
 
+class SetupError(RuntimeError):
+    """A layer could not take its weights."""
+
+
 @dataclass
 class _Team:
     """The objects of one offer on one shape: one for each set of weights, set up when needed."""
@@ -92,21 +96,33 @@ class _Team:
     offer: Offer
     stock: _Stock
     ready: list[Layer] = field(default_factory=list)
-    failure: Exception | None = None
+    failure: str = ""  # not the exception: its traceback would keep tensors alive
 
     def layer(self, index: int) -> Layer:
         while len(self.ready) <= index:
-            if self.failure is not None:
-                raise self.failure
+            if self.failure:
+                raise SetupError(self.failure)
             try:
                 layer = self.offer.make()
                 problem = self.stock.cells[0].problem.with_tokens(self.stock.most_tokens)
                 layer.setup(problem, self.stock.weights(len(self.ready)))
             except Exception as error:
-                self.failure = error
+                self.failure = f"setup: {_short(error)}"
                 raise
             self.ready.append(layer)
         return self.ready[index]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One row's calls, what each is given, and what the first and the last must return."""
+
+    calls: tuple[Call, ...]
+    layer: Layer
+    turns: Rotation
+    loads: tuple[Load, ...]
+    first: Answer
+    last: Answer
 
 
 class _Run:
@@ -151,13 +167,21 @@ class _Run:
                 for cell in stock.cells:
                     yield cell, team
                     self._free()
-                del team
-                self._free()
+                team.ready.clear()
+            stock.sets.clear()
 
     def _free(self) -> None:
         gc.collect()
         if self.device.type == "cuda" and not self.stopped:
             torch.cuda.empty_cache()
+
+    def _device_works(self) -> bool:
+        """An illegal access ends every later call of the process."""
+        try:
+            torch.ones(1, device=self.device).sum().item()
+        except RuntimeError:
+            return False
+        return True
 
     @property
     def _late(self) -> bool:
@@ -175,86 +199,98 @@ class _Run:
             return self._measured(row, cell, team)
         # A layer can fail in any way; that is its row, not the end of the table.
         except Exception as error:  # noqa: BLE001
-            if self.device.type == "cuda" and "CUDA error" in str(error):
+            if not self._device_works():
                 self.stopped = f"{team.offer.name} broke the CUDA context"
-            note = f"{type(error).__name__}: {error}"[:_LONGEST_NOTE]
-            return replace(row, status=status.FAILED, note=note)
+            return replace(row, status=status.FAILED, note=_short(error))
 
-    def _rotation(self, cell: Cell, first: Work, scheme: QuantScheme) -> Rotation:
+    def _trial(self, cell: Cell, team: _Team) -> _Trial:
+        scheme, expert_map = QuantScheme.parse(team.offer.quant), team.stock.weights(0).expert_map
+
+        def given(index: int) -> tuple[Input, Load]:
+            made = make_input(cell, self.device, index)
+            return made, load_of(made.routing, cell.problem, expert_map)
+
+        first, load = given(0)
+        turns = self._rotation(cell, work_of(cell.problem, scheme, [load]), scheme)
+        inputs, loads = zip((first, load), *map(given, range(1, turns.calls)), strict=True)
+        layers = [team.layer(index) for index in range(turns.sets)]
+        at = turns.calls - 1
+        return _Trial(
+            calls=tuple(
+                partial(layers[i % turns.sets].call, one.x_TH, one.routing)
+                for i, one in enumerate(inputs)
+            ),
+            layer=layers[0],
+            turns=turns,
+            loads=loads,
+            # Before any call: a layer that overwrites x is compared with what x was.
+            first=self._answer(cell, team, first, (0, 0)),
+            last=self._answer(cell, team, inputs[at], (at, at % turns.sets)),
+        )
+
+    def _rotation(self, cell: Cell, work: Work, scheme: QuantScheme) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
         whole = cell.problem.e * expert_bytes(cell.problem, scheme)
         l2 = l2_bytes(self.device)
-        return rotation(first.bytes, whole, cell.problem.tokens, l2=l2, memory=memory)
+        return rotation(work.bytes, whole, cell.problem.tokens, l2=l2, memory=memory)
 
-    def _measured(self, row: Row, cell: Cell, team: _Team) -> Row:
-        """The row, checked and, if it is right, timed."""
-        scheme, expert_map = QuantScheme.parse(team.offer.quant), team.stock.weights(0).expert_map
-        given = make_input(cell, self.device, 0)
-        loads = [load_of(given.routing, cell.problem, expert_map)]
-        turns = self._rotation(cell, work_of(cell.problem, scheme, loads), scheme)
-        inputs = [given, *(make_input(cell, self.device, i) for i in range(1, turns.calls))]
-        loads += [load_of(i.routing, cell.problem, expert_map) for i in inputs[1:]]
-        work = work_of(cell.problem, scheme, loads)
-        floor = floor_of(work, cell.problem, scheme, self.peaks)
-        layers = [team.layer(index) for index in range(turns.sets)]
-        calls: list[Call] = [
-            partial(layers[i % turns.sets].call, inp.x_TH, inp.routing)
-            for i, inp in enumerate(inputs)
-        ]
-        first = self._finding(_poisoned(calls[0]), cell, team, given, (0, 0))
-        row = replace(
-            row,
-            calls=turns.calls,
-            weight_sets=turns.sets,
-            touched=work.touched,
-            skew=sum(load.skew for load in loads) / len(loads),
-            flops=work.flops,
-            bytes=work.bytes,
-            floor_us=floor.us,
-            floor_bound=floor.bound,
-            error=first[0].error,
-            error_bound=first[1].bound,
-        )
-        if first[0].wrong:
-            return replace(row, status=status.WRONG, note=first[0].wrong)
-        timing = time_calls(
-            calls,
-            self.device,
-            graph=self.job.graph and layers[0].graph,
-            flush=turns.flush,
-            target_ms=self.job.target_ms,
-        )
-        at = len(inputs) - 1
-        last = self._finding(timing.last, cell, team, inputs[at], (at, at % turns.sets))
-        if last[0].wrong:
-            note = f"after {timing.mode} calls: {last[0].wrong}"
-            return replace(row, status=status.WRONG, note=note, error=last[0].error)
-        host = host_cost(calls[0], self.device)
-        return replace(
-            row,
-            status=status.OK,
-            us=timing.us,
-            us_min=timing.us_min,
-            spread=timing.spread,
-            mode="interpreter" if layers[0].interpreted else timing.mode,
-            replays=timing.replays,
-            over_floor=timing.us / floor.us,
-            host_us=host.us if host else None,
-            allocations=host.allocations if host else None,
-        )
-
-    def _finding(
-        self, out: torch.Tensor, cell: Cell, team: _Team, given: Input, at: tuple[int, int]
-    ) -> tuple[Finding, Answer]:
-        """`out` judged. at: number of the input and of the weights that it was made of."""
+    def _answer(self, cell: Cell, team: _Team, given: Input, at: tuple[int, int]) -> Answer:
+        """at: number of the input and of the weights."""
         key = (cell, *at, team.offer.quant)
         if key not in self.answers:
             scheme = QuantScheme.parse(team.offer.quant)
             self.answers[key] = answer_to(cell, given, team.stock.weights(at[1]), scheme)
-        answer = self.answers[key]
-        return judge_output(out, answer, cell.problem), answer
+        return self.answers[key]
+
+    def _measured(self, row: Row, cell: Cell, team: _Team) -> Row:
+        """The row, checked and, if it is right, timed."""
+        scheme, trial = QuantScheme.parse(team.offer.quant), self._trial(cell, team)
+        work = work_of(cell.problem, scheme, trial.loads)
+        floor = floor_of(work, cell.problem, scheme, self.peaks)
+        finding = judge_output(_poisoned(trial.calls[0]), trial.first, cell.problem)
+        row = replace(
+            row,
+            calls=trial.turns.calls,
+            weight_sets=trial.turns.sets,
+            touched=work.touched,
+            skew=sum(load.skew for load in trial.loads) / len(trial.loads),
+            flops=work.flops,
+            bytes=work.bytes,
+            floor_us=floor.us,
+            floor_bound=floor.bound,
+            error=finding.error,
+            error_bound=trial.first.bound,
+        )
+        if finding.wrong:
+            return replace(row, status=status.WRONG, note=finding.wrong)
+        timing = time_calls(
+            trial.calls,
+            self.device,
+            graph=self.job.graph and trial.layer.graph,
+            flush=trial.turns.flush,
+            target_ms=self.job.target_ms,
+        )
+        finding = judge_output(timing.last, trial.last, cell.problem)
+        if finding.wrong:
+            note = f"after {timing.mode} calls: {finding.wrong}"
+            return replace(row, status=status.WRONG, note=note, error=finding.error)
+        host = host_cost(trial.calls[0], self.device)
+        expected = self.device.type == "cuda" and self.job.graph
+        return replace(
+            row,
+            status=status.OK,
+            note="not captured" if expected and not timing.mode.startswith("graph") else "",
+            us=timing.us,
+            us_min=timing.us_min,
+            spread=timing.spread,
+            mode=status.INTERPRETER if trial.layer.interpreted else timing.mode,
+            replays=timing.replays,
+            over_floor=None if trial.layer.interpreted else timing.us / floor.us,
+            host_us=host.us if host else None,
+            allocations=host.allocations if host else None,
+        )
 
     def _count_launches(self) -> None:
         """Once everything was timed: the profiler slows down what comes after it."""
@@ -262,10 +298,20 @@ class _Run:
             row = self.rows[index]
             if not row.timed or self._late:
                 continue
-            given = make_input(cell, self.device, 0)
-            call = partial(team.layer(0).call, given.x_TH, given.routing)
-            call()
-            self.rows[index] = replace(row, launches=count_launches(call, self.device))
+            try:
+                given = make_input(cell, self.device, 0)
+                call = partial(team.layer(0).call, given.x_TH, given.routing)
+                call()
+                count = count_launches(call, self.device)
+            # The times stand without it.
+            except Exception as error:  # noqa: BLE001
+                self.rows[index] = replace(row, note=f"launches: {_short(error)}")
+                continue
+            self.rows[index] = replace(row, launches=count)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_LONGEST_NOTE]
 
 
 def _poisoned(call: Call) -> torch.Tensor:
@@ -276,8 +322,7 @@ def _poisoned(call: Call) -> torch.Tensor:
 
 def blank_row(cell: Cell, offer: Offer) -> Row:
     """The row before anything was measured."""
-    problem, scheme = cell.problem, QuantScheme.parse(offer.quant)
-    operands = f"{scheme.weight}/{scheme.activation}" if scheme.quantised else ""
+    problem = cell.problem
     return Row(
         shape=cell.shape,
         experts=problem.experts,
@@ -291,5 +336,5 @@ def blank_row(cell: Cell, offer: Offer) -> Row:
         layer=offer.name,
         origin=offer.origin,
         quant=offer.quant,
-        operands=operands or dtype_name(problem.dtype),
+        operands=operands(problem, QuantScheme.parse(offer.quant)),
     )

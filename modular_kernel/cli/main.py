@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from modular_kernel.cli.bench import bench
 from modular_kernel.cli.check import check
 from modular_kernel.cli.compile import compile_kernels
 from modular_kernel.cli.demo import demo
@@ -13,6 +14,7 @@ from modular_kernel.cli.output import reports_errors
 from modular_kernel.cli.parts import list_parts
 from modular_kernel.cli.profile import profile
 from modular_kernel.cli.prove import prove
+from modular_kernel.cli.tune import tune
 
 app = typer.Typer(
     name="mk",
@@ -28,6 +30,8 @@ app.command("list")(reports_errors(list_parts))
 app.command("check")(reports_errors(flattened(check)))
 app.command("test")(reports_errors(flattened(prove)))
 app.command("profile")(reports_errors(flattened(profile)))
+app.command("bench")(reports_errors(flattened(bench)))
+app.command("tune")(reports_errors(flattened(tune)))
 app.command("compile")(reports_errors(compile_kernels))
 app.command("doctor")(reports_errors(doctor))
 app.command("demo")(reports_errors(demo))

@@ -53,3 +53,16 @@ def facts(model: str) -> dict[str, object]:
     if model not in MODELS:
         raise ConfigurationError("model", got=repr(model), need=f"one of {', '.join(MODELS)}")
     return dict(MODELS[model])
+
+
+# The shapes of docs/benchmarks, each a plain SwiGLU layer: experts, top_k, hidden, intermediate.
+SHAPES: dict[str, dict[str, int]] = {
+    name: dict(zip(("experts", "top_k", "hidden", "intermediate"), sizes, strict=True))
+    for name, sizes in {
+        "mixtral": (8, 2, 4096, 14336),
+        "dsv3_ep8": (32, 8, 7168, 2048),  # one of 8 ranks
+        "qwen3_30b": (128, 8, 2048, 768),
+        "gptoss": (128, 4, 2880, 2880),  # without its biases
+        "dsv3_256": (256, 8, 7168, 2048),
+    }.items()
+}

@@ -22,29 +22,40 @@ def permute_tokens(
     weights_TK: torch.Tensor | None,
     *,
     rows_RH: torch.Tensor,
+    scale_TG: torch.Tensor | None = None,
+    scale_rows_RG: torch.Tensor | None = None,
 ) -> None:
     """rows_RH[row_of_pair_TK[t, k]] = x_TH[t], times weights_TK[t, k] if given, rounded once.
 
     x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip; rows_RH
-    (R, H) contiguous. Rows no pair names are left as they are.
+    (R, H) contiguous. Rows no pair names are left as they are. A token's scales, scale_TG (T, G)
+    float32 contiguous, go to its rows of scale_rows_RG (R, G) in the same launch.
     """
     tokens, hidden = x_TH.shape
     if tokens == 0:
         return
     if not use_triton(x_TH):
         permute_tokens_ref(x_TH, row_of_pair_TK, weights_TK, rows_RH=rows_RH)
+        if scale_TG is not None and scale_rows_RG is not None:
+            permute_tokens_ref(scale_TG, row_of_pair_TK, None, rows_RH=scale_rows_RG)
         return
     block = hidden_block(hidden)
+    groups = 0 if scale_TG is None else scale_TG.shape[1]
     permute_tokens_kernel[(tokens, -(-hidden // block))](
         x_ptr=x_TH,
+        scale_ptr=x_TH if scale_TG is None else scale_TG,
         row_of_pair_ptr=row_of_pair_TK,
         weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
         rows_ptr=rows_RH,
+        scale_rows_ptr=rows_RH if scale_rows_RG is None else scale_rows_RG,
         hidden=hidden,
+        groups=groups,
         stride_x=x_TH.stride(0),
         TOP_K=row_of_pair_TK.shape[1],
         HAS_WEIGHTS=weights_TK is not None,
+        HAS_SCALE=scale_TG is not None,
         BLOCK_H=block,
+        BLOCK_G=next_power_of_2(groups),
     )
 
 
@@ -55,7 +66,7 @@ def permute_tokens_ref(
     *,
     rows_RH: torch.Tensor,
 ) -> None:
-    """Torch twin of `permute_tokens`."""
+    """Torch twin of `permute_tokens`; the scales move as any other rows do."""
     token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
     values = x_TH[token]
     if weights_TK is not None:

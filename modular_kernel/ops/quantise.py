@@ -16,8 +16,9 @@ from modular_kernel.ops.count import id_arguments, local_ids, next_power_of_2
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.support import Rejection
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import ActivationSpec, dtype_name
+from modular_kernel.types import ActivationSpec, Machine, Problem, dtype_name
 from modular_kernel.workspace import BufferSpec, Workspace
 
 if HAS_TRITON:
@@ -57,6 +58,15 @@ class Quantised:
     q_RK: torch.Tensor
     scale: torch.Tensor
     partials: torch.Tensor | None = None
+
+
+def quantise_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+    """Why `quantise_rows` could not serve `part` there; empty if it can."""
+    fp8 = problem.scheme.activation == "float8_e4m3fn"
+    if not fp8 or machine.arch is None or machine.arch >= (8, 9):
+        return ()
+    got = f"{machine.arch[0]}.{machine.arch[1]} for {problem.scheme.name}"
+    return (Rejection("arch", (part, "machine"), got, ">= 8.9 to convert to float8"),)
 
 
 def quantise_specs(
@@ -300,7 +310,8 @@ def quantised(
             group = min(_group(scheme, columns), columns)
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
             amax = padded.view(rows, -1, group).amax(2)
-        scale = (amax / largest).clamp(min=MIN_SCALE)
+        # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal.
+        scale = (amax / amax.new_tensor(largest)).clamp(min=MIN_SCALE)
     inverse = 1 / scale
     if scheme.activation_granularity == "group":
         inverse = inverse.repeat_interleave(group, 1)[:, :columns]
@@ -355,7 +366,8 @@ def _live_rows(x: torch.Tensor, live: Live) -> torch.Tensor:
 
 def _put(values: torch.Tensor, keep: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
     q, scale = quantised(values, scheme, out.scale if scheme.static else None)
-    out.q_RK[keep] = q
+    # As bytes: torch cannot put one float8 value by a mask.
+    out.q_RK.view(torch.uint8)[keep] = q.view(torch.uint8)
     if scheme.activation_granularity == "tensor" and not scheme.static:
         out.scale.copy_(scale)
     elif not scheme.static:

@@ -13,6 +13,7 @@ import torch
 
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.support import Verdict
+from modular_kernel.testing.cases_quant import quantised
 from modular_kernel.testing.inputs import ROUTINGS
 from modular_kernel.types import Combine, Machine, Problem, dtype_name
 
@@ -100,6 +101,7 @@ def axes(base: Problem) -> tuple[Variant, ...]:
         _chunks(base),
         _routings(base),
         _shapes(base),
+        quantised(base),
     )
     return tuple(dict.fromkeys(variant for group in groups for variant in group))
 

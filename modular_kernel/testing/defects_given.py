@@ -255,3 +255,30 @@ def freeze_routing(args: Arguments) -> Arguments:
     if not torch.cuda.is_current_stream_capturing():
         args.memory["ids"] = args.routing.topk_ids_TK.clone()
     return _route(args, args.memory["ids"])
+
+
+def shift_scales(args: Arguments, dim: int) -> Arguments:
+    """Each scale of both matrices is its neighbour's: of experts (0), rows (1) or groups (2)."""
+    for name in ("w1_scale", "w2_scale"):
+        args = _replace_weight(args, name, getattr(args.weights, name).roll(1, dim))
+    return args
+
+
+def shift_zero_points(args: Arguments) -> Arguments:
+    for name in ("w1_zero_point", "w2_zero_point"):
+        args = _replace_weight(args, name, getattr(args.weights, name).roll(1, 1))
+    return args
+
+
+def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
+    """The two halves of every byte exchanged."""
+    for name in names:
+        packed = getattr(args.weights, name)
+        args = _replace_weight(args, name, (packed >> 4) | (packed << 4))
+    return args
+
+
+def shrink_given_scale(args: Arguments) -> Arguments:
+    """A static activation scale that is too small for most values, which then saturate."""
+    assert args.weights.a2_scale is not None
+    return _replace_weight(args, "a2_scale", args.weights.a2_scale / 64)

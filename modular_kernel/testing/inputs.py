@@ -12,12 +12,14 @@ by `fences_intact`. Values come from a CPU generator: every machine gets the sam
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from typing import Any
 
 import torch
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import activation
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Problem
@@ -33,6 +35,8 @@ ROUTINGS = (
     "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
 )
 
+_SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
+_X_RANGE, _H_RANGE = 5.0, 40.0  # what given activation scales cover of x and between the GEMMs
 _FENCE = 256  # bytes: keeps every tensor as aligned as an allocation of its own
 _INT_FENCE = 0x3F3F3F3F
 _BIAS_STD = 0.5
@@ -59,6 +63,7 @@ class Inputs:
             "expert_map": w.expert_map,
             "topk_weights": r.topk_weights_TK,
             "topk_ids": r.topk_ids_TK,
+            **{name: getattr(w, name) for name in _SCALES},
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -84,7 +89,7 @@ def make_inputs(
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator).to(problem.dtype)
     return Inputs(
         _with_gaps(x_TH, place) if strided and not problem.inplace else place(x_TH),
-        _weights(problem, expert_map, generator, place, strided=strided),
+        _expert_weights(problem, expert_map, generator, place, strided=strided),
         Routing(place(router.topk_weights_TK), place(router.topk_ids_TK.to(ids_dtype))),
     )
 
@@ -124,13 +129,52 @@ def fences_intact(tensor: torch.Tensor) -> bool:
 
 
 def _fence_value(dtype: torch.dtype) -> float:
-    return math.nan if dtype.is_floating_point else _INT_FENCE
+    return math.nan if dtype.is_floating_point else min(_INT_FENCE, torch.iinfo(dtype).max)
 
 
 def _with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
     """x with NaN between its rows."""
     gap = torch.full((x_TH.shape[0], 16), math.nan, dtype=x_TH.dtype)
     return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
+
+
+def _expert_weights(
+    problem: Problem,
+    expert_map: torch.Tensor | None,
+    generator: torch.Generator,
+    place: Place,
+    *,
+    strided: bool,
+) -> ExpertWeights:
+    """Weights of the problem's scheme. Quantised ones are contiguous, strided or not."""
+    if not problem.scheme.quantised:
+        return _weights(problem, expert_map, generator, place, strided=strided)
+    plain = replace(problem, quant="none", dtype=torch.float32)
+    weights = _weights(plain, expert_map, generator, lambda values: values, strided=False)
+    uneven = {name: _uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
+    scales = {}
+    if problem.scheme.static:
+        ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
+        scales = {name: torch.full((1,), reach / 448.0) for name, reach in ranges.items()}
+    biases = {name: getattr(weights, name) for name in ("b1", "b2")}
+    if strided:
+        biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}
+    quantised = quantise_weights(replace(weights, **uneven, **scales, **biases), problem)
+    tensors = {f.name: getattr(quantised, f.name) for f in fields(quantised)}
+    placed: dict[str, Any] = {n: t if t is None else place(t) for n, t in tensors.items()}
+    return ExpertWeights(**placed)
+
+
+def _uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Experts, rows and stretches of 32 columns of unlike size: a scale of the wrong one shows."""
+    e, rows, depth = w_eNK.shape
+
+    def factors(*shape: int) -> torch.Tensor:
+        return torch.exp2(torch.randint(0, 3, shape, generator=generator) - 1.0)
+
+    along = factors(e, 1, -(-depth // 32)).repeat_interleave(32, 2)[..., :depth]
+    uneven = w_eNK * factors(e, 1, 1) * factors(e, rows, 1) * along
+    return uneven * (w_eNK.norm() / uneven.norm())
 
 
 def _weights(

@@ -7,13 +7,15 @@ runs. One that survives is a failure, of the harness.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modular_kernel.testing.battery import MUTANTS
+from modular_kernel.testing.battery import MUTANTS as PLAIN_MUTANTS
+from modular_kernel.testing.battery_quant import SCALE_MUTANTS
 from modular_kernel.testing.cases import Case, cases_for
 from modular_kernel.testing.checks import Trial
 from modular_kernel.testing.prove import findings, prove
 from modular_kernel.testing.tamper import Mutant
 from modular_kernel.types import Machine
 
+MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS
 __all__ = ["MUTANTS", "Kill", "Mutant", "sensitivity"]
 
 

@@ -86,11 +86,14 @@ class Mutant:
     receive: Callable[[Arrival, Memory], Callable[[], Arrival]] | None = None
     started: Callable[[Started], None] | None = None
     finished: Callable[[Started], torch.Tensor | None] | None = None
+    quantised: bool = False
 
     def occurs(self, case: Case, machine: Machine) -> bool:
         """Whether this defect can occur in the case's pairing, and must show in this case."""
         catalog = load_catalog()
         pf, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
+        if case.problem.scheme.quantised is not self.quantised:
+            return False  # coarse rounding hides a fine defect; those of scales need scales
         if self.device not in (None, machine.device) or not self.applies(
             case.problem, case.routing
         ):

@@ -27,9 +27,7 @@ def batched_gemm_kernel(
     on are neither read nor written. b as in grouped_gemm_kernel. Grid (tiles of one expert, e).
     """
     expert = tl.program_id(1).to(tl.int64)
-    pid_m, pid_n = grouped_tile_order(
-        tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M
-    )
+    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
     count = tl.load(counts_ptr + expert)
     if pid_m * BLOCK_M >= count:
         return

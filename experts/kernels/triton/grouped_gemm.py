@@ -30,9 +30,7 @@ def grouped_gemm_kernel(
     else nothing. Blocks past the last used one return at once: the grid is the worst case.
     Scales and zero points: see product_tile.
     """
-    pid_m, pid_n = grouped_tile_order(
-        tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M
-    )
+    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
     if pid_m * BLOCK_M >= tl.load(num_post_ptr):
         return
     pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))

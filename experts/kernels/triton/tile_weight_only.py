@@ -34,7 +34,9 @@ def _e2m1(codes, dtype: tl.constexpr):
         result = bits.to(tl.bfloat16, bitcast=True) * tl.full((1, 1), 2.0**126, tl.bfloat16)
     else:
         bits = ((wide & 8) << 12) | ((wide & 7) << 9)
-        result = (bits.to(tl.float16, bitcast=True) * tl.full((1, 1), 2.0**14, tl.float16)).to(dtype)
+        result = (bits.to(tl.float16, bitcast=True) * tl.full((1, 1), 2.0**14, tl.float16)).to(
+            dtype
+        )
     return result
 
 
@@ -91,7 +93,7 @@ def multiply_tile_weight_only(
     scale_ptrs, up_scale_ptrs, stride_bsk,
     zero_ptrs, up_zero_ptrs, zero_shift, up_zero_shift, stride_bzk, column_mask,
     GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, MIDDLE: tl.constexpr,
-    HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As multiply_tile, for weights that are dequantised on the way; float32 (gate, up).
@@ -109,8 +111,14 @@ def multiply_tile_weight_only(
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = gate
     for start in range(0, depth, BLOCK_K):
-        a = tl.load(a_ptrs, mask=a_mask & (start + k < depth)[None, :], other=0.0)
-        b_mask = column_mask[None, :] & (start + row * WIDTH < depth)[:, None]
+        a_inside = a_mask
+        b_mask = column_mask[None, :]
+        if not EVEN_K:
+            a_inside = a_mask & (start + k < depth)[None, :]
+            # In bytes: a bound on start + 2 * row would be unknown to the compiler byte by byte,
+            # which rules out wide asynchronous copies.
+            b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
+        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         group = start // GROUP_K if GROUP_K > 0 else 0
         codes = tl.load(b_ptrs, mask=b_mask, other=0)
         scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT)

@@ -67,9 +67,9 @@ def amax_kernel(
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """partials[program] = largest magnitude of its rows; 0 if it has none. Grid (segments * parts,).
+    """partials[program] = largest magnitude of its rows, 0 if it has none.
 
-    A maximum of partial maxima needs no atomics and no zeroed memory.
+    Grid (segments * parts,). A maximum of partial maxima needs no atomics and no zeroed memory.
     """
     segment = (tl.program_id(0) // parts).to(tl.int64)
     count = capacity

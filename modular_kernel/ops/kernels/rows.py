@@ -8,14 +8,23 @@ from modular_kernel.ops.kernels.ids import load_local_ids
 
 @triton.jit
 def permute_tokens_kernel(
-    x_ptr, row_of_pair_ptr, weights_ptr, rows_ptr, hidden, stride_x,
-    TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    x_ptr, scale_ptr, row_of_pair_ptr, weights_ptr, rows_ptr, scale_rows_ptr,
+    hidden, groups, stride_x,
+    TOP_K: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
-    """rows[row_of_pair[t, k]] = x[t] (times the weight); a token is read once."""
+    """rows[row_of_pair[t, k]] = x[t] (times the weight); a token is read once.
+
+    If HAS_SCALE its `groups` scales go with it, moved by the program of the first columns.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
     value = tl.load(x_ptr + token * stride_x + columns, mask=mask, other=0.0)
+    if HAS_SCALE:
+        group = tl.arange(0, BLOCK_G)
+        group_mask = (group < groups) & (tl.program_id(1) == 0)
+        scale = tl.load(scale_ptr + token * groups + group, mask=group_mask, other=0.0)
     for slot in range(TOP_K):
         pair = token * TOP_K + slot
         row = tl.load(row_of_pair_ptr + pair).to(tl.int64)
@@ -23,6 +32,8 @@ def permute_tokens_kernel(
         if HAS_WEIGHTS:
             moved = (value.to(tl.float32) * tl.load(weights_ptr + pair)).to(value.dtype)
         tl.store(rows_ptr + row * hidden + columns, moved, mask=mask & (row >= 0))
+        if HAS_SCALE:
+            tl.store(scale_rows_ptr + row * groups + group, scale, mask=group_mask & (row >= 0))
 
 
 @triton.jit

@@ -1,0 +1,137 @@
+"""Tiles without a tuned file: four regimes by the mean rows of an expert."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import torch
+
+from experts.tile_shapes import Device, Gemm, Tile, TilePair, clamped, gemms, require
+from modular_kernel.types import Problem
+
+ENDLESS = 1 << 62  # more tokens than any call has
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Tiles by tokens: pairs[i] serves calls of at most lasts[i] tokens, as far as none before it
+    does. lasts ascends and ends with ENDLESS."""
+
+    lasts: tuple[int, ...]
+    pairs: tuple[TilePair, ...]
+
+    def index(self, tokens: int) -> int:
+        return bisect_left(self.lasts, tokens)
+
+    def choose(self, tokens: int) -> TilePair:
+        return self.pairs[self.index(tokens)]
+
+    def most_tokens(self, tokens: int) -> dict[int, int]:
+        """block_m -> the most tokens it can be met with in a call of at most `tokens` tokens."""
+        most: dict[int, int] = {}
+        for last in self.lasts:
+            limit = min(tokens, last)
+            block_m = self.choose(limit).gemm1.block_m
+            most[block_m] = max(limit, most.get(block_m, 0))
+        return most
+
+
+# By the mean rows of an expert, up to the first number: (block_n, block_k, warps, stages) of GEMM 1
+# and GEMM 2, and the swizzle group. Measured on one H200 (2026-11-20, triton 3.6.0, bf16) as the
+# best mean over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss from 1 to 8192 tokens.
+_Row = tuple[int | None, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
+_HALF: tuple[_Row, ...] = (
+    (10, 16, (64, 128, 4, 4), (64, 128, 4, 4), 1),
+    (24, 32, (64, 128, 4, 3), (128, 64, 4, 4), 1),
+    (48, 64, (64, 64, 4, 3), (128, 64, 4, 3), 16),
+    (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
+)
+# Float32 products take twice the shared memory, and without tensor cores gain nothing from width.
+_FLOAT32: tuple[_Row, ...] = (
+    (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
+    (None, 64, (32, 32, 4, 2), (64, 32, 4, 2), 8),
+)
+# Rows that start off a 16-element boundary load value by value: larger tiles spill registers.
+_UNALIGNED: tuple[_Row, ...] = (
+    (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
+    (None, 64, (64, 32, 8, 3), (128, 32, 8, 3), 8),
+)
+
+
+# Both operands 8 bits: one scale per row and column, or one per block along the depth, whose
+# partial sums need registers of their own. Same machine and shapes, 1 to 4096 tokens.
+_W8A8: tuple[_Row, ...] = (
+    (12, 16, (64, 256, 4, 3), (64, 256, 4, 4), 1),
+    (24, 32, (64, 128, 4, 3), (128, 128, 4, 3), 1),
+    (80, 64, (64, 128, 4, 3), (128, 128, 4, 4), 16),
+    (None, 128, (128, 128, 8, 3), (256, 128, 8, 3), 16),
+)
+_W8A8_BLOCK: tuple[_Row, ...] = (
+    (12, 16, (32, 128, 4, 5), (64, 128, 4, 5), 1),
+    (20, 32, (64, 128, 4, 4), (64, 128, 4, 4), 1),
+    (300, 64, (64, 128, 4, 3), (128, 128, 4, 3), 16),
+    (None, 128, (64, 128, 8, 4), (128, 128, 8, 3), 16),
+)
+# Weights that are dequantised on the way need registers for it; e2m1's groups of 32 bound a step,
+# so more of them are kept in flight.
+_W8A16: tuple[_Row, ...] = (
+    (10, 16, (32, 128, 4, 4), (64, 128, 4, 4), 1),
+    (48, 32, (64, 128, 8, 3), (128, 128, 8, 3), 1),
+    (None, 64, (64, 64, 4, 3), (128, 64, 4, 3), 16),
+)
+_W4A16: tuple[_Row, ...] = (
+    (12, 16, (64, 128, 4, 4), (128, 128, 4, 4), 1),
+    (None, 32, (64, 64, 4, 4), (128, 64, 4, 3), 1),
+)
+_MXFP4: tuple[_Row, ...] = (
+    (12, 16, (64, 32, 4, 6), (64, 32, 4, 8), 1),
+    (None, 32, (64, 32, 4, 4), (128, 32, 8, 6), 1),
+)
+
+
+def aligned(problem: Problem) -> bool:
+    """Whether rows of both products start on 16 elements."""
+    return problem.hidden % 16 == 0 and problem.intermediate % 16 == 0
+
+
+def _table(problem: Problem) -> tuple[_Row, ...]:
+    if problem.dtype is torch.float32:
+        return _FLOAT32
+    if not aligned(problem):
+        return _UNALIGNED
+    scheme = problem.scheme
+    if scheme.quantises_activations:
+        return _W8A8_BLOCK if scheme.granularity == "block" else _W8A8
+    if scheme.weight == "float4_e2m1":
+        return _MXFP4
+    if scheme.quantised:
+        return _W4A16 if scheme.packed else _W8A16
+    return _HALF
+
+
+def regimes(problem: Problem, device: Device) -> Steps:
+    """The tiles of `problem` on `device`.
+
+    block_k is halved (down to 32) if that makes it divide the depth of the product, which spares
+    the masks along it; a tile too large for the scheme's groups or the device is made smaller.
+    ConfigurationError where the scheme's groups allow no tile.
+    """
+    first, second = gemms(problem)
+    lasts, pairs = [], []
+    for rows, block_m, one, two, group_m in _table(problem):
+        lasts.append(ENDLESS if rows is None else rows * problem.experts // problem.top_k)
+        pair = (
+            _tile(choice, gemm, device, (block_m, group_m))
+            for choice, gemm in ((one, first), (two, second))
+        )
+        pairs.append(TilePair(*pair))
+    return Steps(tuple(lasts), tuple(pairs))
+
+
+def _tile(
+    choice: tuple[int, int, int, int], gemm: Gemm, device: Device, blocks: tuple[int, int]
+) -> Tile:
+    block_n, block_k, warps, stages = choice
+    block_m, group_m = blocks
+    fits = [k for k in (block_k, block_k // 2, block_k // 4) if k >= 32 and gemm.depth % k == 0]
+    tile = Tile(block_m, block_n, fits[0] if fits else block_k, group_m, warps, stages)
+    return require(clamped(tile, gemm, device), gemm, device, "tiles without a tuned file")

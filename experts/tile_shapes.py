@@ -1,0 +1,231 @@
+"""Tile shapes, and what bounds them: the least product, a scheme's groups, shared memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.types import Machine, Problem
+
+_LARGEST_BLOCK = 1024
+_LARGEST_TILE = 1 << 20  # elements: triton's bound on one tensor
+_WARPS = (1, 2, 4, 8, 16)
+_MOST_STAGES = 16
+_MOST_GROUP = 4096
+_BITS = {"float8_e4m3fn": 8, "int8": 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
+# Bytes of shared memory that one block may ask for, by compute capability.
+_SHARED = {
+    (8, 0): 166_912,
+    (8, 6): 101_376,
+    (8, 7): 166_912,
+    (8, 9): 101_376,
+    (9, 0): 232_448,
+    (10, 0): 232_448,
+    (10, 3): 232_448,
+    (12, 0): 101_376,
+}
+_LEAST_SHARED = 101_376  # of any device that the kernels run on
+
+# Bounds that a smaller tile satisfies, as violations name them.
+GROUP = "block_k within a group"
+SHARED = "bytes of shared memory"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One launch: block sizes in elements, row blocks per swizzle group, warps, stages.
+
+    A gated GEMM 1 computes block_n gate and block_n up columns.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        sizes = f"block_m={self.block_m} block_n={self.block_n} block_k={self.block_k}"
+        return f"{sizes} group_m={self.group_m} warps={self.num_warps} stages={self.num_stages}"
+
+
+@dataclass(frozen=True)
+class TilePair:
+    """Tiles of both GEMMs. They share one alignment, so block_m is the same."""
+
+    gemm1: Tile
+    gemm2: Tile
+
+    def __post_init__(self) -> None:
+        assert self.gemm1.block_m == self.gemm2.block_m, "GEMM 1 and 2 share one alignment"
+
+    def __str__(self) -> str:
+        return f"GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a tile must fit. name: as the driver gives it, "" without a GPU.
+
+    shared: bytes of shared memory a block may ask for. warpgroups: products read their operands
+    from shared memory, so that a pipeline of s stages holds s tiles of them, not s - 1.
+    """
+
+    name: str = ""
+    shared: int = _SHARED[9, 0]
+    warpgroups: bool = True
+
+    @classmethod
+    def of(cls, machine: Machine) -> "Device":
+        """The machine's GPU; without one the limits of sm_90, for which kernels are compiled."""
+        if machine.arch is None:
+            return cls()
+        shared = _SHARED.get(machine.arch, _LEAST_SHARED)
+        return cls(machine.name, shared, warpgroups=machine.arch >= (9, 0))
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One of the two products of a problem, as far as it bounds a tile.
+
+    index: 1 or 2. sides: 2 where gate and up columns are computed side by side. a_bits, b_bits:
+    of a stored value of the left and the right operand. widened: bits of a weight once it is
+    dequantised, 0 if it enters the product as it is stored. scaled: there are scales. group_k: the
+    depth of one weight scale, 0 for all of it.
+    """
+
+    index: int
+    depth: int
+    sides: int
+    a_bits: int
+    b_bits: int
+    widened: int
+    scaled: bool
+    group_k: int
+    out_bits: int
+    tensor_cores: bool
+
+    @property
+    def least_block_k(self) -> int:
+        """8-bit products need a depth of 32, and so do packed weights: two products of 16."""
+        return 32 if min(self.a_bits, self.b_bits) <= 8 else 16
+
+    def __str__(self) -> str:
+        return f"GEMM {self.index}"
+
+
+def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
+    """Both products of `problem`."""
+    scheme, plain = problem.scheme, problem.dtype.itemsize * 8
+    fp32 = problem.dtype is torch.float32 and not scheme.quantises_activations
+
+    def gemm(index: int, depth: int, sides: int) -> Gemm:
+        group = scheme.group[-1] if scheme.group else 0
+        return Gemm(
+            index=index,
+            depth=depth,
+            sides=sides,
+            a_bits=_BITS[scheme.activation] if scheme.quantises_activations else plain,
+            b_bits=_BITS[scheme.weight] if scheme.quantised else plain,
+            widened=plain if scheme.quantised and not scheme.quantises_activations else 0,
+            scaled=scheme.quantised,
+            group_k=0 if group >= depth else group,
+            out_bits=plain,
+            tensor_cores=not fp32 or problem.fp32_precision == "tf32",
+        )
+
+    return gemm(1, problem.hidden, 2 if problem.act.gated else 1), gemm(2, problem.intermediate, 1)
+
+
+def shared_bytes(tile: Tile, gemm: Gemm, device: Device) -> int:
+    """Shared memory a block of `tile` asks for: what triton 3.6 allots, or somewhat more.
+
+    One buffer holds a tile of A and one of B (two of a gated GEMM 1). There are num_stages of them
+    behind warpgroup products (block_m >= 64 on Hopper), otherwise one less. Weights that are
+    dequantised go through registers: warpgroups find them, and A, in one more buffer.
+    """
+    a_row, b_row = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
+    buffer = tile.block_m * a_row + gemm.sides * tile.block_n * b_row
+    warpgroup = (
+        device.warpgroups and gemm.tensor_cores and tile.block_m >= 64 and tile.num_warps % 4 == 0
+    )
+    buffers = max(tile.num_stages - 1, 1)
+    extra = 4 * (tile.block_m + gemm.sides * tile.block_n) if gemm.scaled else 0
+    if warpgroup and gemm.widened:
+        extra += tile.block_m * a_row + tile.block_n * tile.block_k * gemm.widened // 8
+    elif warpgroup:
+        buffers = tile.num_stages
+    return max(buffers * buffer + extra, tile.block_m * tile.block_n * gemm.out_bits // 8)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One bound that a tile breaks."""
+
+    what: str
+    got: object
+    need: str
+
+
+def violations(tile: Tile, gemm: Gemm, device: Device) -> Iterator[Violation]:
+    """Every reason not to launch `tile`. Numbers of any size may be asked about."""
+    numbers = list(_unusable_numbers(tile, gemm))
+    yield from numbers
+    if numbers:
+        return
+    if gemm.group_k and gemm.group_k % tile.block_k:
+        need = f"a divisor of {gemm.group_k}: a step has one scale"
+        yield Violation(GROUP, tile.block_k, need)
+    shared = shared_bytes(tile, gemm, device)
+    if shared > device.shared:
+        need = f"<= {device.shared} on {device.name or 'this device'}"
+        yield Violation(SHARED, shared, need)
+
+
+def _unusable_numbers(tile: Tile, gemm: Gemm) -> Iterator[Violation]:
+    blocks = (("block_m", 16), ("block_n", 16), ("block_k", gemm.least_block_k))
+    for name, least in blocks:
+        value = getattr(tile, name)
+        if not least <= value <= _LARGEST_BLOCK or value & (value - 1):
+            yield Violation(name, value, f"a power of two from {least} to {_LARGEST_BLOCK}")
+    if not 1 <= tile.group_m <= _MOST_GROUP:
+        yield Violation("group_m", tile.group_m, f"1 to {_MOST_GROUP}")
+    if tile.num_warps not in _WARPS:
+        yield Violation("num_warps", tile.num_warps, f"one of {_WARPS}")
+    if not 1 <= tile.num_stages <= _MOST_STAGES:
+        yield Violation("num_stages", tile.num_stages, f"1 to {_MOST_STAGES}")
+    sizes = (tile.block_m * tile.block_n, tile.block_m * tile.block_k, tile.block_n * tile.block_k)
+    if max(sizes) > _LARGEST_TILE:
+        yield Violation("elements of a tile", max(sizes), f"<= {_LARGEST_TILE}")
+
+
+def require(tile: Tile, gemm: Gemm, device: Device, origin: str) -> Tile:
+    """`tile` if it can be launched; otherwise ConfigurationError names origin, got and need."""
+    for violation in violations(tile, gemm, device):
+        what = f"{origin}: {gemm} {violation.what}"
+        raise ConfigurationError(what, got=violation.got, need=violation.need)
+    return tile
+
+
+def clamped(tile: Tile, gemm: Gemm, device: Device) -> Tile:
+    """The nearest tile that fits: a divisor of the group, then fewer stages, then smaller blocks.
+
+    For tiles with usable numbers. Where nothing fits the least tile tried is returned: `require`
+    says why it cannot be launched.
+    """
+    least = gemm.least_block_k
+    tile = replace(tile, block_k=max(tile.block_k, least))
+    while gemm.group_k and gemm.group_k % tile.block_k and tile.block_k > least:
+        tile = replace(tile, block_k=tile.block_k // 2)
+    while shared_bytes(tile, gemm, device) > device.shared:
+        if tile.num_stages > 1:
+            tile = replace(tile, num_stages=tile.num_stages - 1)
+        elif tile.block_k > least:
+            tile = replace(tile, block_k=tile.block_k // 2)
+        elif tile.block_n > 16:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        else:
+            break
+    return tile

@@ -1,0 +1,217 @@
+"""Which tuned file serves a problem, and the tiles it gives.
+
+Order: an override in force > the user's folder (MK_CONFIG_DIR) > experts/configs/ > the regimes of
+`tile_regimes`. In a folder a file may lie under triton_X_Y_Z/, as SGLang keeps them, or at its top,
+as vLLM does: this triton's subfolder first, then the top, then other versions, newest first. A
+name is looked for everywhere in a folder before the next name is (see tile_names).
+
+A file holds launches for some numbers of tokens; a call takes those of the nearest, and of two
+equally near ones those of the smaller number.
+"""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from experts.tile_files import Recipe, read_recipe
+from experts.tile_names import names_for
+from experts.tile_regimes import ENDLESS, Steps, aligned, regimes
+from experts.tile_shapes import (
+    GROUP,
+    SHARED,
+    Device,
+    Gemm,
+    Tile,
+    TilePair,
+    clamped,
+    gemms,
+    require,
+    violations,
+)
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.types import Problem
+
+_LOG = logging.getLogger("modular_kernel.tiles")
+_SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
+_LEAST_BLOCK_N = 16
+# What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
+_FITTED = frozenset({GROUP, SHARED})
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tiles of a problem and where they come from.
+
+    origin: "override_config", a file, or "regimes". keys: numbers of tokens that the file has.
+    notes: what else a reader should know. looked_in: places without a file, in order.
+    """
+
+    steps: Steps
+    origin: str
+    keys: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    looked_in: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TileStore:
+    """Folders of tuned files for one device.
+
+    folders: (what it is called, where), best first. triton: the version here, if known.
+    """
+
+    folders: tuple[tuple[str, Path], ...]
+    device: Device
+    triton: str | None = None
+
+    def source(self, problem: Problem) -> Source:
+        """Tiles from the first file there is, or from the regimes. Reads files.
+
+        ConfigurationError names a file that cannot be read, is malformed or, being ours, does not
+        fit. Warns, once for each file, where one of another triton is used or was clamped.
+        """
+        looked_in: list[str] = []
+        for title, folder in self.folders if self.device.name else ():
+            path = self._first(folder, problem)
+            if path is None:
+                there = "no file" if folder.is_dir() else "no such folder"
+                looked_in.append(f"{title} {folder}: {there}")
+                continue
+            recipe = _with_down(path)
+            if not _same_rows(recipe, problem):
+                why = "tuned for rows that start on 16 elements"
+                looked_in.append(f"{title} {path}: {why}")
+                continue
+            found = fit(recipe, problem, self.device)
+            notes = (*self._foreign_triton(path, recipe), *found.notes)
+            if notes:
+                _warn(f"{path}: {'; '.join(notes)}")
+            if recipe.tuned_for is not None:
+                notes = (*notes, *_other_layer(recipe, problem))
+            return replace(found, notes=notes, looked_in=tuple(looked_in))
+        return Source(regimes(problem, self.device), "regimes", looked_in=tuple(looked_in))
+
+    def _first(self, folder: Path, problem: Problem) -> Path | None:
+        places = [folder / name for name in self._subfolders(folder)]
+        names = names_for(problem, self.device.name)
+        paths = (place / name for name in names for place in places)
+        # A dangling link or a folder of that name is met by `read_recipe`, which refuses it.
+        return next((path for path in paths if path.exists() or path.is_symlink()), None)
+
+    def _subfolders(self, folder: Path) -> Iterator[str]:
+        own = subfolder(self.triton)
+        if own:
+            yield own
+        yield ""
+        others = []
+        for entry in folder.iterdir() if folder.is_dir() else ():
+            match = _SUBFOLDER.fullmatch(entry.name)
+            if match is not None and entry.name != own:
+                others.append((tuple(map(int, match.groups())), entry.name))
+        yield from (name for _, name in sorted(others, reverse=True))
+
+    def _foreign_triton(self, path: Path, recipe: Recipe) -> Iterator[str]:
+        here = subfolder(self.triton)
+        there = path.parent.name if _SUBFOLDER.fullmatch(path.parent.name) else ""
+        there = subfolder(recipe.triton) or there
+        if here and there and here != there:
+            version = there.removeprefix("triton_").replace("_", ".")
+            yield f"tuned with triton {version}, this is {self.triton}: it may not be the best here"
+
+
+def subfolder(triton: str | None) -> str:
+    """Where files tuned with this version of triton lie: "triton_3_6_0"; "" if unknown."""
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", triton or "", re.ASCII)
+    return f"triton_{'_'.join(match.groups())}" if match else ""
+
+
+@cache
+def _warn(text: str) -> None:
+    """One line, the first time only."""
+    _LOG.warning(text)
+
+
+def _with_down(path: Path) -> Recipe:
+    """The recipe of a file, with GEMM 2 from SGLang's file beside it if there is one."""
+    recipe = read_recipe(path)
+    down = path.with_name(path.name.removesuffix(".json") + "_down.json")
+    if recipe.strict or not down.exists():
+        return recipe
+    second = read_recipe(down)
+    if second.strict:
+        need = "a file of SGLang's: ours has both GEMMs in one"
+        raise ConfigurationError(f"tile file {down}", got="a file of ours", need=need)
+    return replace(recipe, gemm2=second.gemm2)
+
+
+def _same_rows(recipe: Recipe, problem: Problem) -> bool:
+    """Whether large tiles load this problem's rows as they did the tuner's."""
+    if aligned(problem):
+        return True
+    return recipe.tuned_for is not None and recipe.tuned_for.hidden == problem.hidden
+
+
+def _other_layer(recipe: Recipe, problem: Problem) -> Iterator[str]:
+    assert recipe.tuned_for is not None
+    for name in ("hidden", "top_k"):
+        there, here = getattr(recipe.tuned_for, name), getattr(problem, name)
+        if there != here:
+            yield f"tuned for {name}={there}, this problem has {here}"
+
+
+def nearest(keys: Sequence[int], tokens: int) -> int:
+    """The key nearest to `tokens`; of two equally near ones the smaller."""
+    return min(keys, key=lambda key: (abs(key - tokens), key))
+
+
+def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
+    """The recipe's tiles for `problem`; ConfigurationError if they cannot be launched."""
+    first, second = gemms(problem)
+    one, two = _lasts(recipe.gemm1), _lasts(recipe.gemm2)
+    lasts = sorted({last for last, _ in (*one, *two)})
+    pairs, notes = [], dict[str, None]()
+    for last in lasts:
+        tiles: list[Tile] = []
+        for gemm, choices in ((first, one), (second, two)):
+            tokens, tile = next(choice for end, choice in choices if last <= end)
+            if recipe.fused_columns and gemm.sides == 2:
+                tile = replace(tile, block_n=max(tile.block_n // 2, _LEAST_BLOCK_N))
+            if tiles:  # SGLang's second file may say otherwise, but the alignment is shared
+                tile = replace(tile, block_m=tiles[0].block_m)
+            where = f"{recipe.origin}, tokens {tokens}"
+            fitted = _fitted(tile, gemm, device, recipe.strict, where)
+            if fitted != tile:
+                notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None
+            tiles.append(fitted)
+        pairs.append(TilePair(*tiles))
+    keys = tuple(tokens for tokens, _ in recipe.gemm1)
+    return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, _few(list(notes)))
+
+
+def _lasts(
+    launches: Sequence[tuple[int, Tile]],
+) -> list[tuple[int, tuple[int, Tile]]]:
+    """(most tokens to which this launch is the nearest, launch), ascending."""
+    tokens = [t for t, _ in launches]
+    ends = [(low + high) // 2 for low, high in pairwise(tokens)]
+    return list(zip([*ends, ENDLESS], launches, strict=True))
+
+
+def _fitted(tile: Tile, gemm: Gemm, device: Device, strict: bool, where: str) -> Tile:
+    """`tile`, or a smaller one where it does not fit and need not be taken as it is."""
+    if not strict:
+        found = {violation.what for violation in violations(tile, gemm, device)}
+        if found and found <= _FITTED:
+            tile = clamped(tile, gemm, device)
+    return require(tile, gemm, device, where)
+
+
+def _few(notes: list[str]) -> tuple[str, ...]:
+    """The first note, and how many there are like it."""
+    if len(notes) <= 1:
+        return tuple(notes)
+    return (f"{notes[0]}, and {len(notes) - 1} more like it",)

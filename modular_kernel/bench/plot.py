@@ -1,0 +1,54 @@
+"""Time over tokens as a picture: one panel for each shape, routing and kind of operands."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.bench.rows import OURS, Report, Row
+from modular_kernel.bench.table import label
+
+_PANEL = (5.0, 3.8)  # inches
+_ACROSS = 3
+
+
+def plot(report: Report, path: Path) -> None:
+    """Write `path`, in the format that its suffix names. Needs matplotlib (extra `bench`)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels: dict[tuple[str, str, str], list[Row]] = {}
+    for row in report.rows:
+        if row.floor_us is not None:
+            panels.setdefault((row.shape, row.routing, row.operands), []).append(row)
+    across = min(_ACROSS, max(1, len(panels)))
+    down = max(1, math.ceil(len(panels) / across))
+    figure = Figure(figsize=(_PANEL[0] * across, _PANEL[1] * down), layout="constrained")
+    FigureCanvasAgg(figure)
+    colours: dict[str, str] = {}
+    for index, (name, rows) in enumerate(panels.items()):
+        axes = figure.add_subplot(down, across, index + 1)
+        _panel(axes, rows, colours)
+        axes.set_title(", ".join(name), fontsize=9)
+    figure.suptitle(f"{report.environment.get('device')}, {report.environment.get('date')}")
+    figure.savefig(path, dpi=120)
+
+
+def _panel(axes: Any, rows: list[Row], colours: dict[str, str]) -> None:
+    """One line for each layer, the same colour in every panel, over the floor."""
+    floors = {row.tokens: row.floor_us for row in rows}
+    tokens = sorted(floors)
+    axes.plot(tokens, [floors[t] for t in tokens], "k--", linewidth=1, label="floor")
+    for name in dict.fromkeys(label(row) for row in rows):
+        mine = sorted((r for r in rows if label(r) == name and r.timed), key=lambda r: r.tokens)
+        if not mine:
+            continue
+        colour = colours.setdefault(name, f"C{len(colours) % 10}")
+        style = "o-" if mine[0].origin == OURS else "s:"
+        xs, ys = [row.tokens for row in mine], [row.us for row in mine]
+        axes.plot(xs, ys, style, color=colour, markersize=3, linewidth=1.2, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("microseconds")
+    axes.grid(visible=True, which="both", alpha=0.25)
+    axes.legend(fontsize=7)

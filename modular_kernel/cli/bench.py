@@ -1,0 +1,287 @@
+"""`mk bench`: our pairings, the floor and other layers in one table, measured in one run."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.options import ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.presets import MODELS, SHAPES
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.bench.cases import Cell
+    from modular_kernel.bench.layers import Offer
+    from modular_kernel.bench.rows import Report
+    from modular_kernel.types import Machine, Problem
+
+BASELINE = "baseline"  # stands for every name of SHAPES
+_TOKENS = (1, 16, 128)
+_SHAPE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
+_LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """How, and beside what, layers are measured."""
+
+    tokens_list: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of each row, such as 1,16,128.  [default: --tokens, or the shape's list]",
+            show_default=False,
+        ),
+    ] = None
+    routing: Annotated[str, typer.Option(help="Kinds, such as uniform,zipf,hot1 (all to one).")] = (
+        "uniform"
+    )
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Time eager calls, not replays of CUDA graphs.")
+    ] = False
+    peer: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file with layers() to measure beside ours; may be repeated."),
+    ] = None
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="TB/s of the floor, such as a datasheet's.  [default: as measured]"),
+    ] = None
+    ms: Annotated[float, typer.Option(help="Timed milliseconds of the device for each row.")] = 20
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which no row is begun.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What is written beside the table."""
+
+    json: Annotated[
+        Path | None, typer.Option(help="Write every number here, anew after each row.")
+    ] = None
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables of a document here.")] = (
+        None
+    )
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw time over tokens here (.png; needs matplotlib).")
+    ] = None
+
+
+def bench(
+    *,
+    options: ProblemOptions,
+    method: Method,
+    files: Files,
+    pf_type: PfType = None,
+    experts_type: ExpertsType = None,
+) -> None:
+    """Time our pairs, torch._grouped_mm and your own layers beside the floor, in one run.
+
+    --model takes several names, separated by commas: those below, and mixtral, dsv3_ep8,
+    qwen3_30b, gptoss, dsv3_256; `baseline` stands for these five. --quant takes several schemes.
+
+    Method: a layer is timed from x, top-k ids and weights to y. A CUDA graph holds several calls,
+    each on its own input, so that the L2 cache is cold; the figure is the median replay divided by
+    the calls. Floor: max(flops / peak, bytes / bandwidth), the peaks measured in the same run,
+    bytes being the touched experts' weights, x and y, each once. Every row is compared with a
+    float64 reference first: one that is WRONG has no time. Without a GPU: wall-clock time.
+
+    A --peer file defines layers(), which returns modular_kernel.bench.layers.Layer objects, each
+    with name, quant, setup(problem, weights) and call(x, routing); see that module and
+    docs/benchmarks/README.md.
+
+    Exits with 1 if a row is wrong or failed, or if the pair named is refused; 2 is bad usage.
+    """
+    cells_of = _Cells(options, method)
+    _check_files(files)
+    prepare_host()
+    from modular_kernel.bench.rows import FAILED, WRONG
+    from modular_kernel.bench.run import Job, run
+    from modular_kernel.catalog import this_machine
+
+    machine, cells = this_machine(), tuple(cells_of.cells())
+    offers = _offers(cells_of, cells, machine, pf_type, experts_type)
+    if not offers:
+        output.line("nothing to measure: no pair is valid here, and there is no other layer")
+        raise typer.Exit(1)
+    job = Job(
+        cells=cells,
+        offers=tuple(offers),
+        machine=machine,
+        graph=not method.eager,
+        target_ms=method.ms,
+        bandwidth=None if method.bandwidth is None else method.bandwidth * 1e12,
+        deadline=method.deadline,
+        command=shlex.join(["mk", *sys.argv[1:]]),
+    )
+    report = run(job, _teller(files))
+    _finish(report, files)
+    if report.stopped or any(row.status in (WRONG, FAILED) for row in report.rows):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The options read: problems by shape, tokens, routings and schemes."""
+
+    options: ProblemOptions
+    method: Method
+
+    def __post_init__(self) -> None:
+        if self.method.eager and self.options.graph:
+            raise ConfigurationError("--graph", got="--eager too", need="one of them")
+        for name in ("bandwidth", "ms", "deadline"):
+            value = getattr(self.method, name)
+            if value is not None and not value > 0:
+                raise ConfigurationError(f"--{name}", got=value, need="> 0")
+        self.names()
+        self.tokens("")
+
+    def names(self) -> list[str]:
+        """The models asked for; one empty name for a layer given by its sizes."""
+        if self.options.model is None:
+            return [""]
+        names: list[str] = []
+        for name in self.options.model.split(","):
+            if name not in (*SHAPES, *MODELS, BASELINE):
+                need = f"one of {', '.join([BASELINE, *SHAPES, *MODELS])}"
+                raise ConfigurationError("model", got=repr(name), need=need)
+            names += SHAPES if name == BASELINE else [name]
+        return list(dict.fromkeys(names))
+
+    def tokens(self, name: str) -> tuple[int, ...]:
+        text = self.method.tokens_list
+        if text is None:
+            if self.options.tokens is not None:
+                return (self.options.tokens,)
+            return _LARGE_SHAPE_TOKENS.get(name, _SHAPE_TOKENS if name in SHAPES else _TOKENS)
+        if self.options.tokens is not None:
+            raise ConfigurationError("--tokens", got="--tokens-list too", need="one of them")
+        words = text.split(",")
+        if not all(word.isdecimal() and int(word) > 0 for word in words):
+            raise ConfigurationError("--tokens-list", got=repr(text), need="numbers such as 1,16")
+        return tuple(dict.fromkeys(map(int, words)))
+
+    def quants(self) -> list[str]:
+        """Schemes, separated by commas; `name:option=value` may have commas of its own."""
+        from modular_kernel.schemes import QuantScheme
+
+        texts: list[str] = []
+        for word in (self.options.quant or "none").split(","):
+            more = "=" in word and ":" not in word and texts
+            texts[-1:] = [f"{texts[-1]},{word}"] if more else [*texts[-1:], word]
+        return list(dict.fromkeys(str(QuantScheme.parse(text)) for text in texts))
+
+    def problem(self, name: str) -> "Problem":
+        """The unquantised problem of a model or of the sizes given."""
+        options = replace(self.options, quant=None, model=None)
+        if name in MODELS:
+            return replace(options, model=name).problem()
+        sizes: dict[str, Any] = {
+            key: value
+            for key, value in SHAPES.get(name, {}).items()
+            if getattr(options, key) is None
+        }
+        return replace(options, **sizes).problem()
+
+    def cells(self) -> "Iterator[Cell]":
+        from modular_kernel.bench.cases import Cell
+        from modular_kernel.bench.routing import RoutingKind
+
+        kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
+        for name in self.names():
+            problem = self.problem(name)
+            sizes = problem.experts, problem.top_k, problem.hidden, problem.intermediate
+            shape = name or "E{}-K{}-H{}-I{}".format(*sizes)
+            for kind in dict.fromkeys(kinds):
+                for tokens in self.tokens(name):
+                    yield Cell(shape, problem.with_tokens(tokens), kind)
+
+
+def _offers(
+    wanted: _Cells,
+    cells: "tuple[Cell, ...]",
+    machine: "Machine",
+    pf: str | None,
+    experts: str | None,
+) -> "list[Offer]":
+    """Our pairs, the baseline where it competes, and the users' layers of the kinds wanted."""
+    from modular_kernel.bench.cases import operands
+    from modular_kernel.bench.layers import baseline_offers, pair_offers, peer_offers
+    from modular_kernel.bench.rows import PEER
+    from modular_kernel.schemes import QuantScheme
+
+    quants = wanted.quants()
+    # Loops over experts in plain torch are left out beside graphs, unless they are asked for.
+    graph = machine.device == "cuda" and not wanted.method.eager and pf is None and experts is None
+    problems = [
+        replace(cell.problem, quant=quant, graph=cell.problem.graph or graph)
+        for quant in quants
+        for cell in cells
+    ]
+    others = baseline_offers()
+    for path in wanted.method.peer or []:
+        others += peer_offers(path)
+
+    def kind(quant: str) -> str:
+        return operands(cells[0].problem, QuantScheme.parse(quant))
+
+    kinds = {kind(quant) for quant in quants}
+    for offer in others:
+        if offer.origin == PEER and kind(offer.quant) not in kinds:
+            output.note(f"left out: {offer.name}, without --quant {offer.quant} or its like")
+    pairs = pair_offers(pf, experts, problems, machine)
+    return pairs + [offer for offer in others if kind(offer.quant) in kinds]
+
+
+def _check_files(files: Files) -> None:
+    """Whatever would keep a result from being written, before an hour is spent on it."""
+    if files.plot is not None and find_spec("matplotlib") is None:
+        need = "matplotlib: pip install 'modular-kernel[bench]'"
+        raise ConfigurationError("--plot", got="no matplotlib", need=need)
+    for path in (files.json, files.markdown, files.plot):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _teller(files: Files) -> Any:
+    """Says each new row on stderr, and keeps the JSON file up to date."""
+    said = 0
+
+    def tell(report: "Report") -> None:
+        from modular_kernel.bench.table import one_line
+
+        nonlocal said
+        for row in report.rows[said:]:
+            output.note(one_line(row))
+        said = len(report.rows)
+        if files.json is not None:
+            report.write(files.json)
+
+    return tell
+
+
+def _finish(report: "Report", files: Files) -> None:
+    from modular_kernel.bench import table
+
+    output.table(*table.text_table(report.rows))
+    for text in table.summary(report):
+        output.line(text)
+    if report.stopped:
+        output.line(f"the run ended early: {report.stopped}")
+    if files.markdown is not None:
+        files.markdown.write_text(table.markdown(report), encoding="utf-8")
+    if files.plot is not None:
+        from modular_kernel.bench.plot import plot
+
+        plot(report, files.plot)
+    for path in (files.json, files.markdown, files.plot):
+        if path is not None:
+            output.line(f"written: {path}")

@@ -1,0 +1,57 @@
+"""The axis of quantisation: every scheme, with the tails and options that meet its scales."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modular_kernel.types import Combine, Problem
+
+Variant = tuple[Problem, str]
+
+# Groups and blocks of half the usual size and less, so that the shapes below have several of each
+# and a ragged last one; every scheme once as it is.
+SCHEMES = (
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block",
+    "fp8_w8a8_block:block=48x64",
+    "int8_w8a8_channel",
+    "int8_w8a8_block:block=32x32",
+    "int8_w8a16_channel",
+    "int8_w8a16_group:group=64",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=64",
+    "int4_w4a16_group:group=32,zero_points=true",
+    "mxfp4_w4a16",
+)
+
+
+def quantised(base: Problem) -> Iterator[Variant]:
+    """Each scheme in bf16; then one scheme of each kind with what its scales depend on."""
+    wide = replace(base, hidden=160, intermediate=96, dtype=torch.bfloat16)
+
+    def change(quant: str, routing: str = "uniform", **changes: Any) -> Variant:
+        return replace(wide, quant=quant, **changes), routing
+
+    for quant in SCHEMES:
+        yield change(quant)
+    block, channel = "fp8_w8a8_block:block=48x64", "int8_w8a8_channel"
+    tensor, int4 = "fp8_w8a8_tensor", "int4_w4a16_group:group=32,zero_points=true"
+    yield change(block, "skips", top_k=3, bias=True)
+    yield change(block, "out_of_range", dtype=torch.float16, expert_map=True, local_experts=3)
+    yield change(block, top_k=8, tokens=9, activation="swiglu_oai:limit=1.2")
+    yield change(block, tokens=1, top_k=1)
+    yield change(block, "zipf", tokens=65, experts=2)
+    yield change(channel, "duplicates", top_k=3, activation="relu2")
+    yield change(channel, "all_to_one", top_k=1, apply_router_weight_on_input=True, bias=True)
+    yield change(channel, tokens=0)
+    yield change(channel, "all_skipped")
+    yield change(tensor, "skips", combine=Combine.TOPK_WEIGHTED, routed_scaling_factor=2.5)
+    yield change(tensor, "empty_experts", inplace=True, hidden=72, intermediate=40)
+    yield change(int4, "duplicates", top_k=8, tokens=9, bias=True)
+    yield change(int4, "skips", dtype=torch.float16, hidden=72, intermediate=40)
+    yield change("mxfp4_w4a16", "out_of_range", activation="swiglu_oai:limit=1.2", bias=True)
+    yield change("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)

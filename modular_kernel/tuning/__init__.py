@@ -1,0 +1,1 @@
+"""`mk tune`: the launches of a part searched by measurement, each checked before it counts."""

@@ -1,0 +1,131 @@
+"""What the compiler makes of a choice, in processes that see no GPU.
+
+Compiled kernels end in triton's cache on disk, where the launches that are timed find them: the
+tensors have the shapes and strides of real calls, and no memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, TimeoutError
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+import torch
+
+from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.quant import weight_specs
+from modular_kernel.settings import hide_gpus
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tunable import Choice, Tunable
+from modular_kernel.tuning.search import Refusal
+from modular_kernel.types import Machine, Problem
+from modular_kernel.workspace import Workspace
+
+if TYPE_CHECKING:
+    from modular_kernel.testing.compile import CompileRecord
+
+_META = torch.device("meta")
+_LONGEST = 120.0  # seconds for one choice: what takes longer is no kernel anybody wants
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is tuned, by name, and the machine it runs on."""
+
+    prepare_finalize: str
+    experts: str
+    machine: Machine
+
+    def space(self, problem: Problem) -> Tunable:
+        """What the experts part offers; ConfigurationError if it has nothing to tune."""
+        space = load_catalog().experts(self.experts).tunable(problem)
+        if space is None:
+            need = "a part whose launches can be tuned"
+            raise ConfigurationError(f"experts part {self.experts}", got="no choice", need=need)
+        return space
+
+
+def compile_choice(pair: Pair, problem: Problem, choice: Choice) -> str:
+    """Why `choice` is not worth a launch: spilled registers, too much memory, an error; or ""."""
+    from modular_kernel.testing.compile import check
+
+    assert pair.machine.arch is not None
+    target = "sm_{}{}".format(*pair.machine.arch)
+    try:
+        with pair.space(problem).using(choice):
+            names = pair.prepare_finalize, pair.experts
+            records = records_of(make_kernel(*names, problem, machine=pair.machine), target)
+    # The compiler fails in many ways; none of them may end the search.
+    except Exception as error:  # noqa: BLE001
+        return f"does not compile: {type(error).__name__}: {str(error)[:200]}"
+    return "; ".join(reason for record in records for reason in check(record))
+
+
+def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecord]":
+    """What one call of `kernel` launches, compiled for `target`; nothing runs."""
+    from modular_kernel.testing.compile import record_compiles
+
+    problem = kernel.problem
+    workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
+    x_TH, weights, routing = _meta_inputs(problem)
+    out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
+    with record_compiles(target) as records:
+        kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
+    return records
+
+
+def _meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """Arguments of a call, of the right shapes, on the meta device."""
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=_META)
+
+    tensors = {n: empty(spec.shape, spec.dtypes[0]) for n, spec in weight_specs(problem).items()}
+    if problem.bias:
+        tensors["b1"] = empty((problem.e, problem.w1_rows), problem.dtype)
+        tensors["b2"] = empty((problem.e, problem.hidden), problem.dtype)
+    if problem.expert_map:
+        tensors["expert_map"] = empty((problem.experts,), torch.int32)
+    pairs = (problem.tokens, problem.top_k)
+    routing = Routing(empty(pairs, torch.float32), empty(pairs, problem.ids_dtype or torch.int32))
+    x_TH = empty((problem.tokens, problem.hidden), problem.dtype)
+    return x_TH, ExpertWeights(**tensors), routing
+
+
+class Compiler:
+    """Compiles choices in `workers` processes; use as a context, which ends them."""
+
+    def __init__(self, workers: int) -> None:
+        context = get_context("spawn")
+        self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus)
+        self._begun: dict[tuple[Pair, Problem, Choice], Future[str]] = {}
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, pair: Pair, problem: Problem, choices: Sequence[Choice]) -> None:
+        """Queue those that were not queued before."""
+        for choice in choices:
+            key = (pair, problem, choice)
+            if key not in self._begun:
+                self._begun[key] = self._pool.submit(compile_choice, *key)
+
+    def refusals(
+        self, pair: Pair, problem: Problem, choices: Sequence[Choice]
+    ) -> Mapping[Choice, Refusal]:
+        """Wait for these choices, and say which are not worth a launch."""
+        self.begin(pair, problem, choices)
+        found = {}
+        for choice in choices:
+            try:
+                reason = self._begun[pair, problem, choice].result(timeout=_LONGEST)
+            except TimeoutError:
+                reason = f"not compiled in {_LONGEST:.0f} s"
+            if reason:
+                found[choice] = Refusal(reason)
+        return found

@@ -1,0 +1,74 @@
+"""What the tuner learns from the compiler, in this process and in others; and shared memory."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from experts.tile_shapes import Device, Tile, TilePair, clamped, gemms, shared_bytes
+from experts.tiles import override_config
+from modular_kernel.catalog import make_kernel
+from modular_kernel.testing.compile import CompileRecord
+from modular_kernel.tuning import compiled
+from modular_kernel.tuning.compiled import Compiler, Pair, compile_choice
+from modular_kernel.types import Machine, Problem
+
+MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
+PAIR = Pair("MoEPrepareAndFinalizeNoEP", "TritonExperts", MACHINE)
+BATCHED = Pair("BatchedPrepareAndFinalize", "BatchedTritonExperts", MACHINE)
+PROBLEM = Problem(tokens=64, hidden=512, intermediate=512, experts=4, top_k=2)
+GOOD = TilePair(Tile(16, 64, 128, 1, 4, 3), Tile(16, 64, 64, 1, 4, 3))
+# Rows that start off 16 elements load value by value: such a tile spills.
+SPILLS = replace(PROBLEM, hidden=504)
+TILES = (
+    Tile(16, 64, 128, 1, 4, 4),
+    Tile(32, 64, 64, 1, 4, 2),
+    Tile(64, 64, 64, 1, 4, 3),
+    Tile(128, 64, 64, 1, 8, 4),
+    Tile(64, 64, 32, 1, 4, 1),
+)
+
+
+def test_a_sound_choice_compiles_without_a_reason() -> None:
+    for pair in (PAIR, BATCHED):
+        assert compile_choice(pair, PROBLEM, GOOD) == ""
+    assert compile_choice(PAIR, replace(PROBLEM, bias=True, expert_map=True), GOOD) == ""
+
+
+def test_a_choice_that_spills_has_its_reason() -> None:
+    assert "registers are spilled" in compile_choice(PAIR, SPILLS, GOOD)
+
+
+def test_a_choice_that_does_not_compile_has_its_reason() -> None:
+    broken = replace(GOOD, gemm1=replace(GOOD.gemm1, block_n=48))
+    assert compile_choice(PAIR, PROBLEM, broken).startswith("does not compile")
+
+
+def test_other_processes_find_the_same() -> None:
+    with Compiler(workers=1) as compiler:
+        compiler.begin(PAIR, PROBLEM, [GOOD])
+        assert compiler.refusals(PAIR, PROBLEM, [GOOD]) == {}
+        refused = compiler.refusals(PAIR, SPILLS, [GOOD])
+    assert "registers are spilled" in refused[GOOD].reason
+    assert not refused[GOOD].wrong
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int8_w8a16_group", "mxfp4_w4a16"])
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_shared_memory_is_never_more_than_estimated(quant: str, activation: str) -> None:
+    problem, device = replace(PROBLEM, quant=quant, activation=activation), Device.of(MACHINE)
+    first, second = gemms(problem)
+    for tile in TILES:
+        pair = TilePair(clamped(tile, first, device), clamped(tile, second, device))
+        records = [record for record in launches(problem, pair) if "gemm" in record.kernel]
+        assert len(records) == 2
+        for record, fitted, gemm in zip(records, vars(pair).values(), (first, second), strict=True):
+            assert record.shared <= shared_bytes(fitted, gemm, device), (gemm, fitted)
+            if quant == "none":
+                assert record.shared >= 0.8 * shared_bytes(fitted, gemm, device), (gemm, fitted)
+
+
+def launches(problem: Problem, pair: TilePair) -> Iterator[CompileRecord]:
+    with override_config(pair):
+        kernel = make_kernel(PAIR.prepare_finalize, PAIR.experts, problem, machine=MACHINE)
+        yield from compiled.records_of(kernel, "sm_90")

@@ -1,0 +1,70 @@
+"""`mk bench` on a GPU: replays of graphs, cold caches, launches, and no allocation."""
+
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.bench.cases import Cell
+from modular_kernel.bench.floor import measure_peaks
+from modular_kernel.bench.layers import Layer, Offer, baseline_offers, pair_offers
+from modular_kernel.bench.method import l2_bytes
+from modular_kernel.bench.routing import RoutingKind
+from modular_kernel.bench.run import Job, run
+from modular_kernel.catalog import this_machine
+from modular_kernel.reference import recipe
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+
+PROBLEM = Problem(tokens=64, hidden=512, intermediate=1024, experts=8, top_k=2)
+CELL = Cell("small", PROBLEM, RoutingKind("uniform"))
+
+
+def test_pairs_and_baseline_are_replayed() -> None:
+    machine = this_machine()
+    pairs = pair_offers(None, None, [replace(PROBLEM, graph=True)], machine)
+    assert {"TritonExperts", "BatchedTritonExperts"} <= {pair.name for pair in pairs}
+    report = run(Job((CELL,), (*pairs, *baseline_offers()), machine, target_ms=5.0))
+    for row in report.rows:
+        assert row.status == "ok", row.note
+        assert row.mode in ("graph", "graph+flush")
+        assert row.over_floor is not None
+        assert row.over_floor > 0.9
+        assert row.launches is not None
+        assert 1 <= row.launches < 40
+        assert row.host_us is not None
+        assert row.host_us > 1
+        assert row.weight_sets is not None
+        # 25 MB of weights stay in a large cache unless they are rotated or flushed.
+        assert row.weight_sets > 1 or row.mode == "graph+flush"
+        if row.origin == "ours":
+            assert row.allocations == 0
+
+
+class _Looping(Layer):
+    """Reads the routing back to the host, so it cannot be captured."""
+
+    name = "looping"
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        self.problem, self.weights = problem, weights
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        return recipe(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+
+
+def test_what_cannot_be_captured_is_timed_eagerly() -> None:
+    offers = (Offer("looping", "none", "peer", _Looping), *baseline_offers())
+    looping, after = run(Job((CELL,), offers, this_machine(), target_ms=1.0)).rows
+    assert (looping.status, looping.note) == ("ok", "not captured")
+    assert looping.mode.startswith("eager")
+    assert after.status == "ok"
+    assert after.mode.startswith("graph")
+
+
+def test_peaks_of_a_gpu_are_a_gpu_s() -> None:
+    device = torch.device("cuda")
+    peaks = measure_peaks(device, ["bfloat16", "float8_e4m3fn", "int8"], size=4096, nbytes=1 << 30)
+    assert peaks.flops["bfloat16"] > 20e12
+    assert peaks.copy > 2e11
+    assert peaks.read > 2e11
+    assert l2_bytes(device) > 0

@@ -1,0 +1,315 @@
+"""What `mk bench` measures: what is wrong is not timed; pairs, baseline and peers; the record."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.bench import run as run_module
+from modular_kernel.bench import table
+from modular_kernel.bench.cases import Cell
+from modular_kernel.bench.layers import Layer, Offer, baseline_offers, pair_offers
+from modular_kernel.bench.routing import RoutingKind
+from modular_kernel.bench.rows import Report, Row, best, ranked
+from modular_kernel.bench.run import Job, run
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.reference import recipe
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+
+CPU = this_machine(device="cpu")
+SMALL = Problem(tokens=12, hidden=32, intermediate=48, experts=4, top_k=2)
+CELL = Cell("small", SMALL, RoutingKind("uniform"))
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+PAIR_WORDS = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
+
+
+class Reference(Layer):
+    """The layer in plain torch, with a defect if one is given."""
+
+    def __init__(self, name: str = "peer", defect: Callable[..., Any] | None = None) -> None:
+        self.name, self.defect, self.calls = name, defect, 0
+
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        self.problem, self.weights = problem, weights
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        self.calls += 1
+        out = recipe(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+        changed = self.defect(out, x_TH) if self.defect else None
+        return out if changed is None else changed
+
+
+def offer(layer: Layer, origin: str = "peer") -> Offer:
+    return Offer(layer.name, layer.quant, origin, lambda: layer)
+
+
+def measured(*offers: Offer, cells: tuple[Cell, ...] = (CELL,), **options: Any) -> Report:
+    return run(Job(cells, offers, CPU, target_ms=0.01, **options))
+
+
+@pytest.fixture(autouse=True)
+def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks of this machine take a second; their own test measures some."""
+    real = run_module.measure_peaks
+    monkeypatch.setattr(
+        run_module, "measure_peaks", lambda *a, **k: real(*a, **k, size=64, nbytes=1 << 16)
+    )
+
+
+# ---------------------------------------------------------------------------------------- a run
+
+
+def test_right_layers_are_timed_and_compared() -> None:
+    (ours,) = pair_offers(*PAIR, [SMALL], CPU)
+    report = measured(ours, *baseline_offers(), offer(Reference()))
+    mine, baseline, peer = report.rows
+    assert [row.layer for row in report.rows] == ["TorchExperts", "torch_grouped_mm", "peer"]
+    assert [row.origin for row in report.rows] == ["ours", "baseline", "peer"]
+    least = min(baseline.us or math.inf, peer.us or math.inf)
+    for row in report.rows:
+        assert (row.status, row.mode, row.note) == ("ok", "cpu", "")
+        assert row.us is not None
+        assert row.us_min is not None
+        assert row.floor_us is not None
+        assert 0 < row.us_min <= row.us
+        assert row.over_floor == pytest.approx(row.us / row.floor_us)
+        assert row.over_best_peer == pytest.approx(row.us / least)
+        assert (row.launches, row.host_us, row.allocations) == (None, None, None)
+        assert row.error is not None
+        assert row.error_bound is not None
+        assert 0 < row.error < row.error_bound < 0.02
+    assert mine.floor_us == baseline.floor_us == peer.floor_us
+    assert mine.flops == 2 * 24 * 3 * 32 * 48
+    assert report.environment["torch"] == torch.__version__
+    assert set(report.peaks["flops"]) == {"bfloat16"}
+
+
+DEFECTS: dict[str, Callable[..., Any]] = {
+    "two percent": lambda out, _x: out * 1.02,
+    "zeros": lambda out, _x: torch.zeros_like(out),
+    "one row": lambda out, _x: out.index_fill_(0, torch.tensor([11]), 0.0),
+    "a hole": lambda out, _x: out.index_fill_(0, torch.tensor([5]), math.nan),
+    "float32": lambda out, _x: out.float(),
+    "overwrites x": lambda out, x: x.copy_(out),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_wrong_layer_is_reported_and_not_timed(
+    defect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[object] = []
+    real = run_module.time_calls
+    monkeypatch.setattr(
+        run_module, "time_calls", lambda calls, *a, **k: timed.append(calls) or real(calls, *a, **k)
+    )
+    wrong = Reference("wrong", DEFECTS[defect])
+    good = Reference("good")
+    first, second = measured(offer(wrong), offer(good)).rows
+    assert (first.status, second.status) == ("wrong", "ok")
+    assert (first.us, first.over_floor, first.over_best_peer) == (None, None, None)
+    assert first.note
+    assert len(timed) == 1
+    assert wrong.calls == 2
+    assert second.over_best_peer == 1.0
+    assert "WRONG" in table.one_line(first)
+
+
+def test_a_layer_that_goes_wrong_while_timed_loses_its_time() -> None:
+    tired = Reference("tired")
+    tired.defect = lambda out, _x: out * (1.5 if tired.calls > 4 else 1.0)
+    (row,) = measured(offer(tired)).rows
+    assert (row.status, row.us) == ("wrong", None)
+    assert "after cpu calls" in row.note
+
+
+class _Broken(Reference):
+    def setup(self, problem: Problem, weights: ExpertWeights) -> None:
+        raise RuntimeError("no such engine")
+
+
+class _Refusing(Reference):
+    def refusal(self, problem: Problem) -> str | None:
+        return "odd numbers only" if problem.tokens % 2 == 0 else None
+
+
+def test_what_fails_or_refuses_is_a_row_of_its_own() -> None:
+    cells = (CELL, replace(CELL, problem=SMALL.with_tokens(3)))
+    layers = (_Broken("broken"), _Refusing("odd"), Reference("good"))
+    rows = measured(*map(offer, layers), cells=cells).rows
+    assert [row.status for row in rows] == ["failed", "failed", "refused", "ok", "ok", "ok"]
+    assert "no such engine" in rows[0].note
+    assert "no such engine" in rows[1].note
+    assert rows[2].note == "odd numbers only"
+
+
+def test_no_row_is_begun_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
+    slow = Reference("slow", lambda _out, _x: now.__setitem__(0, now[0] + 100.0))
+    rows = measured(offer(slow), offer(Reference("late")), deadline=50.0).rows
+    assert [row.status for row in rows] == ["ok", "skipped"]
+    assert rows[1].note == "after the deadline"
+
+
+def test_interpreted_kernels_tell_no_time() -> None:
+    slow, fast = Reference("interpreted"), Reference("fast")
+    slow.interpreted = True
+    first, second = measured(offer(slow, "ours"), offer(fast)).rows
+    assert (first.mode, first.status) == ("interpreter", "ok")
+    assert (first.over_floor, first.over_best_peer) == (None, None)
+    assert best([first, second], ours=True) is None
+    assert second.over_best_peer == 1.0
+
+
+def test_a_report_grows_row_by_row() -> None:
+    seen: list[int] = []
+    job = Job((CELL,), (offer(Reference("a")), offer(Reference("b"))), CPU, target_ms=0.01)
+    report = run(job, lambda so_far: seen.append(len(so_far.rows)))
+    assert seen == [1, 2, 2]
+    assert len(report.rows) == 2
+
+
+def test_one_shape_s_weights_serve_all_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    real = run_module.make_weights
+    monkeypatch.setattr(
+        run_module, "make_weights", lambda p, d, i: made.append(str(p)) or real(p, d, i)
+    )
+    other = Cell("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
+    cells = (CELL, replace(CELL, routing=RoutingKind("zipf", 1.2)), other)
+    rows = measured(offer(Reference("a")), offer(Reference("b")), cells=cells).rows
+    assert [(row.shape, row.routing) for row in rows[::1]] == [
+        *[("small", "uniform"), ("small", "zipf1.2")] * 2,
+        *[("wide", "hot1")] * 2,
+    ]
+    assert len(made) == 2
+
+
+# ------------------------------------------------------------------------------- pairs and peers
+
+
+def test_pairs_are_those_that_fit() -> None:
+    names = [made.name for made in pair_offers(None, None, [SMALL], CPU)]
+    assert "TorchExperts" in names
+    assert "NaiveBatchedExperts" in names
+    both = [replace(SMALL, quant=quant) for quant in ("none", "fp8_w8a8_channel")]
+    found = pair_offers(*PAIR, both, CPU)
+    assert [(made.name, made.quant) for made in found][:1] == [("TorchExperts", "none")]
+    with pytest.raises(IncompatibleError) as refused:
+        pair_offers("BatchedPrepareAndFinalize", "TorchExperts", [SMALL], CPU)
+    assert len(refused.value.rejections) > 1
+    assert pair_offers("BatchedPrepareAndFinalize", None, [SMALL], CPU)
+
+
+@pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "int4_w4a16_group:group=16"])
+def test_a_quantised_pair_runs_and_competes_with_its_kind(quant: str) -> None:
+    offers = pair_offers(*PAIR, [replace(SMALL, quant=quant)], CPU)
+    row, plain = measured(*offers, *baseline_offers()).rows
+    assert (row.status, row.quant, row.over_best_peer) == (
+        "ok",
+        str(QuantScheme.parse(quant)),
+        None,
+    )
+    assert row.operands in ("fp8/fp8", "int4/bfloat16")
+    assert row.error is not None
+    assert row.error > 0.01
+    assert plain.over_best_peer == 1.0
+
+
+# ------------------------------------------------------------------------- records and documents
+
+
+def row(layer: str, us: float | None, origin: str = "peer", **changes: Any) -> Row:
+    sizes = {"experts": 4, "top_k": 2, "hidden": 32, "intermediate": 48, "tokens": 12}
+    names = {"shape": "small", "dtype": "bfloat16", "problem": "p", "routing": "uniform"}
+    status = "wrong" if us is None else "ok"
+    values = {**sizes, **names, "quant": "none", "operands": "bfloat16", "status": status}
+    timed = {"us": us, "floor_us": 10.0, "over_floor": None if us is None else us / 10}
+    return Row(layer=layer, origin=origin, **{**values, **timed, **changes})
+
+
+PEAKS = {"flops": {"bfloat16": 8e14}, "copy": 4e12, "read": 4.4e12, "bandwidth": 4.8e12,
+         "source": "given"}  # fmt: skip
+WHERE = {
+    "date": "2026-01-01",
+    "device": "a GPU",
+    "torch": "2",
+    "version": "0",
+    "command": "mk bench",
+}
+
+
+def test_the_best_peer_is_one_of_the_same_cell_and_kind() -> None:
+    rows = ranked(
+        [
+            row("A", 30.0, "ours"),
+            row("p", 20.0),
+            row("q", 15.0, "baseline"),
+            row("wrong", None),
+            row("zipf", 1.0, routing="zipf1.2"),
+            row("fp8", 1.0, operands="fp8/fp8"),
+            row("other", 1.0, tokens=13),
+            row("B", 40.0, "ours", tokens=14),
+        ]
+    )
+    ratios = [r.over_best_peer for r in rows]
+    assert ratios == [2.0, pytest.approx(20 / 15), 1.0, None, 1.0, 1.0, 1.0, None]
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    report = Report(WHERE, PEAKS, ranked([row("A", 30.0, "ours"), row("bad", None, error=0.5)]))
+    path = tmp_path / "report.json"
+    report.write(path)
+    assert Report.from_json(path.read_text(encoding="utf-8")) == report
+    assert list(tmp_path.iterdir()) == [path]
+    real = measured(offer(Reference()), offer(Reference("nan", lambda out, _x: out / 0)))
+    assert Report.from_json(real.to_json()) == real
+    assert json.loads(real.to_json())["rows"][1]["error"] is None
+    assert {f.name for f in fields(Row)} == set(json.loads(real.to_json())["rows"][0])
+    for other in ('{"schema": "mk-bench/0"}', "[]", "{}"):
+        with pytest.raises(ConfigurationError, match="mk-bench/1"):
+            Report.from_json(other)
+
+
+def test_markdown_has_a_line_for_each_cell_and_a_column_for_each_layer() -> None:
+    rows = [
+        row("A", 30.0, "ours"),
+        row("p", 20.0),
+        row("bad", None, note="relative error 2"),
+        row("r", None, status="refused"),
+        row("A", 24.0, "ours", tokens=16),
+        row("p", 48.0, tokens=16),
+        row("F", 9.0, "ours", quant="fp8_w8a8_block", operands="fp8/fp8"),
+    ]
+    lines = table.markdown(Report(WHERE, PEAKS, ranked(rows))).splitlines()
+    assert lines[0] == "# Layers on a GPU"
+    head = "| shape | T | floor | A | p | bad | best of ours / floor | best of ours / best peer |"
+    at = lines.index(head)
+    assert lines[at + 2] == "| small | 12 | 10.0 | 30.0 | 20.0 | WRONG | 3.00 | 1.50 |"
+    assert lines[at + 3] == "| small | 16 | 10.0 | 24.0 | 48.0 |  | 2.40 | 0.50 |"
+    assert "## fp8/fp8, uniform routing" in lines
+    assert "| small | 12 | 10.0 | 9.0 | 0.90 |  |" in lines
+    assert "- small T=12 uniform bad: WRONG, relative error 2" in lines
+    assert any("4.8," in line for line in lines)
+
+
+def test_text_table_and_summary() -> None:
+    rows = ranked([row("A", 30.0, "ours"), row("A", 40.0, "ours", tokens=16), row("p", 20.0),
+                   row("p", 20.0, tokens=16), row("bad", None)])  # fmt: skip
+    columns, cells = table.text_table(rows)
+    assert columns == ["shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer"]
+    assert [line[1] for line in cells] == ["12", "12", "12", "16", "16"]
+    assert ["small", "12", "uniform", "A", "30.0", "10.0", "3.00", "1.50"] in cells
+    assert [line[4] for line in cells if line[3] == "bad"] == ["WRONG"]
+    (line,) = table.summary(Report(WHERE, PEAKS, rows))
+    assert "3.46 x the floor in geometric mean over 2 cells (3.00 to 4.00)" in line
+    assert "1.73 x the best peer's time" in line

@@ -1,0 +1,252 @@
+"""`mk bench` on the command line: files, peers' files, named shapes, options and exit codes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.bench import run as run_module
+from modular_kernel.bench.layers import peer_offers
+from modular_kernel.bench.rows import Report
+from modular_kernel.bench.run import Job
+from modular_kernel.cli import bench as verb
+from modular_kernel.cli import main
+from modular_kernel.errors import BrokenPartError, ConfigurationError
+
+PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+PEAKS = {"flops": {"bfloat16": 8e14}, "copy": 4e12, "read": 4.4e12, "bandwidth": 4.8e12,
+         "source": "given"}  # fmt: skip
+WHERE = {
+    "date": "2026-01-01",
+    "device": "a GPU",
+    "torch": "2",
+    "version": "0",
+    "command": "mk bench",
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peaks of this machine take a second; their own test measures some."""
+    real = run_module.measure_peaks
+    monkeypatch.setattr(
+        run_module, "measure_peaks", lambda *a, **k: real(*a, **k, size=64, nbytes=1 << 16)
+    )
+
+
+PEER_FILE = """
+from modular_kernel.bench.layers import Layer
+from modular_kernel.reference import recipe
+
+class Mine(Layer):
+    name, quant = "mine", "{quant}"
+
+    def setup(self, problem, weights):
+        self.problem, self.weights = problem, weights
+
+    def call(self, x_TH, routing):
+        out = recipe(x_TH, self.weights, routing, self.problem).to(x_TH.dtype)
+        return out * {factor}
+
+def layers():
+    return [Mine()]
+"""
+
+
+def peer_file(folder: Path, *, factor: float = 1.0, quant: str = "none") -> Path:
+    path = folder / "my_peer.py"
+    path.write_text(PEER_FILE.format(factor=factor, quant=quant), encoding="utf-8")
+    return path
+
+
+def test_a_peer_file_makes_new_objects_each_time(tmp_path: Path) -> None:
+    (made,) = peer_offers(peer_file(tmp_path))
+    assert (made.name, made.quant, made.origin) == ("mine", "none", "peer")
+    assert made.make() is not made.make()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("import no_such_engine", BrokenPartError),
+        ("raise SystemExit(3)", BrokenPartError),
+        ("x = 1", BrokenPartError),
+        ("def layers(): return 5", ConfigurationError),
+        ("def layers(): return [object()]", ConfigurationError),
+    ],
+)
+def test_a_peer_file_that_is_none_is_named(
+    text: str, error: type[Exception], tmp_path: Path
+) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(error, match=r"wrong\.py"):
+        peer_offers(path)
+    with pytest.raises(ConfigurationError, match="absent"):
+        peer_offers(tmp_path / "absent.py")
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+Mk = Callable[..., Ended]
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str]) -> Iterator[Mk]:
+    """Runs `mk bench` on a tiny layer in this process."""
+
+    def ended(*words: str) -> Ended:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as done:
+            main.run(["bench", "--ms", "0.01", *words])
+        code = done.value.code
+        assert isinstance(code, int | None)
+        return Ended(code or 0, *capsys.readouterr())
+
+    return ended
+
+
+TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_WORDS)
+
+
+def test_the_command_writes_what_it_is_asked_for(mk: Mk, tmp_path: Path) -> None:
+    record, document = tmp_path / "new" / "r.json", tmp_path / "r.md"
+    words = ("--tokens-list", "1,5", "--routing", "uniform,hot1", "--bandwidth", "0.02")
+    done = mk(*TINY, *words, "--json", str(record), "--markdown", str(document))
+    assert done.code == 0, done.err
+    report = Report.from_json(record.read_text(encoding="utf-8"))
+    assert [(r.layer, r.tokens, r.routing) for r in report.rows] == [
+        (layer, tokens, routing)
+        for layer in ("TorchExperts", "torch_grouped_mm")
+        for routing in ("uniform", "hot1")
+        for tokens in (1, 5)
+    ]
+    assert {r.status for r in report.rows} == {"ok"}
+    assert (report.peaks["bandwidth"], report.peaks["source"]) == (0.02e12, "given")
+    assert report.rows[0].shape == "E4-K2-H32-I48"
+    text = document.read_text(encoding="utf-8")
+    assert "## bfloat16, hot1 routing" in text
+    assert "torch_grouped_mm" in done.out
+    assert f"written: {record}" in done.out
+
+
+def test_a_picture_is_drawn(mk: Mk, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "r.png"
+    assert mk(*TINY, "--tokens-list", "1,4", "--plot", str(path)).code == 0
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_without_matplotlib_is_refused_first(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb, "find_spec", lambda _: None)
+    done = mk(*TINY, "--plot", str(tmp_path / "r.png"))
+    assert done.code == 2
+    assert "modular-kernel[bench]" in done.err
+    assert done.out == ""
+
+
+def test_exit_codes(mk: Mk, tmp_path: Path) -> None:
+    wrong = mk(*TINY, "--tokens", "3", "--peer", str(peer_file(tmp_path, factor=1.1)))
+    assert wrong.code == 1
+    assert "WRONG" in wrong.out
+    right = mk(*TINY, "--tokens", "3", "--peer", str(peer_file(tmp_path)))
+    assert right.code == 0
+    assert "mine" in right.out
+    refused = mk("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TorchExperts")
+    assert refused.code == 1
+    assert "\n format " in refused.out
+    assert "\n reduce " in refused.out
+
+
+def test_a_peer_of_another_kind_is_named_and_left_out(mk: Mk, tmp_path: Path) -> None:
+    path = peer_file(tmp_path, quant="fp8_w8a8_block")
+    plain = mk(*TINY, "--tokens", "3", "--peer", str(path))
+    assert "left out: mine" in plain.err
+    assert "mine" not in plain.out
+    asked = mk(*TINY, "--tokens", "3", "--peer", str(path), "--quant", "none,fp8_w8a8_channel")
+    assert "mine fp8_w8a8_block" in asked.out
+    assert "left out" not in asked.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model mixtral,gpt-2", "model: got 'gpt-2', need one of baseline, mixtral"),
+        ("--tokens-list 1,x", "--tokens-list: got '1,x'"),
+        ("--tokens-list 0", "--tokens-list: got '0'"),
+        ("--tokens-list 1 --tokens 2", "--tokens: got --tokens-list too"),
+        ("--routing odd", "routing: got 'odd', need uniform"),
+        ("--eager --graph", "--graph: got --eager too"),
+        ("--deadline 0", "--deadline: got 0.0, need > 0"),
+        ("--bandwidth -1", "--bandwidth: got -1.0"),
+        ("--quant fp7", "quant: got fp7"),
+        ("--peer no/such/file.py", "no/such/file.py"),
+        ("--inplace", "inplace of a benchmark"),
+        ("--world-size 2", "world_size of a benchmark"),
+        ("--experts-type NoSuch", "'NoSuch', need one of"),
+    ],
+)
+def test_bad_usage_ends_with_2_and_says_why(mk: Mk, words: str, message: str) -> None:
+    done = mk(*words.split())
+    assert done.code == 2
+    assert message in done.err
+    assert done.out == ""
+
+
+def jobs_of(monkeypatch: pytest.MonkeyPatch, mk: Mk, *words: str) -> Job:
+    """The job that `mk bench` would run."""
+    seen: list[Job] = []
+
+    def keep(job: Job, _tell: object) -> Report:
+        seen.append(job)
+        return Report(WHERE, PEAKS)
+
+    monkeypatch.setattr(run_module, "run", keep)
+    assert mk(*words).code == 0
+    return seen[0]
+
+
+def test_named_shapes(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = jobs_of(monkeypatch, mk, "--model", "baseline", *PAIR_WORDS).cells
+    assert len(cells) == 28
+    sizes = {
+        cell.shape: (p.experts, p.top_k, p.hidden, p.intermediate, p.bias, str(p.act))
+        for cell in cells
+        for p in [cell.problem]
+    }
+    assert sizes == {
+        "mixtral": (8, 2, 4096, 14336, False, "silu"),
+        "dsv3_ep8": (32, 8, 7168, 2048, False, "silu"),
+        "qwen3_30b": (128, 8, 2048, 768, False, "silu"),
+        "gptoss": (128, 4, 2880, 2880, False, "silu"),
+        "dsv3_256": (256, 8, 7168, 2048, False, "silu"),
+    }
+    tokens = [cell.problem.tokens for cell in cells if cell.shape == "gptoss"]
+    assert tokens == [1, 16, 128, 1024, 4096, 16384]
+    words = ("--model", "gpt-oss-20b,mixtral,mixtral", "--tokens", "7", "--routing", "zipf,hot2")
+    cells = jobs_of(monkeypatch, mk, *words, "--hidden", "96", *PAIR_WORDS).cells
+    assert [(cell.shape, cell.problem.tokens, str(cell.routing)) for cell in cells] == [
+        (shape, 7, kind) for shape in ("gpt-oss-20b", "mixtral") for kind in ("zipf1.2", "hot2")
+    ]
+    assert {cell.problem.hidden for cell in cells} == {96}
+    assert [cell.problem.bias for cell in cells] == [True, True, False, False]
+
+
+def test_schemes_with_options_are_told_apart(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "int4_w4a16_group:group=16,zero_points=true,none,fp8_w8a8_block:block=32x32"
+    job = jobs_of(monkeypatch, mk, *TINY, "--quant", text, "--eager", "--deadline", "9")
+    quants = {made.quant for made in job.offers}
+    assert "int4_w4a16_group:group=16,zero_points=true" in quants
+    assert "none" in quants
+    assert "fp8_w8a8_block:block=32x32" in quants
+    assert (job.graph, job.deadline, job.target_ms) == (False, 9.0, 0.01)
+    only = jobs_of(monkeypatch, mk, *TINY, "--quant", "fp8_w8a8_channel").offers
+    assert [made.name for made in only] == ["TorchExperts"]

@@ -1,0 +1,184 @@
+"""Floors by hand, measured peaks, and the routing that `mk bench` draws."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.bench import floor
+from modular_kernel.bench.cases import operands
+from modular_kernel.bench.floor import (
+    Peaks,
+    Work,
+    expert_bytes,
+    floor_of,
+    measure_peaks,
+    operand_type,
+    work_of,
+)
+from modular_kernel.bench.routing import Load, RoutingKind, draw, load_of
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Combine, Problem
+
+CPU = torch.device("cpu")
+NONE = QuantScheme.parse("none")
+SMALL = Problem(tokens=24, hidden=64, intermediate=96, experts=6, top_k=2)
+MIXTRAL = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2)
+EXPERT = 3 * 4096 * 14336  # elements
+PEAKS = Peaks(
+    flops={"bfloat16": 800e12, "float8_e4m3fn": 1500e12},
+    copy=4e12,
+    read=4.4e12,
+    bandwidth=4.8e12,
+    source="given",
+)
+
+
+@pytest.mark.parametrize(
+    ("quant", "changes", "nbytes"),
+    [
+        ("none", {}, EXPERT * 2),
+        ("none", {"dtype": torch.float32}, EXPERT * 4),
+        ("none", {"activation": "relu2"}, EXPERT / 3 * 2 * 2),
+        ("none", {"bias": True}, EXPERT * 2 + (2 * 14336 + 4096) * 2),
+        ("fp8_w8a8_block", {}, EXPERT),
+        ("int8_w8a16_group", {}, EXPERT * (1 + 2 / 128)),
+        ("int4_w4a16_group:group=32", {}, EXPERT * (0.5 + 2 / 32)),
+        ("mxfp4_w4a16", {}, EXPERT * (0.5 + 1 / 32)),
+    ],
+)
+def test_bytes_of_an_expert(quant: str, changes: dict[str, Any], nbytes: float) -> None:
+    assert expert_bytes(replace(MIXTRAL, **changes), QuantScheme.parse(quant)) == nbytes
+
+
+def test_floor_by_hand() -> None:
+    loads = [Load(pairs=32, touched=8, skew=1.0), Load(pairs=32, touched=6, skew=2.0)]
+    work = work_of(MIXTRAL, NONE, loads)
+    assert work == Work(2 * 32 * EXPERT, 7 * EXPERT * 2 + 2 * 16 * 4096 * 2, 7)
+    least = floor_of(work, MIXTRAL, NONE, PEAKS)
+    assert least.bound == "memory"
+    assert least.us == pytest.approx((7 * EXPERT * 2 + 2 * 16 * 4096 * 2) / 4.8e12 * 1e6)
+    many = MIXTRAL.with_tokens(16384)
+    least = floor_of(work_of(many, NONE, [Load(32768, 8, 1.0)]), many, NONE, PEAKS)
+    assert least.bound == "compute"
+    assert least.us == pytest.approx(2 * 32768 * EXPERT / 800e12 * 1e6)
+    assert least.us == pytest.approx(14431.1, abs=0.1)
+
+
+def test_floor_of_kept_top_k_writes_more() -> None:
+    kept = replace(MIXTRAL, combine=Combine.TOPK_WEIGHTED)
+    load = [Load(32, 8, 1.0)]
+    more = work_of(kept, NONE, load).bytes - work_of(MIXTRAL, NONE, load).bytes
+    assert more == 16 * 4096 * 2  # K = 2 rows for each token instead of one
+
+
+def test_operands_choose_the_peak_and_the_competitors() -> None:
+    def of(quant: str, **changes: Any) -> tuple[str, str]:
+        problem, scheme = replace(MIXTRAL, **changes), QuantScheme.parse(quant)
+        return operand_type(problem, scheme), operands(problem, scheme)
+
+    assert of("none") == ("bfloat16", "bfloat16")
+    fp32 = {"dtype": torch.float32}
+    assert of("none", **fp32) == ("float32", "float32")
+    assert of("none", **fp32, fp32_precision="tf32") == ("tf32", "float32")
+    assert of("fp8_w8a8_block") == of("fp8_w8a8_channel") == ("float8_e4m3fn", "fp8/fp8")
+    assert of("int8_w8a8_channel") == ("int8", "int8/int8")
+    assert of("int8_w8a16_group") == of("int8_w8a16_channel") == ("bfloat16", "int8/bfloat16")
+    assert of("int4_w4a16_group") == ("bfloat16", "int4/bfloat16")
+    fp8, work = QuantScheme.parse("fp8_w8a8_tensor"), Work(1500e6, 1.0, 1)
+    assert floor_of(work, MIXTRAL, fp8, PEAKS).us == pytest.approx(1.0)
+    without = replace(PEAKS, flops={"bfloat16": 750e12})
+    assert floor_of(work, MIXTRAL, fp8, without).us == pytest.approx(2.0)
+
+
+def test_peaks_are_measured_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = measure_peaks(CPU, ["float32", "float32", "bfloat16"], size=64, nbytes=1 << 16)
+    assert set(peaks.flops) == {"float32", "bfloat16"}
+    assert all(1e6 < rate < 1e16 for rate in (*peaks.flops.values(), peaks.copy, peaks.read))
+    assert (peaks.bandwidth, peaks.source) == (max(peaks.copy, peaks.read), "measured")
+    given = measure_peaks(CPU, [], bandwidth=4.8e12, nbytes=1 << 12)
+    assert (given.bandwidth, given.source, given.flops) == (4.8e12, "given", {})
+
+    def absent(_name: str, _device: torch.device) -> None:
+        raise NotImplementedError("no such product on this device")
+
+    monkeypatch.setattr(floor, "_product", absent)
+    assert measure_peaks(CPU, ["float32"], size=64, nbytes=1 << 12).flops == {}
+
+
+def test_peaks_count_both_ways_and_both_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes 1 us: a copy of 4096 bytes moves 8192, a 64^3 product is 2 * 64^3 flops."""
+
+    class Timing:
+        us = us_min = 1.0
+
+    monkeypatch.setattr(floor, "time_calls", lambda *_args, **_options: Timing)
+    peaks = measure_peaks(CPU, ["float32"], size=64, nbytes=1 << 12)
+    assert (peaks.copy, peaks.read) == pytest.approx((8192e6, 4096e6))
+    assert peaks.flops["float32"] == pytest.approx(2 * 64**3 * 1e6)
+
+
+# -------------------------------------------------------------------------------------- routing
+
+
+def drawn(kind: str, seed: int = 0, **changes: Any) -> Routing:
+    problem = replace(SMALL, tokens=4000, experts=16, **changes)
+    return draw(problem, RoutingKind.parse(kind), torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("kind", ["uniform", "zipf", "zipf2", "hot1", "hot5"])
+def test_routing_is_distinct_and_sums_to_one(kind: str) -> None:
+    routing = drawn(kind, top_k=3)
+    ids, weights = routing.topk_ids_TK, routing.topk_weights_TK
+    assert ids.dtype is torch.int32
+    assert ids.is_contiguous()
+    assert int(ids.min()) >= 0
+    assert int(ids.max()) < 16
+    assert all(len(set(row)) == 3 for row in ids.tolist())
+    assert weights.dtype is torch.float32
+    torch.testing.assert_close(weights.sum(1), torch.ones(4000))
+    assert float(weights.min()) > 0
+    assert drawn(kind, ids_dtype=torch.int64).topk_ids_TK.dtype is torch.int64
+
+
+def shares(kind: str, seed: int = 0) -> list[float]:
+    """Which share of 4000 tokens names each of 16 experts, the most first."""
+    counts = torch.bincount(drawn(kind, seed, top_k=2).topk_ids_TK.flatten(), minlength=16)
+    return sorted((counts / 4000).tolist(), reverse=True)
+
+
+def test_each_kind_of_routing_has_its_load() -> None:
+    assert max(shares("uniform")) < 2 / 16 * 1.3
+    hot = shares("hot1")
+    assert hot[0] == 1.0
+    assert hot[1] < 1 / 15 * 1.3
+    assert shares("hot3")[:2] == [1.0, 1.0]  # as many as a token has
+    # Of K = 1 draws the first expert's share is 1 / sum(1 / place ** A).
+    counts = torch.bincount(drawn("zipf", top_k=1).topk_ids_TK.flatten(), minlength=16)
+    share = 1 / sum(place**-1.2 for place in range(1, 17))
+    assert float(counts.max()) / 4000 == pytest.approx(share, rel=0.1)
+    fronts = {int(drawn("hot1", seed, top_k=1).topk_ids_TK[0, 0]) for seed in range(8)}
+    assert len(fronts) > 2
+
+
+def test_kinds_are_parsed_and_printed() -> None:
+    kinds = [str(RoutingKind.parse(text)) for text in ("uniform", "zipf", "zipf0.5", "hot2")]
+    assert kinds == ["uniform", "zipf1.2", "zipf0.5", "hot2"]
+    for text in ("", "hot", "zipf-1", "uniform2", "skewed"):
+        with pytest.raises(ConfigurationError):
+            RoutingKind.parse(text)
+    with pytest.raises(ConfigurationError, match="top_k"):
+        drawn("uniform", top_k=17)
+
+
+def test_load_by_hand() -> None:
+    ids = torch.tensor([[0, 3], [3, -1], [3, 9]], dtype=torch.int32)
+    routing = Routing(torch.ones(3, 2), ids)
+    assert load_of(routing, SMALL) == Load(pairs=4, touched=2, skew=3 * 6 / 4)
+    here = torch.tensor([-1, -1, -1, 0, 1, -1], dtype=torch.int32)
+    mapped = replace(SMALL, expert_map=True, local_experts=2)
+    assert load_of(routing, mapped, here) == Load(pairs=3, touched=1, skew=2.0)
+    assert load_of(Routing(torch.ones(1, 1), torch.tensor([[-1]])), SMALL) == Load(0, 0, 0.0)

@@ -1,0 +1,311 @@
+"""How `mk bench` times a call, and how it finds out that an output is wrong."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.bench import method
+from modular_kernel.bench.cases import Cell, Input, make_input, make_weights, quantised
+from modular_kernel.bench.check import Answer, answer_to, judge_output
+from modular_kernel.bench.launches import count_launches, device_work
+from modular_kernel.bench.layers import TorchGroupedMm
+from modular_kernel.bench.method import Rotation, host_cost, rotation, time_calls
+from modular_kernel.bench.routing import RoutingKind
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import quantise_weights
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Combine, Parallel, Problem
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
+L2, MEMORY = 60 << 20, 140 << 30
+SMALL = Problem(tokens=24, hidden=64, intermediate=96, experts=6, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("call_bytes", "weight_bytes", "tokens", "expected"),
+    [
+        (700e6, 2.8e9, 1, Rotation(8)),
+        (5e9, 5e9, 1024, Rotation(4)),
+        (5e9, 5e9, 1025, Rotation(2)),
+        (76e6, 1.2e9, 1, Rotation(8, 2)),
+        (16e6, 64e6, 16384, Rotation(8, 8)),
+        (15e6, 64e6, 16384, Rotation(2, flush=True)),
+        (40e6, 10e9, 1, Rotation(8, flush=True)),  # four sets would not fit
+    ],
+)
+def test_rotation_keeps_the_cache_cold(
+    call_bytes: float, weight_bytes: float, tokens: int, expected: Rotation
+) -> None:
+    turns = rotation(call_bytes, weight_bytes, tokens, l2=L2, memory=MEMORY)
+    assert turns == expected
+    assert turns.flush or turns.sets * call_bytes >= 2 * L2
+    assert rotation(call_bytes, weight_bytes, tokens, l2=0, memory=0) == Rotation(1)
+
+
+def test_timing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks, calls, out = iter(range(1000)), [], torch.zeros(3)
+    monkeypatch.setattr(method.time, "perf_counter", lambda: next(ticks) * 2e-3)
+
+    def call() -> torch.Tensor:
+        calls.append(1)
+        return out.fill_(len(calls))
+
+    timing = time_calls([call, call], CPU, target_ms=20)
+    # Two calls between two ticks of 2 ms: 1000 us each. Warm-up, one sample, ten replays, the last.
+    assert (timing.us, timing.us_min, timing.spread) == pytest.approx((1000, 1000, 0))
+    assert (timing.mode, timing.replays) == ("cpu", 10)
+    assert len(calls) == 2 + 2 + 2 * 10 + 2
+    assert timing.last.tolist() == [len(calls)] * 3
+    assert host_cost(call, CPU) is None
+    assert count_launches(call, CPU) is None
+
+
+class FakeGpu:
+    """torch.cuda as far as timing needs it: a clock in microseconds, graphs that call again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+        self.graphs: list[Any] = []
+        self.capturable, self.capturing, self.replays_write = True, False, True
+        gpu = self
+
+        class Event:
+            def __init__(self, *, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                self.at = gpu.now
+
+            def elapsed_time(self, end: "Event") -> float:
+                return (end.at - self.at) / 1e3
+
+        class Graph:
+            def __enter__(self) -> None:
+                self.calls: list[Callable[[], object]] = []
+                gpu.capturing = True
+                gpu.graphs.append(self)
+
+            def __exit__(self, *_: object) -> None:
+                gpu.capturing = False
+
+            def replay(self) -> None:
+                for call in self.calls if gpu.replays_write else ():
+                    call()
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "usual")
+        monkeypatch.setattr(torch.cuda, "set_stream", self.log.append)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("wait"))
+        monkeypatch.setattr(method, "_wiper", lambda _: lambda: self.log.append("wipe"))
+
+    def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
+        """Takes `us`, and fills its output with that."""
+        out = torch.zeros(2)
+
+        def work() -> torch.Tensor:
+            self.now += us
+            self.log.append(name)
+            return out.fill_(us)
+
+        def call() -> torch.Tensor:
+            if self.capturing:
+                if not self.capturable:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                self.graphs[-1].calls.append(work)
+                return out
+            return work()
+
+        return call
+
+
+def test_a_graph_holds_all_calls_and_its_last_output_is_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = FakeGpu(monkeypatch)
+    calls = [gpu.call("a", 300.0), gpu.call("b", 500.0)]
+    timing = time_calls(calls, GPU, target_ms=8)
+    assert (timing.us, timing.mode, timing.replays) == (400.0, "graph", 10)
+    assert len(gpu.graphs) == 1
+    assert timing.last.tolist() == [500.0, 500.0]
+    gpu.replays_write = False  # a graph that does nothing must not pass by what was there before
+    assert time_calls(calls, GPU).last.isnan().all()
+
+
+def test_flushed_calls_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    calls = [gpu.call("a", 300.0), gpu.call("b", 500.0)]
+    timing = time_calls(calls, GPU, flush=True, target_ms=0)
+    assert (timing.us, timing.us_min, timing.mode) == (400.0, 300.0, "graph+flush")
+    assert len(gpu.graphs) == 2
+    timed = gpu.log[gpu.log.index("wipe") :]
+    assert timed[:4] == ["wipe", "a", "wipe", "b"]
+
+
+def test_what_cannot_be_captured_is_timed_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    call = gpu.call("a", 300.0)
+    gpu.capturable = False
+    assert time_calls([call], GPU).mode == "eager"
+    assert "usual" in gpu.log
+    gpu.capturable = True
+    assert time_calls([call], GPU, graph=False).mode == "eager"
+    assert time_calls([call], GPU).mode == "graph"
+
+
+def test_host_cost_counts_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, handed = FakeGpu(monkeypatch), [0]
+
+    def call() -> torch.Tensor:
+        handed[0] += 3
+        return torch.zeros(1)
+
+    stats = {"allocation.all.allocated": 0}
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats", lambda _: stats | {"allocation.all.allocated": handed[0]}
+    )
+    cost = host_cost(call, GPU)
+    assert cost is not None
+    assert cost.allocations == 3
+    assert cost.us > 0
+    assert gpu.log.count("wait") > 10
+
+
+def test_launches_are_work_on_the_device() -> None:
+    kinds = ("kernel", "kernel", "gpu_memcpy", "gpu_memset", "cuda_runtime", "gpu_user_annotation")
+    assert device_work([*({"cat": kind} for kind in kinds), {"ph": "M"}]) == 4
+
+
+# ------------------------------------------------------------------------------------- the check
+
+
+def cell(routing: str = "uniform", **changes: Any) -> Cell:
+    return Cell("small", replace(SMALL, **changes), RoutingKind.parse(routing))
+
+
+def asked(one: Cell, quant: str = "none") -> tuple[Input, ExpertWeights, Answer]:
+    given, weights = make_input(one, CPU, 0), make_weights(one.problem, CPU)
+    return given, weights, answer_to(one, given, weights, QuantScheme.parse(quant))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "hot1"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tokens": 1},
+        {"tokens": 300, "top_k": 3, "dtype": torch.float16},
+        {"dtype": torch.float32, "bias": True, "activation": "swiglu_oai"},
+        {"expert_map": True, "local_experts": 3},
+        {"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5},
+    ],
+)
+def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, Any]) -> None:
+    one = cell(routing, **changes)
+    given, weights, answer = asked(one)
+    right = recipe(given.x_TH, weights, given.routing, one.problem).to(one.problem.dtype)
+    finding = judge_output(right, answer, one.problem)
+    assert not finding.wrong
+    assert finding.error is not None
+    assert finding.error < answer.bound < 0.02
+    for wrong in (right * 1.02, right.roll(1, -1), torch.zeros_like(right)):
+        assert "relative error" in judge_output(wrong, answer, one.problem).wrong
+    hole = right.clone()
+    hole[-1 if one.problem.tokens < 4 else 3, ..., 5] = math.nan
+    assert "not finite" in judge_output(hole, answer, one.problem).wrong
+    assert "should be" in judge_output(right.double(), answer, one.problem).wrong
+    assert "should be" in judge_output(right[:, ..., 1:], answer, one.problem).wrong
+
+
+@pytest.mark.parametrize(
+    ("quant", "least", "most"),
+    [
+        ("fp8_w8a8_tensor", 0.03, 0.10),
+        ("fp8_w8a8_tensor:static=true", 0.03, 0.10),
+        ("fp8_w8a8_channel", 0.03, 0.10),
+        ("fp8_w8a8_block", 0.03, 0.10),
+        ("int8_w8a8_channel", 0.005, 0.04),
+        ("int8_w8a16_group", 0.002, 0.02),
+        ("int4_w4a16_group:group=32,zero_points=true", 0.05, 0.3),
+        ("mxfp4_w4a16", 0.08, 0.4),
+    ],
+)
+def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> None:
+    """The reference is the unquantised layer; the bound is twice what the scheme itself costs."""
+    one = cell(tokens=40)
+    given, weights, answer = asked(one, quant)
+    assert least < answer.bound / 2 < most
+    problem = replace(one.problem, quant=quant)
+    stored = quantised(weights, problem)
+    out = recipe(given.x_TH, stored, given.routing, problem).to(problem.dtype)
+    assert not judge_output(out, answer, problem).wrong
+    swapped = replace(weights, w1=weights.w1.roll(problem.intermediate, 1))
+    out = oracle(given.x_TH, swapped, given.routing, one.problem).to(problem.dtype)
+    assert judge_output(out, answer, problem).wrong
+
+
+@pytest.mark.parametrize("quant", ["fp8_w8a8_block", "int4_w4a16_group:zero_points=true"])
+def test_experts_are_quantised_in_pieces(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(SMALL, quant=quant, bias=True)
+    weights = make_weights(problem, CPU)
+    whole = quantise_weights(weights, problem)
+    monkeypatch.setattr("modular_kernel.bench.cases._ELEMENTS_AT_ONCE", 4 * weights.w1[0].numel())
+    pieces = quantised(weights, problem)  # 4 experts, then 2
+    for name in ExpertWeights.__dataclass_fields__:
+        one, other = getattr(whole, name), getattr(pieces, name)
+        assert (one is None) == (other is None), name
+        assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+    assert quantised(weights, SMALL) is weights
+
+
+def test_inputs_and_weights_differ_by_index_and_come_again() -> None:
+    one = cell()
+    first, again, other = (make_input(one, CPU, index) for index in (0, 0, 1))
+    assert torch.equal(first.x_TH, again.x_TH)
+    assert not torch.equal(first.x_TH, other.x_TH)
+    assert not torch.equal(first.routing.topk_ids_TK, other.routing.topk_ids_TK)
+    sets = [make_weights(one.problem, CPU, index).w1 for index in (0, 0, 1)]
+    assert torch.equal(sets[0], sets[1])
+    assert not torch.equal(sets[0], sets[2])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"tokens": 0}, {"inplace": True}, {"parallel": Parallel(2)}, {"quant": "mxfp4_w4a16"}],
+)
+def test_what_a_cell_cannot_be(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        cell(**changes)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tokens": 1}, {"experts": 33, "top_k": 5, "tokens": 7}])
+def test_grouped_mm_is_a_right_baseline(changes: dict[str, Any]) -> None:
+    one, layer = cell(**changes), TorchGroupedMm()
+    assert layer.refusal(one.problem) is None
+    given, weights, answer = asked(one)
+    layer.setup(one.problem, weights)
+    assert not judge_output(layer.call(given.x_TH, given.routing), answer, one.problem).wrong
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu"},
+        {"bias": True},
+        {"hidden": 60},
+        {"dtype": torch.float16},
+        {"routed_scaling_factor": 2.0},
+        {"expert_map": True},
+    ],
+)
+def test_grouped_mm_refuses_what_it_does_not_compute(changes: dict[str, Any]) -> None:
+    assert TorchGroupedMm().refusal(replace(SMALL, **changes))

@@ -1,0 +1,332 @@
+"""GPTQ and AWQ checkpoints: packed here by hand, read back value by value; groups and shards."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.importers import (
+    Int4Weights,
+    fit_group,
+    from_awq,
+    from_gptq,
+    regroup,
+    shard_columns,
+    shard_rows,
+)
+from modular_kernel.quant import check_weights_quantised, dequantise
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+# Which of eight columns AWQ puts into nibble i, written the other way round than in the importer:
+# column n lies in nibble FOUND[n].
+FOUND = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def word(nibbles: list[int]) -> int:
+    """Eight nibbles, the first lowest, as a signed int32."""
+    value = sum(nibble << (4 * place) for place, nibble in enumerate(nibbles))
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def gptq(values: torch.Tensor, zeros: torch.Tensor, less: int = 1) -> tuple[Any, Any]:
+    """values (N, K) and zeros (N, G), 0 to 15 -> qweight (K / 8, N), qzeros (G, N / 8)."""
+    (rows, depth), groups = values.shape, zeros.shape[1]
+    v, z = values.tolist(), zeros.tolist()
+    qweight = [
+        [word([v[n][8 * block + i] for i in range(8)]) for n in range(rows)]
+        for block in range(depth // 8)
+    ]
+    qzeros = [
+        [word([z[8 * block + i][g] - less for i in range(8)]) for block in range(rows // 8)]
+        for g in range(groups)
+    ]
+    return torch.tensor(qweight, dtype=torch.int32), torch.tensor(qzeros, dtype=torch.int32)
+
+
+def awq(values: torch.Tensor, zeros: torch.Tensor) -> tuple[Any, Any]:
+    """values (N, K) and zeros (N, G), 0 to 15 -> qweight (K, N / 8), qzeros (G, N / 8)."""
+
+    def packed(columns: list[int]) -> int:
+        nibbles = [0] * 8
+        for n, value in enumerate(columns):
+            nibbles[FOUND[n]] = value
+        return word(nibbles)
+
+    def table(source: torch.Tensor) -> torch.Tensor:
+        s = source.tolist()
+        return torch.tensor(
+            [
+                [packed([s[8 * b + n][k] for n in range(8)]) for b in range(source.shape[0] // 8)]
+                for k in range(source.shape[1])
+            ],
+            dtype=torch.int32,
+        )
+
+    return table(values), table(zeros)
+
+
+def layer(
+    rows: int = 16, depth: int = 64, group: int = 16, seed: int = 0, least_zero: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values (N, K) and zero points (N, G), 0 to 15, and scales (N, G)."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-depth // group)
+    values = torch.randint(0, 16, (rows, depth), generator=generator)
+    zeros = torch.randint(least_zero, 16, (rows, groups), generator=generator)
+    return values, zeros, torch.rand(rows, groups, generator=generator) + 0.5
+
+
+def exact(
+    values: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, group: int
+) -> torch.Tensor:
+    """(q - z) s, one value at a time."""
+    rows, depth = values.shape
+    return torch.tensor(
+        [
+            [
+                (int(values[n, k]) - (8 if zeros is None else int(zeros[n, k // group])))
+                * float(scales[n, k // group])
+                for k in range(depth)
+            ]
+            for n in range(rows)
+        ]
+    )
+
+
+def numbers(weights: Int4Weights) -> torch.Tensor:
+    """What the stored tensors stand for, (N, K)."""
+    zeros = None if weights.zero_point is None else weights.zero_point[None]
+    scheme = QuantScheme.parse(weights.quant)
+    return dequantise(weights.w[None], weights.scale[None], zeros, scheme)[0]
+
+
+@pytest.mark.parametrize("group", [16, 32, 48, -1])
+@pytest.mark.parametrize("kind", ["gptq", "gptq_v2", "awq"])
+def test_round_trip(kind: str, group: int) -> None:
+    wide = 64 if group == -1 else group
+    values, zeros, scales = layer(group=wide, least_zero=int(kind == "gptq"))
+    if kind == "awq":
+        qweight, qzeros = awq(values, zeros)
+        made = from_awq(qweight, scales.T, qzeros, group=group)
+    else:
+        less = int(kind == "gptq")
+        qweight, qzeros = gptq(values, zeros, less)
+        made = from_gptq(qweight, scales.T, qzeros, group=group, minus_one=bool(less))
+    assert made.w.dtype == torch.uint8
+    assert made.w.shape == (16, 32)
+    assert made.scale.is_contiguous()
+    assert made.zero_point is not None
+    assert made.zero_point.shape == (8, -(-64 // wide))
+    assert made.group == wide
+    assert made.depth == 64
+    assert made.quant == str(QuantScheme.parse(made.quant))
+    torch.testing.assert_close(numbers(made), exact(values, zeros, scales, wide))
+
+
+def test_gptq_by_hand() -> None:
+    """One int32 holds k = 0..7 of a row, the first in the low nibble; a stored zero is one less."""
+    qweight = torch.tensor([[0x76543210] + [0] * 7, [0x0FEDCBA9] + [0] * 7], dtype=torch.int32)
+    scales = torch.full((1, 8), 2.0)
+    qzeros = torch.tensor([[0x76543214]], dtype=torch.int32)
+    made = from_gptq(qweight, scales, qzeros, group=16)
+    assert made.w[0].tolist() == [0x10, 0x32, 0x54, 0x76, 0xA9, 0xCB, 0xED, 0x0F]
+    assert made.zero_point is not None
+    assert made.zero_point[:, 0].tolist() == [0x25, 0x43, 0x65, 0x87]
+    assert numbers(made)[0, :4].tolist() == [-10.0, -8.0, -6.0, -4.0]
+
+
+def test_awq_by_hand() -> None:
+    """Columns 0..7 lie in nibbles 0, 4, 1, 5, 2, 6, 3, 7."""
+    qweight = torch.tensor([[0x75316420], [0]], dtype=torch.int32)
+    made = from_awq(qweight, torch.ones(1, 8), torch.tensor([[0x75316420]]).int(), group=2)
+    assert made.w[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert made.zero_point is not None
+    assert made.zero_point[:, 0].tolist() == [0x10, 0x32, 0x54, 0x76]
+
+
+def test_stacks_of_experts() -> None:
+    each = [layer(seed=seed) for seed in range(3)]
+    packed = [gptq(v, z) for v, z, _ in each]
+    made = from_gptq(
+        torch.stack([q for q, _ in packed]),
+        torch.stack([s.T for *_, s in each]),
+        torch.stack([z for _, z in packed]),
+        group=16,
+    )
+    assert made.w.shape == (3, 16, 32)
+    assert made.zero_point is not None
+    assert made.zero_point.shape == (3, 8, 4)
+    for e, (v, z, s) in enumerate(each):
+        one = Int4Weights(made.w[e], made.scale[e], made.zero_point[e], 16)
+        torch.testing.assert_close(numbers(one), exact(v, z, s, 16))
+
+
+def test_symmetric_checkpoints_keep_no_zero_points() -> None:
+    values, zeros, scales = layer()
+    for read, pack in ((from_gptq, gptq), (from_awq, awq)):
+        qweight, qzeros = pack(values, torch.full_like(zeros, 8))
+        made = read(qweight, scales.T, qzeros, group=16, symmetric=True)
+        assert made.zero_point is None
+        assert made.quant == "int4_w4a16_group:group=16"
+        torch.testing.assert_close(numbers(made), exact(values, None, scales, 16))
+        bare = read(qweight, scales.T, None, group=16)
+        assert torch.equal(numbers(bare), numbers(made))
+        other = pack(values, zeros)[1]
+        with pytest.raises(WeightsError, match=r"qzeros: got a zero point of .*, need 8"):
+            read(qweight, scales.T, other, group=16, symmetric=True)
+
+
+def test_order_of_columns() -> None:
+    values, zeros, scales = layer()
+    qweight, qzeros = gptq(values, zeros)
+    in_order = torch.arange(64) // 16
+    from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order.int())
+    with pytest.raises(WeightsError, match="act-order"):
+        from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order.flip(0))
+    with pytest.raises(WeightsError, match="g_idx"):
+        from_gptq(qweight, scales.T, qzeros, group=16, g_idx=in_order[:32])
+
+
+def test_bad_checkpoints() -> None:
+    values, zeros, scales = layer()
+    qweight, qzeros = gptq(values, zeros)
+    with pytest.raises(DtypeError, match="qweight: got int64, need int32"):
+        from_gptq(qweight.long(), scales.T, qzeros, group=16)
+    with pytest.raises(DtypeError, match="qzeros: got uint8"):
+        from_gptq(qweight, scales.T, qzeros.to(torch.uint8), group=16)
+    with pytest.raises(DtypeError, match="scales: got int32"):
+        from_gptq(qweight, scales.T.int(), qzeros, group=16)
+    with pytest.raises(ShapeError, match=r"scales: got \(16, 4\), need .* = \(4, 16\)"):
+        from_gptq(qweight, scales, qzeros, group=16)
+    with pytest.raises(ShapeError, match="scales"):
+        from_gptq(qweight, scales.T, qzeros, group=32)
+    with pytest.raises(ShapeError, match="qzeros"):
+        from_awq(awq(values, zeros)[0], scales.T, qzeros[:2], group=16)
+    with pytest.raises(ShapeError, match="qweight"):
+        from_awq(qweight.flatten(), scales.T, qzeros, group=16)
+    for group in (0, 15, -2):
+        with pytest.raises(ConfigurationError, match="group: got"):
+            from_gptq(qweight, scales.T, qzeros, group=group)
+    fifteen = torch.full_like(qzeros, -1)
+    with pytest.raises(WeightsError, match="a stored 15"):
+        from_gptq(qweight, scales.T, fifteen, group=16)
+    kept = from_gptq(qweight, scales.T, fifteen, group=16, minus_one=False)
+    assert kept.zero_point is not None
+    assert kept.zero_point.unique().tolist() == [0xFF]
+
+
+# ----------------------------------------------------------------------------- groups and shards
+
+
+def example(depth: int = 256, group: int = 128, rows: int = 16) -> tuple[Int4Weights, Any]:
+    values, zeros, scales = layer(rows, depth, group)
+    qweight, qzeros = gptq(values, zeros)
+    made = from_gptq(qweight, scales.T, qzeros, group=group)
+    return made, exact(values, zeros, scales, group)
+
+
+@pytest.mark.parametrize("group", [128, 64, 32, 2])
+def test_smaller_groups_mean_the_same(group: int) -> None:
+    made, values = example()
+    smaller = regroup(made, group)
+    assert smaller.scale.shape == (16, 256 // group)
+    assert torch.equal(numbers(smaller), numbers(made))
+    torch.testing.assert_close(numbers(smaller), values)
+
+
+@pytest.mark.parametrize("group", [256, 128, 96, 300, 10])
+def test_one_group_of_all_columns_may_be_any(group: int) -> None:
+    made, values = example(group=256)
+    assert torch.equal(numbers(regroup(made, group)), numbers(made))
+    torch.testing.assert_close(numbers(regroup(made, group)), values)
+
+
+def test_a_ragged_last_group() -> None:
+    made, values = example(depth=80, group=64)
+    assert made.scale.shape == (16, 2)
+    assert torch.equal(numbers(regroup(made, 32)), numbers(made))
+    torch.testing.assert_close(numbers(made), values)
+
+
+@pytest.mark.parametrize("group", [0, 3, 96, 256])
+def test_other_groups_are_refused(group: int) -> None:
+    with pytest.raises(ConfigurationError, match="an even divisor of 128"):
+        regroup(example()[0], group)
+
+
+def test_fitting_a_group() -> None:
+    assert [fit_group(128, columns) for columns in (256, 192, 96, 32)] == [128, 64, 32, 32]
+    for columns in (48, 100):
+        with pytest.raises(ConfigurationError, match=f"group: got 128, need .* {columns}, not bel"):
+            fit_group(128, columns)
+
+
+@pytest.mark.parametrize(
+    ("depth", "group", "world", "left"),
+    [(256, 128, 2, 128), (256, 128, 4, 64), (256, 128, 8, 32), (384, 128, 2, 64), (96, 96, 2, 48)],
+)
+def test_shards_of_columns_are_slices(depth: int, group: int, world: int, left: int) -> None:
+    made, values = example(depth, group)
+    for rank in range(world):
+        shard = shard_columns(made, rank, world)
+        share = depth // world
+        assert shard.group == left
+        assert shard.w.is_contiguous()
+        assert shard.scale.shape == (16, -(-share // left))
+        part = values[:, rank * share : (rank + 1) * share]
+        torch.testing.assert_close(numbers(shard), part)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_shards_of_rows_are_slices(world: int) -> None:
+    made, values = example()
+    for rank in range(world):
+        shard = shard_rows(made, rank, world)
+        share = 16 // world
+        torch.testing.assert_close(numbers(shard), values[rank * share : (rank + 1) * share])
+
+
+def test_bad_shards() -> None:
+    made, _ = example()
+    with pytest.raises(ConfigurationError, match="rank: got 2"):
+        shard_columns(made, 2, 2)
+    with pytest.raises(ConfigurationError, match="columns: got 256, need an even number for each"):
+        shard_columns(made, 0, 3)
+    with pytest.raises(ConfigurationError, match="rows: got 16, need"):
+        shard_rows(made, 0, 16)
+    with pytest.raises(ConfigurationError, match="group: got 128"):
+        shard_columns(made, 0, 16)
+
+
+def test_a_layer_of_imported_weights_is_accepted() -> None:
+    """Two ranks' w2 needs groups of 32, so w1 gets them too; then whole-row groups for both."""
+    for group, left in ((64, 32), (-1, 128)):
+        wide = 64 if group == 64 else None
+        w1 = layer(32, 128, wide or 128)
+        w2 = layer(128, 64, wide or 64)
+        up, down = (
+            from_gptq(gptq(v, z)[0][None], s.T[None], gptq(v, z)[1][None], group=group)
+            for v, z, s in (w1, w2)
+        )
+        down = shard_columns(down, 1, 2)
+        one = down.group if group == 64 else 128
+        up, down = regroup(up, one), regroup(down, one)
+        assert up.quant == down.quant == f"int4_w4a16_group:group={left},zero_points=true"
+        weights = ExpertWeights(
+            up.w,
+            down.w,
+            w1_scale=up.scale,
+            w2_scale=down.scale,
+            w1_zero_point=up.zero_point,
+            w2_zero_point=down.zero_point,
+        )
+        made = Problem(2, 128, 32, 1, 1, activation="relu2", quant=up.quant)
+        check_weights_quantised(weights, made, torch.device("cpu"))

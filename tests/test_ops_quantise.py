@@ -1,0 +1,412 @@
+"""quantise_rows and activation_and_quantise: Triton and torch twin, bit for bit, against a loop."""
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.ops import activation, permute, quantise
+from modular_kernel.ops.quantise import (
+    BatchedRows,
+    PairRows,
+    Quantised,
+    activation_and_quantise,
+    quantise_rows,
+    quantise_specs,
+    take_quantised,
+)
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import ActivationSpec, IdSpace, Machine, Problem
+from modular_kernel.workspace import Workspace
+from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+STATIC = 0.0123
+SCHEMES = (
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=8x24",
+    "int8_w8a8_channel",
+    "int8_w8a8_block:block=8x24",
+)
+each_scheme = pytest.mark.parametrize("text", SCHEMES)
+UNTOUCHED = {"q": 0x55, "scale": -3.0}  # what buffers hold before: not NaN, so it can be compared
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs the Triton kernels, and once more the torch twins beside them."""
+    if request.param == "twin":
+        for module in (activation, permute, quantise):
+            monkeypatch.setattr(module, "use_triton", lambda tensor: False)
+    else:
+        assert quantise.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
+    return request.param
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+# ------------------------------------------------------------------------------------- the loop
+
+
+def _e4m3_magnitudes() -> Iterator[float]:
+    for code in range(127):
+        exponent, mantissa = code >> 3, code & 7
+        yield mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
+E4M3 = list(_e4m3_magnitudes())
+
+
+def e4m3_byte(value: float) -> int:
+    """The nearest e4m3 of a value within +-448, as a byte; ties to the even code."""
+    magnitude = abs(value)
+    above = min(bisect_left(E4M3, magnitude), 126)
+    below = above if E4M3[above] <= magnitude else above - 1
+    gap = (magnitude - E4M3[below]) - (E4M3[above] - magnitude)
+    code = below if gap < 0 or (gap == 0 and below % 2 == 0) else above
+    return code | (0x80 if np.signbit(value) else 0)
+
+
+def stored(value: float, scheme: QuantScheme) -> int:
+    """One byte from a scaled value: saturated, then rounded."""
+    if scheme.activation == "int8":
+        return round(min(max(value, -127.0), 127.0)) & 0xFF
+    return e4m3_byte(min(max(value, -448.0), 448.0))
+
+
+def scale_of(values: list[np.float32], scheme: QuantScheme) -> np.float32:
+    largest = np.float32(127 if scheme.activation == "int8" else 448)
+    amax = max((abs(v) for v in values), default=np.float32(0))
+    return max(np.float32(amax / largest), np.float32(2.0**-33))
+
+
+@dataclass
+class Expected:
+    """Bytes of q by row, and scales by row, or one."""
+
+    q: dict[int, list[int]]
+    scale: dict[int, list[float]]
+
+
+def loop(rows: dict[int, list[np.float32]], scheme: QuantScheme) -> Expected:
+    """One value at a time, in float32. rows: those that stand for a token."""
+    q: dict[int, list[int]] = {}
+    scales: dict[int, list[float]] = {}
+    everything = [v for row in rows.values() for v in row]
+    for index, row in rows.items():
+        group = scheme.group[1] if scheme.activation_granularity == "group" else len(row)
+        q[index], scales[index] = [], []
+        for start in range(0, len(row), group):
+            part = row[start : start + group]
+            if scheme.static:
+                scale = np.float32(STATIC)
+            elif scheme.activation_granularity == "tensor":
+                scale = scale_of(everything, scheme)
+            else:
+                scale = scale_of(part, scheme)
+            inverse = np.float32(1) / scale
+            scales[index].append(float(scale))
+            with np.errstate(over="ignore"):
+                q[index] += [stored(float(np.float32(v * inverse)), scheme) for v in part]
+    return Expected(q, scales)
+
+
+def buffers(scheme: QuantScheme, rows: int, columns: int, segments: int = 1) -> Quantised:
+    """Outputs in a workspace with red zones, holding UNTOUCHED."""
+    static = torch.tensor([STATIC], device=DEVICE) if scheme.static else None
+    specs = quantise_specs("a", scheme, rows, columns, segments=segments)
+    workspace = Workspace(specs, torch.device(DEVICE), poison=True)
+    out = take_quantised(
+        workspace, "a", scheme, (rows, columns), segments=segments, static_scale=static
+    )
+    out.q_RK.view(torch.uint8).fill_(UNTOUCHED["q"])
+    if not scheme.static:
+        out.scale.fill_(UNTOUCHED["scale"])
+    WORKSPACES[id(out.q_RK)] = workspace
+    return out
+
+
+WORKSPACES: dict[int, Workspace] = {}
+
+
+def as_rows(values: torch.Tensor, live: list[int] | None = None) -> dict[int, list[np.float32]]:
+    table = values.float().cpu().numpy()
+    return {r: list(table[r]) for r in (range(len(table)) if live is None else live)}
+
+
+def assert_is(out: Quantised, want: Expected, scheme: QuantScheme) -> None:
+    """Every byte of live rows as the loop has it, every other one untouched."""
+    WORKSPACES.pop(id(out.q_RK)).check_red_zones()
+    q = out.q_RK.view(torch.uint8).cpu()
+    for index in range(q.shape[0]):
+        untouched = [UNTOUCHED["q"]] * q.shape[1]
+        assert q[index].tolist() == want.q.get(index, untouched), f"row {index}"
+    if scheme.static:
+        assert out.scale.tolist() == pytest.approx([STATIC], abs=0, rel=1e-7)
+    elif scheme.activation_granularity == "tensor":
+        assert out.scale.tolist() == next(iter(want.scale.values()))
+    else:
+        groups = out.scale.shape[1]
+        for index, row in enumerate(out.scale.tolist()):
+            assert row == want.scale.get(index, [UNTOUCHED["scale"]] * groups), f"row {index}"
+
+
+# ------------------------------------------------------------------------------------- every row
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 23), (5, 24), (19, 49), (40, 130)])
+def test_rows_are_the_loops(text: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    scheme, x = QuantScheme.parse(text), 3 * random(*shape, dtype=dtype)
+    out = buffers(scheme, *shape)
+    quantise_rows(x, scheme, out=out)
+    assert_is(out, loop(as_rows(x), scheme), scheme)
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_long_rows_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns in a scale's group than a program holds."""
+    monkeypatch.setattr(quantise, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(quantise, "_CHUNK", 16)
+    scheme, x = QuantScheme.parse(text), random(7, 91)
+    out = buffers(scheme, 7, 91)
+    quantise_rows(x, scheme, out=out)
+    assert_is(out, loop(as_rows(x), scheme), scheme)
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_few_programs_share_many_rows(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks for the largest value in several blocks of rows."""
+    monkeypatch.setattr(quantise, "_MAX_PARTIALS", 3)
+    monkeypatch.setattr(quantise, "_TILE", 64)
+    scheme, x = QuantScheme.parse(text), random(29, 30)
+    x[27, 29] = 9.0  # in the last block of all
+    out = buffers(scheme, 29, 30)
+    quantise_rows(x, scheme, out=out)
+    assert_is(out, loop(as_rows(x), scheme), scheme)
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_ties_and_extremes(text: str) -> None:
+    """Halves between two codes, the largest float, the smallest, zeros of both signs."""
+    row = [k / 16 for k in range(-40, 40)] + [448.0, 127.0, -447.9, 126.5, 0.5, 1.5, 2.5, -0.0]
+    rows = [row, [v * 1e-12 for v in row], [v * 7.5e35 for v in row], [0.0] * len(row)]
+    x = torch.tensor(rows, device=DEVICE)
+    scheme = QuantScheme.parse(text)
+    out = buffers(scheme, *x.shape)
+    quantise_rows(x, scheme, out=out)
+    assert_is(out, loop(as_rows(x), scheme), scheme)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("text", ["fp8_w8a8_tensor:static=true"])
+def test_static_scales_saturate(text: str) -> None:
+    scheme, x = QuantScheme.parse(text), torch.tensor([[5.6, -5.6, 1e30, -1e30]], device=DEVICE)
+    out = buffers(scheme, 1, 4)
+    quantise_rows(x, scheme, out=out)
+    assert out.q_RK.float().tolist() == [[448.0, -448.0, 448.0, -448.0]]
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_rows_may_lie_apart(text: str) -> None:
+    scheme, wide = QuantScheme.parse(text), torch.full((6, 50), NAN, device=DEVICE)
+    x = wide[:, :33]
+    x.copy_(random(6, 33))
+    out = buffers(scheme, 6, 33)
+    quantise_rows(x, scheme, out=out)
+    assert_is(out, loop(as_rows(x), scheme), scheme)
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_no_rows(text: str) -> None:
+    scheme = QuantScheme.parse(text)
+    out = buffers(scheme, 0, 8)
+    quantise_rows(random(0, 8), scheme, out=out)
+    counts = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    quantise_rows(random(0, 8), scheme, out=out, live=BatchedRows(counts))
+
+
+# ---------------------------------------------------------------------------- rows without a token
+
+
+def pairs(
+    ids: list[list[int]], experts: int, mapping: list[int] | None = None
+) -> DispatchedRouting:
+    table = None if mapping is None else torch.tensor(mapping, dtype=torch.int32, device=DEVICE)
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    ids_TK = torch.tensor(ids, device=DEVICE)
+    return DispatchedRouting(None, ids_TK, IdSpace.GLOBAL, experts, table, counter)
+
+
+def poisoned(rows: int, columns: int, live: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """NaN everywhere but in the live rows; those of other rows would set every scale."""
+    x = torch.full((rows, columns), NAN, dtype=dtype, device=DEVICE)
+    x[1::3] = 6e4
+    x[live] = random(len(live), columns, dtype=dtype)
+    return x
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+@pytest.mark.parametrize("tile", [2048, 64])
+def test_skipped_pairs_are_neither_read_nor_written(
+    text: str, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantise, "_TILE", tile)
+    scheme = QuantScheme.parse(text)
+    routing = pairs([[0, -1, 2], [3, 9, 1], [-1, -1, -1], [1, 1, -7], [0, 3, 2]], 4, [1, -1, 0, 5])
+    live = [0, 2, 12, 14]  # global 0 and 2 are here, as locals 1 and 0; 3's local is too large
+    x = poisoned(15, 50, live, torch.bfloat16)
+    out = buffers(scheme, 15, 50)
+    quantise_rows(x, scheme, out=out, live=PairRows(routing, 2))
+    assert_is(out, loop(as_rows(x, live), scheme), scheme)
+    assert int(routing.invalid_ids) == 0, "ids are counted where pairs are sorted"
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+@pytest.mark.parametrize("programs", [8192, 3])
+def test_rows_past_a_count_are_neither_read_nor_written(
+    text: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantise, "_MAX_PROGRAMS", programs)
+    monkeypatch.setattr(quantise, "_MAX_PARTIALS", programs)
+    monkeypatch.setattr(quantise, "_TILE", 128)
+    scheme = QuantScheme.parse(text)
+    counts, capacity = [3, 0, 11, 1, 10], 11
+    live = [i * capacity + c for i, count in enumerate(counts) for c in range(count)]
+    x = poisoned(5 * capacity, 40, live, torch.float16)
+    out = buffers(scheme, 5 * capacity, 40, segments=5)
+    counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    quantise_rows(x, scheme, out=out, live=BatchedRows(counts_e))
+    assert_is(out, loop(as_rows(x, live), scheme), scheme)
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_row_weights_multiply_first(text: str) -> None:
+    """In float32; the weight of a row without a token may be anything."""
+    scheme, x = QuantScheme.parse(text), random(5, 30, dtype=torch.bfloat16)
+    weights = torch.tensor([0.3, NAN, 2.7, 1e9, 0.01], device=DEVICE)
+    out = buffers(scheme, 5, 30)
+    live = PairRows(pairs([[0], [-1], [1], [-1], [0]], 2), 2)
+    quantise_rows(x, scheme, out=out, live=live, row_weights_R=weights)
+    assert_is(out, loop(as_rows(x.float() * weights[:, None], [0, 2, 4]), scheme), scheme)
+
+
+# ------------------------------------------------------------------------- behind an activation
+
+ACTIVATIONS = ("silu", "gelu", "swiglu_oai", "relu2", "silu:interleaved=true")
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("text", SCHEMES[1:])
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_and_quantise_is_both_in_turn(text: str, act: str, dtype: torch.dtype) -> None:
+    scheme, spec = QuantScheme.parse(text), ActivationSpec.parse(act)
+    columns, live = 45, PairRows(pairs([[0, 1], [-1, 0], [1, -1]], 2), 2)
+    x = random(6, columns * (2 if spec.gated else 1), dtype=dtype)
+    h = torch.empty(6, columns, dtype=dtype, device=DEVICE)
+    activation.gated_activation(x, spec, h)
+    x[[2, 5]] = NAN
+    two, one = buffers(scheme, 6, columns), buffers(scheme, 6, columns)
+    quantise_rows(h, scheme, out=two, live=live)
+    activation_and_quantise(x, spec, scheme, out=one, live=live)
+    assert torch.equal(one.q_RK.view(torch.uint8), two.q_RK.view(torch.uint8))
+    assert torch.equal(one.scale, two.scale)
+    assert_is(two, loop(as_rows(h, [0, 1, 3, 4]), scheme), scheme)
+
+
+def test_activation_and_quantise_refuses() -> None:
+    spec, scheme = ActivationSpec("silu"), QuantScheme.parse("fp8_w8a8_tensor")
+    with pytest.raises(ConfigurationError, match="need a scale per token, per group, or static"):
+        activation_and_quantise(random(2, 8), spec, scheme, out=buffers(scheme, 2, 4))
+    scheme = QuantScheme.parse("fp8_w8a8_channel")
+    with pytest.raises(ShapeError, match="activation input"):
+        activation_and_quantise(random(2, 4), spec, scheme, out=buffers(scheme, 2, 4))
+    out = buffers(scheme, 0, 4)
+    activation_and_quantise(random(0, 8), spec, scheme, out=out)
+
+
+def test_buffers_that_do_not_fit_are_refused() -> None:
+    token, tensor = (QuantScheme.parse(f"fp8_w8a8_{g}") for g in ("channel", "tensor"))
+    out, x = buffers(token, 3, 8), random(3, 8)
+    with pytest.raises(ShapeError, match="quantised rows"):
+        quantise_rows(random(3, 9), token, out=out)
+    with pytest.raises(ShapeError, match="scales of quantised rows"):
+        quantise_rows(x, tensor, out=out)
+    with pytest.raises(DtypeError, match="quantised rows: got float8_e4m3fn, need int8"):
+        quantise_rows(x, QuantScheme.parse("int8_w8a8_channel"), out=out)
+    for text in ("none", "int8_w8a16_channel", "nvfp4_w4a4"):
+        with pytest.raises(ConfigurationError, match="activation quantisation"):
+            quantise_specs("a", QuantScheme.parse(text), 3, 8)
+
+
+@each_scheme
+def test_specs_grow_with_rows(text: str) -> None:
+    scheme, least = QuantScheme.parse(text), dict[str, int]()
+    for rows in (0, 1, 2, 7, 64, 3000):
+        specs = {n: s.numel for n, s in quantise_specs("a", scheme, rows, 40).items()}
+        assert all(numel >= least.get(name, 0) for name, numel in specs.items())
+        least = specs
+    assert quantise_specs("a", scheme, 1, 40, segments=5000).keys() == least.keys()
+
+
+# ---------------------------------------------------------------------------------------- moving
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("groups", [1, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_scales_move_with_their_rows(dtype: torch.dtype, groups: int) -> None:
+    x = (40 * random(3, 1100)).to(dtype)
+    scale = random(3, groups)
+    index = torch.tensor([[4, -1], [0, 6], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(7, 1100, dtype=torch.uint8, device=DEVICE).view(dtype)
+    scales = torch.full((7, groups), -3.0, device=DEVICE)
+    permute.permute_tokens(x, index, None, rows_RH=rows, scale_TG=scale, scale_rows_RG=scales)
+    want, want_scale = torch.zeros_like(rows.view(torch.uint8)), torch.full_like(scales, -3.0)
+    for row, token in ((4, 0), (0, 1), (6, 1)):
+        want[row], want_scale[row] = x.view(torch.uint8)[token], scale[token]
+    assert torch.equal(rows.view(torch.uint8), want)
+    assert torch.equal(scales, want_scale)
+
+
+@pytest.mark.parametrize("part", [MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize])
+@pytest.mark.parametrize(
+    ("quant", "arch", "refused"),
+    [
+        ("fp8_w8a8_channel", (8, 6), True),
+        ("fp8_w8a8_channel", (8, 9), False),
+        ("int8_w8a8_channel", (8, 0), False),
+        ("none", (8, 0), False),
+    ],
+)
+def test_float8_needs_a_gpu_that_converts_to_it(
+    part: Any, quant: str, arch: tuple[int, int], refused: bool
+) -> None:
+    problem = Problem(2, 64, 64, 2, 1, quant=quant)
+    found = part.extra_rejections(problem, Machine("cuda", arch))
+    assert [r.rule for r in found] == (["arch"] if refused else [])
+    assert part.extra_rejections(problem, Machine("cpu")) == ()

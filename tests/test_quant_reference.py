@@ -1,0 +1,280 @@
+"""The authority on quantised layers: the oracle by hand and by another path, the recipe's rules."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel import reference
+from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, dequantise, quantise_weights
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+
+BASE = Problem(tokens=12, hidden=48, intermediate=40, experts=3, top_k=2, dtype=torch.float32)
+FULL = (
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=32x16",
+    "int8_w8a8_channel",
+    "int8_w8a8_block:block=16x32",
+)
+WEIGHT_ONLY = (
+    "int8_w8a16_channel",
+    "int8_w8a16_group:group=32",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=32",
+    "int4_w4a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=48",
+    "mxfp4_w4a16",
+)
+each_scheme = pytest.mark.parametrize("text", FULL + WEIGHT_ONLY)
+each_full = pytest.mark.parametrize("text", FULL)
+
+
+def test_every_scheme_is_here() -> None:
+    names = {QuantScheme.parse(text).name for text in FULL}
+    assert names == ACTIVATION_SCHEMES
+    assert names | {QuantScheme.parse(text).name for text in WEIGHT_ONLY} == SCHEMES - {"none"}
+
+
+def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """x, quantised weights and routing; values of about 1 everywhere."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    e, h, i = problem.e, problem.hidden, problem.intermediate
+    static = torch.tensor([0.02]) if problem.scheme.static else None
+    weights = ExpertWeights(
+        normal(e, problem.w1_rows, h) / h**0.5,
+        2 * normal(e, h, i) / i**0.5,
+        normal(e, problem.w1_rows) if problem.bias else None,
+        normal(e, h) if problem.bias else None,
+        a1_scale=static,
+        a2_scale=None if static is None else 1.5 * static,
+    )
+    ids = torch.randint(-1, problem.experts, (problem.tokens, problem.top_k), generator=generator)
+    routing = Routing(torch.rand(ids.shape, generator=generator) + 0.5, ids.int())
+    x_TH = normal(problem.tokens, h).to(problem.dtype)
+    return x_TH, quantise_weights(weights, problem), routing
+
+
+def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+    """Unquantised weights of the same values, by modular_kernel.quant."""
+    values = {
+        name: dequantise(
+            getattr(weights, name),
+            getattr(weights, f"{name}_scale"),
+            getattr(weights, f"{name}_zero_point"),
+            problem.scheme,
+        )
+        for name in ("w1", "w2")
+    }
+    return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+# ------------------------------------------------------------------------------------- the oracle
+
+
+@each_scheme
+@pytest.mark.parametrize("bias", [False, True])
+def test_oracle_is_that_of_the_values(text: str, bias: bool) -> None:
+    """The same weights in float32, by code that shares nothing with the reference."""
+    problem = replace(BASE, quant=text, bias=bias)
+    x, weights, routing = layer(problem)
+    got = reference.oracle(x, weights, routing, problem)
+    plain = replace(problem, quant="none")
+    want = reference.oracle(x, as_float(weights, problem), routing, plain)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def one_token(text: str, activation: str = "relu2") -> tuple[Problem, Routing, torch.Tensor]:
+    problem = Problem(1, 2, 2, 1, 1, quant=text, activation=activation, dtype=torch.float32)
+    routing = Routing(torch.tensor([[0.5]]), torch.tensor([[0]]))
+    return problem, routing, torch.tensor([[1.0, 2.0]])
+
+
+def test_int4_layer_by_hand() -> None:
+    """w1 rows (3, 4) and (-1, 0) times 1/2 and 1; h = (5.5^2, 0); w2 rows (1, 0) and (-2, 5)."""
+    problem, routing, x = one_token("int4_w4a16_group:group=2")
+    weights = ExpertWeights(
+        w1=torch.tensor([[[0xCB], [0x87]]], dtype=torch.uint8),
+        w2=torch.tensor([[[0x89], [0xD6]]], dtype=torch.uint8),
+        w1_scale=torch.tensor([[[0.5], [1.0]]]),
+        w2_scale=torch.tensor([[[1.0], [2.0]]]),
+    )
+    out = reference.oracle(x, weights, routing, problem)
+    assert out.tolist() == [[0.5 * 30.25, 0.5 * -4 * 30.25]]
+    # Zero points: 1 of row 0 (low nibble), 6 of row 1 (high): w1 = 1/2 (10, 11) and (1, 2).
+    problem, *_ = one_token("int4_w4a16_group:group=2,zero_points=true")
+    zeros = torch.tensor([[[0x61]]], dtype=torch.uint8)
+    weights = replace(weights, w1_zero_point=zeros, w2_zero_point=zeros)
+    first = (5 + 11) ** 2, (1 + 4) ** 2
+    rows = 8 * first[0] + 7 * first[1], 2 * (0 * first[0] + 7 * first[1])
+    assert reference.oracle(x, weights, routing, problem).tolist() == [[v / 2 for v in rows]]
+
+
+def test_mxfp4_layer_by_hand() -> None:
+    """Codes 7 (6) and C (-2) with 2^-1; then 1 (0.5) and 2 (1) with 2^3, and 3 (1.5) with 2^0."""
+    problem, routing, x = one_token("mxfp4_w4a16")
+    weights = ExpertWeights(
+        w1=torch.tensor([[[0xC7], [0x21]]], dtype=torch.uint8),
+        w2=torch.tensor([[[0x03], [0x30]]], dtype=torch.uint8),
+        w1_scale=torch.tensor([[[126], [130]]], dtype=torch.uint8),
+        w2_scale=torch.tensor([[[127], [127]]], dtype=torch.uint8),
+    )
+    first = (3.0 - 2.0) ** 2, (4.0 + 16.0) ** 2
+    want = [[0.5 * 1.5 * first[0], 0.5 * 1.5 * first[1]]]
+    assert reference.oracle(x, weights, routing, problem).tolist() == want
+
+
+def test_fp8_block_layer_by_hand() -> None:
+    """Blocks of one row by one column: every weight has a scale of its own."""
+    problem, routing, x = one_token("fp8_w8a8_block:block=1x1")
+    ones = torch.ones(1, 2, 2)
+    weights = ExpertWeights(
+        ones.to(torch.float8_e4m3fn),
+        (2 * ones).to(torch.float8_e4m3fn),
+        w1_scale=torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]),
+        w2_scale=torch.tensor([[[1.0, 0.5], [0.0, 1.0]]]),
+    )
+    first = 5.0**2, 11.0**2
+    want = [[0.5 * 2 * (first[0] + first[1] / 2), 0.5 * 2 * first[1]]]
+    assert reference.oracle(x, weights, routing, problem).tolist() == want
+
+
+# ------------------------------------------------------------------------------------- the recipe
+
+
+def test_recipe_of_int8_by_hand() -> None:
+    """Token (1, 2): scale 2/127, so 1 becomes 64 (63.5 rounds to even) and is read as 128/127."""
+    problem, routing, x = one_token("int8_w8a8_channel")
+    unit = torch.tensor([[[1, 0], [0, 1]]], dtype=torch.int8)
+    ones = torch.ones(1, 2)
+    weights = ExpertWeights(unit, unit, w1_scale=ones, w2_scale=ones)
+    read = torch.tensor([64 * 2 / 127, 2.0]).double()
+    h = read.square()
+    q = (h / (h.max() / 127)).round()  # 32.25 and 127; of h itself, 1 and 4, it would be 31.75
+    assert q.tolist() == [32, 127]
+    want = 0.5 * q * float(h.max()) / 127
+    got = reference.recipe(x, weights, routing, problem)
+    torch.testing.assert_close(got[0], want, rtol=1e-6, atol=0)
+
+
+def errors(text: str, dtype: torch.dtype) -> float:
+    problem = replace(BASE, quant=text, tokens=64, dtype=dtype)
+    x, weights, routing = layer(problem)
+    exact = reference.oracle(x, weights, routing, problem)
+    return relative(reference.recipe(x, weights, routing, problem), exact)
+
+
+@each_scheme
+def test_recipe_errs_as_its_activations_do(text: str) -> None:
+    """fp8 has three bits of mantissa, int8 seven of the largest value; others stay in the dtype."""
+    scheme = QuantScheme.parse(text)
+    low, high = {"float8_e4m3fn": (0.02, 0.06), "int8": (0.004, 0.02)}.get(
+        scheme.activation, (2e-8, 5e-7)
+    )
+    assert low < errors(text, torch.float32) < high
+    if not scheme.quantises_activations:
+        assert 2e-3 < errors(text, torch.bfloat16) < 9e-3
+
+
+@pytest.mark.parametrize("text", WEIGHT_ONLY)
+def test_dequantised_weights_are_rounded_to_the_dtype(text: str) -> None:
+    problem = replace(BASE, quant=text, dtype=torch.bfloat16)
+    x, weights, routing = layer(problem)
+    values = as_float(weights, problem)
+    rounded = replace(values, w1=values.w1.bfloat16(), w2=values.w2.bfloat16())
+    want = reference.recipe(x, rounded, routing, replace(problem, quant="none"))
+    got = reference.recipe(x, weights, routing, problem)
+    assert relative(got, want) < 1e-3  # but for the order of float32 roundings
+
+
+def one_of_two(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """Two tokens for one expert; the second is a hundred thousandth of the first."""
+    x, weights, _ = layer(problem)
+    x[0] *= 1e3  # so that the small one stays far from the least scale
+    x[1] = 1e-5 * x[0]
+    routing = Routing(torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32))
+    return x, weights, routing
+
+
+@pytest.mark.parametrize("text", [text for text in FULL if "static" not in text])
+def test_what_shares_a_scale(text: str) -> None:
+    """A small token beside a large one is lost in a scale per tensor, and in none of its own.
+
+    The same with the large token's pair skipped: x still shares its scale, h no longer does.
+    """
+    problem = replace(BASE, quant=text, tokens=2, top_k=1, activation="relu2")
+    shared = problem.scheme.activation_granularity == "tensor"
+    x, weights, both = one_of_two(problem)
+    alone = Routing(both.topk_weights_TK, torch.tensor([[-1], [0]], dtype=torch.int32))
+    exact = reference.oracle(x, weights, both, problem)[1]
+    together = reference.recipe(x, weights, both, problem)[1]
+    skipped = reference.recipe(x, weights, alone, problem)[1]
+    if not shared:
+        assert relative(together, exact) < 0.06
+        assert relative(skipped, together) < 0.02  # a product of other shape sums otherwise
+        return
+    by_itself = Routing(both.topk_weights_TK[1:], both.topk_ids_TK[1:])
+    first = reference.recipe(x[1:], weights, by_itself, replace(problem, tokens=1))
+    assert relative(first[0], exact) < 0.06 < relative(skipped, exact)
+    assert relative(skipped, exact) < 0.5 < relative(together, exact)
+
+
+def test_static_scales_are_those_given() -> None:
+    """Where one of them is far too small, every value saturates."""
+    problem = replace(BASE, quant="fp8_w8a8_tensor:static=true")
+    x, weights, routing = layer(problem)
+    assert weights.a1_scale is not None
+    assert weights.a2_scale is not None
+    base = reference.recipe(x, weights, routing, problem)
+    for name in ("a1_scale", "a2_scale"):
+        small = replace(weights, **{name: torch.tensor([1e-4])})
+        assert relative(reference.recipe(x, small, routing, problem), base) > 0.5
+
+
+@each_full
+def test_router_weight_on_input_multiplies_the_product(text: str) -> None:
+    problem = replace(BASE, quant=text, apply_router_weight_on_input=True, top_k=1, bias=True)
+    x, weights, routing = layer(problem)
+    exact = reference.oracle(x, weights, routing, problem)
+    assert relative(reference.recipe(x, weights, routing, problem), exact) < 0.08
+    ones = Routing(torch.ones_like(routing.topk_weights_TK), routing.topk_ids_TK)
+    unweighted = reference.oracle(x, weights, ones, problem)
+    assert relative(unweighted, exact) > 0.2
+
+
+@each_scheme
+def test_edges(text: str) -> None:
+    """No token, nothing but skips, and a token of zeros."""
+    problem = replace(BASE, quant=text)
+    x, weights, routing = layer(problem)
+    for run in (reference.oracle, reference.recipe):
+        none = Routing(routing.topk_weights_TK[:0], routing.topk_ids_TK[:0])
+        assert run(x[:0], weights, none, problem).shape == (0, 48)
+        skips = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
+        assert not run(x, weights, skips, problem).any()
+        assert not run(torch.zeros_like(x), weights, routing, problem).any()
+
+
+def test_the_reference_leaves_inputs_alone() -> None:
+    problem = replace(BASE, quant="fp8_w8a8_channel")
+    x, weights, routing = layer(problem)
+    before: list[Any] = [
+        t.clone() for t in (x, weights.w1.float(), weights.w1_scale) if t is not None
+    ]
+    reference.recipe(x, weights, routing, problem)
+    after = (x, weights.w1.float(), weights.w1_scale)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert math.isfinite(float(x.sum()))

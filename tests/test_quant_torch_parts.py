@@ -1,0 +1,259 @@
+"""The plain torch pairings on every quantised scheme, by the harness's own rule of tolerance."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import NaiveBatchedExperts, TorchExperts
+from modular_kernel import reference
+from modular_kernel.catalog import check, make_kernel, this_machine
+from modular_kernel.compose import random_inputs
+from modular_kernel.contracts import Call
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.ops.quantise import quantised
+from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantise_weights
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Routing
+from modular_kernel.testing.compare import Comparison, compare
+from modular_kernel.testing.inputs import Inputs, make_inputs
+from modular_kernel.types import Combine, Problem
+from modular_kernel.workspace import Workspace
+from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NO_EP = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+# H and I ragged against every group and block below, and even, so that they can be packed.
+BASE = Problem(tokens=19, hidden=42, intermediate=70, experts=5, top_k=2, dtype=torch.bfloat16)
+TEXTS = (
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=16x32",
+    "int8_w8a8_channel",
+    "int8_w8a8_block:block=32x16",
+    "int8_w8a16_channel",
+    "int8_w8a16_group:group=32",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=32",
+    "int4_w4a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=70",
+    "mxfp4_w4a16",
+)
+FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).quantises_activations)
+each_scheme = pytest.mark.parametrize("text", TEXTS)
+each_full = pytest.mark.parametrize("text", FULL)
+each_pair = pytest.mark.parametrize("pair", [NO_EP, BATCHED], ids=lambda pair: pair[1])
+
+F32 = {"dtype": torch.float32}
+CASES: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({}, "uniform"),
+    (F32, "skips"),
+    ({"tokens": 0}, "uniform"),
+    ({"tokens": 1, "top_k": 1, "bias": True, **F32}, "uniform"),
+    ({"top_k": 8, "experts": 9, "bias": True}, "duplicates"),
+    ({"hidden": 64, "intermediate": 96, "dtype": torch.float16}, "out_of_range"),
+    ({"hidden": 130, "intermediate": 34, "activation": "swiglu_oai"}, "zipf"),
+    ({"activation": "relu2", "expert_map": True, "local_experts": 3, **F32}, "empty_experts"),
+    ({"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5}, "skips"),
+    ({"apply_router_weight_on_input": True, "top_k": 1, "bias": True, **F32}, "skips"),
+    ({"inplace": True}, "all_skipped"),
+)
+
+
+def inputs_for(problem: Problem, kind: str, seed: int = 0) -> Inputs:
+    """The harness's inputs, with its weights quantised here."""
+    plain = make_inputs(replace(problem, quant="none"), kind, DEVICE, seed=seed)
+    weights = plain.weights
+    if problem.scheme.static:
+        scales = (torch.tensor([s / 448], device=DEVICE) for s in (4.5, 20.0))
+        weights = replace(weights, **dict(zip(("a1_scale", "a2_scale"), scales, strict=True)))
+    return replace(plain, weights=quantise_weights(weights, problem))
+
+
+def run(pair: tuple[str, str], problem: Problem, inputs: Inputs, **options: Any) -> torch.Tensor:
+    kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True, **options)
+    x = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
+    return kernel(x, inputs.weights, inputs.routing)
+
+
+def judged(out: torch.Tensor, problem: Problem, inputs: Inputs) -> Comparison:
+    arguments = (inputs.x_TH, inputs.weights, inputs.routing, problem)
+    return compare(out, reference.oracle(*arguments), reference.recipe(*arguments), problem)
+
+
+def test_every_scheme_is_here_and_declared() -> None:
+    assert {QuantScheme.parse(text).name for text in TEXTS} | {"none"} == SCHEMES
+    for part in (TorchExperts, NaiveBatchedExperts):
+        assert part.requires.schemes == SCHEMES
+    for pf in (MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize):
+        assert pf.requires.dispatch_schemes == ACTIVATION_SCHEMES
+
+
+@each_scheme
+@each_pair
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join([*map(str, case[0]), case[1]]))
+def test_within_tolerance(text: str, pair: tuple[str, str], case: tuple[Any, str]) -> None:
+    changes, kind = case
+    problem = replace(BASE, quant=text, **changes)
+    inputs = inputs_for(problem, kind)
+    found = judged(run(pair, problem, inputs), problem, inputs)
+    assert found.ok, found.problems
+
+
+@each_scheme
+def test_both_pairings_agree(text: str) -> None:
+    """They round the same values in the same places; only sums may differ, and what they flip."""
+    problem = replace(BASE, quant=text, dtype=torch.float32)
+    inputs = inputs_for(problem, "duplicates")
+    one, other = (run(pair, problem, inputs) for pair in (NO_EP, BATCHED))
+    assert float((one - other).norm() / one.norm()) < 3e-3
+
+
+@each_full
+@each_pair
+def test_dispatched_scales(text: str, pair: tuple[str, str]) -> None:
+    """What the experts receive: layout as `Dispatched` says, values those of x."""
+    problem = replace(BASE, quant=text)
+    inputs = inputs_for(problem, "uniform")
+    kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True)
+    workspace = Workspace(kernel.workspace_specs(19), DEVICE, poison=True)
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    tokens, _ = kernel.prepare_finalize.prepare(
+        inputs.x_TH, inputs.routing, weights=inputs.weights, call=Call(workspace, counter)
+    )
+    workspace.check_red_zones()
+    scheme, scale = problem.scheme, tokens.scale
+    largest = float(inputs.x_TH.abs().max())
+    groups = -(-42 // scheme.group[1]) if scheme.granularity == "block" else 1
+    lead = (19,) if isinstance(tokens, ContiguousTokens) else (5, 19)
+    one = scheme.activation_granularity == "tensor"
+    assert scale is not None
+    assert scale.shape == ((1,) if one else (*lead, groups))
+    assert scale.dtype == torch.float32
+    assert scale.is_contiguous()
+    assert (scale is inputs.weights.a1_scale) == scheme.static
+    for token in range(19):
+        for row, row_scale in _rows_of(token, tokens, inputs.routing):
+            wide = row_scale.repeat_interleave(-(-42 // groups) if one else _width(scheme))[:42]
+            error = (row.float() * wide - inputs.x_TH[token].float()).abs().max()
+            assert float(error) <= 0.05 * largest  # fp8's half step: a 28th of the largest value
+
+
+def _width(scheme: QuantScheme) -> int:
+    return scheme.group[1] if scheme.granularity == "block" else 42
+
+
+def _rows_of(token: int, tokens: Dispatched, routing: Routing) -> list[tuple[Any, Any]]:
+    """Every row that a token was dispatched to, and its scales."""
+    scale = tokens.scale
+    assert scale is not None
+    if isinstance(tokens, ContiguousTokens):
+        return [(tokens.x_TH[token], scale if scale.dim() == 1 else scale[token])]
+    found = []
+    for expert in set(routing.topk_ids_TK[token].tolist()):
+        earlier = (routing.topk_ids_TK[:token] == expert).any(1)
+        place = int(earlier.sum())
+        rows = scale if scale.dim() == 1 else scale[expert, place]
+        found.append((tokens.x_eCH[expert, place], rows))
+    return found
+
+
+@each_full
+def test_a_skipped_tokens_weight_sets_no_scale(text: str) -> None:
+    """On the input it multiplies what is quantised, and it may be anything."""
+    changes = {"apply_router_weight_on_input": True, "top_k": 1, "dtype": torch.float32}
+    problem = replace(BASE, quant=text, **changes)
+    inputs = inputs_for(problem, "uniform")
+    ids, weights = inputs.routing.topk_ids_TK.clone(), inputs.routing.topk_weights_TK.clone()
+    ids[[2, 5]] = -1
+    tame = run(BATCHED, problem, replace(inputs, routing=Routing(weights.clone(), ids)))
+    weights[2], weights[5] = float("nan"), 1e6
+    wild = run(BATCHED, problem, replace(inputs, routing=Routing(weights, ids)))
+    assert torch.equal(wild, tame)
+
+
+@each_scheme
+@pytest.mark.parametrize("tokens", [7, 8, 17])
+def test_chunks(text: str, tokens: int) -> None:
+    """A scale per tensor belongs to all chunks, one per token to its own."""
+    problem = replace(BASE, quant=text, tokens=tokens, chunk_tokens=8)
+    inputs = inputs_for(problem, "skips")
+    found = judged(run(NO_EP, problem, inputs), problem, inputs)
+    assert found.ok, found.problems
+
+
+@each_scheme
+@each_pair
+def test_plans_and_repeats_are_equal(text: str, pair: tuple[str, str]) -> None:
+    problem = replace(BASE, quant=text)
+    inputs, other = inputs_for(problem, "skips"), inputs_for(problem, "uniform", seed=1)
+    kernel = make_kernel(*pair, problem, machine=this_machine(), poison=True)
+    first = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    plan = kernel.plan()
+    plan(other.x_TH, other.weights, other.routing)
+    assert torch.equal(plan(inputs.x_TH, inputs.weights, inputs.routing), first)
+    assert torch.equal(kernel(inputs.x_TH, inputs.weights, inputs.routing), first)
+    few = kernel(inputs.x_TH[:3], inputs.weights, _first(inputs.routing, 3))
+    assert torch.equal(plan(inputs.x_TH[:3], inputs.weights, _first(inputs.routing, 3)), few)
+
+
+def _first(routing: Routing, tokens: int) -> Routing:
+    return Routing(routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens])
+
+
+class Quantisers(TorchExperts):
+    """Experts that want unquantised activations, and quantise them."""
+
+    requires: ExpertsRequirements = replace(TorchExperts.requires, quantises_input=True)
+
+    def apply(self, tokens: Dispatched, *, weights: ExpertWeights, **arguments: Any) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        assert tokens.scale is None
+        assert tokens.x_TH.dtype == self.problem.dtype
+        x, scheme = tokens.x_TH.float(), self.problem.scheme
+        q, scale = quantised(x, scheme, weights.a1_scale if scheme.static else None)
+        tokens = replace(tokens, x_TH=q, scale=scale)
+        super().apply(tokens, weights=weights, **arguments)
+
+
+@each_full
+def test_quantisation_left_to_the_experts(text: str) -> None:
+    problem = replace(BASE, quant=text)
+    inputs = inputs_for(problem, "uniform")
+    parts = MoEPrepareAndFinalizeNoEP(problem), Quantisers(problem)
+    kernel = FusedMoEModularKernel(*parts, machine=this_machine())
+    out = kernel(inputs.x_TH, inputs.weights, inputs.routing)
+    found = judged(out, problem, inputs)
+    assert found.ok, found.problems
+    left_to_them = replace(NaiveBatchedExperts.requires, quantises_input=True)
+    batched = type("Batched", (NaiveBatchedExperts,), {"requires": left_to_them})
+    verdict = check(BatchedPrepareAndFinalize, batched, problem)
+    assert [r.rule for r in verdict.rejections] == ["dispatch_quant"]
+
+
+@each_scheme
+def test_random_inputs_are_quantised(text: str) -> None:
+    problem = replace(BASE, quant=text)
+    x, weights, routing = random_inputs(problem, DEVICE)
+    out = run(NO_EP, problem, Inputs(x, weights, routing))
+    assert judged(out, problem, Inputs(x, weights, routing)).ok
+
+
+def test_an_odd_row_is_refused_before_anything_is_built() -> None:
+    problem = replace(BASE, quant="int4_w4a16_group", hidden=43)
+    verdict = check(*NO_EP, problem)
+    assert [r.rule for r in verdict.rejections] == ["packing"]
+
+
+def test_weights_may_be_strided() -> None:
+    problem = replace(BASE, quant="int4_w4a16_group:group=32")
+    inputs = inputs_for(problem, "uniform")
+    w: ExpertWeights = inputs.weights
+    strided = replace(w, w1=w.w1.mT.contiguous().mT, w2=w.w2.mT.contiguous().mT)
+    want = run(NO_EP, problem, inputs)
+    assert torch.equal(run(NO_EP, problem, replace(inputs, weights=strided)), want)

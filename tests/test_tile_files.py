@@ -1,0 +1,278 @@
+"""Tuned tile files: three formats, hostile ones, and tiles that do not fit."""
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tile_samples import BLOCK_FP8, H200, MIXTRAL, NAME, launch, ours, store, write
+
+from experts.tile_files import FORMAT, MOST_BYTES, dump_recipe, parse_recipe, read_recipe
+from experts.tile_shapes import Device, Tile, TilePair, gemms, violations
+from experts.tile_store import fit, nearest
+from experts.tiles import choose_tiles, override_config
+from modular_kernel.errors import ConfigurationError
+
+
+def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
+    """Its BLOCK_SIZE_N spans gate and up columns: half of each in front of a gated activation."""
+    path = write(
+        tmp_path / "x.json", {"triton_version": "3.4.0", "64": launch(32, 128, 64, USE_TMA=True)}
+    )
+    read = read_recipe(path)
+    gated = fit(read, MIXTRAL, H200).steps.choose(64)
+    assert gated == TilePair(Tile(32, 64, 64, 1, 4, 3), Tile(32, 128, 64, 1, 4, 3))
+    plain = fit(read, replace(MIXTRAL, activation="relu2"), H200).steps.choose(64)
+    assert plain.gemm1 == plain.gemm2 == Tile(32, 128, 64, 1, 4, 3)
+    narrow = parse_recipe(json.dumps({"64": launch(n=16)}), "x")
+    assert fit(narrow, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
+
+
+def test_vllm_may_leave_out_triton_s_defaults() -> None:
+    entry = launch()
+    del entry["num_warps"], entry["num_stages"]
+    tile = fit(parse_recipe(json.dumps({"1": entry}), "x"), MIXTRAL, H200).steps.choose(1).gemm2
+    assert (tile.num_warps, tile.num_stages) == (4, 3)
+
+
+def test_sglang_s_second_file_is_for_gemm_2(tmp_path: Path) -> None:
+    folder = write(tmp_path / NAME, {"1": launch(16), "100": launch(64)}).parent
+    write(
+        tmp_path / NAME.replace(".json", "_down.json"),
+        {"1": launch(16, 32), "50": launch(16, 128, 64)},
+    )
+    steps = store(folder).source(MIXTRAL).steps
+    found = {tokens: steps.choose(tokens) for tokens in (1, 25, 26, 50, 51, 1000)}
+    assert [pair.gemm1.block_m for pair in found.values()] == [16, 16, 16, 16, 64, 64]
+    assert [pair.gemm2.block_n for pair in found.values()] == [32, 32, 128, 128, 128, 128]
+    assert [pair.gemm2.block_m for pair in found.values()] == [16, 16, 16, 16, 64, 64]
+    assert {pair.gemm1.block_n for pair in found.values()} == {32}
+
+
+def test_a_second_file_of_ours_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / NAME, {"1": launch()}).parent
+    write(tmp_path / NAME.replace(".json", "_down.json"), ours(tokens_1=(launch(), launch())))
+    with pytest.raises(ConfigurationError, match=r"_down\.json"):
+        store(folder).source(MIXTRAL)
+
+
+def test_ours_is_read_as_written_and_written_as_read() -> None:
+    text = json.dumps(
+        {
+            **ours(tokens_8=(launch(16, 64), launch(16, 128, 64)), tokens_1=(launch(), launch())),
+            "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
+        }
+    )
+    read = parse_recipe(text, "x")
+    pair = fit(read, MIXTRAL, H200).steps.choose(8)
+    assert pair == TilePair(Tile(16, 64, 128, 1, 4, 3), Tile(16, 128, 64, 1, 4, 3))
+    assert parse_recipe(dump_recipe(read), "x") == read
+    assert [tokens for tokens, _ in read.gemm1] == [1, 8]
+
+
+def test_times_are_kept_beside_the_tiles() -> None:
+    entry = {"gemm1": launch(), "gemm2": launch(), "us": 12.5, "untuned_us": 13}
+    read = parse_recipe(json.dumps({"format": FORMAT, "64": entry}), "x")
+    assert read.times[64].us == 12.5
+    assert parse_recipe(dump_recipe(read), "x").times == read.times
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokens", "expected"),
+    [
+        ((1, 16, 64), 1, 1),
+        ((1, 16, 64), 8, 1),
+        ((1, 16, 64), 9, 16),
+        ((1, 16, 64), 40, 16),  # as near to 64: the smaller one
+        ((64, 16, 1), 40, 16),  # whatever the order
+        ((1, 16, 64), 41, 64),
+        ((1, 16, 64), 10**6, 64),
+        ((5,), 0, 5),
+    ],
+)
+def test_the_nearest_number_of_tokens_serves(
+    keys: tuple[int, ...], tokens: int, expected: int
+) -> None:
+    assert nearest(keys, tokens) == expected
+    file = {str(key): launch(k=64, GROUP_SIZE_M=key) for key in keys}
+    found = fit(parse_recipe(json.dumps(file), "x"), MIXTRAL, H200).steps.choose(tokens)
+    assert found.gemm1.group_m == expected
+
+
+@given(st.sets(st.integers(1, 2000), min_size=1, max_size=8), st.integers(0, 2500))
+def test_steps_and_nearest_agree(keys: set[int], tokens: int) -> None:
+    file = {str(key): launch(GROUP_SIZE_M=key) for key in keys}
+    found = fit(parse_recipe(json.dumps(file), "x"), MIXTRAL, H200)
+    assert found.steps.choose(tokens).gemm2.group_m == nearest(found.keys, tokens)
+
+
+# ------------------------------------------------------------------------------------------ hostile
+
+HOSTILE: dict[str, str] = {
+    "empty": "",
+    "not JSON": "{",
+    "a list": "[]",
+    "a number": "64",
+    "no tokens": "{}",
+    "only a version": '{"triton_version": "3.6.0"}',
+    "deep": "[" * 200_000,
+    "deep below a key": '{"64": ' + '{"a":' * 50_000,
+    "NaN": json.dumps({"64": launch(n=float("nan"))}),
+    "infinite": json.dumps({"64": launch(n=float("inf"))}),
+    "a huge exponent": '{"64": {"BLOCK_SIZE_M": 1e400}}',
+    "a huge number": json.dumps({"64": launch(n=2**70)}),
+    "more digits than Python converts": '{"64": {"BLOCK_SIZE_M": ' + "1" * 9999 + "}}",
+    "negative": json.dumps({"64": launch(n=-64)}),
+    "zero": json.dumps({"64": launch(num_stages=0)}),
+    "a fraction": json.dumps({"64": launch(n=64.5)}),
+    "a whole float": json.dumps({"64": launch(n=64.0)}),
+    "a truth": json.dumps({"64": launch(num_warps=True)}),
+    "a string": json.dumps({"64": launch(n="64")}),
+    "null": json.dumps({"64": launch(n=None)}),
+    "a list for a launch": json.dumps({"64": [16, 64, 128]}),
+    "a missing size": json.dumps({"64": {"BLOCK_SIZE_M": 16}}),
+    "tokens in words": json.dumps({"many": launch()}),
+    "tokens below one": json.dumps({"0": launch()}),
+    "negative tokens": json.dumps({"-1": launch()}),
+    "tokens with a sign": json.dumps({"+64": launch()}),
+    "tokens with a zero in front": json.dumps({"064": launch()}),
+    "tokens in other digits": json.dumps({"٦٤": launch()}),
+    "tokens beyond counting": json.dumps({"1" * 30: launch()}),
+    "a key twice": '{"64": {"a": 1}, "64": {"a": 2}}',
+    "a version that is none": json.dumps({"triton_version": 3.6, "64": launch()}),
+    "another format": json.dumps({"format": "modular_kernel.tiles/9", "64": launch()}),
+    "our format, their launch": json.dumps({"format": FORMAT, "64": launch()}),
+    "our format, one GEMM": json.dumps({"format": FORMAT, "64": {"gemm1": launch()}}),
+    "two block_m": json.dumps(ours(tokens_64=(launch(16), launch(32)))),
+    "tuned for a word": json.dumps({**ours(tokens_1=(launch(), launch())), "tuned_for": "x"}),
+    "tuned for less": json.dumps({**ours(tokens_1=(launch(), launch())), "tuned_for": {}}),
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path / NAME, text)
+    with pytest.raises(ConfigurationError) as refused:
+        store(path.parent).source(MIXTRAL)
+    assert str(path) in str(refused.value)
+    assert len(str(refused.value)) < 600 + len(str(path))
+
+
+def test_other_bytes_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path / NAME, "")
+    for data in (b"\xff\xfe{}", b" " * (MOST_BYTES + 1)):
+        path.write_bytes(data)
+        with pytest.raises(ConfigurationError, match="device_name=NVIDIA_H200"):
+            store(path.parent).source(MIXTRAL)
+    path.write_text(json.dumps({"64": launch()}).ljust(MOST_BYTES), encoding="utf-8")
+    assert store(path.parent).source(MIXTRAL).keys == (64,)
+
+
+def test_what_is_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    makers: tuple[Callable[[Path], object], ...] = (
+        Path.mkdir,
+        os.mkfifo,
+        lambda path: path.symlink_to(tmp_path / "nowhere"),
+    )
+    for number, make in enumerate(makers):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / NAME)
+        with pytest.raises(ConfigurationError, match="no regular file"):
+            store(folder).source(MIXTRAL)
+
+
+# --------------------------------------------------------------------------------------- validation
+
+UNUSABLE = (
+    ({"BLOCK_SIZE_M": 48}, "block_m", "a power of two"),
+    ({"BLOCK_SIZE_M": 8}, "block_m", "a power of two from 16"),
+    ({"BLOCK_SIZE_N": 2048}, "block_n", "to 1024"),
+    ({"BLOCK_SIZE_K": 8}, "block_k", "a power of two from 16"),
+    ({"GROUP_SIZE_M": 100_000}, "group_m", "1 to 4096"),
+    ({"num_warps": 3}, "num_warps", "one of"),
+    ({"num_warps": 64}, "num_warps", "one of"),
+    ({"num_stages": 99}, "num_stages", "1 to 16"),
+)
+TOO_LARGE = ({"BLOCK_SIZE_N": 512, "num_stages": 9}, "bytes of shared memory", "<= 232448")
+
+
+@pytest.mark.parametrize(("changes", "what", "need"), [*UNUSABLE, TOO_LARGE])
+def test_our_files_and_overrides_must_fit(
+    tmp_path: Path, changes: dict[str, int], what: str, need: str
+) -> None:
+    first = launch(32) | changes
+    bad = {"gemm1": first, "gemm2": launch(first["BLOCK_SIZE_M"])}
+    path = write(tmp_path / NAME, {"format": FORMAT, "64": bad})
+    with pytest.raises(ConfigurationError) as refused:
+        store(path.parent).source(MIXTRAL)
+    assert str(path) in str(refused.value)
+    assert f"tokens 64: GEMM 1 {what}: got" in str(refused.value)
+    assert need in str(refused.value)
+    with (
+        override_config(bad),
+        pytest.raises(ConfigurationError, match=rf"override_config.* GEMM 1 {what}: got"),
+    ):
+        choose_tiles(MIXTRAL, 64)
+
+
+@pytest.mark.parametrize(("changes", "what", "need"), UNUSABLE)
+def test_their_files_must_be_tiles_at_least(
+    tmp_path: Path, changes: dict[str, int], what: str, need: str
+) -> None:
+    path = write(tmp_path / NAME, {"64": launch(32) | changes})
+    with pytest.raises(ConfigurationError, match=f"{what}: got .*{need}") as refused:
+        store(path.parent).source(replace(MIXTRAL, activation="relu2"))
+    assert str(path) in str(refused.value)
+
+
+def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """BLOCK_SIZE_K beyond the scale's block would multiply by a wrong scale without a word."""
+    wide = launch(64, 128, 256, num_stages=2)
+    with override_config({"gemm1": wide, "gemm2": wide}):
+        with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):
+            choose_tiles(BLOCK_FP8, 64)
+        assert choose_tiles(replace(MIXTRAL, quant="fp8_w8a8_channel"), 64).gemm1.block_k == 256
+    name = NAME.replace(".json", ",dtype=fp8_w8a8,block_shape=[128, 128].json")
+    path = write(tmp_path / name, {"64": wide, "512": wide})
+    for _ in range(3):
+        with caplog.at_level(logging.WARNING):
+            source = store(path.parent).source(BLOCK_FP8)
+    assert {pair.gemm1.block_k for pair in source.steps.pairs} == {128}
+    (record,) = caplog.records
+    assert str(path) in record.message
+    assert "clamped" in record.message
+    assert "3 more like it" in record.message
+    assert "\n" not in record.message
+
+
+def test_one_scale_for_all_of_the_depth_bounds_nothing() -> None:
+    shallow = replace(MIXTRAL, quant="int4_w4a16_group:group=96", intermediate=96)
+    first, second = gemms(shallow)
+    assert (first.group_k, second.group_k) == (96, 0)
+    tile = Tile(16, 64, 64, 1, 4, 2)
+    assert [v.what for v in violations(tile, first, H200)] == ["block_k within a group"]
+    assert not list(violations(tile, second, H200))
+
+
+def test_their_files_give_way_where_memory_is_short(tmp_path: Path) -> None:
+    """A tile for an H200 on a card with 99 KiB: fewer stages first."""
+    large = parse_recipe(json.dumps({"1": launch(128, 256, 64, num_warps=8, num_stages=4)}), "x")
+    small = Device("NVIDIA L40S", 101_376, warpgroups=False)
+    assert fit(large, MIXTRAL, H200).notes == ()
+    found = fit(large, MIXTRAL, small)
+    assert (found.steps.choose(1).gemm2.num_stages, found.steps.choose(1).gemm2.block_n) == (3, 256)
+    assert "clamped" in found.notes[0]
+    for pair in found.steps.pairs:
+        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(MIXTRAL), strict=True):
+            assert not list(violations(tile, gemm, small))
+
+
+def test_groups_that_allow_no_tile_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="block_k within a group: got 32"):
+        choose_tiles(replace(MIXTRAL, quant="int4_w4a16_group:group=24"), 64)

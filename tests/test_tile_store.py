@@ -1,0 +1,387 @@
+"""Which tuned file wins, what is launched without one, overrides, and explanations."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tile_samples import (
+    BLOCK_FP8,
+    H200,
+    MIXTRAL,
+    NAME,
+    ONE,
+    TRITON,
+    TWO,
+    launch,
+    on_an_h200,
+    ours,
+    store,
+    write,
+)
+
+from experts import tiles
+from experts.tile_files import read_recipe
+from experts.tile_names import TileKey
+from experts.tile_shapes import Device, Tile, TilePair, gemms, violations
+from experts.tile_store import TileStore, fit
+from experts.tiles import choose_tiles, explain, override_config, regimes_up_to
+from experts.triton_experts import TritonExperts
+from modular_kernel.catalog import make_kernel, this_machine
+from modular_kernel.compose import random_inputs
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.tensors import ContiguousShape
+from modular_kernel.types import Machine, Problem
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with on_an_h200(tmp_path, monkeypatch) as folder:
+        yield folder
+
+
+def test_the_user_s_file_wins_then_the_packaged_one_then_the_regimes(tmp_path: Path) -> None:
+    user = write(tmp_path / f"user/{NAME}", ours(tokens_1=(launch(16), launch(16))))
+    packaged = write(tmp_path / f"packaged/{NAME}", ours(tokens_1=(launch(32), launch(32))))
+    both = store(user.parent, packaged.parent)
+    assert both.source(MIXTRAL).origin == str(user)
+    user.unlink()
+    source = both.source(MIXTRAL)
+    assert source.origin == str(packaged)
+    assert source.looked_in == (f"user {user.parent}: no file",)
+    packaged.unlink()
+    packaged.parent.rmdir()
+    source = both.source(MIXTRAL)
+    assert source.origin == "regimes"
+    assert source.looked_in[1] == f"packaged {packaged.parent}: no such folder"
+
+
+def test_this_triton_s_file_wins_then_the_top_then_the_newest_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = ours(tokens_1=(launch(), launch()))
+    del entry["triton_version"]
+    order = ["triton_3_6_0/", "", "triton_3_10_0/", "triton_3_9_1/", "triton_2_0_0/"]
+    paths = [write(tmp_path / f"{place}{NAME}", entry) for place in order]
+    write(tmp_path / f"triton_best/{NAME}", entry)
+    for path in paths:
+        with caplog.at_level(logging.WARNING):
+            assert store(paths[1].parent).source(MIXTRAL).origin == str(path)
+        path.unlink()
+    warned = [record.message for record in caplog.records]
+    assert [str(path) in text for path, text in zip(paths[2:], warned, strict=True)] == [True] * 3
+    assert "tuned with triton 3.10.0, this is 3.6.0" in warned[0]
+
+
+def test_another_triton_is_one_line_however_often(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(
+        tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "triton_version": "3.4.0"}
+    )
+    with caplog.at_level(logging.WARNING):
+        for hidden in (4096, 2048, 1024):
+            store(path.parent).source(replace(MIXTRAL, hidden=hidden))
+    assert [record.name for record in caplog.records] == ["modular_kernel.tiles"]
+    assert "\n" not in caplog.text.strip()
+
+
+@pytest.mark.parametrize(("there", "triton"), [("3.6.0", "3.6.0"), ("3.6.0+git1", "3.6.0"),
+                                               ("3.5.0", None), ("what", "3.6.0")])  # fmt: skip
+def test_the_same_or_an_unknown_triton_is_no_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str, triton: str | None
+) -> None:
+    path = write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "triton_version": there})
+    with caplog.at_level(logging.WARNING):
+        store(path.parent, triton=triton).source(MIXTRAL)
+    assert not caplog.records
+
+
+def test_vllm_s_spelling_is_found_and_ours_goes_first(tmp_path: Path) -> None:
+    stem = NAME.removesuffix(".json") + ",dtype=fp8_w8a8,block_shape="
+    theirs = write(tmp_path / f"{stem}[128,128].json", {"1": launch()})
+    assert store(theirs.parent).source(BLOCK_FP8).origin == str(theirs)
+    mine = write(tmp_path / f"triton_3_1_0/{stem}[128, 128].json", {"1": launch()})
+    assert store(theirs.parent).source(BLOCK_FP8).origin == str(mine)
+
+
+def test_large_tiles_do_not_reach_rows_that_load_slowly(tmp_path: Path) -> None:
+    """Rows off 16 elements spill with other layers' tiles; with their own measured ones not."""
+    odd = replace(MIXTRAL, hidden=4100)
+    foreign = write(tmp_path / NAME, {"1": launch(64, 256)})
+    source = store(foreign.parent).source(odd)
+    assert source.origin == "regimes"
+    assert "16 elements" in source.looked_in[0]
+    facts = {"experts_part": "TritonExperts", "hidden": 4100, "top_k": 2}
+    write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "tuned_for": facts})
+    assert store(foreign.parent).source(odd).origin == str(foreign)
+
+
+def test_without_a_gpu_no_file_is_looked_for(tmp_path: Path) -> None:
+    folder = write(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
+    source = TileStore((("user", folder),), Device(), TRITON).source(MIXTRAL)
+    assert (source.origin, source.looked_in) == ("regimes", ())
+
+
+def test_packaged_files_are_sound() -> None:
+    folder = Path(tiles.__file__).parent / "configs"
+    for path in folder.rglob("*.json"):
+        key, read = TileKey.parse(path.name), read_recipe(path)
+        assert read.strict, f"{path} is not in our format"
+        assert read.tuned_for is not None
+        assert path.parent.name.replace("triton_", "").replace("_", ".") == read.triton
+        hidden, top_k = read.tuned_for.hidden, read.tuned_for.top_k
+        problem = Problem(1, hidden, key.intermediate, key.experts, top_k)
+        if not key.dtype:
+            fit(read, problem, H200)
+
+
+# ----------------------------------------------------------------------------- fallback and regimes
+
+# As measured and shipped before there were files: rows an expert, block_m, GEMM 1, GEMM 2, group.
+OLD: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
+    "half": [
+        (10, 16, (64, 128, 4, 4), (64, 128, 4, 4), 1),
+        (24, 32, (64, 128, 4, 3), (128, 64, 4, 4), 1),
+        (48, 64, (64, 64, 4, 3), (128, 64, 4, 3), 16),
+        (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
+    ],
+    "float32": [
+        (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
+        (None, 64, (32, 32, 4, 2), (64, 32, 4, 2), 8),
+    ],
+    "unaligned": [
+        (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
+        (None, 64, (64, 32, 8, 3), (128, 32, 8, 3), 8),
+    ],
+}
+
+
+def old_tiles(problem: Problem, tokens: int) -> TilePair:
+    odd = problem.hidden % 16 or problem.intermediate % 16
+    name = "unaligned" if odd else "half"
+    table = OLD["float32" if problem.dtype is torch.float32 else name]
+    rows = tokens * problem.top_k / problem.experts
+    _, m, one, two, group = next(r for r in table if r[0] is None or rows <= r[0])
+    made = []
+    for depth, (n, k, warps, stages) in ((problem.hidden, one), (problem.intermediate, two)):
+        fits = [d for d in (k, k // 2, k // 4) if d >= 32 and depth % d == 0]
+        made.append(Tile(m, n, fits[0] if fits else k, group, warps, stages))
+    return TilePair(*made)
+
+
+SHAPES = ((4096, 14336), (2880, 2880), (48, 80), (100, 72), (7168, 2048), (96, 4096))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (256, 8), (1, 16), (128, 1)])
+def test_without_a_file_tiles_are_those_of_the_regimes(
+    dtype: str, experts: int, top_k: int
+) -> None:
+    numbers = [0, *range(1, 40), 79, 80, 81, 96, 192, 193, 320, 384, 768, 769, 1536, 1537, 65536]
+    for hidden, intermediate in SHAPES:
+        for activation in ("silu", "relu2"):
+            problem = Problem(1, hidden, intermediate, experts, top_k, dtype, activation=activation)
+            for tokens in numbers:
+                assert choose_tiles(problem, tokens) == old_tiles(problem, tokens)
+
+
+@pytest.mark.parametrize("quant", sorted(set(QUANT_SCHEMES) - {"nvfp4_w4a4"}))
+@pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) -> None:
+    device = Device.of(Machine("cuda", arch, name="X"))
+    problem = replace(MIXTRAL, quant=quant)
+    for pair in TileStore((), device, TRITON).source(problem).steps.pairs:
+        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+            assert not list(violations(tile, gemm, device))
+
+
+def test_every_block_m_is_listed_with_the_most_tokens_it_serves() -> None:
+    assert regimes_up_to(MIXTRAL, 512) == [(40, 16), (96, 32), (192, 64), (512, 128)]
+    assert regimes_up_to(MIXTRAL, 60) == [(40, 16), (60, 32)]
+    assert regimes_up_to(MIXTRAL, 0) == [(0, 16)]
+    file = {"1": launch(64), "9": launch(16), "21": launch(64), "61": launch(128, 64, 64)}
+    with override_config(file):
+        assert {m: t for t, m in regimes_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
+        assert {m: t for t, m in regimes_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
+
+
+@given(
+    st.dictionaries(st.integers(1, 700), st.sampled_from([16, 32, 64, 128]), min_size=1, max_size=9)
+)
+def test_workspaces_of_a_tuned_file_never_shrink(blocks: dict[int, int]) -> None:
+    """A plan for the most tokens serves every smaller call, however the file jumps."""
+    problem = Problem(tokens=600, hidden=64, intermediate=64, experts=16, top_k=4)
+    file = {str(tokens): launch(m, 32, 64) for tokens, m in blocks.items()}
+    with override_config(file):
+        part = TritonExperts.__new__(TritonExperts)
+        part.problem, part._sums = problem, True
+        most = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
+        for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
+            block_m = choose_tiles(problem, tokens).gemm1.block_m
+            assert block_m in [m for _, m in regimes_up_to(problem, tokens)]
+            for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
+                assert spec.numel <= most[name].numel, (name, tokens)
+
+
+# ----------------------------------------------------------------------------------------- override
+
+
+def test_an_override_nests_and_ends_as_it_began() -> None:
+    before = choose_tiles(MIXTRAL, 64)
+    with override_config(ONE):
+        assert choose_tiles(MIXTRAL, 64) == choose_tiles(MIXTRAL, 4096) == ONE
+        assert regimes_up_to(MIXTRAL, 4096) == [(4096, 16)]
+        with override_config(TWO):
+            assert choose_tiles(MIXTRAL, 64) == TWO
+            with override_config(None):
+                assert choose_tiles(MIXTRAL, 64) == before
+            assert choose_tiles(MIXTRAL, 64) == TWO
+        assert choose_tiles(MIXTRAL, 64) == ONE
+    assert choose_tiles(MIXTRAL, 64) == before
+
+
+def test_an_override_ends_whatever_is_raised() -> None:
+    before = choose_tiles(MIXTRAL, 64)
+    for error in (ValueError, KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), override_config(ONE):  # noqa: PT012
+            with pytest.raises(error), override_config(TWO):
+                raise error
+            assert choose_tiles(MIXTRAL, 64) == ONE
+            raise error
+        assert choose_tiles(MIXTRAL, 64) == before
+
+
+def test_other_threads_do_not_see_an_override() -> None:
+    before, seen, inside, done = choose_tiles(MIXTRAL, 64), [], threading.Event(), threading.Event()
+
+    def other() -> None:
+        seen.append(choose_tiles(MIXTRAL, 64))
+        with override_config(TWO):
+            inside.set()
+            done.wait(10)
+            seen.append(choose_tiles(MIXTRAL, 64))
+
+    with override_config(ONE):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(10)
+        assert choose_tiles(MIXTRAL, 64) == ONE
+        done.set()
+        thread.join()
+    assert seen == [before, TWO]
+
+
+def test_an_override_beats_every_file(here: Path) -> None:
+    write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
+    assert choose_tiles(MIXTRAL, 64).gemm1.block_m == 64
+    with override_config(ONE):
+        assert choose_tiles(MIXTRAL, 64) == ONE
+
+
+def test_an_override_may_be_written_as_a_file_is() -> None:
+    with override_config(launch(32, 128, 64)):  # vLLM's: fused columns
+        assert choose_tiles(MIXTRAL, 64).gemm1.block_n == 64
+    with override_config({"gemm1": launch(32, 128, 64), "gemm2": launch(32, 32)}):
+        assert choose_tiles(MIXTRAL, 64).gemm1.block_n == 128
+    with override_config({8: launch(16), 800: launch(64)}):
+        assert choose_tiles(MIXTRAL, 64).gemm1.block_m == 16
+        assert choose_tiles(MIXTRAL, 700).gemm1.block_m == 64
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, [], 3, {"64": 3}, {"BLOCK_SIZE_M": 16}, launch(n=10**400), {2.5: launch()}, "x"],
+)
+def test_a_malformed_override_is_refused_where_it_begins(config: Any) -> None:
+    before = choose_tiles(MIXTRAL, 64)
+    with (
+        pytest.raises(ConfigurationError, match="override_config"),
+        override_config(config),
+    ):
+        pytest.fail("entered")
+    assert choose_tiles(MIXTRAL, 64) == before
+
+
+@pytest.mark.parametrize("pair", [ONE, TWO], ids=str)
+def test_numbers_do_not_depend_on_an_override(pair: TilePair) -> None:
+    machine = this_machine()
+    if machine.device == "cpu" and not machine.interpreter:
+        pytest.skip("no Triton here")
+    problem = Problem(tokens=37, hidden=64, intermediate=48, experts=5, top_k=2)
+    inputs = random_inputs(problem, torch.device(machine.device))
+    exact, fair = oracle(*inputs, problem), recipe(*inputs, problem)
+    with override_config(pair):
+        kernel = make_kernel(
+            "MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine=machine, poison=True
+        )
+        out = kernel(*inputs)
+    assert float((out - exact).norm()) <= 1.25 * float((fair - exact).norm())
+
+
+# ------------------------------------------------------------------------------------------ explain
+
+
+def test_explain_names_the_file_and_the_reason(here: Path) -> None:
+    facts = {"experts_part": "TritonExperts", "hidden": 2048, "top_k": 2}
+    entries = ours(tokens_16=(launch(16), launch(16)), tokens_64=(launch(64), launch(64, 32)))
+    path = write(here.parent / f"user/triton_3_1_0/{NAME}", {**entries, "tuned_for": facts})
+    text = explain(MIXTRAL, 40)
+    assert f"{path}: tokens 16 is the nearest of 16, 64" in text
+    assert "on NVIDIA H200" in text
+    assert "GEMM 1: block_m=16 block_n=64 block_k=128 group_m=1 warps=4 stages=3 (gate" in text
+    assert "triton_version" not in text
+    assert "note: tuned for hidden=2048, this problem has 4096" in text
+    assert "GEMM 2: block_m=64 block_n=32" in explain(MIXTRAL, 41)
+    with override_config(ONE):
+        assert "from override_config: tokens 1 is the nearest of 1" in explain(MIXTRAL, 41)
+
+
+def test_explain_says_why_there_is_no_file(here: Path) -> None:
+    text = explain(MIXTRAL, 100)
+    assert "regime 3 of 4: 25 rows an expert" in text
+    assert f"looked in user {here}: no such folder" in text
+    assert f"`mk tune` writes one: {NAME}" in text
+    assert "device_name=NVIDIA_B200" in explain(MIXTRAL, 1, "NVIDIA B200")
+
+
+def test_explain_without_a_gpu() -> None:
+    if this_machine().device == "cpu":
+        assert "tuned files are for a GPU" in explain(MIXTRAL, 1)
+
+
+# ------------------------------------------------------------------------------------------ caching
+
+
+def test_files_are_read_once_until_reread(here: Path) -> None:
+    path = write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
+    assert choose_tiles(MIXTRAL, 3).gemm1.block_m == 64
+    path.write_text("broken", encoding="utf-8")
+    assert choose_tiles(MIXTRAL, 3).gemm1.block_m == 64
+    assert choose_tiles(MIXTRAL.with_tokens(2), 700).gemm1.block_m == 64
+    tiles.reread()
+    with pytest.raises(ConfigurationError, match="device_name"):
+        choose_tiles(MIXTRAL, 3)
+
+
+def test_a_bad_file_of_another_layer_harms_nobody(here: Path) -> None:
+    write(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
+    assert choose_tiles(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
+
+
+def test_the_user_s_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    from modular_kernel.settings import read_settings
+
+    monkeypatch.setenv("MK_CONFIG_DIR", "/some/where")
+    assert read_settings().config_dir == Path("/some/where")
+    monkeypatch.delenv("MK_CONFIG_DIR")
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/home/x/.config")
+    assert read_settings().config_dir == Path("/home/x/.config/modular_kernel")

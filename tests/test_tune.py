@@ -1,0 +1,364 @@
+"""The tuner: what it picks, what it refuses, what it keeps, and when it stops."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from tile_samples import MIXTRAL, NAME, launch, on_an_h200, ours, write
+
+from experts import tiles
+from experts.tile_files import read_recipe
+from experts.tile_regimes import regimes
+from experts.tile_search import TileSpace
+from experts.tile_shapes import TilePair, gemms, violations
+from experts.tiles import choose_tiles, this_store
+from modular_kernel.catalog import load_catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.tunable import Best, Choice, Search, Tunable
+from modular_kernel.tuning.search import Bench, Job, Refusal, Tuned, remaining, tune
+
+FOLDER = Path("nowhere")
+
+
+class Space(Tunable):
+    """Choices are numbers; 0 is the untuned one. saved_files: what every `save` was given."""
+
+    def __init__(self, rounds: Sequence[Sequence[int]] = ((1, 2, 3),)) -> None:
+        self.rounds = rounds
+        self.kept: dict[int, Best] = {}
+        self.saves: list[list[int]] = []
+        self.answers: list[Mapping[Choice, float]] = []
+
+    def untuned(self, tokens: int) -> Choice:
+        return 0
+
+    def search(self, tokens: int) -> Search:
+        for asked in self.rounds:
+            self.answers.append((yield list(asked)))
+
+    def likely(self, tokens: int) -> Sequence[Choice]:
+        return [choice for asked in self.rounds for choice in asked]
+
+    @contextmanager
+    def using(self, choice: Choice) -> Iterator[None]:
+        yield
+
+    def saved(self, folder: Path) -> Mapping[int, Best]:
+        return self.kept
+
+    def save(self, best: Mapping[int, Best], folder: Path) -> Path:
+        self.kept = dict(best)
+        self.saves.append(list(best))
+        return folder / "file"
+
+    def explain(self, tokens: int, device_name: str | None = None) -> str:
+        return f"{tokens} tokens"
+
+
+@dataclass
+class Fake(Bench):
+    """Times by choice, or by what `times` makes of (tokens, choice, how often it was timed)."""
+
+    times: Mapping[Choice, float | Refusal] | Callable[[int, Choice, int], float | Refusal]
+    spilled: tuple[Choice, ...] = ()
+    cost: float = 1.0
+    now: float = 0.0
+    timed: list[tuple[int, Choice]] = field(default_factory=list)
+    ahead: list[int] = field(default_factory=list)
+
+    def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
+        self.ahead.append(tokens)
+
+    def refusals(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, Refusal]:
+        return {choice: Refusal("spills") for choice in choices if choice in self.spilled}
+
+    def seconds(self, tokens: int, choice: Choice) -> float | Refusal:
+        self.now += self.cost
+        self.timed.append((tokens, choice))
+        if callable(self.times):
+            return self.times(tokens, choice, self.timed.count((tokens, choice)))
+        return self.times[choice]
+
+
+def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> Job:
+    budget = more.pop("budget", 1e9)
+    made = Job(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def only(space: Tunable, bench: Fake, **more: object) -> Tuned:
+    (tuned,) = tune(job(space, bench, **more))
+    return tuned
+
+
+TIMES = {0: 10.0, 1: 8.0, 2: 5.0, 3: 9.0}
+
+
+# ------------------------------------------------------------------------------------ what it picks
+
+
+def test_the_fastest_right_choice_wins() -> None:
+    space = Space()
+    tuned = only(space, Fake(TIMES))
+    assert tuned.best == Best(2, 5.0, 10.0)
+    assert (tuned.tried, tuned.finished, tuned.refused) == (4, True, {})
+    assert tuned.file == FOLDER / "file"
+    assert space.kept == {64: tuned.best}
+
+
+def test_wrong_numbers_never_win_and_are_reported() -> None:
+    bench = Fake({**TIMES, 2: Refusal("error 3e-1 > 1e-2", wrong=True)})
+    tuned = only(Space(), bench)
+    assert tuned.best == Best(1, 8.0, 10.0)
+    assert tuned.wrong == (2,)
+    assert bench.timed.count((64, 2)) == 1
+
+
+def test_a_choice_that_turns_out_wrong_later_does_not_win() -> None:
+    def times(tokens: int, choice: Choice, again: int) -> float | Refusal:
+        return Refusal("wrong", wrong=True) if choice == 2 and again > 1 else TIMES[choice]  # type: ignore[index]
+
+    tuned = only(Space(), Fake(times))
+    assert tuned.best is not None
+    assert tuned.best.choice == 1
+    assert tuned.wrong == (2,)
+
+
+def test_what_spills_is_never_launched_but_the_untuned_is() -> None:
+    bench = Fake(TIMES, spilled=(0, 2))
+    tuned = only(Space(), bench)
+    assert tuned.best == Best(1, 8.0, 10.0)
+    assert (64, 2) not in bench.timed
+    assert tuned.refused[2].reason == "spills"
+
+
+def test_one_lucky_time_wins_nothing() -> None:
+    def times(tokens: int, choice: Choice, again: int) -> float:
+        lucky = choice == 3 and again == 1
+        return 1.0 if lucky else TIMES[choice]  # type: ignore[index]
+
+    tuned = only(Space(), Fake(times))
+    assert tuned.best is not None
+    assert tuned.best.choice == 2
+
+
+def test_less_than_a_hundredth_is_noise() -> None:
+    assert only(Space(), Fake({**TIMES, 2: 9.95, 1: 10.2, 3: 11})).best == Best(0, 10.0, 10.0)
+    found = only(Space(), Fake({**TIMES, 2: 9.85, 1: 10.2, 3: 11})).best
+    assert found is not None
+    assert found.choice == 2
+
+
+def test_an_untuned_choice_that_fails_is_no_baseline() -> None:
+    tuned = only(Space(), Fake({**TIMES, 0: Refusal("out of memory")}))
+    assert tuned.best == Best(2, 5.0, None)
+
+
+def test_where_nothing_runs_nothing_is_saved() -> None:
+    space = Space()
+    tuned = only(space, Fake(dict.fromkeys(TIMES, Refusal("no"))))
+    assert tuned.best is None
+    assert tuned.file is None
+    assert space.saves == []
+
+
+def test_the_search_is_told_the_times_it_asked_for() -> None:
+    space = Space([(1, 2), (2, 3, 3)])
+    bench = Fake(TIMES, spilled=(1,))
+    only(space, bench)
+    assert space.answers == [{2: 5.0}, {2: 5.0, 3: 9.0}]
+    finals = 2
+    assert bench.timed.count((64, 3)) == 1 + finals
+
+
+# -------------------------------------------------------------------------------- budget and resume
+
+
+def test_results_are_saved_after_each_number_of_tokens() -> None:
+    space = Space()
+
+    def times(tokens: int, choice: Choice, again: int) -> float:
+        if tokens == 3:
+            raise KeyboardInterrupt
+        return TIMES[choice]  # type: ignore[index]
+
+    with pytest.raises(KeyboardInterrupt):
+        list(tune(job(space, Fake(times), 1, 2, 3)))
+    assert space.saves == [[1], [1, 2]]
+    bench = Fake(TIMES)
+    assert remaining(job(space, bench, 1, 2, 3, 4, 4)) == [3, 4]
+    assert [tuned.tokens for tuned in tune(job(space, bench, 1, 2, 3, 4))] == [3, 4]
+    assert {tokens for tokens, _ in bench.timed} == {3, 4}
+    assert sorted(space.kept) == [1, 2, 3, 4]
+
+
+def test_fresh_starts_afresh() -> None:
+    space = Space()
+    space.kept = {1: Best(3, 1.0, 1.0), 7: Best(3, 1.0, 1.0)}
+    (tuned,) = tune(job(space, Fake(TIMES), 1, fresh=True))
+    assert tuned.best is not None
+    assert list(space.kept) == [1]
+
+
+def test_the_budget_is_shared_and_what_is_unused_goes_on() -> None:
+    space = Space([tuple(range(1, 100))])
+    bench = Fake(lambda tokens, choice, again: 5.0)
+    found = list(tune(job(space, bench, 1, 2, 3, 4, budget=80.0)))
+    assert [tuned.finished for tuned in found] == [False] * 4
+    tried = [tuned.tried for tuned in found]
+    assert all(8 <= count <= 20 for count in tried), tried
+    quick = Space([(1,)])
+    bench = Fake(lambda tokens, choice, again: 5.0)
+    found = list(tune(job(quick, bench, *range(1, 9), budget=60.0)))
+    assert [tuned.finished for tuned in found] == [True] * 8
+
+
+def test_a_spent_budget_ends_the_run_and_another_continues() -> None:
+    space = Space()
+    found = list(tune(job(space, Fake(TIMES, cost=100.0), 1, 2, 3, budget=90.0)))
+    assert [tuned.tokens for tuned in found] == [1]
+    assert found[0].best is not None, "what is best so far counts"
+    assert [t.tokens for t in tune(job(space, Fake(TIMES), 1, 2, 3))] == [2, 3]
+
+
+def test_the_next_number_of_tokens_is_compiled_ahead() -> None:
+    bench = Fake(TIMES)
+    list(tune(job(Space(), bench, 1, 2, 3)))
+    assert bench.ahead == [1, 2, 2, 3, 3]
+
+
+def test_every_measurement_ticks() -> None:
+    bench, ticks = Fake(TIMES), list[int]()
+    only(Space(), bench, tick=lambda: ticks.append(1))
+    assert len(ticks) == len(bench.timed)
+
+
+# ----------------------------------------------------------------------------- the Triton experts
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with on_an_h200(tmp_path, monkeypatch) as folder:
+        yield folder
+
+
+def model(pair: Choice) -> float:
+    """Seconds as if both GEMMs were alone: a unique best that is none of the untuned ones."""
+    assert isinstance(pair, TilePair)
+    wanted = ((64, 32, 128, 4, 4, 8), (64, 128, 128, 4, 4, 1))
+    cost = 1.0
+    for tile, want in zip((pair.gemm1, pair.gemm2), wanted, strict=True):
+        have = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps, tile.num_stages)
+        cost += sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(have, want, strict=False))
+        cost += 0.1 * (tile.group_m != want[-1])
+    return cost
+
+
+def model_times(tokens: int, choice: Choice, again: int) -> float:
+    return model(choice)
+
+
+@pytest.mark.parametrize("part", ["TritonExperts", "BatchedTritonExperts"])
+def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None:
+    space = load_catalog().experts(part).tunable(MIXTRAL)
+    assert isinstance(space, TileSpace)
+    tuned = only(space, Fake(model_times), tokens=(128,), folder=here)
+    assert tuned.best is not None
+    assert model(tuned.best.choice) == 1.0, tuned.best.choice
+    assert tuned.tried < 130
+    assert tuned.file == here / "triton_3_6_0" / NAME
+    recipe = read_recipe(tuned.file)
+    assert recipe.tuned_for is not None
+    assert recipe.tuned_for.experts_part == part
+    assert recipe.triton == "3.6.0"
+    # A tuned file is then picked up.
+    assert choose_tiles(MIXTRAL, 128) == tuned.best.choice
+    assert str(tuned.file) in space.explain(128)
+
+
+def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
+    space = TileSpace(MIXTRAL, "X")
+    untuned = space.untuned(64)
+    bench = Fake(lambda t, choice, again: 1.0 if choice == untuned else Refusal("no"))
+    tuned = only(space, bench, tokens=(64,), folder=here)
+    assert tuned.best == Best(untuned, 1.0, 1.0)
+    assert tuned.finished
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 100, 300, 1000, 8192])
+@pytest.mark.parametrize(
+    "quant", ["none", "fp8_w8a8_block", "int8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype: str) -> None:
+    problem = replace(MIXTRAL, quant=quant, dtype=dtype)
+    space, device = TileSpace(problem, "X"), this_store().device
+    likely = space.likely(tokens)
+    assert 4 <= len(likely) <= 120
+    assert len(set(likely)) >= len(likely) - 2 * len(space.blocks_m(tokens))
+    assert {pair.gemm1.block_m for pair in likely} == set(space.blocks_m(tokens))
+    for pair in likely:
+        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+            assert not list(violations(tile, gemm, device))
+        with space.using(pair):
+            assert choose_tiles(problem, tokens) == pair
+
+
+def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
+    write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
+    space = TileSpace(MIXTRAL, "X")
+    assert space.untuned(1) == regimes(MIXTRAL, this_store().device).choose(1)
+    search = space.search(1)
+    assert next(search) == [choose_tiles(MIXTRAL, 1)], "what a file says is a candidate too"
+
+
+def test_results_survive_a_run(here: Path) -> None:
+    space = TileSpace(MIXTRAL, "TritonExperts")
+    assert space.saved(here) == {}
+    best = {t: Best(space.likely(t)[0], 1e-4 + t, None if t == 9 else 2.5e-4) for t in (9, 1, 400)}
+    path = space.save(best, here)
+    assert space.saved(here) == best
+    assert [p.name for p in path.parent.iterdir()] == [NAME], "nothing partial stays"
+    assert sorted(TileSpace(MIXTRAL.with_tokens(1), "TritonExperts").saved(here)) == [1, 9, 400]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        TileSpace(replace(MIXTRAL, hidden=2048), "TritonExperts"),
+        TileSpace(replace(MIXTRAL, top_k=4), "TritonExperts"),
+        TileSpace(MIXTRAL, "BatchedTritonExperts"),
+    ],
+    ids=["hidden", "top_k", "part"],
+)
+def test_another_layer_s_file_is_not_continued(here: Path, other: TileSpace) -> None:
+    """Their names are equal: E, I and the device."""
+    space = TileSpace(MIXTRAL, "TritonExperts")
+    path = space.save({1: Best(space.untuned(1), 1.0, 1.0)}, here)
+    with pytest.raises(ConfigurationError, match="start afresh") as refused:
+        other.saved(here)
+    assert str(path) in str(refused.value)
+
+
+def test_somebody_else_s_file_is_not_continued(here: Path) -> None:
+    write(here / "triton_3_6_0" / NAME, {"1": launch()})
+    with pytest.raises(ConfigurationError, match="vLLM"):
+        TileSpace(MIXTRAL, "TritonExperts").saved(here)
+
+
+def test_a_part_without_choices_has_nothing_to_tune() -> None:
+    assert PermuteExpertsUnpermute.tunable(MIXTRAL) is None
+    assert load_catalog().experts("TorchExperts").tunable(MIXTRAL) is None
+
+
+def test_saving_makes_this_process_read_anew(here: Path) -> None:
+    space = TileSpace(MIXTRAL, "TritonExperts")
+    before = choose_tiles(MIXTRAL, 64)
+    other = next(pair for pair in space.likely(64) if pair != before)
+    space.save({64: Best(other, 1.0, 1.0)}, here)
+    assert choose_tiles(MIXTRAL, 64) == other
+    tiles.reread()
+    assert choose_tiles(MIXTRAL, 64) == other

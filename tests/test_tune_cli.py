@@ -1,0 +1,212 @@
+"""`mk tune` as a command, and its bench on whatever machine the tests run on."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tile_samples import MACHINE, ONE, TWO
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli import main
+from modular_kernel.cli.options import ProblemOptions
+from modular_kernel.cli.tune import Search, _layers, _pair
+from modular_kernel.cli.tune_output import Layer, print_text, record
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.tunable import Best
+from modular_kernel.tuning.compiled import Pair
+from modular_kernel.tuning.measured import Measured
+from modular_kernel.tuning.search import Refusal, Tuned
+from modular_kernel.types import Problem
+
+ON_CPU = not torch.cuda.is_available()
+Mk = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
+    """Runs `mk tune` in this process: exit code, stdout and stderr."""
+    monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path / "config"))
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main.run(["tune", *words])
+        code = ended.value.code
+        assert isinstance(code, int | None)
+        return (code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.mark.skipif(not ON_CPU, reason="this machine has a GPU")
+@pytest.mark.parametrize("words", [(), ("--model", "mixtral", "--out", "made")])
+def test_without_a_gpu_it_says_so_and_writes_nothing(
+    mk: Mk, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = mk(*words)
+    assert (code, out) == (1, "")
+    assert "no CUDA device" in err
+    assert "--explain" in err
+    assert list(tmp_path.iterdir()) == []
+    code, out, _ = mk(*words, "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+
+
+def test_explain_needs_no_gpu(mk: Mk) -> None:
+    code, out, _ = mk(
+        *("--explain", "--model", "mixtral,qwen3-30b-a3b", "--tokens-list", "1,100"),
+        *("--device-name", "NVIDIA H200"),
+    )
+    assert code == 0
+    assert out.count("on NVIDIA H200") == 4
+    assert "E=128,N=768,device_name=NVIDIA_H200.json" in out
+    assert "regime 3 of 4: 25 rows an expert" in out
+    code, out, _ = mk("--explain", "--json")
+    assert code == 0
+    (text,) = json.loads(out)["explanations"]
+    assert text.startswith("T16-")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--tokens-list", "0,1"), "--tokens-list"),
+        (("--tokens-list", "1,,2"), "--tokens-list"),
+        (("--tokens-list", "1;2"), "--tokens-list"),
+        (("--tokens-list", "1048576"), "--tokens-list"),
+        (("--tokens-list", "٣"), "--tokens-list"),
+        (("--budget", "0"), "--budget"),
+        (("--budget", "nan"), "--budget"),
+        (("--workers", "0"), "--workers"),
+        (("--device-name", "X"), "--explain"),
+        (("--model", "mixtral,unheard-of"), "model"),
+        (("--explain", "--experts-type", "TorchExperts"), "can be tuned"),
+        (("--explain", "--experts-type", "TritonExpert"), "did you mean TritonExperts"),
+    ],
+)
+def test_bad_usage(mk: Mk, words: tuple[str, ...], expected: str) -> None:
+    code, _, err = mk(*words)
+    assert code == 2
+    assert expected in err
+
+
+def test_models_and_sizes_together() -> None:
+    layers = _layers(ProblemOptions(model="mixtral,gpt-oss-20b", hidden=1024, quant="mxfp4_w4a16"))
+    (first, mixtral), (second, oss) = layers
+    assert (first, second) == ("mixtral", "gpt-oss-20b")
+    assert (mixtral.hidden, mixtral.intermediate, mixtral.experts) == (1024, 14336, 8)
+    assert (oss.hidden, oss.intermediate, oss.act.kind) == (1024, 2880, "swiglu_oai")
+    assert mixtral.quant == oss.quant == "mxfp4_w4a16"
+    assert Search().tokens(ProblemOptions()) == tuple(2**power for power in range(14))
+    assert Search().tokens(ProblemOptions(tokens=7)) == (7,)
+    assert Search(tokens_list="8,1,8").tokens(ProblemOptions(tokens=7)) == (8, 1)
+
+
+def test_the_pair_is_the_first_valid_one() -> None:
+    problem = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
+    pair = _pair(problem, MACHINE, None, None)
+    assert (pair.prepare_finalize, pair.experts) == ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+    pair = _pair(problem, MACHINE, None, "BatchedTritonExperts")
+    assert pair.prepare_finalize == "BatchedPrepareAndFinalize"
+    with pytest.raises(IncompatibleError) as refused:
+        _pair(problem, MACHINE, "BatchedPrepareAndFinalize", "TritonExperts")
+    assert "format" in str(refused.value)
+    with pytest.raises(IncompatibleError):
+        _pair(replace(problem, lora=True), MACHINE, None, None)
+
+
+TUNED = [
+    Tuned(1, Best(ONE, 8e-5, 1e-4), 30, {}, True, Path("folder/file.json")),
+    Tuned(64, Best(ONE, 8e-5, None), 3, {TWO: Refusal("spills")}, False),
+    Tuned(256, None, 0, {TWO: Refusal("error 1 > 2", wrong=True)}, True),
+]
+
+
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    problem = Problem(tokens=256, hidden=64, intermediate=64, experts=4, top_k=2)
+    layer = Layer("mine", problem, Pair("P", "E", MACHINE), (1, 64, 256, 512), Path("folder"))
+    print_text(layer, TUNED, [512])
+    text = capsys.readouterr().out
+    assert "25.0%" in text
+    assert "WRONG, 256 tokens" in text
+    assert "saved in folder/file.json" in text
+    assert "left: 512 tokens" in text
+    made = record(layer, TUNED, [512])
+    tuned: Any = made["tuned"]
+    assert [entry["us"] for entry in tuned] == [pytest.approx(80.0)] * 2 + [None]
+    assert tuned[2]["wrong"] == [str(TWO)]
+    assert made["left"] == [512]
+    json.dumps({**made, "problem": str(problem)}, allow_nan=False)
+    print_text(layer, [], [])
+    assert "nothing left to do" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------- the bench
+
+SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+
+
+def bench(problem: Problem = SMALL, **more: Any) -> Measured:
+    machine = this_machine()
+    if machine.device == "cpu" and not machine.interpreter:
+        pytest.skip("no Triton here")
+    nothing: Any = SimpleNamespace()
+    return Measured(Pair(*PAIR, machine), problem, nothing, target_ms=1.0, **more)
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
+def test_a_choice_that_is_right_has_a_time(quant: str) -> None:
+    made = bench(replace(SMALL, hidden=128, intermediate=128, quant=quant))
+    for tokens in (1, 17):
+        seconds = made.seconds(tokens, ONE)
+        assert isinstance(seconds, float), seconds
+        assert seconds > 0
+
+
+def test_wrong_numbers_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = bench()
+    for harm in (torch.zeros_like, lambda out: out * float("nan"), lambda out: out.flip(0)):
+        monkeypatch.setattr(
+            made, "_kernel", lambda *_, harm=harm, **__: lambda x, w, r: harm(right(made, x, r))
+        )
+        outcome = made.seconds(17, ONE)
+        assert isinstance(outcome, Refusal)
+        assert outcome.wrong
+
+
+def right(made: Measured, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
+    from modular_kernel.reference import recipe
+
+    problem = made.problem.with_tokens(len(x_TH))
+    return recipe(x_TH, made.weights, routing, problem).to(problem.dtype)
+
+
+def test_a_launch_that_fails_is_refused_with_its_reason() -> None:
+    def broken(choice: object) -> Any:
+        if choice == ONE:
+            raise RuntimeError("out of resources: shared memory")
+        return nullcontext()
+
+    made = bench(space=SimpleNamespace(using=broken))
+    assert made.seconds(17, ONE) == Refusal("RuntimeError: out of resources: shared memory")
+    assert isinstance(made.seconds(17, TWO), float)
+
+
+def test_what_would_overwrite_its_input_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="inplace while tuning"):
+        bench(replace(SMALL, inplace=True))
+
+
+def test_a_part_without_choices_is_refused() -> None:
+    pair = Pair("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
+    with pytest.raises(ConfigurationError, match="TorchExperts"):
+        pair.space(SMALL)

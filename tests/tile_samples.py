@@ -1,0 +1,65 @@
+"""What the tests of tuned tiles share: samples of files, and a machine to find them on."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experts import tiles
+from experts.tile_files import FORMAT
+from experts.tile_shapes import Device, Tile, TilePair
+from experts.tile_store import TileStore
+from modular_kernel.types import Machine, Problem
+
+H200 = Device("NVIDIA H200")
+MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
+TRITON = "3.6.0"
+MIXTRAL = Problem(tokens=64, hidden=4096, intermediate=14336, experts=8, top_k=2)
+BLOCK_FP8 = replace(MIXTRAL, quant="fp8_w8a8_block")
+NAME = "E=8,N=14336,device_name=NVIDIA_H200.json"
+ONE = TilePair(Tile(16, 32, 64, 1, 4, 2), Tile(16, 64, 64, 1, 4, 2))
+TWO = TilePair(Tile(32, 32, 64, 1, 4, 2), Tile(32, 64, 64, 1, 4, 2))
+
+
+def launch(m: int = 16, n: int = 64, k: int = 128, **more: Any) -> dict[str, Any]:
+    """One launch as vLLM and SGLang write it."""
+    sizes = {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
+    return {**sizes, "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3, **more}
+
+
+def ours(**entries: Any) -> dict[str, Any]:
+    """A file of ours: tokens_64=(launch of GEMM 1, launch of GEMM 2)."""
+    made = {t.removeprefix("tokens_"): {"gemm1": a, "gemm2": b} for t, (a, b) in entries.items()}
+    return {"format": FORMAT, "triton_version": TRITON, **made}
+
+
+def write(path: Path, contents: object) -> Path:
+    """A file with the contents as JSON, or as text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = contents if isinstance(contents, str) else json.dumps(contents)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def store(folder: Path, *more: Path, triton: str | None = TRITON) -> TileStore:
+    """The user's folder, and the packaged one if given, on an H200."""
+    titles = ("user", "packaged")
+    return TileStore(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
+
+
+@contextmanager
+def on_an_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As if there: yields the user's folder; nothing is packaged."""
+    monkeypatch.setenv("MK_CONFIG_DIR", str(folder / "user"))
+    monkeypatch.setattr(tiles, "current_machine", lambda: MACHINE)
+    monkeypatch.setattr(tiles, "_PACKAGED", folder / "packaged")
+    monkeypatch.setattr(tiles, "triton_version", lambda: TRITON)
+    tiles.reread()
+    try:
+        yield folder / "user"
+    finally:
+        tiles.reread()
