@@ -57,7 +57,7 @@ test-interpreter: $(READY)
 
 # A process can interpret kernels or compile them, not both.
 test-compile: $(READY)
-	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) tests/compile $(ARGS)
+	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/compile $(ARGS)
 
 test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist worksteal tests $(ARGS)

@@ -22,7 +22,7 @@ _BLOCKS_M = {16: (0, 28), 32: (6, 72), 64: (12, 700), 128: (44, 1 << 62)}
 _BEGIN = {16: ((4, 4),), 32: ((4, 3),), 64: ((4, 3), (8, 3)), 128: ((8, 3), (4, 3))}
 _BLOCKS_N = (32, 64, 128, 256)
 _BLOCKS_K = (32, 64, 128, 256)
-_REFINED = {"num_stages": (2, 3, 4, 5, 6), "group_m": (1, 8, 16, 32)}
+_REFINED = {"num_stages": (2, 3, 4, 5, 6, 8), "group_m": (1, 8, 16, 32)}
 _STEP_BITS = (1024, 4096)  # of a row of A in one step: whole cache lines, not too many
 _STEP_SIZE = (2048, 1 << 15)  # weights of one step
 _MOST_SUMS = 128  # float32 sums of a thread that just fit its 255 registers
@@ -84,9 +84,11 @@ class TileSpace(Tunable):
     def tiles(self, index: int, block_m: int) -> list[Tile]:
         """Tiles of GEMM 1 (index 0) or GEMM 2 with this block_m, nothing refined yet."""
         group_m, gemm = 1 if block_m <= 32 else 16, self._gemms[index]
+        # Weights that are dequantised on the way keep more threads busy.
+        begin = _BEGIN[block_m] + (((8, 3),) if gemm.widened and block_m == 32 else ())
         made = [
             Tile(block_m, block_n, block_k, group_m, warps, stages)
-            for (warps, stages), block_n, block_k in product(_BEGIN[block_m], _BLOCKS_N, _BLOCKS_K)
+            for (warps, stages), block_n, block_k in product(begin, _BLOCKS_N, _BLOCKS_K)
         ]
         wide = (t for t in made if _STEP_BITS[0] <= t.block_k * gemm.a_bits <= _STEP_BITS[1])
         # Where a scheme's groups are narrow there are no wide ones.

@@ -2,8 +2,10 @@
 
 import json
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,23 @@ def test_a_layer_that_goes_wrong_while_timed_loses_its_time() -> None:
     assert "after cpu calls" in row.note
 
 
+class _Stale(Reference):
+    """Writes its own buffer, but of the last row only once."""
+
+    def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        out = super().call(x_TH, routing)
+        if self.calls == 1:
+            self.buffer = out
+        self.buffer[:-1] = out[:-1]
+        return self.buffer
+
+
+def test_what_a_call_does_not_write_cannot_pass_by_what_was_there() -> None:
+    (row,) = measured(offer(_Stale("stale"))).rows
+    assert (row.status, row.us) == ("wrong", None)
+    assert "not finite" in row.note
+
+
 class _Broken(Reference):
     def setup(self, problem: Problem, weights: ExpertWeights) -> None:
         raise RuntimeError("no such engine")
@@ -178,20 +197,29 @@ def test_a_report_grows_row_by_row() -> None:
     assert len(report.rows) == 2
 
 
-def test_one_shape_s_weights_serve_all_its_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+def test_one_shape_s_weights_serve_all_its_cells_and_then_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
     real = run_module.make_weights
-    monkeypatch.setattr(
-        run_module, "make_weights", lambda p, d, i: made.append(str(p)) or real(p, d, i)
-    )
+
+    def make(problem: Problem, device: torch.device, index: int) -> ExpertWeights:
+        alive.append(sum(weights() is not None for weights in made))
+        weights = real(problem, device, index)
+        made.append(weakref.ref(weights.w1))
+        return weights
+
+    monkeypatch.setattr(run_module, "make_weights", make)
     other = Cell("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
     cells = (CELL, replace(CELL, routing=RoutingKind("zipf", 1.2)), other)
-    rows = measured(offer(Reference("a")), offer(Reference("b")), cells=cells).rows
-    assert [(row.shape, row.routing) for row in rows[::1]] == [
+    offers = [Offer(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
+    rows = measured(*offers, cells=cells).rows
+    assert [(row.shape, row.routing) for row in rows] == [
         *[("small", "uniform"), ("small", "zipf1.2")] * 2,
         *[("wide", "hot1")] * 2,
     ]
-    assert len(made) == 2
+    assert alive == [0, 0]
 
 
 # ------------------------------------------------------------------------------- pairs and peers

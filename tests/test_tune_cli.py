@@ -10,20 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from tile_samples import MACHINE, ONE, TWO
+from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
+from experts import tile_search
+from experts.tile_search import TileSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main
 from modular_kernel.cli.options import ProblemOptions
-from modular_kernel.cli.tune import Search, _layers, _pair
+from modular_kernel.cli.tune import Search, _layers, _pair, _run
 from modular_kernel.cli.tune_output import Layer, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.tunable import Best
+from modular_kernel.tuning import compiled
 from modular_kernel.tuning.compiled import Pair
 from modular_kernel.tuning.measured import Measured
 from modular_kernel.tuning.search import Refusal, Tuned
 from modular_kernel.types import Problem
 
+SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 ON_CPU = not torch.cuda.is_available()
 Mk = Callable[..., tuple[int, str, str]]
 
@@ -149,10 +154,49 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing left to do" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------- the bench
+def test_a_layer_is_tuned_from_end_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU, but for the compiler's processes and the clock: on this machine's Triton."""
 
-SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
-PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+    few = {16: (ONE.gemm1, ONE.gemm2), 32: (TWO.gemm1, TWO.gemm2)}
+
+    class NoCompiler:
+        def __init__(self, workers: int) -> None:
+            assert workers == 3
+
+        def __enter__(self) -> "NoCompiler":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def begin(self, *_: object) -> None:
+            pass
+
+        def refusals(self, *_: object) -> dict[object, Refusal]:
+            return {}
+
+    machine = this_machine()
+    if machine.device == "cpu" and not machine.interpreter:
+        pytest.skip("no Triton here")
+    monkeypatch.setattr(compiled, "Compiler", NoCompiler)
+    monkeypatch.setattr(TileSpace, "tiles", lambda _self, index, m: [few[m][index]])
+    monkeypatch.setattr(tile_search, "_REFINED", {})
+    pair, options = Pair(*PAIR, machine), Search(budget=250, out=tmp_path / "out", workers=3)
+    with on_an_h200(tmp_path, monkeypatch):
+        _run([("small", SMALL, pair)], (1, 2), options, as_json=False)
+        shown = capsys.readouterr()
+        space = pair.space(SMALL)
+        best = space.saved(tmp_path / "out")
+    assert sorted(best) == [1, 2]
+    assert "saved in " in shown.out
+    assert shown.err.count(" tokens: ") == 2
+    assert "stopped by the budget" not in shown.err
+    assert "WRONG" not in shown.out + shown.err
+
+
+# ---------------------------------------------------------------------------------------- the bench
 
 
 def bench(problem: Problem = SMALL, **more: Any) -> Measured:

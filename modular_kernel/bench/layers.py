@@ -26,7 +26,7 @@ A file given with `--peer` defines `layers()`, which returns a list of new `Laye
 A whole layer: index work, quantisation of x, both products, activation, weighted sum.
 `call` should be capturable in a CUDA graph: no synchronisation, no shape that depends on data. The
 weights arrive unquantised whatever `quant` says: quantising them is `setup`'s work. `layers()` is
-called several times, and what one object keeps must not be shared with the next.
+called once for each shape and set of weights: what one object keeps, the next must not share.
 """
 
 import importlib.util

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -98,12 +98,17 @@ class _Team:
     ready: list[Layer] = field(default_factory=list)
     failure: str = ""  # not the exception: its traceback would keep tensors alive
 
+    @cached_property
+    def first(self) -> Layer:
+        """The object for the first set, not set up until its time is asked for."""
+        return self.offer.make()
+
     def layer(self, index: int) -> Layer:
         while len(self.ready) <= index:
             if self.failure:
                 raise SetupError(self.failure)
             try:
-                layer = self.offer.make()
+                layer = self.offer.make() if self.ready else self.first
                 problem = self.stock.cells[0].problem.with_tokens(self.stock.most_tokens)
                 layer.setup(problem, self.stock.weights(len(self.ready)))
             except Exception as error:
@@ -111,6 +116,11 @@ class _Team:
                 raise
             self.ready.append(layer)
         return self.ready[index]
+
+    def free(self) -> None:
+        """Let go of what the objects keep."""
+        self.ready.clear()
+        self.__dict__.pop("first", None)
 
 
 @dataclass(frozen=True)
@@ -167,7 +177,7 @@ class _Run:
                 for cell in stock.cells:
                     yield cell, team
                     self._free()
-                team.ready.clear()
+                team.free()
             stock.sets.clear()
 
     def _free(self) -> None:
@@ -193,7 +203,7 @@ class _Run:
         if self.stopped or self._late:
             return replace(row, note=self.stopped or "after the deadline")
         try:
-            reason = team.offer.make().refusal(cell.problem)
+            reason = team.first.refusal(cell.problem)
             if reason is not None:
                 return replace(row, status=status.REFUSED, note=reason)
             return self._measured(row, cell, team)

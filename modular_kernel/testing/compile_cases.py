@@ -21,6 +21,14 @@ from modular_kernel.workspace import Workspace
 
 _META = torch.device("meta")
 # Small enough to make on a CPU, large enough for every tile: block_n up to 256, block_k to 128.
+_QUANT = (
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_block",
+    "int8_w8a8_channel",
+    "int8_w8a16_group:zero_points=true",
+    "int4_w4a16_group:zero_points=true",
+    "mxfp4_w4a16",
+)
 _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
 
 
@@ -51,7 +59,9 @@ def problems() -> tuple[Problem, ...]:
         {"hidden": 200, "intermediate": 136, "tokens": 4},
     )
     large = replace(_BASE, tokens=512)
-    return (*half, *fp32, *(replace(large, **change) for change in changes))  # type: ignore[arg-type]
+    quantised = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
+    flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
+    return (*half, *fp32, *flags, *quantised)
 
 
 def compile_all(target: str = "sm_90") -> list[Row]:
@@ -119,6 +129,12 @@ def _expected(record: CompileRecord, target: str) -> str | None:
     block_m = record.config.get("BLOCK_M")
     if not isinstance(block_m, int):
         return None
-    if record.dtypes["a_ptr"] == "fp32" and record.config["PRECISION"] == "ieee":
+    rows = record.dtypes["a_ptr"]
+    if rows == "fp32" and record.config["PRECISION"] == "ieee":
         return "FFMA"
-    return "HGMMA" if block_m >= 64 and target == "sm_90" else "HMMA"
+    warpgroups = block_m >= 64 and target == "sm_90"
+    if rows == "i8":
+        return "IGMMA" if warpgroups else "IMMA"
+    if rows == "fp8e4nv" and warpgroups:
+        return "QGMMA"
+    return "HGMMA" if warpgroups else "HMMA"  # fp8 products of fewer rows are widened to fp16

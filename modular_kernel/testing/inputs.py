@@ -174,7 +174,8 @@ def _uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
     along = factors(e, 1, -(-depth // 32)).repeat_interleave(32, 2)[..., :depth]
     uneven = w_eNK * factors(e, 1, 1) * factors(e, rows, 1) * along
-    return uneven * (w_eNK.norm() / uneven.norm())
+    evened: torch.Tensor = uneven * (w_eNK.norm() / uneven.norm())
+    return evened
 
 
 def _weights(

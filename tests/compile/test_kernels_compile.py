@@ -19,12 +19,14 @@ def test_every_kernel_of_the_project_was_compiled(rows: list[Row]) -> None:
     assert {row.record.kernel for row in rows} == {
         "activation_kernel",
         "align_place_kernel",
+        "amax_kernel",
         "assign_rows_kernel",
         "batched_gemm_kernel",
         "count_pairs_kernel",
         "gather_rows_kernel",
         "grouped_gemm_kernel",
         "permute_tokens_kernel",
+        "quantise_rows_kernel",
         "scan_counts_kernel",
         "weight_and_sum_kernel",
     }

@@ -25,7 +25,6 @@ TILES = (
     Tile(32, 64, 64, 1, 4, 2),
     Tile(64, 64, 64, 1, 4, 3),
     Tile(128, 64, 64, 1, 8, 4),
-    Tile(64, 64, 32, 1, 4, 1),
 )
 
 
@@ -54,9 +53,8 @@ def test_other_processes_find_the_same() -> None:
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int8_w8a16_group", "mxfp4_w4a16"])
-@pytest.mark.parametrize("activation", ["silu", "relu2"])
-def test_shared_memory_is_never_more_than_estimated(quant: str, activation: str) -> None:
-    problem, device = replace(PROBLEM, quant=quant, activation=activation), Device.of(MACHINE)
+def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
+    problem, device = replace(PROBLEM, quant=quant), Device.of(MACHINE)
     first, second = gemms(problem)
     for tile in TILES:
         pair = TilePair(clamped(tile, first, device), clamped(tile, second, device))
