@@ -111,8 +111,7 @@ def regroup(weights: Int4Weights, group: int) -> Int4Weights:
     depth, groups = weights.depth, weights.scale.shape[-1]
     if group < 2 or group % 2 or (groups > 1 and weights.group % group):
         raise ConfigurationError("group", got=group, need=f"an even divisor of {weights.group}")
-    old = depth if groups == 1 else weights.group
-    index = torch.arange(-(-depth // group), device=weights.w.device) * group // old
+    index = torch.arange(-(-depth // group), device=weights.w.device) * group // weights.group
     zeros = weights.zero_point
     return Int4Weights(
         weights.w,

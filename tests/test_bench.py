@@ -204,8 +204,11 @@ def test_one_shape_s_weights_serve_all_its_cells_and_then_go(
     alive: list[int] = []
     real = run_module.make_weights
 
-    def make(problem: Problem, device: torch.device, index: int) -> ExpertWeights:
+    def count(_report: object = None) -> None:
         alive.append(sum(weights() is not None for weights in made))
+
+    def make(problem: Problem, device: torch.device, index: int) -> ExpertWeights:
+        count()
         weights = real(problem, device, index)
         made.append(weakref.ref(weights.w1))
         return weights
@@ -214,12 +217,12 @@ def test_one_shape_s_weights_serve_all_its_cells_and_then_go(
     other = Cell("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
     cells = (CELL, replace(CELL, routing=RoutingKind("zipf", 1.2)), other)
     offers = [Offer(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
-    rows = measured(*offers, cells=cells).rows
+    rows = run(Job(cells, tuple(offers), CPU, target_ms=0.01), count).rows
     assert [(row.shape, row.routing) for row in rows] == [
         *[("small", "uniform"), ("small", "zipf1.2")] * 2,
         *[("wide", "hot1")] * 2,
     ]
-    assert alive == [0, 0]
+    assert alive == [0, 1, 1, 1, 1, 0, 1, 1, 0]
 
 
 # ------------------------------------------------------------------------------- pairs and peers

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from modular_kernel import reference
+from modular_kernel.ops.quantise import dequantise_rows, quantised
 from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, dequantise, quantise_weights
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -230,6 +231,21 @@ def test_what_shares_a_scale(text: str) -> None:
     first = reference.recipe(x[1:], weights, by_itself, replace(problem, tokens=1))
     assert relative(first[0], exact) < 0.06 < relative(skipped, exact)
     assert relative(skipped, exact) < 0.5 < relative(together, exact)
+
+
+@each_full
+@pytest.mark.parametrize("width", [48, 41])
+def test_activations_are_rounded_as_the_operations_round_them(text: str, width: int) -> None:
+    """A group of a row far larger than the next one; the two divide in different ways."""
+    scheme = QuantScheme.parse(text)
+    rows = torch.randn(50, width, generator=torch.Generator().manual_seed(0))
+    rows[:, 16:32] *= 1e3
+    rows[7] = 0.0
+    given = torch.tensor([0.05]) if scheme.static else None
+    want = dequantise_rows(*quantised(rows, scheme, given), scheme)
+    got = reference._as_quantised(rows, scheme, given)
+    equal = (got - want).abs() <= 1e-6 * want.abs()
+    assert float(equal.float().mean()) > 0.999
 
 
 def test_static_scales_are_those_given() -> None:

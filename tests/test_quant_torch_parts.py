@@ -177,6 +177,26 @@ def test_a_skipped_tokens_weight_sets_no_scale(text: str) -> None:
     assert torch.equal(wild, tame)
 
 
+@each_pair
+def test_a_scale_of_all_h_is_one_of_all_experts(pair: tuple[str, str]) -> None:
+    """Expert 1's h is so much smaller than expert 0's that nothing of it is left."""
+    changes = {"tokens": 2, "top_k": 1, "experts": 2, "dtype": torch.float32}
+    problem = replace(BASE, quant="fp8_w8a8_tensor", activation="relu2", **changes)
+    inputs = inputs_for(problem, "uniform")
+    weights, x = inputs.weights, inputs.x_TH.clone()
+    assert weights.w1_scale is not None
+    x[1] = x[0]
+    small = weights.w1_scale * torch.tensor([1.0, 1e-4], device=DEVICE)
+    ids = torch.tensor([[0], [1]], dtype=torch.int32, device=DEVICE)
+    routing = Routing(inputs.routing.topk_weights_TK, ids)
+    inputs = Inputs(x, replace(weights, w1_scale=small), routing)
+    together = run(pair, problem, inputs)
+    assert together[0].any()
+    assert not together[1].any()
+    alone = replace(inputs, routing=Routing(routing.topk_weights_TK, ids.masked_fill(ids == 0, -1)))
+    assert run(pair, problem, alone)[1].any()
+
+
 @each_scheme
 @pytest.mark.parametrize("tokens", [7, 8, 17])
 def test_chunks(text: str, tokens: int) -> None:

@@ -127,14 +127,11 @@ def bench(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
 class _Cells:
     """The options read: problems by shape, tokens, routings and schemes."""
 
-    options: ProblemOptions
-    method: Method
-
-    def __post_init__(self) -> None:
+    def __init__(self, options: ProblemOptions, method: Method) -> None:
+        self.options, self.method = options, method
         if self.method.eager and self.options.graph:
             raise ConfigurationError("--graph", got="--eager too", need="one of them")
         for name in ("bandwidth", "ms", "deadline"):
