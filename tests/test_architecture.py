@@ -98,3 +98,11 @@ def test_cute_kernels_keep_their_annotations() -> None:
     postponed = "from __future__ import " + "annotations"
     kernels = (ROOT / "experts" / "kernels" / "cute").rglob("*.py")
     assert [str(p) for p in kernels if postponed in p.read_text(encoding="utf-8")] == []
+
+
+def test_public_names_are_not_hidden_by_submodules() -> None:
+    """`import modular_kernel.x` binds x in the package: no public name may be a module's."""
+    import modular_kernel
+
+    modules = {path.stem for path in (ROOT / "modular_kernel").iterdir()}
+    assert not modules & set(modular_kernel.__all__)

@@ -14,7 +14,7 @@ import torch
 
 from experts import TorchExperts
 from modular_kernel.catalog import check, check_all, make_kernel, this_machine
-from modular_kernel.compose import random_inputs
+from modular_kernel.composer import random_inputs
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,

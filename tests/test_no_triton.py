@@ -80,7 +80,7 @@ def test_the_torch_parts_are_right(pair: tuple[str, str], blocked: tuple[str, ..
 import torch
 from modular_kernel import Problem, make_kernel
 from modular_kernel.catalog import this_machine
-from modular_kernel.compose import random_inputs
+from modular_kernel.composer import random_inputs
 from modular_kernel.reference import oracle
 torch.set_num_threads(1)
 machine = this_machine(device="cpu")

@@ -10,7 +10,7 @@ import torch
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel import reference
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.compose import random_inputs
+from modular_kernel.composer import random_inputs
 from modular_kernel.contracts import Call
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.ops.quantise import quantised

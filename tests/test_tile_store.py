@@ -34,7 +34,7 @@ from experts.tile_store import TileStore, fit
 from experts.tiles import choose_tiles, explain, override_config, regimes_up_to
 from experts.triton_experts import TritonExperts
 from modular_kernel.catalog import make_kernel, this_machine
-from modular_kernel.compose import random_inputs
+from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.schemes import QUANT_SCHEMES

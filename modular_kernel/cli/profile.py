@@ -77,7 +77,7 @@ def _write_trace(kernel: "FusedMoEModularKernel", path: Path) -> None:
     import torch
     from torch.profiler import ProfilerActivity, schedule
 
-    from modular_kernel.compose import random_inputs
+    from modular_kernel.composer import random_inputs
 
     device = torch.device(kernel.machine.device)
     plan, inputs = kernel.plan(), random_inputs(kernel.problem, device)

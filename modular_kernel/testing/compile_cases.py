@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from modular_kernel.catalog import check_all, load_catalog, make_kernel, packages_of
-from modular_kernel.compose import Inputs, random_inputs
+from modular_kernel.composer import Inputs, random_inputs
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import importable
 from modular_kernel.ops.activation import gated_activation

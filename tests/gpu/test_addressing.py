@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.compose import random_inputs
+from modular_kernel.composer import random_inputs
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Combine, Problem
