@@ -8,6 +8,7 @@ import torch
 from experts.tile_shapes import Device, Gemm, Tile, TilePair, clamped, gemms, require
 from modular_kernel.types import Problem
 
+_LEAST_HALVED = 128  # shallower steps cost more than masks: gpt-oss, depth 2880, H200, 2026-11-20
 ENDLESS = 1 << 62  # more tokens than any call has
 
 
@@ -111,7 +112,7 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
 def regimes(problem: Problem, device: Device) -> Steps:
     """The tiles of `problem` on `device`.
 
-    block_k is halved (down to 32) if that makes it divide the depth of the product, which spares
+    block_k is halved (down to 128) if that makes it divide the depth of the product, which spares
     the masks along it; a tile too large for the scheme's groups or the device is made smaller.
     ConfigurationError where the scheme's groups allow no tile.
     """
@@ -132,6 +133,8 @@ def _tile(
 ) -> Tile:
     block_n, block_k, warps, stages = choice
     block_m, group_m = blocks
-    fits = [k for k in (block_k, block_k // 2, block_k // 4) if k >= 32 and gemm.depth % k == 0]
-    tile = Tile(block_m, block_n, fits[0] if fits else block_k, group_m, warps, stages)
+    half = block_k // 2
+    if gemm.depth % block_k and gemm.depth % half == 0 and half >= _LEAST_HALVED:
+        block_k = half
+    tile = Tile(block_m, block_n, block_k, group_m, warps, stages)
     return require(clamped(tile, gemm, device), gemm, device, "tiles without a tuned file")

@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +21,8 @@ from modular_kernel.ops.quantise import (
 )
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import ActivationSpec, IdSpace, Machine, Problem
+from modular_kernel.types import ActivationSpec, IdSpace
 from modular_kernel.workspace import Workspace
-from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
@@ -371,42 +369,3 @@ def test_specs_grow_with_rows(text: str) -> None:
         assert all(numel >= least.get(name, 0) for name, numel in specs.items())
         least = specs
     assert quantise_specs("a", scheme, 1, 40, segments=5000).keys() == least.keys()
-
-
-# ---------------------------------------------------------------------------------------- moving
-
-
-@pytest.mark.usefixtures("path")
-@pytest.mark.parametrize("groups", [1, 3, 5])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
-def test_scales_move_with_their_rows(dtype: torch.dtype, groups: int) -> None:
-    x = (40 * random(3, 1100)).to(dtype)
-    scale = random(3, groups)
-    index = torch.tensor([[4, -1], [0, 6], [-1, -1]], dtype=torch.int32, device=DEVICE)
-    rows = torch.zeros(7, 1100, dtype=torch.uint8, device=DEVICE).view(dtype)
-    scales = torch.full((7, groups), -3.0, device=DEVICE)
-    permute.permute_tokens(x, index, None, rows_RH=rows, scale_TG=scale, scale_rows_RG=scales)
-    want, want_scale = torch.zeros_like(rows.view(torch.uint8)), torch.full_like(scales, -3.0)
-    for row, token in ((4, 0), (0, 1), (6, 1)):
-        want[row], want_scale[row] = x.view(torch.uint8)[token], scale[token]
-    assert torch.equal(rows.view(torch.uint8), want)
-    assert torch.equal(scales, want_scale)
-
-
-@pytest.mark.parametrize("part", [MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize])
-@pytest.mark.parametrize(
-    ("quant", "arch", "refused"),
-    [
-        ("fp8_w8a8_channel", (8, 6), True),
-        ("fp8_w8a8_channel", (8, 9), False),
-        ("int8_w8a8_channel", (8, 0), False),
-        ("none", (8, 0), False),
-    ],
-)
-def test_float8_needs_a_gpu_that_converts_to_it(
-    part: Any, quant: str, arch: tuple[int, int], refused: bool
-) -> None:
-    problem = Problem(2, 64, 64, 2, 1, quant=quant)
-    found = part.extra_rejections(problem, Machine("cuda", arch))
-    assert [r.rule for r in found] == (["arch"] if refused else [])
-    assert part.extra_rejections(problem, Machine("cpu")) == ()

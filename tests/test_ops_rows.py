@@ -212,3 +212,20 @@ def test_activations(spec: ActivationSpec, dtype: torch.dtype) -> None:
 def test_an_activation_of_the_wrong_width_is_refused() -> None:
     with pytest.raises(ShapeError, match="need"):
         activation.gated_activation(torch.zeros(2, 6), ActivationSpec("silu"), torch.zeros(2, 6))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("groups", [1, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_scales_move_with_their_rows(dtype: torch.dtype, groups: int) -> None:
+    x = (40 * random(3, 1100)).to(dtype)
+    scale = random(3, groups)
+    index = torch.tensor([[4, -1], [0, 6], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(7, 1100, dtype=torch.uint8, device=DEVICE).view(dtype)
+    scales = torch.full((7, groups), -3.0, device=DEVICE)
+    permute.permute_tokens(x, index, None, rows_RH=rows, scale_TG=scale, scale_rows_RG=scales)
+    want, want_scale = torch.zeros_like(rows.view(torch.uint8)), torch.full_like(scales, -3.0)
+    for row, token in ((4, 0), (0, 1), (6, 1)):
+        want[row], want_scale[row] = x.view(torch.uint8)[token], scale[token]
+    assert torch.equal(rows.view(torch.uint8), want)
+    assert torch.equal(scales, want_scale)

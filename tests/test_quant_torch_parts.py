@@ -20,7 +20,7 @@ from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Routing
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
-from modular_kernel.types import Combine, Problem
+from modular_kernel.types import Combine, Machine, Problem
 from modular_kernel.workspace import Workspace
 from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP
 
@@ -277,3 +277,22 @@ def test_weights_may_be_strided() -> None:
     strided = replace(w, w1=w.w1.mT.contiguous().mT, w2=w.w2.mT.contiguous().mT)
     want = run(NO_EP, problem, inputs)
     assert torch.equal(run(NO_EP, problem, replace(inputs, weights=strided)), want)
+
+
+@pytest.mark.parametrize("part", [MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize])
+@pytest.mark.parametrize(
+    ("quant", "arch", "refused"),
+    [
+        ("fp8_w8a8_channel", (8, 6), True),
+        ("fp8_w8a8_channel", (8, 9), False),
+        ("int8_w8a8_channel", (8, 0), False),
+        ("none", (8, 0), False),
+    ],
+)
+def test_float8_needs_a_gpu_that_converts_to_it(
+    part: Any, quant: str, arch: tuple[int, int], refused: bool
+) -> None:
+    problem = Problem(2, 64, 64, 2, 1, quant=quant)
+    found = part.extra_rejections(problem, Machine("cuda", arch))
+    assert [r.rule for r in found] == (["arch"] if refused else [])
+    assert part.extra_rejections(problem, Machine("cpu")) == ()

@@ -143,9 +143,11 @@ HOSTILE: dict[str, str] = {
     "tokens with a zero in front": json.dumps({"064": launch()}),
     "tokens in other digits": json.dumps({"٦٤": launch()}),
     "tokens beyond counting": json.dumps({"1" * 30: launch()}),
-    "a key twice": '{"64": {"a": 1}, "64": {"a": 2}}',
+    "a number of 4000 digits": '{"64": {"BLOCK_SIZE_M": ' + "1" * 4000 + "}}",
+    "NaN where nobody looks": json.dumps({"64": launch(note=float("nan"))}),
+    "a key twice": f'{{"64": {json.dumps(launch())}, "64": {json.dumps(launch(32))}}}',
     "a version that is none": json.dumps({"triton_version": 3.6, "64": launch()}),
-    "another format": json.dumps({"format": "modular_kernel.tiles/9", "64": launch()}),
+    "another format": json.dumps({**ours(tokens_1=(launch(), launch())), "format": "tiles/9"}),
     "our format, their launch": json.dumps({"format": FORMAT, "64": launch()}),
     "our format, one GEMM": json.dumps({"format": FORMAT, "64": {"gemm1": launch()}}),
     "two block_m": json.dumps(ours(tokens_64=(launch(16), launch(32)))),
@@ -165,7 +167,8 @@ def test_a_hostile_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
 
 def test_other_bytes_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path / NAME, "")
-    for data in (b"\xff\xfe{}", b" " * (MOST_BYTES + 1)):
+    good = json.dumps({"64": launch(note="x")}).encode()
+    for data in (good.replace(b"x", b"\xff"), good.ljust(MOST_BYTES + 1)):
         path.write_bytes(data)
         with pytest.raises(ConfigurationError, match="device_name=NVIDIA_H200"):
             store(path.parent).source(MIXTRAL)

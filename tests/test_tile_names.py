@@ -18,7 +18,7 @@ KEYS = st.builds(
     TileKey,
     experts=SIZES,
     intermediate=SIZES,
-    device=st.text(max_size=150).map(device_key),
+    device=(st.text(max_size=150) | st.text("abc _", min_size=200)).map(device_key),
     dtype=st.sampled_from(["", "float32", "fp8_w8a8", "int4_w4a16", "int8_w8a8"]),
     block_shape=st.none() | st.tuples(st.integers(0, 512), st.integers(1, 512)),
     per_channel=st.booleans(),

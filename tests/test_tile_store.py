@@ -372,6 +372,13 @@ def test_files_are_read_once_until_reread(here: Path) -> None:
         choose_tiles(MIXTRAL, 3)
 
 
+def test_the_user_s_folder_goes_first(here: Path) -> None:
+    for place, block_m in (("packaged", 32), ("user", 64)):
+        write(here.parent / place / NAME, ours(tokens_1=(launch(block_m), launch(block_m))))
+        tiles.reread()
+        assert choose_tiles(MIXTRAL, 3).gemm1.block_m == block_m
+
+
 def test_a_bad_file_of_another_layer_harms_nobody(here: Path) -> None:
     write(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
     assert choose_tiles(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
