@@ -173,8 +173,9 @@ def old_tiles(problem: Problem, tokens: int) -> TilePair:
     _, m, one, two, group = next(r for r in table if r[0] is None or rows <= r[0])
     made = []
     for depth, (n, k, warps, stages) in ((problem.hidden, one), (problem.intermediate, two)):
-        fits = [d for d in (k, k // 2, k // 4) if d >= 32 and depth % d == 0]
-        made.append(Tile(m, n, fits[0] if fits else k, group, warps, stages))
+        if depth % k and k == 256 and depth % 128 == 0:  # only a step of 256 is ever halved
+            k = 128
+        made.append(Tile(m, n, k, group, warps, stages))
     return TilePair(*made)
 
 
