@@ -143,7 +143,7 @@ HOSTILE: dict[str, str] = {
     "tokens with a zero in front": json.dumps({"064": launch()}),
     "tokens in other digits": json.dumps({"٦٤": launch()}),
     "tokens beyond counting": json.dumps({"1" * 30: launch()}),
-    "a number of 4000 digits": '{"64": {"BLOCK_SIZE_M": ' + "1" * 4000 + "}}",
+    "a number of 4000 digits": json.dumps({"64": launch(n=10**4000)}),
     "NaN where nobody looks": json.dumps({"64": launch(note=float("nan"))}),
     "a key twice": f'{{"64": {json.dumps(launch())}, "64": {json.dumps(launch(32))}}}',
     "a version that is none": json.dumps({"triton_version": 3.6, "64": launch()}),

@@ -67,16 +67,17 @@ class Fake(Bench):
     cost: float = 1.0
     now: float = 0.0
     timed: list[tuple[int, Choice]] = field(default_factory=list)
-    ahead: list[int] = field(default_factory=list)
+    events: list[tuple[str, int]] = field(default_factory=list)
 
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
-        self.ahead.append(tokens)
+        self.events.append(("compile", tokens))
 
-    def refusals(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, Refusal]:
-        return {choice: Refusal("spills") for choice in choices if choice in self.spilled}
+    def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
+        return Refusal("spills") if choice in self.spilled else None
 
     def seconds(self, tokens: int, choice: Choice) -> float | Refusal:
         self.now += self.cost
+        self.events.append(("time", tokens))
         self.timed.append((tokens, choice))
         if callable(self.times):
             return self.times(tokens, choice, self.timed.count((tokens, choice)))
@@ -227,7 +228,8 @@ def test_a_spent_budget_ends_the_run_and_another_continues() -> None:
 def test_the_next_number_of_tokens_is_compiled_ahead() -> None:
     bench = Fake(TIMES)
     list(tune(job(Space(), bench, 1, 2, 3)))
-    assert bench.ahead == [1, 2, 2, 3, 3]
+    for now, soon in ((1, 2), (2, 3)):
+        assert bench.events.index(("compile", soon)) < bench.events.index(("time", now))
 
 
 def test_every_measurement_ticks() -> None:

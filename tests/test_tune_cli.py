@@ -174,8 +174,8 @@ def test_a_layer_is_tuned_from_end_to_end(
         def begin(self, *_: object) -> None:
             pass
 
-        def refusals(self, *_: object) -> dict[object, Refusal]:
-            return {}
+        def refusal(self, *_: object) -> None:
+            pass
 
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:

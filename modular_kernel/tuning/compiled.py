@@ -4,7 +4,7 @@ Compiled kernels end in triton's cache on disk, where the launches that are time
 tensors have the shapes and strides of real calls, and no memory.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, TimeoutError
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from modular_kernel.testing.compile import CompileRecord
 
 _META = torch.device("meta")
-_LONGEST = 120.0  # seconds for one choice: what takes longer is no kernel anybody wants
+_LONGEST = 300.0  # seconds to wait for one choice, those before it in the queue included
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,11 @@ class Compiler:
             if key not in self._begun:
                 self._begun[key] = self._pool.submit(compile_choice, *key)
 
-    def refusals(
-        self, pair: Pair, problem: Problem, choices: Sequence[Choice]
-    ) -> Mapping[Choice, Refusal]:
-        """Wait for these choices, and say which are not worth a launch."""
-        self.begin(pair, problem, choices)
-        found = {}
-        for choice in choices:
-            try:
-                reason = self._begun[pair, problem, choice].result(timeout=_LONGEST)
-            except TimeoutError:
-                reason = f"not compiled in {_LONGEST:.0f} s"
-            if reason:
-                found[choice] = Refusal(reason)
-        return found
+    def refusal(self, pair: Pair, problem: Problem, choice: Choice) -> Refusal | None:
+        """Wait for this choice, and say why it is not worth a launch, if it is not."""
+        self.begin(pair, problem, [choice])
+        try:
+            reason = self._begun[pair, problem, choice].result(timeout=_LONGEST)
+        except TimeoutError:
+            reason = f"not compiled in {_LONGEST:.0f} s"
+        return Refusal(reason) if reason else None

@@ -7,7 +7,7 @@ would stay in it.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -76,8 +76,8 @@ class Measured(Bench):
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
         self.compiler.begin(self.pair, self.problem.with_tokens(tokens), choices)
 
-    def refusals(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, Refusal]:
-        return self.compiler.refusals(self.pair, self.problem.with_tokens(tokens), choices)
+    def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
+        return self.compiler.refusal(self.pair, self.problem.with_tokens(tokens), choice)
 
     def seconds(self, tokens: int, choice: Choice) -> float | Refusal:
         situation = self._situation(tokens)

@@ -33,8 +33,8 @@ class Bench(ABC):
         """Begin to compile in the background; returns at once."""
 
     @abstractmethod
-    def refusals(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, Refusal]:
-        """Those of `choices` that do not compile, or to something not worth a launch."""
+    def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
+        """Why `choice` does not compile, or to something not worth a launch; waits for that."""
 
     @abstractmethod
     def seconds(self, tokens: int, choice: Choice) -> float | Refusal:
@@ -157,13 +157,17 @@ class _Trial:
 
     def _answer(self, asked: Sequence[Choice]) -> dict[Choice, float]:
         """Seconds of those asked for, in their order, as long as there is time."""
-        unknown = [c for c in asked if c not in self.times and c not in self.refused]
-        self.refused.update(self.job.bench.refusals(self.tokens, unknown))
-        for choice in dict.fromkeys(unknown):
+        known = {*self.times, *self.refused}
+        unknown = [choice for choice in dict.fromkeys(asked) if choice not in known]
+        self.job.bench.compile_ahead(self.tokens, unknown)
+        for choice in unknown:
             if self._late():
                 break
-            if choice not in self.refused:
+            refusal = self.job.bench.refusal(self.tokens, choice)
+            if refusal is None:
                 self._time(choice)
+            else:
+                self.refused[choice] = refusal
         return {c: self._median(c) for c in asked if c in self.times}
 
     def _time(self, choice: Choice) -> None:
