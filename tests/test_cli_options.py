@@ -55,9 +55,12 @@ def test_help_answers_at_once_without_torch(words: list[str]) -> None:
 
 @pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
 def test_help_answers_at_once(words: list[str]) -> None:
-    """On a machine that is slow or busy: within three times what typer alone takes to import."""
-    for _ in range(5):
-        limit = max(HELP_SECONDS, 3 * _seconds("-c", "import typer.main"))
+    """On a machine that is slow or busy: within five times what typer alone takes to import.
+
+    torch alone would take ten times as long, and the test above sees that it stays away.
+    """
+    for _ in range(8):
+        limit = max(HELP_SECONDS, 5 * _seconds("-c", "import typer.main"))
         took = _seconds("-m", "modular_kernel", *words, "--help")
         if took < limit:
             return

@@ -4,6 +4,8 @@ import pytest
 
 from modular_kernel.testing.compile_cases import Row, compile_all
 
+pytestmark = pytest.mark.timeout(1200)  # some 150 kernels, one after the other
+
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
