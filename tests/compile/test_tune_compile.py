@@ -23,7 +23,7 @@ SPILLS = replace(PROBLEM, hidden=504)
 TILES = (
     Tile(16, 64, 128, 1, 4, 4),
     Tile(32, 64, 64, 1, 4, 2),
-    Tile(64, 64, 64, 1, 4, 3),
+    Tile(64, 128, 128, 1, 4, 3),
     Tile(128, 64, 64, 1, 8, 4),
 )
 
@@ -31,7 +31,10 @@ TILES = (
 def test_a_sound_choice_compiles_without_a_reason() -> None:
     for pair in (PAIR, BATCHED):
         assert compile_choice(pair, PROBLEM, GOOD) == ""
-    assert compile_choice(PAIR, replace(PROBLEM, bias=True, expert_map=True), GOOD) == ""
+    flags = replace(PROBLEM, bias=True, expert_map=True, local_experts=3)
+    assert compile_choice(PAIR, flags, GOOD) == ""
+    gemms_of = [r for r in launches(flags, GOOD) if "gemm" in r.kernel]
+    assert [record.config["HAS_BIAS"] for record in gemms_of] == [True, True]
 
 
 def test_a_choice_that_spills_has_its_reason() -> None:
