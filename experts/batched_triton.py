@@ -22,9 +22,9 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import KeepTopK, TopKWeightAndReduceDelegate
+from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 
 
 class BatchedTritonExperts(PermuteExpertsUnpermute):
@@ -80,9 +80,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         return quantise_specs("h", scheme, rows, columns, segments=shape.experts)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        if self.problem.combine is Combine.SUM:
-            return TopKWeightAndReduceDelegate()
-        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
 
     def apply(
         self,

@@ -13,9 +13,9 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Reduce
+from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import KeepTopK, TopKWeightAndReduceNaiveBatched
+from topk_reduce import TopKWeightAndReduceNaiveBatched, unless_kept
 
 
 class NaiveBatchedExperts(PermuteExpertsUnpermute):
@@ -39,9 +39,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        if self.problem.combine is Combine.SUM:
-            return TopKWeightAndReduceNaiveBatched()
-        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+        return unless_kept(self.problem, TopKWeightAndReduceNaiveBatched())
 
     def apply(
         self,

@@ -15,9 +15,9 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Reduce, Rows
+from modular_kernel.types import ActivationFormat, Reduce, Rows
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import KeepTopK, TopKWeightAndReduceContiguous
+from topk_reduce import TopKWeightAndReduceContiguous, unless_kept
 
 
 class TorchExperts(PermuteExpertsUnpermute):
@@ -43,9 +43,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         return WorkspaceShapes(empty, empty, BufferSpec(output, self.problem.dtype))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        if self.problem.combine is Combine.SUM:
-            return TopKWeightAndReduceContiguous()
-        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+        return unless_kept(self.problem, TopKWeightAndReduceContiguous())
 
     def apply(
         self,

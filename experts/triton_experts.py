@@ -26,7 +26,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
-from topk_reduce import KeepTopK, TopKWeightAndReduceNoOp
+from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
 
 class TritonExperts(PermuteExpertsUnpermute):
@@ -97,9 +97,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         return largest
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        if self._sums:
-            return TopKWeightAndReduceNoOp()
-        return KeepTopK(weighted=self.problem.combine is Combine.TOPK_WEIGHTED)
+        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
 
     def apply(
         self,

@@ -2,7 +2,7 @@
 
 from topk_reduce.contiguous import TopKWeightAndReduceContiguous
 from topk_reduce.delegate import TopKWeightAndReduceDelegate
-from topk_reduce.keep_topk import KeepTopK
+from topk_reduce.keep_topk import KeepTopK, unless_kept
 from topk_reduce.naive_batched import TopKWeightAndReduceNaiveBatched
 from topk_reduce.noop import TopKWeightAndReduceNoOp
 
@@ -21,4 +21,5 @@ __all__ = [
     "TopKWeightAndReduceDelegate",
     "TopKWeightAndReduceNaiveBatched",
     "TopKWeightAndReduceNoOp",
+    "unless_kept",
 ]

@@ -5,6 +5,7 @@ import torch
 from modular_kernel.contracts import TopKWeightAndReduce
 from modular_kernel.ops.reduce import gather_rows, scale_rows
 from modular_kernel.tensors import ExpertRows
+from modular_kernel.types import Combine, Problem
 
 
 class KeepTopK(TopKWeightAndReduce):
@@ -27,3 +28,10 @@ class KeepTopK(TopKWeightAndReduce):
         else:
             source = rows.rows.flatten(0, 1)
             gather_rows(source, rows.row_of_pair_TK, weights_TK, scale=scale, out=out)
+
+
+def unless_kept(problem: Problem, reduce: TopKWeightAndReduce) -> TopKWeightAndReduce:
+    """What an experts part leaves to finalize: `reduce` for a sum, KeepTopK where top-k is kept."""
+    if problem.combine is Combine.SUM:
+        return reduce
+    return KeepTopK(weighted=problem.combine is Combine.TOPK_WEIGHTED)
