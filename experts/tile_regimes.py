@@ -66,6 +66,8 @@ _W8A8: tuple[_Row, ...] = (
     (80, 64, (64, 128, 4, 3), (128, 128, 4, 4), 16),
     (None, 128, (64, 128, 4, 3), (256, 128, 8, 3), 16),
 )
+# One scale per tensor comes with strides of zero, known only at run time: four warps spill.
+_W8A8_TENSOR: tuple[_Row, ...] = (*_W8A8[:-1], (None, 128, (64, 128, 8, 3), (256, 128, 8, 3), 16))
 _W8A8_BLOCK: tuple[_Row, ...] = (
     (12, 16, (32, 128, 4, 5), (64, 128, 4, 5), 1),
     (20, 32, (64, 128, 4, 4), (64, 128, 4, 4), 1),
@@ -101,7 +103,7 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
         return _UNALIGNED
     scheme = problem.scheme
     if scheme.quantises_activations:
-        return _W8A8_BLOCK if scheme.granularity == "block" else _W8A8
+        return {"block": _W8A8_BLOCK, "tensor": _W8A8_TENSOR}.get(scheme.granularity, _W8A8)
     if scheme.weight == "float4_e2m1":
         return _MXFP4
     if scheme.quantised:
