@@ -18,9 +18,8 @@ the first launch. Not emulated: fp8e4b15, bounds of pointers, the order of sums 
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +29,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
+from modular_kernel.ops.block_types import init_block_type, type_of_tuple
 from modular_kernel.ops.narrow import (
     BF16,
     BITS,
@@ -59,8 +59,6 @@ Handle = Any
 _implicit_cvt = upstream._implicit_cvt
 _patch_lang = upstream._patch_lang
 _patch_lang_tensor = upstream._patch_lang_tensor
-_block_init = tl.block_type.__init__
-_type_for_tuple_values = tl.core._type_for_tuple_values
 
 # The interpreter keeps the running program's index in one global, so one launch at a time.
 _ONE_LAUNCH = threading.RLock()
@@ -88,8 +86,8 @@ def install() -> None:
     upstream._patch_lang_tensor = _patch_tensor
     if hasattr(upstream, "_mxfp_value_handle_to_float32"):
         upstream._mxfp_value_handle_to_float32 = _scaled_operand
-    tl.block_type.__init__ = _init_block_type
-    tl.core._type_for_tuple_values = _type_of_tuple
+    tl.block_type.__init__ = init_block_type
+    tl.core._type_for_tuple_values = type_of_tuple
 
 
 # --------------------------------------------------------------------------- the builder
@@ -361,42 +359,3 @@ def _as_argument(arg: Foreign) -> Foreign:
     if isinstance(arg, float):
         return tl.tensor(upstream.TensorHandle(np.array([arg], FLOAT32), tl.float32), tl.float32)
     return _implicit_cvt(arg)
-
-
-# --------------------------------------------------------------------- the cost of a shape
-# Every operation builds the type of its result anew, formatting the same few shapes into names;
-# that was a third of the time of a kernel. A shape's share of a type is the same for all of them.
-
-
-def _sizes(values: Iterable[Foreign]) -> tuple[int, ...] | None:
-    """The sizes as plain integers, or None if one of them is anything else."""
-    sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
-    return sizes if set(map(type, sizes)) <= {int} else None
-
-
-@cache
-def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
-    """Shape, element count and name that triton gives a block of `sizes`, or its error."""
-    block = tl.block_type.__new__(tl.block_type)
-    _block_init(block, tl.float32, list(sizes))
-    return block.shape, block.numel, str(block.shape)
-
-
-@cache
-def _type_of_sizes(sizes: tuple[int, ...]) -> Foreign:
-    return _type_for_tuple_values(sizes)
-
-
-def _init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
-    sizes = _sizes(shape)
-    if sizes is None:
-        _block_init(self, element_ty, shape)
-        return
-    self.element_ty = element_ty
-    self.shape, self.numel, name = _shape_of_block(sizes)
-    self.name = f"<{name}, {element_ty}>"
-
-
-def _type_of_tuple(values: Foreign, fields: Foreign = None) -> Foreign:
-    sizes = None if fields is not None else _sizes(values)
-    return _type_for_tuple_values(values, fields) if sizes is None else _type_of_sizes(sizes)
