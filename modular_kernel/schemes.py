@@ -1,8 +1,11 @@
 """One vocabulary for quantisation: a scheme is named once, to select parts and to execute it."""
 
+import re
 from dataclasses import dataclass, replace
 
 from modular_kernel.errors import ConfigurationError
+
+_SIZES = re.compile(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,30 @@ class QuantScheme:
         static=true (fp8_w8a8_tensor).
         """
         if isinstance(text, QuantScheme):
-            return text
+            return text._checked()
+        if not isinstance(text, str):
+            raise ConfigurationError("quant", got=type(text).__name__, need="a scheme by its name")
         name, _, rest = text.partition(":")
         if name not in QUANT_SCHEMES:
-            raise ConfigurationError("quant", got=name, need=f"one of {sorted(QUANT_SCHEMES)}")
-        scheme = QUANT_SCHEMES[name]
+            raise ConfigurationError("quant", got=name[:80], need=f"one of {sorted(QUANT_SCHEMES)}")
+        scheme, seen = QUANT_SCHEMES[name], set[str]()
         for option in filter(None, rest.split(",")):
             key, _, value = option.partition("=")
+            if key in seen:
+                raise ConfigurationError(f"quant {name}", got=text[:80], need=f"{key} once")
             scheme = scheme._with(key, value)
+            seen.add(key)
         return scheme
+
+    def _checked(self) -> "QuantScheme":
+        """This scheme, if its name and options say all of it."""
+        if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
+            return self
+        raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() could give")
 
     def _with(self, key: str, value: str) -> "QuantScheme":
         integers = self.weight in ("uint8", "uint4")
-        sizes = tuple(int(v) for v in value.split("x") if v.isdigit() and int(v) > 0)
+        sizes = tuple(map(int, value.split("x"))) if _SIZES.fullmatch(value) else ()
         if key == "block" and self.granularity == "block" and len(sizes) == 2:
             return replace(self, group=sizes)
         if key == "group" and integers and len(sizes) == 1 and sizes[0] % 2 == 0:
@@ -80,10 +94,10 @@ class QuantScheme:
         ):
             return replace(self, static=value == "true")
         need = "an option this scheme has: block=NxK, group=G, zero_points=true or static=true"
-        raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}", need=need)
+        raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
 
     def __str__(self) -> str:
-        plain = QUANT_SCHEMES[self.name]
+        plain = QUANT_SCHEMES.get(self.name, self)
         options = []
         if self.group != plain.group:
             key = "block" if self.granularity == "block" else "group"

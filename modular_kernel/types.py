@@ -5,6 +5,7 @@ Nothing here reads the machine or touches a tensor; everything can be made by ha
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from math import inf, isfinite
 from typing import Literal
 
 import torch
@@ -103,8 +104,10 @@ class ActivationSpec:
         if (self.limit is not None) != self.kind.startswith("swiglu"):
             need = "a value" if self.limit is None else "a limit only with a swiglu_* rule"
             raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
-        if self.limit is not None and not self.limit > 0:
-            raise ConfigurationError("activation limit", got=self.limit, need="a value > 0")
+        if self.alpha is not None and not isfinite(self.alpha):
+            raise ConfigurationError("activation alpha", got=self.alpha, need="a finite value")
+        if self.limit is not None and not 0 < self.limit < inf:
+            raise ConfigurationError("activation limit", got=self.limit, need="a finite value > 0")
         if self.interleaved and not self.gated:
             raise ConfigurationError("activation interleaved", got=self.kind, need="a gated kind")
 
@@ -123,20 +126,21 @@ class ActivationSpec:
         if isinstance(text, ActivationSpec):
             return text
         kind, _, rest = text.partition(":")
-        options: dict[str, str] = dict(pair.partition("=")[::2] for pair in rest.split(",") if pair)
+        pairs = [pair.partition("=")[::2] for pair in rest.split(",") if pair]
+        options: dict[str, str] = dict(pairs)
         unknown = set(options) - {"alpha", "limit", "interleaved"}
-        if unknown:
-            need = "kind[:alpha=..,limit=..,interleaved=true|false]"
+        truth = options.get("interleaved", "true" if kind == "swiglu_oai" else "false").lower()
+        if unknown or len(options) != len(pairs) or truth not in ("true", "false"):
+            need = "kind[:alpha=..,limit=..,interleaved=true|false], each option once"
             raise ConfigurationError("activation", got=text, need=need)
-        oai = kind == "swiglu_oai"
+        default_alpha = 1.702 if kind == "swiglu_oai" else None
         try:
-            alpha = float(options["alpha"]) if "alpha" in options else (1.702 if oai else None)
+            alpha = float(options["alpha"]) if "alpha" in options else default_alpha
             default_limit = 7.0 if kind.startswith("swiglu") else None
             limit = float(options["limit"]) if "limit" in options else default_limit
         except ValueError:
             raise ConfigurationError("activation", got=text, need="numbers") from None
-        interleaved = options.get("interleaved", "true" if oai else "false").lower() == "true"
-        return cls(kind, alpha, limit, interleaved)
+        return cls(kind, alpha, limit, truth == "true")
 
     def __str__(self) -> str:
         options = [f"{k}={v}" for k in ("alpha", "limit") if (v := getattr(self, k)) is not None]

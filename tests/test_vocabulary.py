@@ -1,0 +1,95 @@
+"""Schemes and activations by name: what is printed is read back, and nothing is half understood."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
+from modular_kernel.types import ActivationSpec, Problem
+
+OPTIONS = (
+    "fp8_w8a8_block:block=64x32",
+    "int8_w8a8_block:block=1x128",
+    "fp8_w8a8_tensor:static=true",
+    "int8_w8a16_group:group=64",
+    "int4_w4a16_group:group=32,zero_points=true",
+)
+
+
+@pytest.mark.parametrize("text", [*QUANT_SCHEMES, *OPTIONS])
+def test_a_scheme_is_what_its_name_says(text: str) -> None:
+    scheme = QuantScheme.parse(text)
+    assert str(scheme) == text
+    assert QuantScheme.parse(scheme) == scheme
+    assert Problem(1, 64, 64, 2, 1, quant=text).scheme == scheme
+
+
+def test_options_at_their_defaults_are_not_printed() -> None:
+    assert str(QuantScheme.parse("fp8_w8a8_block:block=128x128")) == "fp8_w8a8_block"
+    assert str(QuantScheme.parse("int4_w4a16_group:zero_points=false,")) == "int4_w4a16_group"
+
+
+# Half understood, some of these would run with another block or group than was meant.
+BAD_SCHEMES: tuple[tuple[Any, str], ...] = (
+    ("fp8_w8a8_block:block=foox128x128", "block=foox128x128"),
+    ("fp8_w8a8_block:block=-1x128x128", "block=-1x128x128"),
+    ("fp8_w8a8_block:block=128x128x", "block=128x128x"),
+    ("fp8_w8a8_block:block=128", "block=128"),
+    ("fp8_w8a8_block:block=0x128", "block=0x128"),
+    ("fp8_w8a8_block:block=²x128", "block=²x128"),
+    ("fp8_w8a8_block:group=128", "group=128"),
+    ("int4_w4a16_group:group=x64", "group=x64"),
+    ("int4_w4a16_group:group=32x32", "group=32x32"),
+    ("int4_w4a16_group:group=-1", "group=-1"),
+    ("int4_w4a16_group:group=33", "group=33"),
+    ("int4_w4a16_group:group=٣٢", "group=٣٢"),
+    ("int4_w4a16_group:group=" + "1" * 5000, "group=11"),
+    ("int4_w4a16_group:group=64,group=32", "group=64,group=32"),
+    ("int4_w4a16_group:zero_points", "zero_points="),
+    ("int8_w8a16_channel:zero_points=true", "zero_points=true"),
+    ("mxfp4_w4a16:group=16", "group=16"),
+    ("fp8_w8a8_channel:static=true", "static=true"),
+    ("fp8_w8a8_tensor:static=yes", "static=yes"),
+    ("", ""),
+    ("x" * 5000, "xxx"),
+    (None, "NoneType"),
+    (4, "int"),
+    (QuantScheme("another"), "another"),
+    (replace(QUANT_SCHEMES["int4_w4a16_group"], group=(-4,)), "-4"),
+    (replace(QUANT_SCHEMES["int8_w8a8_block"], weight="uint8"), "uint8"),
+)
+
+
+@pytest.mark.parametrize(("quant", "got"), BAD_SCHEMES, ids=lambda value: repr(value)[:40])
+def test_other_schemes_are_refused(quant: Any, got: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Problem(1, 64, 64, 2, 1, quant=quant)
+    assert caught.value.what.startswith("quant")
+    assert got in str(caught.value.got)
+    assert len(str(caught.value)) < 600
+
+
+BAD_ACTIVATIONS = (
+    "swiglu_oai:interleaved=yes",
+    "swiglu_oai:interleaved=",
+    "swiglu_oai:alpha=1,alpha=2",
+    "swiglu_oai:alpha=nan",
+    "swiglu_oai:limit=inf",
+    "swiglu_clamp_after:limit=nan",
+    "silu:limit=7",
+)
+
+
+@pytest.mark.parametrize("text", BAD_ACTIVATIONS)
+def test_other_activations_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="activation"):
+        ActivationSpec.parse(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["silu", "swiglu_oai:alpha=1.702,limit=7.0,interleaved=false", "silu:interleaved=true"]
+)
+def test_an_activation_is_what_its_name_says(text: str) -> None:
+    assert str(ActivationSpec.parse(text)) == text
