@@ -8,11 +8,12 @@ Ours:
      "64": {"gemm1": {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128,
                       "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3},
             "gemm2": {...},
-            "us": 650.1, "untuned_us": 664.0},
+            "path": "aligned", "us": 650.1, "untuned_us": 664.0},
      "128": ...}
 
 "64" is a number of tokens. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts columns of
-the product's output: a gated GEMM 1 computes as many gate columns and as many up columns.
+the product's output: a gated GEMM 1 computes as many gate columns and as many up columns. "path" is
+one of tile_shapes.PATHS, "aligned" if absent.
 
 vLLM and SGLang have no "format" and one launch for both GEMMs, {"64": {"BLOCK_SIZE_M": ...}};
 SGLang may have a second file, NAME_down.json, for GEMM 2. Their BLOCK_SIZE_N counts columns of the
@@ -29,7 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Never
 
-from experts.tile_shapes import Tile, TilePair
+from experts.tile_shapes import ALIGNED, PATHS, Tile, TilePair
 from modular_kernel.errors import ConfigurationError
 
 FORMAT = "modular_kernel.tiles/1"
@@ -72,6 +73,7 @@ class Recipe:
 
     gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
     columns together. strict: a launch that does not fit is an error, otherwise it is clamped.
+    paths: (tokens, path); a number of tokens that is not there takes ALIGNED.
     """
 
     origin: str
@@ -81,6 +83,7 @@ class Recipe:
     strict: bool
     triton: str | None = None
     tuned_for: TunedFor | None = None
+    paths: tuple[tuple[int, str], ...] = ()
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
 
@@ -137,7 +140,8 @@ def override_recipe(value: "TilePair | Mapping[str, object]") -> Recipe:
     what = "override_config"
     if isinstance(value, TilePair):
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
-        return Recipe(what, *launches, fused_columns=False, strict=True)
+        paths = ((1, value.path),)
+        return Recipe(what, *launches, fused_columns=False, strict=True, paths=paths)
     contents: dict[Any, object] = dict(_mapping(value, what))
     if "gemm1" in contents:
         contents = {"format": FORMAT, "1": contents}
@@ -172,6 +176,7 @@ def _recipe(value: object, what: str, origin: str) -> Recipe:
         strict=ours,
         triton=_version(top, what),
         tuned_for=_tuned_for(top, what) if ours else None,
+        paths=tuple((t, _path(entries[t], f"{what}: tokens {t}")) for t in pairs) if ours else (),
         times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
     )
 
@@ -241,6 +246,13 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
     return TunedFor(part, hidden, top_k)
 
 
+def _path(entry: Mapping[str, object], what: str) -> str:
+    path = entry.get("path", ALIGNED)
+    if isinstance(path, str) and path in PATHS:
+        return path
+    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(PATHS)}")
+
+
 def _times(entry: Mapping[str, object]) -> Times | None:
     us, untuned = (_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
     return None if us is None else Times(us, untuned)
@@ -259,6 +271,7 @@ def dump_recipe(recipe: Recipe) -> str:
         top["tuned_for"] = asdict(recipe.tuned_for)
     for (tokens, first), (_, second) in zip(recipe.gemm1, recipe.gemm2, strict=True):
         entry: dict[str, object] = {"gemm1": _as_json(first), "gemm2": _as_json(second)}
+        entry["path"] = dict(recipe.paths).get(tokens, ALIGNED)
         times = recipe.times.get(tokens)
         top[str(tokens)] = entry | (asdict(times) if times is not None else {})
     return json.dumps(top, indent=2) + "\n"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from experts.tile_shapes import Device, Gemm, Tile, TilePair, clamped, gemms, require
+from experts.tile_shapes import PATHS, Device, Gemm, Tile, TilePair, clamped, gemms, require
 from modular_kernel.types import Problem
 
 _LEAST_HALVED = 128  # shallower steps cost more than masks: gpt-oss, depth 2880, H200, 2026-11-20
@@ -26,14 +26,25 @@ class Steps:
     def choose(self, tokens: int) -> TilePair:
         return self.pairs[self.index(tokens)]
 
-    def most_tokens(self, tokens: int) -> dict[int, int]:
-        """block_m -> the most tokens it can be met with in a call of at most `tokens` tokens."""
-        most: dict[int, int] = {}
+    def most_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
+        """(path, block_m) -> the most tokens of a call that meets it, none above `tokens`."""
+        most: dict[tuple[str, int], int] = {}
         for last in self.lasts:
             limit = min(tokens, last)
-            block_m = self.choose(limit).gemm1.block_m
-            most[block_m] = max(limit, most.get(block_m, 0))
+            pair = self.choose(limit)
+            kind = pair.path, pair.gemm1.block_m
+            most[kind] = max(limit, most.get(kind, 0))
         return most
+
+    def within(self, paths: tuple[str, ...], other: "Steps") -> "Steps":
+        """These steps, with those of `other` wherever a pair takes a path outside `paths`."""
+        lasts = sorted({*self.lasts, *other.lasts})
+        pairs = [self.choose(last) for last in lasts]
+        chosen = (
+            pair if pair.path in paths else other.choose(last)
+            for pair, last in zip(pairs, lasts, strict=True)
+        )
+        return Steps(tuple(lasts), tuple(chosen))
 
 
 # By the mean rows of an expert, up to the first number: (block_n, block_k, warps, stages) of GEMM 1
@@ -111,8 +122,8 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
     return _HALF
 
 
-def regimes(problem: Problem, device: Device) -> Steps:
-    """The tiles of `problem` on `device`.
+def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) -> Steps:
+    """The tiles of `problem` on `device`, by paths among `paths`, ALIGNED at least.
 
     block_k is halved (down to 128) if that makes it divide the depth of the product, which spares
     the masks along it; a tile too large for the scheme's groups or the device is made smaller.
@@ -122,11 +133,10 @@ def regimes(problem: Problem, device: Device) -> Steps:
     lasts, pairs = [], []
     for rows, block_m, one, two, group_m in _table(problem):
         lasts.append(ENDLESS if rows is None else rows * problem.experts // problem.top_k)
-        pair = (
-            _tile(choice, gemm, device, (block_m, group_m))
-            for choice, gemm in ((one, first), (two, second))
+        blocks = (block_m, group_m)
+        pairs.append(
+            TilePair(_tile(one, first, device, blocks), _tile(two, second, device, blocks))
         )
-        pairs.append(TilePair(*pair))
     return Steps(tuple(lasts), tuple(pairs))
 
 

@@ -27,6 +27,12 @@ _SHARED = {
 }
 _LEAST_SHARED = 101_376  # of any device that the kernels run on
 
+# Paths: rows gathered through an alignment; a few tokens without one; rows permuted first.
+ALIGNED = "aligned"
+SINGLE = "single"
+PERMUTED = "permuted"
+PATHS = (ALIGNED, SINGLE, PERMUTED)
+
 # Bounds that a smaller tile satisfies, as violations name them.
 GROUP = "block_k within a group"
 SHARED = "bytes of shared memory"
@@ -53,16 +59,21 @@ class Tile:
 
 @dataclass(frozen=True)
 class TilePair:
-    """Tiles of both GEMMs. They share one alignment, so block_m is the same."""
+    """Tiles of both GEMMs. They share one alignment, so block_m is the same.
+
+    path: how rows reach the products, one of PATHS.
+    """
 
     gemm1: Tile
     gemm2: Tile
+    path: str = ALIGNED
 
     def __post_init__(self) -> None:
+        assert self.path in PATHS, self.path
         assert self.gemm1.block_m == self.gemm2.block_m, "GEMM 1 and 2 share one alignment"
 
     def __str__(self) -> str:
-        return f"GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
+        return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
 
 
 @dataclass(frozen=True)

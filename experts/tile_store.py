@@ -21,6 +21,7 @@ from experts.tile_files import Recipe, read_recipe
 from experts.tile_names import names_for
 from experts.tile_regimes import ENDLESS, Steps, aligned, regimes
 from experts.tile_shapes import (
+    ALIGNED,
     GROUP,
     SHARED,
     Device,
@@ -187,7 +188,8 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
             if fitted != tile:
                 notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None
             tiles.append(fitted)
-        pairs.append(TilePair(*tiles))
+        tokens = next(choice[0] for end, choice in one if last <= end)
+        pairs.append(TilePair(tiles[0], tiles[1], dict(recipe.paths).get(tokens, ALIGNED)))
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, _few(list(notes)))
 

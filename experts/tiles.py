@@ -15,7 +15,8 @@ from pathlib import Path
 
 from experts.tile_files import Recipe, override_recipe
 from experts.tile_names import names_for
-from experts.tile_shapes import Device, Tile, TilePair
+from experts.tile_regimes import Steps, regimes
+from experts.tile_shapes import ALIGNED, Device, Tile, TilePair
 from experts.tile_store import Source, TileStore, fit, nearest
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
@@ -36,19 +37,23 @@ _PACKAGED = Path(__file__).parent / "configs"
 _override: ContextVar[Recipe | None] = ContextVar("tile override", default=None)
 
 
-def choose_tiles(problem: Problem, tokens: int) -> TilePair:
+def choose_tiles(problem: Problem, tokens: int, paths: tuple[str, ...] = (ALIGNED,)) -> TilePair:
     """Tiles for a call of `tokens` tokens. Files are read at the first call for a problem.
 
-    tokens: of this rank; in the batched format the rows reserved for an expert. A gated GEMM 1
+    tokens: of this rank; in the batched format the rows reserved for an expert. paths: those the
+    caller can take; where a file says another, the tiles are those of the regimes. A gated GEMM 1
     computes block_n gate and block_n up columns. ConfigurationError where a file or an override
     is malformed or does not fit. A repeated call takes about a microsecond.
     """
-    return _chosen(problem, tokens, _override.get())
+    return _chosen(problem, tokens, _override.get(), paths)
 
 
-def regimes_up_to(problem: Problem, tokens: int) -> list[tuple[int, int]]:
-    """(most tokens, block_m), once for every block_m that a call of at most `tokens` can meet."""
-    return list(_regimes(problem, tokens, _override.get()))
+def regimes_up_to(
+    problem: Problem, tokens: int, paths: tuple[str, ...] = (ALIGNED,)
+) -> list[tuple[int, str, int]]:
+    """(most tokens, path, block_m) for every path and block_m that a call of at most `tokens`
+    tokens can meet."""
+    return list(_regimes(problem, tokens, _override.get(), paths))
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def _why(source: Source, problem: Problem, tokens: int) -> str:
 
 def reread() -> None:
     """Forget what was read from files, the environment and the machine, as `mk tune` does."""
-    for function in (_chosen, _regimes, _source, this_store):
+    for function in (_chosen, _regimes, _steps, _source, this_store):
         function.cache_clear()
 
 
@@ -130,12 +135,25 @@ def _source(problem: Problem, recipe: Recipe | None) -> Source:
     return store.source(problem) if recipe is None else fit(recipe, problem, store.device)
 
 
+@lru_cache(maxsize=1 << 10)
+def _steps(problem: Problem, recipe: Recipe | None, paths: tuple[str, ...]) -> Steps:
+    """problem: with tokens = 0, which decide nothing here."""
+    steps = _source(problem, recipe).steps
+    if all(pair.path in paths for pair in steps.pairs):
+        return steps
+    return steps.within(paths, regimes(problem, this_store().device, paths))
+
+
 @lru_cache(maxsize=1 << 16)
-def _chosen(problem: Problem, tokens: int, recipe: Recipe | None) -> TilePair:
-    return _source(problem.with_tokens(0), recipe).steps.choose(tokens)
+def _chosen(
+    problem: Problem, tokens: int, recipe: Recipe | None, paths: tuple[str, ...]
+) -> TilePair:
+    return _steps(problem.with_tokens(0), recipe, paths).choose(tokens)
 
 
 @lru_cache(maxsize=1 << 12)
-def _regimes(problem: Problem, tokens: int, recipe: Recipe | None) -> tuple[tuple[int, int], ...]:
-    most = _source(problem.with_tokens(0), recipe).steps.most_tokens(tokens)
-    return tuple((limit, block_m) for block_m, limit in most.items())
+def _regimes(
+    problem: Problem, tokens: int, recipe: Recipe | None, paths: tuple[str, ...]
+) -> tuple[tuple[int, str, int], ...]:
+    most = _steps(problem.with_tokens(0), recipe, paths).most_tokens(tokens)
+    return tuple((limit, path, block_m) for (path, block_m), limit in most.items())

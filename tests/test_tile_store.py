@@ -29,7 +29,7 @@ from tile_samples import (
 from experts import tiles
 from experts.tile_files import read_recipe
 from experts.tile_names import TileKey
-from experts.tile_shapes import Device, Tile, TilePair, gemms, violations
+from experts.tile_shapes import ALIGNED, Device, Tile, TilePair, gemms, violations
 from experts.tile_store import TileStore, fit
 from experts.tiles import choose_tiles, explain, override_config, regimes_up_to
 from experts.triton_experts import TritonExperts
@@ -206,13 +206,18 @@ def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) 
 
 
 def test_every_block_m_is_listed_with_the_most_tokens_it_serves() -> None:
-    assert regimes_up_to(MIXTRAL, 512) == [(40, 16), (96, 32), (192, 64), (512, 128)]
-    assert regimes_up_to(MIXTRAL, 60) == [(40, 16), (60, 32)]
-    assert regimes_up_to(MIXTRAL, 0) == [(0, 16)]
+    assert regimes_up_to(MIXTRAL, 512) == [
+        (40, ALIGNED, 16),
+        (96, ALIGNED, 32),
+        (192, ALIGNED, 64),
+        (512, ALIGNED, 128),
+    ]
+    assert regimes_up_to(MIXTRAL, 60) == [(40, ALIGNED, 16), (60, ALIGNED, 32)]
+    assert regimes_up_to(MIXTRAL, 0) == [(0, ALIGNED, 16)]
     file = {"1": launch(64), "9": launch(16), "21": launch(64), "61": launch(128, 64, 64)}
     with override_config(file):
-        assert {m: t for t, m in regimes_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
-        assert {m: t for t, m in regimes_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
+        assert {m: t for t, _, m in regimes_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
+        assert {m: t for t, _, m in regimes_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
 
 
 @given(
@@ -223,12 +228,11 @@ def test_workspaces_of_a_tuned_file_never_shrink(blocks: dict[int, int]) -> None
     problem = Problem(tokens=600, hidden=64, intermediate=64, experts=16, top_k=4)
     file = {str(tokens): launch(m, 32, 64) for tokens, m in blocks.items()}
     with override_config(file):
-        part = TritonExperts.__new__(TritonExperts)
-        part.problem, part._sums = problem, True
+        part = TritonExperts(problem)
         most = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
         for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
             block_m = choose_tiles(problem, tokens).gemm1.block_m
-            assert block_m in [m for _, m in regimes_up_to(problem, tokens)]
+            assert block_m in [m for _, _, m in regimes_up_to(problem, tokens)]
             for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
                 assert spec.numel <= most[name].numel, (name, tokens)
 
@@ -240,7 +244,7 @@ def test_an_override_nests_and_ends_as_it_began() -> None:
     before = choose_tiles(MIXTRAL, 64)
     with override_config(ONE):
         assert choose_tiles(MIXTRAL, 64) == choose_tiles(MIXTRAL, 4096) == ONE
-        assert regimes_up_to(MIXTRAL, 4096) == [(4096, 16)]
+        assert regimes_up_to(MIXTRAL, 4096) == [(4096, ALIGNED, 16)]
         with override_config(TWO):
             assert choose_tiles(MIXTRAL, 64) == TWO
             with override_config(None):
