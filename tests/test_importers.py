@@ -12,13 +12,14 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.importers import (
-    Int4Weights,
+    GroupWeights,
     fit_group,
     from_awq,
     from_gptq,
     regroup,
     shard_columns,
     shard_rows,
+    symmetric,
 )
 from modular_kernel.quant import check_weights_quantised, dequantise
 from modular_kernel.schemes import QuantScheme
@@ -101,7 +102,7 @@ def exact(
     )
 
 
-def numbers(weights: Int4Weights) -> torch.Tensor:
+def numbers(weights: GroupWeights) -> torch.Tensor:
     """What the stored tensors stand for, (N, K)."""
     zeros = None if weights.zero_point is None else weights.zero_point[None]
     scheme = QuantScheme.parse(weights.quant)
@@ -165,7 +166,7 @@ def test_stacks_of_experts() -> None:
     assert made.zero_point is not None
     assert made.zero_point.shape == (3, 8, 4)
     for e, (v, z, s) in enumerate(each):
-        one = Int4Weights(made.w[e], made.scale[e], made.zero_point[e], 16)
+        one = GroupWeights(made.w[e], made.scale[e], made.zero_point[e], 16)
         torch.testing.assert_close(numbers(one), exact(v, z, s, 16))
 
 
@@ -173,15 +174,19 @@ def test_symmetric_checkpoints_keep_no_zero_points() -> None:
     values, zeros, scales = layer()
     for read, pack in ((from_gptq, gptq), (from_awq, awq)):
         qweight, qzeros = pack(values, torch.full_like(zeros, 8))
-        made = read(qweight, scales.T, qzeros, group=16, symmetric=True)
+        made = symmetric(read(qweight, scales.T, qzeros, group=16))
         assert made.zero_point is None
         assert made.quant == "int4_w4a16_group:group=16"
         torch.testing.assert_close(numbers(made), exact(values, None, scales, 16))
         bare = read(qweight, scales.T, None, group=16)
         assert torch.equal(numbers(bare), numbers(made))
-        other = pack(values, zeros)[1]
-        with pytest.raises(WeightsError, match=r"qzeros: got a zero point of .*, need 8"):
-            read(qweight, scales.T, other, group=16, symmetric=True)
+        assert symmetric(bare) is bare
+        for low, high in ((7, 8), (8, 9)):  # of two that share a byte
+            mixed = torch.full_like(zeros, 8)
+            mixed[14, 0], mixed[15, 0] = low, high
+            other = read(qweight, scales.T, pack(values, mixed)[1], group=16)
+            with pytest.raises(WeightsError, match=r"zero_point: got a zero point of [79], need 8"):
+                symmetric(other)
 
 
 def test_order_of_columns() -> None:
@@ -226,7 +231,7 @@ def test_bad_checkpoints() -> None:
 # ----------------------------------------------------------------------------- groups and shards
 
 
-def example(depth: int = 256, group: int = 128, rows: int = 16) -> tuple[Int4Weights, Any]:
+def example(depth: int = 256, group: int = 128, rows: int = 16) -> tuple[GroupWeights, Any]:
     values, zeros, scales = layer(rows, depth, group)
     qweight, qzeros = gptq(values, zeros)
     made = from_gptq(qweight, scales.T, qzeros, group=group)

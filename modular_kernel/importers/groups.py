@@ -1,4 +1,4 @@
-"""4-bit checkpoints of other packers -> tensors of the scheme int4_w4a16_group.
+"""GPTQ and AWQ -> int4_w4a16_group and int8_w8a16_group.
 
 w1 = from_gptq(qweight, scales, qzeros, group=128)      # any leading dimensions: (e, ...) too
 w2 = shard_columns(from_gptq(...), rank, world)         # groups halved where they must be
@@ -6,43 +6,50 @@ w1 = regroup(w1, w2.group)                              # a layer has one group 
 Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.types import dtype_name
 
-_NIBBLES = 8  # of an int32
+_WORD = 32  # bits of the integers that are packed
 # AWQ's nibble i holds column _AWQ_ORDER[i] of eight: column n is found in nibble [0,4,1,5,2,6,3,7].
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LEAST_GROUP = 32
-_MIDDLE = 8
+_NAMES = {4: "int4_w4a16_group", 8: "int8_w8a16_group"}
 
 
 @dataclass(frozen=True)
-class Int4Weights:
-    """One matrix, or a stack of them, as int4_w4a16_group stores it.
+class GroupWeights:
+    """One matrix, or a stack of them, as the schemes of groups store it.
 
-    w: (..., N, K / 2) uint8, the even k in the low nibble. scale: (..., N, ceil(K / group)).
-    zero_point: (..., N / 2, ceil(K / group)) uint8, the even n in the low nibble; None means 8.
+    w: uint8, (..., N, K / 2) with the even k in the low nibble, or (..., N, K) for 8 bits.
+    scale: (..., N, ceil(K / group)). zero_point: uint8, (..., N / 2, ceil(K / group)) with the
+    even n in the low nibble, or (..., N, ceil(K / group)); None means 8, or 128 for 8 bits.
     """
 
     w: torch.Tensor
     scale: torch.Tensor
     zero_point: torch.Tensor | None
     group: int
+    bits: int = 4
+
+    @property
+    def per_byte(self) -> int:
+        """Values that share a byte."""
+        return 8 // self.bits
 
     @property
     def depth(self) -> int:
         """K."""
-        return self.w.shape[-1] * 2
+        return self.w.shape[-1] * self.per_byte
 
     @property
     def quant(self) -> str:
         """The scheme by name, as `Problem.quant` takes it."""
         zeros = "" if self.zero_point is None else ",zero_points=true"
-        return f"int4_w4a16_group:group={self.group}{zeros}"
+        return f"{_NAMES[self.bits]}:group={self.group}{zeros}"
 
 
 def from_gptq(
@@ -52,17 +59,20 @@ def from_gptq(
     *,
     group: int,
     g_idx: torch.Tensor | None = None,
-    symmetric: bool = False,
     minus_one: bool = True,
-) -> Int4Weights:
-    """GPTQ: qweight (..., K / 8, N) int32, scales (..., G, N), qzeros (..., G, N / 8) int32.
+    bits: int = 4,
+) -> GroupWeights:
+    """GPTQ: qweight (..., K / p, N) int32, scales (..., G, N), qzeros (..., G, N / p) int32.
 
-    group: -1 for one group of all K. g_idx: refused unless it is k // group (no act-order).
-    symmetric: every zero point must be 8, and none is kept. minus_one: qzeros hold the zero point
-    less one, as the format's first version does; the second stores it as it is.
+    bits: 4 or 8, of which an int32 holds p = 8 or 4. group: -1 for one group of all K. g_idx:
+    refused unless it is k // group (no act-order). minus_one: qzeros hold the zero point less one,
+    as the format's first version does; the second stores it as it is.
     """
+    if bits not in _NAMES:
+        raise ConfigurationError("bits", got=bits, need="4 or 8")
     _check(qweight, "qweight")
-    k_NK = _unpack(qweight, -2, range(_NIBBLES)).mT
+    in_order = range(_WORD // bits)
+    k_NK = _unpack(qweight, -2, in_order).mT
     depth = k_NK.shape[-1]
     group = _checked_group(group, depth)
     if g_idx is not None:
@@ -73,12 +83,14 @@ def from_gptq(
     zeros = None
     if qzeros is not None:
         _check(qzeros, "qzeros")
-        zeros = _unpack(qzeros, -1, range(_NIBBLES))
-        if minus_one and bool((zeros == 15).any()):
-            # 16 fits no nibble, and packers disagree on what a zero point of 0 wraps to.
-            raise WeightsError("qzeros", got="a stored 15", need="at most 14: the zero point - 1")
+        zeros = _unpack(qzeros, -1, in_order)
+        top = (1 << bits) - 1
+        if minus_one and bool((zeros == top).any()):
+            # top + 1 does not fit, and packers disagree on what a zero point of 0 wraps to.
+            need = f"at most {top - 1}: the zero point - 1"
+            raise WeightsError("qzeros", got=f"a stored {top}", need=need)
         zeros = zeros + int(minus_one)
-    return _packed(k_NK, scales, zeros, group, symmetric=symmetric)
+    return _packed(k_NK, scales, zeros, group, bits)
 
 
 def from_awq(
@@ -87,11 +99,10 @@ def from_awq(
     qzeros: torch.Tensor | None,
     *,
     group: int,
-    symmetric: bool = False,
-) -> Int4Weights:
-    """AWQ: qweight (..., K, N / 8) int32, scales (..., G, N), qzeros (..., G, N / 8) int32.
+) -> GroupWeights:
+    """AWQ, 4 bits: qweight (..., K, N / 8) int32, scales (..., G, N), qzeros (..., G, N / 8) int32.
 
-    Eight columns share an int32 in the order 0, 2, 4, 6, 1, 3, 5, 7. group, symmetric: as GPTQ's.
+    Eight columns share an int32 in the order 0, 2, 4, 6, 1, 3, 5, 7. group: as GPTQ's.
     """
     _check(qweight, "qweight")
     k_NK = _unpack(qweight, -1, _AWQ_ORDER).mT
@@ -100,10 +111,24 @@ def from_awq(
         _check(qzeros, "qzeros")
         zeros = _unpack(qzeros, -1, _AWQ_ORDER)
     group = _checked_group(group, k_NK.shape[-1])
-    return _packed(k_NK, scales, zeros, group, symmetric=symmetric)
+    return _packed(k_NK, scales, zeros, group, 4)
 
 
-def regroup(weights: Int4Weights, group: int) -> Int4Weights:
+def symmetric(weights: GroupWeights) -> GroupWeights:
+    """The same weights without zero points, each of which must be the middle, 8 or 128."""
+    if weights.zero_point is None:
+        return weights
+    zeros = weights.zero_point
+    if weights.bits == 4:
+        zeros = torch.cat([zeros & 15, zeros >> 4])
+    middle = 1 << (weights.bits - 1)
+    if bool((zeros != middle).any()):
+        got = f"a zero point of {int(zeros[zeros != middle][0])}"
+        raise WeightsError("zero_point", got=got, need=f"{middle}, as symmetric weights have")
+    return replace(weights, zero_point=None)
+
+
+def regroup(weights: GroupWeights, group: int) -> GroupWeights:
     """The same values in groups of `group` columns, scales and zero points repeated.
 
     group must divide the weights' own, or be anything even where one group spans all columns.
@@ -113,11 +138,11 @@ def regroup(weights: Int4Weights, group: int) -> Int4Weights:
         raise ConfigurationError("group", got=group, need=f"an even divisor of {weights.group}")
     index = torch.arange(-(-depth // group), device=weights.w.device) * group // weights.group
     zeros = weights.zero_point
-    return Int4Weights(
-        weights.w,
-        weights.scale[..., index].contiguous(),
-        None if zeros is None else zeros[..., index].contiguous(),
-        group,
+    return replace(
+        weights,
+        scale=weights.scale[..., index].contiguous(),
+        zero_point=None if zeros is None else zeros[..., index].contiguous(),
+        group=group,
     )
 
 
@@ -132,7 +157,7 @@ def fit_group(group: int, columns: int) -> int:
     return fitting
 
 
-def shard_columns(weights: Int4Weights, rank: int, world: int) -> Int4Weights:
+def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     """Rank's share of K (w2's): K / world columns, in groups halved until they divide it."""
     share = _share("columns", weights.depth, rank, world)
     if weights.scale.shape[-1] > 1:
@@ -141,26 +166,27 @@ def shard_columns(weights: Int4Weights, rank: int, world: int) -> Int4Weights:
         weights = regroup(weights, share)  # one group a row: one group of each share too
     groups = share // weights.group
     scales = slice(rank * groups, (rank + 1) * groups)
+    columns = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
     zeros = weights.zero_point
-    return Int4Weights(
-        weights.w[..., rank * share // 2 : (rank + 1) * share // 2].contiguous(),
-        weights.scale[..., scales].contiguous(),
-        None if zeros is None else zeros[..., scales].contiguous(),
-        weights.group,
+    return replace(
+        weights,
+        w=weights.w[..., columns].contiguous(),
+        scale=weights.scale[..., scales].contiguous(),
+        zero_point=None if zeros is None else zeros[..., scales].contiguous(),
     )
 
 
-def shard_rows(weights: Int4Weights, rank: int, world: int) -> Int4Weights:
+def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     """Rank's share of N (of w1's gate rows, and alike of its up rows): N / world rows."""
     share = _share("rows", weights.w.shape[-2], rank, world)
     rows = slice(rank * share, (rank + 1) * share)
-    pairs = slice(rank * share // 2, (rank + 1) * share // 2)
+    packed = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
     zeros = weights.zero_point
-    return Int4Weights(
-        weights.w[..., rows, :].contiguous(),
-        weights.scale[..., rows, :].contiguous(),
-        None if zeros is None else zeros[..., pairs, :].contiguous(),
-        weights.group,
+    return replace(
+        weights,
+        w=weights.w[..., rows, :].contiguous(),
+        scale=weights.scale[..., rows, :].contiguous(),
+        zero_point=None if zeros is None else zeros[..., packed, :].contiguous(),
     )
 
 
@@ -182,18 +208,19 @@ def _checked_group(group: int, depth: int) -> int:
 
 def _check(packed: torch.Tensor, what: str) -> None:
     if packed.dtype is not torch.int32:
-        raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of eight nibbles")
+        raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
     if packed.dim() < 2:
         raise ShapeError(what, got=tuple(packed.shape), need="two dimensions or more")
 
 
 def _unpack(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
-    """int32 -> int32 values 0 to 15, eight along `dim`; order[i]: which of eight nibble i is."""
-    nibbles: list[torch.Tensor] = [packed] * _NIBBLES
-    for nibble, place in enumerate(order):
-        nibbles[place] = (packed >> (4 * nibble)) & 15
+    """int32 -> int32 values of 32 / len(order) bits along `dim`; order[i]: place of part i."""
+    bits = _WORD // len(order)
+    parts: list[torch.Tensor] = [packed] * len(order)
+    for part, place in enumerate(order):
+        parts[place] = (packed >> (bits * part)) & ((1 << bits) - 1)
     dim = packed.dim() + dim
-    return torch.stack(nibbles, dim + 1).flatten(dim, dim + 1)
+    return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 
 
 def _packed(
@@ -201,10 +228,9 @@ def _packed(
     scales_GN: torch.Tensor,
     zeros_GN: torch.Tensor | None,
     group: int,
-    *,
-    symmetric: bool,
-) -> Int4Weights:
-    """Values and zero points 0 to 15 -> bytes; (..., G, N) -> (..., N, G)."""
+    bits: int,
+) -> GroupWeights:
+    """Values and zero points, one an element -> bytes; (..., G, N) -> (..., N, G)."""
     *lead, rows, depth = values_NK.shape
     need = (*lead, -(-depth // group), rows)
     for what, tensor in (("scales", scales_GN), ("qzeros", zeros_GN)):
@@ -212,14 +238,13 @@ def _packed(
             raise ShapeError(what, got=tuple(tensor.shape), need=f"(..., G, N) = {need} unpacked")
     if not scales_GN.dtype.is_floating_point:
         raise DtypeError("scales", got=dtype_name(scales_GN.dtype), need="a floating dtype")
-    if symmetric and zeros_GN is not None:
-        if bool((zeros_GN != _MIDDLE).any()):
-            got = f"a zero point of {int(zeros_GN[zeros_GN != _MIDDLE][0])}"
-            raise WeightsError("qzeros", got=got, need=f"{_MIDDLE}, as symmetric=True says")
-        zeros_GN = None
-    w = values_NK[..., 0::2] | (values_NK[..., 1::2] << 4)
-    zeros = None
-    if zeros_GN is not None:
-        zeros = (zeros_GN[..., 0::2] | (zeros_GN[..., 1::2] << 4)).mT
-        zeros = zeros.contiguous().to(torch.uint8)
-    return Int4Weights(w.contiguous().to(torch.uint8), scales_GN.mT.contiguous(), zeros, group)
+    zeros = None if zeros_GN is None else _bytes(zeros_GN, bits).mT.contiguous()
+    scale = scales_GN.mT.contiguous()
+    return GroupWeights(_bytes(values_NK, bits).contiguous(), scale, zeros, group, bits)
+
+
+def _bytes(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8; of 4 bits two along the last dimension, the even one low."""
+    if bits == 4:
+        values = values[..., 0::2] | (values[..., 1::2] << 4)
+    return values.to(torch.uint8)

@@ -1,0 +1,240 @@
+"""Checkpoints with a byte or less a weight, beside 4-bit groups: GPTQ's 8 bits, float8, mxfp4."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.importers import (
+    GroupWeights,
+    channel_scale,
+    from_gpt_oss,
+    from_gptq,
+    one_scale,
+    regroup,
+    shard_columns,
+    shard_rows,
+    static_scale,
+    symmetric,
+)
+from modular_kernel.quant import check_weights_quantised, dequantise
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
+
+# ------------------------------------------------------------------------------ GPTQ, 8 bits
+
+
+def word(values: list[int]) -> int:
+    """Four bytes, the first lowest, as a signed int32."""
+    value = sum(byte << (8 * place) for place, byte in enumerate(values))
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def gptq(values: torch.Tensor, less: int = 0) -> torch.Tensor:
+    """(M, C), 0 to 255 -> (C / 4, M) int32: four of a row, `less` taken from each, a word."""
+    v = (values - less).tolist()
+    words = [[word(row[c : c + 4]) for row in v] for c in range(0, values.shape[1], 4)]
+    return torch.tensor(words, dtype=torch.int32)
+
+
+def layer(rows: int = 8, depth: int = 32, group: int = 8) -> tuple[torch.Tensor, ...]:
+    """Values (N, K) and zero points (N, G), 0 to 255, and scales (N, G)."""
+    g = torch.Generator().manual_seed(1)
+    groups = -(-depth // group)
+    values = torch.randint(0, 256, (rows, depth), generator=g)
+    zeros = torch.randint(1, 256, (rows, groups), generator=g)
+    return values, zeros, torch.rand(rows, groups, generator=g) + 0.5
+
+
+def numbers(weights: GroupWeights) -> torch.Tensor:
+    """What the stored tensors stand for, (N, K)."""
+    zeros = None if weights.zero_point is None else weights.zero_point[None]
+    scheme = QuantScheme.parse(weights.quant)
+    return dequantise(weights.w[None], weights.scale[None], zeros, scheme)[0]
+
+
+@pytest.mark.parametrize(("group", "less"), [(8, 1), (8, 0), (32, 1), (-1, 1)])
+def test_eight_bits_round_trip(group: int, less: int) -> None:
+    wide = 32 if group == -1 else group
+    values, zeros, scales = layer(group=wide)
+    # qzeros (G, N / 4): four rows' zero points a word.
+    qzeros = gptq(zeros.T.contiguous(), less).T
+    made = from_gptq(
+        gptq(values), scales.T, qzeros, group=group, minus_one=bool(less), bits=8
+    )  # fmt: skip
+    assert made.w.dtype == torch.uint8
+    assert torch.equal(made.w.int(), values.int())
+    assert made.zero_point is not None
+    assert torch.equal(made.zero_point.int(), zeros.int())
+    assert (made.group, made.depth, made.per_byte) == (wide, 32, 1)
+    assert made.quant == f"int8_w8a16_group:group={wide},zero_points=true"
+    want = (values - zeros.repeat_interleave(wide, 1)) * scales.repeat_interleave(wide, 1)
+    torch.testing.assert_close(numbers(made), want)
+
+
+def test_eight_bits_by_hand() -> None:
+    """k = 0..3 of a row in one int32, the first lowest; a stored zero point is one less."""
+    qweight = torch.tensor([[0x04030201, -1, 0, 0]], dtype=torch.int32)
+    qzeros = torch.tensor([[word([127, 0, 1, 254])]], dtype=torch.int32)
+    made = from_gptq(qweight, torch.full((1, 4), 2.0), qzeros, group=4, bits=8)
+    assert made.w.tolist() == [[1, 2, 3, 4], [255] * 4, [0] * 4, [0] * 4]
+    assert made.zero_point is not None
+    assert made.zero_point[:, 0].tolist() == [128, 1, 2, 255]
+    assert numbers(made)[1].tolist() == [508.0] * 4
+
+
+def test_eight_bits_without_zero_points_mean_128() -> None:
+    values, zeros, scales = layer()
+    qzeros = gptq(torch.full_like(zeros, 128).T.contiguous(), 1).T
+    made = from_gptq(gptq(values), scales.T, qzeros, group=8, bits=8)
+    bare = symmetric(made)
+    assert bare.zero_point is None
+    assert bare.quant == "int8_w8a16_group:group=8"
+    assert torch.equal(numbers(bare), numbers(made))
+    wrong = from_gptq(gptq(values), scales.T, gptq(zeros.T.contiguous(), 1).T, group=8, bits=8)
+    with pytest.raises(WeightsError, match=r"zero_point: got a zero point of .*, need 128"):
+        symmetric(wrong)
+
+
+def test_eight_bits_in_groups_and_shards() -> None:
+    values, zeros, scales = layer(rows=8, depth=64, group=64)
+    made = from_gptq(gptq(values), scales.T, gptq(zeros.T.contiguous(), 1).T, group=64, bits=8)
+    whole = numbers(made)
+    assert torch.equal(numbers(regroup(made, 32)), whole)
+    for rank in range(2):
+        share = slice(rank * 32, (rank + 1) * 32)
+        assert torch.equal(numbers(shard_columns(made, rank, 2)), whole[:, share])
+        assert torch.equal(numbers(shard_rows(made, rank, 2)), whole[rank * 4 : rank * 4 + 4])
+        assert shard_rows(made, rank, 2).bits == 8
+
+
+def test_bad_eight_bits() -> None:
+    values, zeros, scales = layer()
+    qzeros = gptq(zeros.T.contiguous(), 1).T
+    with pytest.raises(ConfigurationError, match="bits: got 3, need 4 or 8"):
+        from_gptq(gptq(values), scales.T, qzeros, group=8, bits=3)
+    # As if it were 4 bits: twice the columns, and nothing else fits.
+    with pytest.raises(ShapeError, match=r"scales: got \(4, 8\), need .* = \(8, 8\)"):
+        from_gptq(gptq(values), scales.T, None, group=8)
+    wrapped = torch.full((4, 2), -1, dtype=torch.int32)
+    with pytest.raises(WeightsError, match="qzeros: got a stored 255, need at most 254"):
+        from_gptq(gptq(values), scales.T, wrapped, group=8, bits=8)
+
+
+# ------------------------------------------------------------------------- float8, per tensor
+
+
+def halves() -> tuple[torch.Tensor, torch.Tensor]:
+    """w1 (2, 8, 16) in float8, its gate rows of one scale and its up rows of another."""
+    w = (torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(2)) * 100).to(FP8)
+    return w, torch.tensor([[0.5, 0.125], [0.01, 0.03]])
+
+
+def test_two_scales_become_the_larger() -> None:
+    w, scales = halves()
+    made, scale = one_scale(w, scales)
+    assert scale.tolist() == scales.amax(1).tolist()
+    assert made.dtype == FP8
+    # The rows of the larger scale keep their bits.
+    assert torch.equal(made.view(torch.uint8)[0, :4], w.view(torch.uint8)[0, :4])
+    assert torch.equal(made.view(torch.uint8)[1, 4:], w.view(torch.uint8)[1, 4:])
+    # A quarter is exact but for subnormals; a third rounds to the nearest float8.
+    got = made.float() * scale[:, None, None]
+    want = w.float() * scales.repeat_interleave(4, 1)[:, :, None]
+    error = (got - want).abs()
+    step = 2.0**-9 * scale[:, None, None]  # half a subnormal step at least
+    assert bool((error <= torch.maximum(want.abs() / 15.9, step)).all())
+    assert float(error[0, 4:].max()) <= float(step[0])
+    assert float(error[1, :4].max()) > 0
+
+
+def test_three_scales_of_an_expert_and_one() -> None:
+    w = torch.ones(1, 6, 2).to(FP8)
+    made, scale = one_scale(w, torch.tensor([[1.0, 4.0, 2.0]], dtype=torch.bfloat16))
+    assert scale.tolist() == [4.0]
+    assert scale.dtype == torch.float32
+    assert made.float()[0, :, 0].tolist() == [0.25, 0.25, 1.0, 1.0, 0.5, 0.5]
+    same, scale = one_scale(w, torch.tensor([[3.0]]))
+    assert torch.equal(same.view(torch.uint8), w.view(torch.uint8))
+    assert scale.tolist() == [3.0]
+
+
+def test_what_is_made_binds() -> None:
+    w, scales = halves()
+    w1, w1_scale = one_scale(w, scales)
+    static = static_scale(torch.tensor([[0.5], [0.25]]))
+    assert static.tolist() == [0.5]
+    w2 = torch.ones(2, 16, 4).to(FP8)
+    weights = ExpertWeights(
+        w1, w2, w1_scale=w1_scale, w2_scale=torch.ones(2), a1_scale=static, a2_scale=static
+    )
+    problem = Problem(1, 16, 4, 2, 1, quant="fp8_w8a8_tensor:static=true")
+    check_weights_quantised(weights, problem, CPU)
+    flat = channel_scale(torch.ones(2, 8, 1, dtype=torch.bfloat16))
+    channels = replace(weights, w1_scale=flat, w2_scale=channel_scale(torch.ones(2, 16)),
+                       a1_scale=None, a2_scale=None)  # fmt: skip
+    check_weights_quantised(channels, replace(problem, quant="fp8_w8a8_channel"), CPU)
+
+
+def test_bad_scales() -> None:
+    w, scales = halves()
+    with pytest.raises(DtypeError, match="w: got bfloat16, need float8_e4m3fn"):
+        one_scale(w.bfloat16(), scales)
+    with pytest.raises(ShapeError, match=r"w: got \(8, 16\), need \(e, N, K\)"):
+        one_scale(w[0], scales)
+    for shape in ((2,), (3, 2), (2, 3), (2, 0), (2, 2, 1)):
+        with pytest.raises(ShapeError, match=r"scale: got .* S dividing N = 8"):
+            one_scale(w, torch.ones(shape))
+    for value in (0.0, -1.0, float("nan"), float("inf")):
+        bad = torch.tensor([[1.0, 1.0], [1.0, value]])
+        for make in (lambda s: one_scale(w, s), channel_scale, static_scale):
+            with pytest.raises(WeightsError, match=f"got {value}, need finite numbers above 0"):
+                make(bad)
+    with pytest.raises(DtypeError, match="scale: got int32, need a floating dtype"):
+        one_scale(w, torch.ones(2, 2, dtype=torch.int32))
+    with pytest.raises(ShapeError, match=r"scale: got \(2, 8, 2\), need \(e, N, 1\) or"):
+        channel_scale(torch.ones(2, 8, 2))
+    with pytest.raises(ShapeError, match="activation scales: got"):
+        static_scale(torch.ones(0))
+
+
+# ------------------------------------------------------------------------------------- mxfp4
+
+
+def test_gpt_oss_by_hand() -> None:
+    """Row 0 of two groups of 32: codes 1, 2 first (0.5 and 1), the rest 0; scales 2 and 1 / 2."""
+    blocks = torch.zeros(1, 2, 2, 16, dtype=torch.uint8)
+    blocks[0, 0, 0, 0], blocks[0, 0, 1, 15] = 0x21, 0xF7
+    scales = torch.tensor([[[128, 126], [127, 127]]], dtype=torch.uint8)
+    w, scale = from_gpt_oss(blocks, scales)
+    assert w.shape == (1, 2, 32)
+    assert w.data_ptr() == blocks.data_ptr()
+    values = dequantise(w, scale, None, QuantScheme.parse("mxfp4_w4a16"))
+    assert values[0, 0, :3].tolist() == [1.0, 2.0, 0.0]
+    assert values[0, 0, 62:].tolist() == [3.0, -3.0]
+    assert not values[0, 1].any()
+
+
+def test_a_gpt_oss_layer_binds() -> None:
+    up = from_gpt_oss(torch.zeros(2, 64, 2, 16).byte(), torch.zeros(2, 64, 2).byte())
+    down = from_gpt_oss(torch.zeros(2, 64, 1, 16).byte(), torch.zeros(2, 64, 1).byte())
+    weights = ExpertWeights(up[0], down[0], w1_scale=up[1], w2_scale=down[1])
+    problem = Problem(1, 64, 32, 2, 1, activation="swiglu_oai", quant="mxfp4_w4a16")
+    check_weights_quantised(weights, problem, CPU)
+
+
+def test_bad_mxfp4() -> None:
+    blocks = torch.zeros(1, 2, 2, 16, dtype=torch.uint8)
+    scales = torch.zeros(1, 2, 2, dtype=torch.uint8)
+    with pytest.raises(DtypeError, match="blocks: got int8"):
+        from_gpt_oss(blocks.to(torch.int8), scales)
+    with pytest.raises(DtypeError, match="scales: got float32"):
+        from_gpt_oss(blocks, scales.float())
+    with pytest.raises(ShapeError, match=r"blocks: got \(1, 2, 2, 32\), need .*, 16\)"):
+        from_gpt_oss(torch.cat([blocks, blocks], 3), scales)
+    with pytest.raises(ShapeError, match=r"scales: got \(1, 2, 1\), need .* = \(1, 2, 2\)"):
+        from_gpt_oss(blocks, scales[:, :, :1])
