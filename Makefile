@@ -11,7 +11,7 @@ VENV       ?= .venv
 WORKERS    ?= 2
 ARGS       ?=
 PIP_FLAGS  := --disable-pip-version-check -qq
-EXTRAS     := test,dev,transformers
+EXTRAS     := test,dev,transformers,bench
 
 TORCH      ?= $(shell grep '^torch==' constraints-cpu.txt)
 

@@ -120,14 +120,32 @@ def test_a_wrong_layer_is_reported_and_not_timed(
     assert (first.us, first.over_floor, first.over_best_peer) == (None, None, None)
     assert first.note
     assert len(timed) == 1
-    assert wrong.calls == 2
+    assert wrong.calls <= 3
     assert second.over_best_peer == 1.0
     assert "WRONG" in table.one_line(first)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 12])
+def test_a_small_layer_is_judged_over_several_calls(tokens: int) -> None:
+    """Its errors scatter; what rounds twice as often as need be is right every time."""
+    small = replace(CELL, problem=SMALL.with_tokens(tokens))
+    for kind in ("uniform", "hot1"):
+        rows = measured(
+            *baseline_offers(), cells=(replace(small, routing=RoutingKind.parse(kind)),)
+        )
+        (row,) = rows.rows
+        assert (row.status, row.note) == ("ok", "")
+        assert row.error is not None
+        assert row.error_bound is not None
+        assert row.error < 0.8 * row.error_bound, "not close, whatever is drawn"
+    slightly = Reference("slightly", lambda out, _x: out * 1.01)
+    (row,) = measured(offer(slightly), cells=(small,)).rows
+    assert row.status == "wrong"
+
+
 def test_a_layer_that_goes_wrong_while_timed_loses_its_time() -> None:
     tired = Reference("tired")
-    tired.defect = lambda out, _x: out * (1.5 if tired.calls > 4 else 1.0)
+    tired.defect = lambda out, _x: out * (1.5 if tired.calls > 6 else 1.0)
     (row,) = measured(offer(tired)).rows
     assert (row.status, row.us) == ("wrong", None)
     assert "after cpu calls" in row.note

@@ -137,7 +137,6 @@ def test_the_command_writes_what_it_is_asked_for(mk: Mk, tmp_path: Path) -> None
 
 
 def test_a_picture_is_drawn(mk: Mk, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     path = tmp_path / "r.png"
     assert mk(*TINY, "--tokens-list", "1,4", "--plot", str(path)).code == 0
     assert path.read_bytes()[:4] == b"\x89PNG"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ import torch
 
 from modular_kernel.bench import method
 from modular_kernel.bench.cases import Cell, Input, make_input, make_weights, quantised
-from modular_kernel.bench.check import Answer, answer_to, judge_output
+from modular_kernel.bench.check import (
+    Answer,
+    Checked,
+    Finding,
+    answer_to,
+    check_again,
+    check_calls,
+)
 from modular_kernel.bench.launches import count_launches, device_work
 from modular_kernel.bench.layers import TorchGroupedMm
 from modular_kernel.bench.method import Rotation, host_cost, rotation, time_calls
@@ -106,6 +114,10 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: "usual")
         monkeypatch.setattr(torch.cuda, "set_stream", self.log.append)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: self.log.append("wait"))
+        generator = SimpleNamespace(
+            clone_state=lambda: "state", graphsafe_set_state=self.log.append
+        )
+        monkeypatch.setattr(method, "_generator", lambda: generator)
         monkeypatch.setattr(method, "_wiper", lambda _: lambda: self.log.append("wipe"))
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
@@ -157,6 +169,7 @@ def test_what_cannot_be_captured_is_timed_eagerly(monkeypatch: pytest.MonkeyPatc
     gpu.capturable = False
     assert time_calls([call], GPU).mode == "eager"
     assert "usual" in gpu.log
+    assert "state" in gpu.log
     gpu.capturable = True
     assert time_calls([call], GPU, graph=False).mode == "eager"
     assert time_calls([call], GPU).mode == "graph"
@@ -192,6 +205,10 @@ def cell(routing: str = "uniform", **changes: Any) -> Cell:
     return Cell("small", replace(SMALL, **changes), RoutingKind.parse(routing))
 
 
+def judge_output(out: torch.Tensor, answer: Answer, problem: Problem) -> Finding:
+    return check_calls([(out.clone, answer)], problem).finding
+
+
 def asked(one: Cell, quant: str = "none") -> tuple[Input, ExpertWeights, Answer]:
     given, weights = make_input(one, CPU, 0), make_weights(one.problem, CPU)
     return given, weights, answer_to(one, given, weights, QuantScheme.parse(quant))
@@ -216,7 +233,7 @@ def test_plain_torch_passes_and_defects_do_not(routing: str, changes: dict[str, 
     finding = judge_output(right, answer, one.problem)
     assert not finding.wrong
     assert finding.error is not None
-    assert finding.error < answer.bound < 0.02
+    assert finding.error < finding.bound < 0.02
     for wrong in (right * 1.02, right.roll(1, -1), torch.zeros_like(right)):
         assert "relative error" in judge_output(wrong, answer, one.problem).wrong
     hole = right.clone()
@@ -243,14 +260,35 @@ def test_the_bound_follows_the_scheme(quant: str, least: float, most: float) -> 
     """The reference is the unquantised layer; the bound is twice what the scheme itself costs."""
     one = cell(tokens=40)
     given, weights, answer = asked(one, quant)
-    assert least < answer.bound / 2 < most
     problem = replace(one.problem, quant=quant)
     stored = quantised(weights, problem)
     out = recipe(given.x_TH, stored, given.routing, problem).to(problem.dtype)
-    assert not judge_output(out, answer, problem).wrong
+    finding = judge_output(out, answer, problem)
+    assert least < finding.bound / 2 < most
+    assert not finding.wrong
     swapped = replace(weights, w1=weights.w1.roll(problem.intermediate, 1))
     out = oracle(given.x_TH, swapped, given.routing, one.problem).to(problem.dtype)
     assert judge_output(out, answer, problem).wrong
+
+
+def test_calls_are_judged_together_and_each_for_its_form() -> None:
+    one = cell(tokens=40)
+    given, weights, answer = asked(one)
+    right = recipe(given.x_TH, weights, given.routing, one.problem).to(torch.bfloat16)
+    off = right + answer.exact.norm() / answer.exact.numel() ** 0.5 * 0.007
+
+    def judged(*outs: torch.Tensor) -> Checked:
+        return check_calls([(out.clone, answer) for out in outs], one.problem)
+
+    assert judged(off).finding.wrong
+    both = judged(off, right)
+    assert not both.finding.wrong, "a scatter that the other call makes up for"
+    assert torch.equal(both.last, right[answer.rows].double())
+    hole = right.index_fill(0, torch.tensor([3]), math.nan)
+    assert "not finite" in judged(right, hole).finding.wrong
+    assert not check_again(right, answer, both, one.problem).wrong
+    assert "away from before" in check_again(right * 1.02, answer, both, one.problem).wrong
+    assert "not finite" in check_again(hole, answer, both, one.problem).wrong
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_block", "int4_w4a16_group:zero_points=true"])

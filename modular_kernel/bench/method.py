@@ -123,6 +123,8 @@ def _captured(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
     """One graph for each group, or None if a call cannot be captured."""
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
+    generator = _generator()
+    state = generator.clone_state()
     try:
         for group in groups:
             graph = torch.cuda.CUDAGraph()
@@ -130,10 +132,18 @@ def _captured(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
                 last = _all(group)
             runs.append(partial(_replay, graph, last))
     except RuntimeError:
+        # A capture that fails may leave its stream behind, and the generator waiting for its end:
+        # whatever draws next would be refused.
         torch.cuda.synchronize()
-        torch.cuda.set_stream(stream)  # a capture that fails may leave its own behind
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(state)
         return None
     return runs
+
+
+def _generator() -> torch.Generator:
+    """What `torch.rand` draws from on the current GPU; a capture takes hold of it."""
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,8 @@ class Row:
     us, us_min, spread: of one call, see method.Timing. over_floor, over_best_peer: us divided by
     the floor, and by the fastest ok row of its kind that is not ours.
     touched, skew: experts with a token, and the fullest one's pairs over the mean; averages.
-    launches, host_us, allocations: of one eager call; None where not measured.
+    eager_us: as us, of calls that are launched one by one. launches, host_us, allocations: of one
+    eager call. None where not measured.
     """
 
     shape: str
@@ -61,6 +62,7 @@ class Row:
     floor_bound: str = ""
     over_floor: float | None = None
     over_best_peer: float | None = None
+    eager_us: float | None = None
     launches: int | None = None
     host_us: float | None = None
     allocations: float | None = None

@@ -11,7 +11,13 @@ import torch
 
 from modular_kernel.bench import rows as status
 from modular_kernel.bench.cases import Cell, Input, make_input, make_weights, operands
-from modular_kernel.bench.check import Answer, answer_to, judge_output
+from modular_kernel.bench.check import (
+    Answer,
+    answer_to,
+    check_again,
+    check_calls,
+    inputs_to_check,
+)
 from modular_kernel.bench.environment import environment
 from modular_kernel.bench.floor import (
     Peaks,
@@ -27,6 +33,7 @@ from modular_kernel.bench.layers import Layer, Offer
 from modular_kernel.bench.method import (
     Call,
     Rotation,
+    Timing,
     host_cost,
     l2_bytes,
     rotation,
@@ -125,14 +132,14 @@ class _Team:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One row's calls, what each is given, and what the first and the last must return."""
+    """One row's calls and what each is given. checks: calls with what they must return, the last
+    one of `calls` at their end."""
 
     calls: tuple[Call, ...]
     layer: Layer
     turns: Rotation
     loads: tuple[Load, ...]
-    first: Answer
-    last: Answer
+    checks: tuple[tuple[Call, Answer], ...]
 
 
 class _Run:
@@ -224,19 +231,22 @@ class _Run:
         turns = self._rotation(cell, work_of(cell.problem, scheme, [load]), scheme)
         inputs, loads = zip((first, load), *map(given, range(1, turns.calls)), strict=True)
         layers = [team.layer(index) for index in range(turns.sets)]
-        at = turns.calls - 1
-        return _Trial(
-            calls=tuple(
-                partial(layers[i % turns.sets].call, one.x_TH, one.routing)
-                for i, one in enumerate(inputs)
-            ),
-            layer=layers[0],
-            turns=turns,
-            loads=loads,
-            # Before any call: a layer that overwrites x is compared with what x was.
-            first=self._answer(cell, team, first, (0, 0)),
-            last=self._answer(cell, team, inputs[at], (at, at % turns.sets)),
+        calls = tuple(
+            partial(layers[i % turns.sets].call, one.x_TH, one.routing)
+            for i, one in enumerate(inputs)
         )
+        # Answers come before any call: a layer that overwrites x is compared with what x was.
+        checks = []
+        for index in _checked_inputs(turns.calls, inputs_to_check(cell.problem)):
+            one = inputs[index] if index < turns.calls else given(index)[0]
+            call = (
+                calls[index]
+                if index < turns.calls
+                else partial(layers[0].call, one.x_TH, one.routing)
+            )
+            at = index % turns.sets if index < turns.calls else 0
+            checks.append((call, self._answer(cell, team, one, (index, at))))
+        return _Trial(calls, layers[0], turns, loads, tuple(checks))
 
     def _rotation(self, cell: Cell, work: Work, scheme: QuantScheme) -> Rotation:
         memory = 0
@@ -259,7 +269,8 @@ class _Run:
         scheme, trial = QuantScheme.parse(team.offer.quant), self._trial(cell, team)
         work = work_of(cell.problem, scheme, trial.loads)
         floor = floor_of(work, cell.problem, scheme, self.peaks)
-        finding = judge_output(_poisoned(trial.calls[0]), trial.first, cell.problem)
+        checked = check_calls(trial.checks, cell.problem)
+        finding = checked.finding
         row = replace(
             row,
             calls=trial.turns.calls,
@@ -271,7 +282,7 @@ class _Run:
             floor_us=floor.us,
             floor_bound=floor.bound,
             error=finding.error,
-            error_bound=trial.first.bound,
+            error_bound=finding.bound,
         )
         if finding.wrong:
             return replace(row, status=status.WRONG, note=finding.wrong)
@@ -282,11 +293,12 @@ class _Run:
             flush=trial.turns.flush,
             target_ms=self.job.target_ms,
         )
-        finding = judge_output(timing.last, trial.last, cell.problem)
+        finding = check_again(timing.last, trial.checks[-1][1], checked, cell.problem)
         if finding.wrong:
             note = f"after {timing.mode} calls: {finding.wrong}"
             return replace(row, status=status.WRONG, note=note, error=finding.error)
         host = host_cost(trial.calls[0], self.device)
+        eager = self._eager_time(trial, timing)
         expected = self.device.type == "cuda" and self.job.graph
         return replace(
             row,
@@ -298,9 +310,20 @@ class _Run:
             mode=status.INTERPRETER if trial.layer.interpreted else timing.mode,
             replays=timing.replays,
             over_floor=None if trial.layer.interpreted else timing.us / floor.us,
+            eager_us=eager,
             host_us=host.us if host else None,
             allocations=host.allocations if host else None,
         )
+
+    def _eager_time(self, trial: _Trial, timing: Timing) -> float | None:
+        """Microseconds of the same calls launched one by one; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        if timing.mode.startswith("eager"):
+            return timing.us
+        ms = self.job.target_ms / 4
+        flush = trial.turns.flush
+        return time_calls(trial.calls, self.device, graph=False, flush=flush, target_ms=ms).us
 
     def _count_launches(self) -> None:
         """Once everything was timed: the profiler slows down what comes after it."""
@@ -324,10 +347,11 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:_LONGEST_NOTE]
 
 
-def _poisoned(call: Call) -> torch.Tensor:
-    """What a second call returns after the first one's output was filled with NaN."""
-    call().fill_(float("nan"))
-    return call()
+def _checked_inputs(calls: int, least: int) -> list[int]:
+    """Numbers of the inputs that are checked: the first, further ones until there are enough, and
+    at the end the last that is timed."""
+    further = range(calls, calls + max(least - min(calls, 2), 0))
+    return [*dict.fromkeys([0, *further, calls - 1])] if calls > 1 else [*further, 0]
 
 
 def blank_row(cell: Cell, offer: Offer) -> Row:

@@ -7,7 +7,7 @@ from modular_kernel.bench.rows import Report, Row, best
 
 _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
-    "launches", "host us", "allocs", "mode", "note",
+    "eager us", "launches", "host us", "allocs", "mode", "note",
 )  # fmt: skip
 METHOD = """\
 - A layer is timed from x, top-k ids and weights to y: index work, quantisation of x, both products,
@@ -44,7 +44,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.shape, str(row.tokens), row.routing, label(row), time_or_fate(row),
         _number(row.floor_us, 1), _number(row.over_floor, 2), _number(row.over_best_peer, 2),
         "" if row.error is None else f"{row.error:.1e}",
-        "" if row.launches is None else str(row.launches),
+        _number(row.eager_us, 1), "" if row.launches is None else str(row.launches),
         _number(row.host_us, 1), _number(row.allocations, 1), row.mode, row.note,
     )  # fmt: skip
 

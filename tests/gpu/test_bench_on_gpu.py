@@ -7,7 +7,7 @@ import torch
 from modular_kernel.bench.cases import Cell
 from modular_kernel.bench.floor import measure_peaks
 from modular_kernel.bench.layers import Layer, Offer, baseline_offers, pair_offers
-from modular_kernel.bench.method import l2_bytes
+from modular_kernel.bench.method import l2_bytes, time_calls
 from modular_kernel.bench.routing import RoutingKind
 from modular_kernel.bench.run import Job, run
 from modular_kernel.catalog import this_machine
@@ -33,6 +33,8 @@ def test_pairs_and_baseline_are_replayed() -> None:
         assert 1 <= row.launches < 40
         assert row.host_us is not None
         assert row.host_us > 1
+        assert row.eager_us is not None
+        assert row.eager_us > 1
         assert row.weight_sets is not None
         # 25 MB of weights stay in a large cache unless they are rotated or flushed.
         assert row.weight_sets > 1 or row.mode == "graph+flush"
@@ -57,8 +59,24 @@ def test_what_cannot_be_captured_is_timed_eagerly() -> None:
     looping, after = run(Job((CELL,), offers, this_machine(), target_ms=1.0)).rows
     assert (looping.status, looping.note) == ("ok", "not captured")
     assert looping.mode.startswith("eager")
+    assert looping.eager_us == looping.us
     assert after.status == "ok"
     assert after.mode.startswith("graph")
+
+
+def test_a_capture_that_fails_leaves_random_numbers_as_they_were() -> None:
+    device = torch.device("cuda")
+    torch.manual_seed(3)
+    want = torch.rand(8, device=device)
+    torch.manual_seed(3)
+
+    def cannot_be_captured() -> torch.Tensor:
+        count = int(torch.zeros(1, device=device).item())
+        return torch.zeros(8, device=device) + count
+
+    timing = time_calls([cannot_be_captured], device, target_ms=0.1)
+    assert timing.mode == "eager"
+    assert torch.equal(torch.rand(8, device=device), want)
 
 
 def test_peaks_of_a_gpu_are_a_gpu_s() -> None:

@@ -1,0 +1,69 @@
+"""The public layers that `mk bench --peer tools/bench_peers.py` would measure."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from modular_kernel.bench.cases import make_weights
+from modular_kernel.bench.layers import peer_offers
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import Problem
+
+FILE = Path(__file__).parents[1] / "tools" / "bench_peers.py"
+PROBLEM = Problem(tokens=64, hidden=256, intermediate=128, experts=4, top_k=2)
+
+
+@pytest.fixture
+def peers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_peers", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_cannot_be_imported_is_named(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert peers.layers() == []
+    err = capsys.readouterr().err
+    assert err.count("no vllm here") == 6
+    for name in ("vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"):
+        assert f"left out: {name}" in err
+
+
+def test_every_peer_names_a_scheme_and_refuses_what_it_does_not_compute(
+    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    made = peers.layers()
+    assert len(made) == len({(layer.name, layer.quant) for layer in made}) == 6
+    for layer in made:
+        assert str(QuantScheme.parse(layer.quant)) == layer.quant
+        fits = PROBLEM.with_tokens(256)
+        assert layer.refusal(fits) is None
+        for change in ({"activation": "gelu"}, {"bias": True}, {"dtype": torch.float16}):
+            assert layer.refusal(replace(fits, **change))
+    blocks = [layer for layer in made if layer.blocks]
+    assert {layer.quant for layer in blocks} == {"fp8_w8a8_block"}
+    assert all(layer.refusal(replace(PROBLEM, tokens=256, hidden=192)) for layer in blocks)
+    (deep,) = (layer for layer in made if layer.name == "vllm_deepgemm")
+    assert "tokens" in deep.refusal(PROBLEM)
+
+
+def test_channel_scales_stand_behind_their_rows(peers: ModuleType) -> None:
+    peer = peers.VllmTriton("fp8_w8a8_channel")
+    _, _, w1_scale, w2_scale = peer.stored(PROBLEM, make_weights(PROBLEM, torch.device("cpu")))
+    assert tuple(w1_scale.shape) == (4, 256, 1)
+    assert tuple(w2_scale.shape) == (4, 256, 1)
+
+
+def test_the_file_is_one_that_bench_takes() -> None:
+    names = {offer.name for offer in peer_offers(FILE)}
+    assert names <= {"vllm_triton", "vllm_deepgemm", "vllm_cutlass", "triton_kernels"}

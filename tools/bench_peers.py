@@ -1,0 +1,191 @@
+"""Public layers beside ours: `mk bench --model baseline --peer tools/bench_peers.py`.
+
+Those whose packages can be imported here are offered, the others are named on stderr: vLLM's fused
+experts on its Triton kernels (bf16; fp8 by channel; fp8 by block), its DeepGEMM and CUTLASS
+experts, and triton_kernels with SwiGLU in the first product (v3.5.1's interface, as vLLM ships it).
+What a layer does to its weights (quantise, transpose, interleave) is its own untimed set-up.
+"""
+
+import sys
+from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+import triton
+import triton.language as tl
+
+from modular_kernel.bench.cases import quantised
+from modular_kernel.bench.layers import Layer
+
+_MOE = "vllm.model_executor.layers.fused_moe"
+_BLOCK = 128
+_LEAST_DEEPGEMM_TOKENS = 128  # vLLM's own rule
+
+
+def _plain(problem):
+    """Whether this is the layer that all of these compute."""
+    alike = problem.act.kind == "silu" and not problem.bias and not problem.expert_map
+    return alike and problem.dtype is torch.bfloat16 and problem.routed_scaling_factor == 1.0
+
+
+class Peer(Layer):
+    """needs: modules without which the layer is left out. blocks: H and I are whole blocks."""
+
+    needs = ("vllm",)
+    blocks = False
+
+    def refusal(self, problem):
+        if not _plain(problem):
+            return "plain bf16 SwiGLU layers only"
+        if self.blocks and (problem.hidden % _BLOCK or problem.intermediate % _BLOCK):
+            return f"hidden and intermediate must be multiples of {_BLOCK}"
+        return None
+
+    def stored(self, problem, weights):
+        """The weights as the layer's scheme has them; channel scales are (e, rows, 1) there."""
+        made = quantised(weights, replace(problem, quant=self.quant))
+        if self.quant == "fp8_w8a8_channel":
+            return made.w1, made.w2, made.w1_scale[..., None], made.w2_scale[..., None]
+        return made.w1, made.w2, made.w1_scale, made.w2_scale
+
+    def quant_config(self, w1_scale, w2_scale):
+        make = import_module(f"{_MOE}.config").fp8_w8a8_moe_quant_config
+        if self.quant == "fp8_w8a8_block":
+            how = {"block_shape": [_BLOCK, _BLOCK]}
+        else:
+            how = {"per_act_token_quant": True, "per_out_ch_quant": True}
+        return make(w1_scale=w1_scale, w2_scale=w2_scale, **how)
+
+
+class VllmTriton(Peer):
+    """moe_align_block_size, fused_moe_kernel, silu_and_mul, fused_moe_kernel, moe_sum."""
+
+    def __init__(self, quant):
+        self.name, self.quant = "vllm_triton", quant
+        self.blocks = quant == "fp8_w8a8_block"
+
+    def setup(self, problem, weights):
+        self.run = import_module(f"{_MOE}.fused_moe").fused_experts
+        self.w1, self.w2, self.config = weights.w1, weights.w2, None
+        if self.quant != "none":
+            self.w1, self.w2, *scales = self.stored(problem, weights)
+            self.config = self.quant_config(*scales)
+
+    def call(self, x_TH, routing):
+        ids, router = routing.topk_ids_TK, routing.topk_weights_TK
+        return self.run(x_TH, self.w1, self.w2, router, ids, quant_config=self.config)
+
+
+class VllmExperts(Peer):
+    """One of vLLM's modular experts behind its own quantisation of x, writing the output itself."""
+
+    def __init__(self, name, quant, module, cls):
+        self.name, self.quant, self.where = name, quant, (module, cls)
+        self.blocks = quant == "fp8_w8a8_block"
+
+    def refusal(self, problem):
+        if "deepgemm" in self.name and problem.tokens < _LEAST_DEEPGEMM_TOKENS:
+            return f"{_LEAST_DEEPGEMM_TOKENS} tokens at least"
+        return super().refusal(problem)
+
+    def setup(self, problem, weights):
+        module, cls = self.where
+        self.silu = import_module(f"{_MOE}.activation").MoEActivation.SILU
+        self.quantise = import_module(f"{_MOE}.utils").moe_kernel_quantize_input
+        self.problem = problem
+        self.w1, self.w2, *scales = self.stored(problem, weights)
+        self.config = self.quant_config(*scales)
+        made = getattr(import_module(f"{_MOE}.experts.{module}"), cls)
+        self.experts = made(self._moe_config(problem), self.config)
+
+    def _moe_config(self, problem):
+        config = import_module(f"{_MOE}.config")
+        return config.FusedMoEConfig(
+            num_experts=problem.experts,
+            experts_per_token=problem.top_k,
+            hidden_dim=problem.hidden,
+            intermediate_size_per_partition=problem.intermediate,
+            num_local_experts=problem.experts,
+            num_logical_experts=problem.experts,
+            activation=self.silu,
+            device="cuda",
+            routing_method=config.RoutingMethodType.Renormalize,
+            moe_parallel_config=config.FusedMoEParallelConfig.make_no_parallel(),
+            in_dtype=problem.dtype,
+        )
+
+    def call(self, x_TH, routing):
+        p, tokens, config = self.problem, x_TH.shape[0], self.config
+        x, scale = self.quantise(
+            x_TH,
+            None,
+            quant_dtype=torch.float8_e4m3fn,
+            per_act_token_quant=config.per_act_token_quant,
+            block_shape=config.block_shape,
+        )
+        shapes = self.experts.workspace_shapes(
+            tokens, 2 * p.intermediate, p.hidden, p.top_k, p.experts, p.experts, None, self.silu
+        )
+        one, two, out = (torch.empty(s, device=x.device, dtype=x_TH.dtype) for s in shapes)
+        router, ids = routing.topk_weights_TK, routing.topk_ids_TK
+        self.experts.apply(
+            out, x, self.w1, self.w2, router, ids, self.silu, p.experts, None, scale, None,
+            one, two, None, False,
+        )  # fmt: skip
+        return out
+
+
+@triton.jit(repr=lambda _: "_silu_and_multiply")
+def _silu_and_multiply(value):
+    """Columns alternate between gate and up."""
+    pairs = tl.reshape(value, (value.shape[0], value.shape[1] // 2, 2))
+    gate, up = tl.split(pairs)
+    return gate / (1 + tl.exp(-gate)) * up
+
+
+class TritonKernels(Peer):
+    """Routing tables, a gathering product with SwiGLU behind it, a scattering product."""
+
+    name = "triton_kernels"
+
+    def setup(self, problem, weights):
+        self.tables = import_module(f"{_MOE}.experts.gpt_oss_triton_kernels_moe").make_routing_data
+        self.mm = mm = import_module("triton_kernels.matmul_ogs")
+        specs = mm.FnSpecs("silu_and_multiply", _silu_and_multiply, ())
+        self.act, self.experts = mm.FusedActivation(specs, (), 2), problem.experts
+        half = problem.intermediate
+        shape = (problem.experts, problem.hidden, 2 * half)
+        self.w1 = torch.empty(shape, device=weights.w1.device, dtype=problem.dtype)
+        self.w1[:, :, 0::2] = weights.w1[:, :half].mT
+        self.w1[:, :, 1::2] = weights.w1[:, half:].mT
+        self.w2 = weights.w2.mT.contiguous()
+
+    def call(self, x_TH, routing):
+        mm, config = self.mm.matmul_ogs, self.mm.PrecisionConfig
+        ids, router = routing.topk_ids_TK, routing.topk_weights_TK
+        data, gather, scatter = self.tables(ids, router, self.experts)
+        h = mm(
+            x_TH, self.w1, None, data,
+            gather_indx=gather, precision_config=config(), fused_activation=self.act,
+        )  # fmt: skip
+        return mm(
+            h, self.w2, None, data,
+            scatter_indx=scatter, precision_config=config(), gammas=data.gate_scal,
+        )  # fmt: skip
+
+
+def layers():
+    """Those that can be imported here."""
+    made = [
+        *(VllmTriton(quant) for quant in ("none", "fp8_w8a8_channel", "fp8_w8a8_block")),
+        VllmExperts("vllm_deepgemm", "fp8_w8a8_block", "deep_gemm_moe", "DeepGemmExperts"),
+        VllmExperts("vllm_cutlass", "fp8_w8a8_channel", "cutlass_moe", "CutlassExpertsFp8"),
+        TritonKernels(),
+    ]
+    absent = {name for peer in made for name in peer.needs if find_spec(name) is None}
+    for peer in made if absent else ():
+        lacking = ", ".join(absent.intersection(peer.needs))
+        if lacking:
+            print(f"left out: {peer.name} {peer.quant}, no {lacking} here", file=sys.stderr)
+    return [peer for peer in made if not absent.intersection(peer.needs)]
