@@ -81,12 +81,14 @@ class Device:
     """What a tile must fit. name: as the driver gives it, "" without a GPU.
 
     shared: bytes of shared memory a block may ask for. warpgroups: products read their operands
-    from shared memory, so that a pipeline of s stages holds s tiles of them, not s - 1.
+    from shared memory, so that a pipeline of s stages holds s tiles of them, not s - 1. boxes: the
+    kernels of the PERMUTED path run here.
     """
 
     name: str = ""
     shared: int = _SHARED[9, 0]
     warpgroups: bool = True
+    boxes: bool = False
 
     @classmethod
     def of(cls, machine: Machine) -> "Device":
@@ -94,7 +96,8 @@ class Device:
         if machine.arch is None:
             return cls()
         shared = _SHARED.get(machine.arch, _LEAST_SHARED)
-        return cls(machine.name, shared, warpgroups=machine.arch >= (9, 0))
+        warpgroups, boxes = machine.arch >= (9, 0), machine.arch == (9, 0)
+        return cls(machine.name, shared, warpgroups=warpgroups, boxes=boxes)
 
 
 @dataclass(frozen=True)

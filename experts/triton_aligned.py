@@ -9,6 +9,7 @@ from modular_kernel import stages
 from modular_kernel.ops.align import Aligned, align, align_specs
 from modular_kernel.ops.quantise import PairRows, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
@@ -24,6 +25,10 @@ class AlignedPath:
         self.problem = problem
         self._kernel = grouped_gemm_kernel
         self._sums = problem.combine is Combine.SUM
+
+    def takes(self, weights: ExpertWeights) -> bool:
+        """Any."""
+        return True
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Buffers for a call of `tokens` tokens in blocks of block_m rows."""

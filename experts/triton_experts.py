@@ -2,8 +2,9 @@
 
 import torch
 
+from experts import triton_permuted
 from experts.tile_search import TileSpace
-from experts.tiles import choose_tiles, regimes_up_to
+from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_gemm import SCHEMES, group_rejections
 from experts.triton_path import Path, PathCall
@@ -62,7 +63,10 @@ class TritonExperts(PermuteExpertsUnpermute):
         they take other paths and smaller blocks."""
         assert isinstance(shape, ContiguousShape)
         problem, largest = self.problem, dict[str, BufferSpec]()
-        for most, path, block_m in regimes_up_to(problem, shape.tokens, tuple(self._paths)):
+        regimes = regimes_up_to(problem, shape.tokens, tuple(self._paths))
+        if len(self._paths) > 1:  # for weights that only the aligned path takes
+            regimes += regimes_up_to(problem, shape.tokens)
+        for most, path, block_m in regimes:
             for name, spec in self._paths[path].specs(most, block_m).items():
                 if name not in largest or spec.nbytes > largest[name].nbytes:
                     largest[name] = spec
@@ -87,11 +91,16 @@ class TritonExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        tiles = choose_tiles(self.problem, tokens.x_TH.shape[0], tuple(self._paths))
+        num_tokens = tokens.x_TH.shape[0]
+        tiles = choose_tiles(self.problem, num_tokens, tuple(self._paths))
+        if not self._paths[tiles.path].takes(weights):
+            tiles = choose_tiles(self.problem, num_tokens)
         self._paths[tiles.path].run(PathCall(tokens, weights, workspace, output, tiles))
 
 
 def _paths(problem: Problem) -> dict[str, Path]:
-    """The paths that can serve `problem`, by name."""
-    paths: tuple[Path, ...] = (AlignedPath(problem),)
+    """The paths that can serve `problem` here, by name."""
+    paths: list[Path] = [AlignedPath(problem)]
+    if triton_permuted.serves(problem, this_store().device):
+        paths.append(triton_permuted.PermutedPath(problem))
     return {path.name: path for path in paths}

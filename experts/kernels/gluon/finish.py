@@ -1,0 +1,110 @@
+"""Device functions: what follows the product of a tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
+def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
+    """As modular_kernel.ops.kernels.activation.activate, operation by operation."""
+    if KIND == "relu2":
+        positive = gl.maximum(gate, 0.0)
+        result = positive * positive
+    elif KIND == "silu":
+        result = gate * _sigmoid(gate) * up
+    elif KIND == "gelu":
+        result = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476)) * up
+    elif KIND == "gelu_tanh":
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        result = gate * _sigmoid(2.0 * inner) * up
+    elif KIND == "swiglu_oai":
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        result = gate * _sigmoid(ALPHA * gate) * (up + 1.0)
+    elif KIND == "swiglu_clamp_after":
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        result = gl.minimum(gate * _sigmoid(gate), LIMIT) * up
+    else:
+        gl.static_assert(KIND == "swiglu_clamp_before")
+        gate = gl.minimum(gate, LIMIT)
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        result = gate * _sigmoid(gate) * up
+    return result
+
+
+@gluon.jit
+def _scaled_half(
+    values, a_scale, expert, rows_b, row_b, limit, b_scale_ptr, bias_ptr,
+    MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Float32 values of weight rows row_b and on, with scales by channel and bias applied."""
+    values = values.to(gl.float32)
+    rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = expert.to(gl.int64) * rows_b + rows
+    if MODE == "channel":
+        b_scale = gl.load(b_scale_ptr + at, mask=rows < limit, other=0.0)
+        values = values * (a_scale[:, None] * b_scale[None, :])
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + at, mask=rows < limit, other=0.0).to(gl.float32)
+        values = values + bias[None, :]
+    return values
+
+
+@gluon.jit
+def _store(values, row, end, first_column, out_ptr, columns):
+    """Round and store a tile to consecutive rows of an output `columns` wide."""
+    WIDTH: gl.constexpr = values.shape[1]
+    LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    rounded = gl.convert_layout(values.to(out_ptr.dtype.element_ty), LAYOUT)
+    rows = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))
+    column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
+    mask = (rows < end)[:, None] & (column < columns)[None, :]
+    gl.store(out_ptrs, rounded, mask=mask)
+
+
+@gluon.jit
+def finish_half(
+    left, right, row, end, out_ptr, columns, expert, rows_b, half_rows, first,
+    a_scale_ptr, b_scale_ptr, bias_ptr,
+    MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Scale, bias, activate, round and store both halves of a warpgroup's tile.
+
+    first: the left half's first weight row, half_rows: the right half's distance from it.
+    """
+    rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
+    a_scale = gl.full(rows.shape, 1.0, gl.float32, rows.type.layout)
+    if MODE == "channel":
+        a_scale = gl.load(a_scale_ptr + rows, mask=rows < end, other=0.0)
+    left = _scaled_half(
+        left, a_scale, expert, rows_b, first, rows_b, b_scale_ptr, bias_ptr,
+        MODE, LAYOUT, HAS_BIAS,
+    )  # fmt: skip
+    right = _scaled_half(
+        right, a_scale, expert, rows_b, first + half_rows, rows_b, b_scale_ptr, bias_ptr,
+        MODE, LAYOUT, HAS_BIAS,
+    )  # fmt: skip
+    if GATED and STEP == 1:
+        _store(activate(left, right, KIND, ALPHA, LIMIT), row, end, first, out_ptr, columns)
+    elif GATED:
+        WIDTH: gl.constexpr = left.shape[1]
+        gate, up = left.reshape((left.shape[0], WIDTH // 2, 2)).split()
+        value = activate(gate, up, KIND, ALPHA, LIMIT)
+        _store(value, row, end, first // 2, out_ptr, columns)
+        gate, up = right.reshape((left.shape[0], WIDTH // 2, 2)).split()
+        value = activate(gate, up, KIND, ALPHA, LIMIT)
+        _store(value, row, end, (first + half_rows) // 2, out_ptr, columns)
+    else:
+        if KIND != "identity":
+            left = activate(left, left, KIND, ALPHA, LIMIT)
+            right = activate(right, right, KIND, ALPHA, LIMIT)
+        _store(left, row, end, first, out_ptr, columns)
+        _store(right, row, end, first + half_rows, out_ptr, columns)

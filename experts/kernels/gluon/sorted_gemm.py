@@ -1,0 +1,237 @@
+"""Grouped GEMM over rows sorted by expert, for sm_90: TMA, wgmma, specialised warps, one wave.
+
+One warp loads: tiles of rows and of weights arrive in a ring of shared memory by TMA. Two
+warpgroups multiply 64 rows each by the same weights, and finish their tile while the next one is
+being loaded. A program serves tile after tile, as many programs as multiprocessors.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from experts.kernels.gluon.finish import finish_half
+
+ROWS = gl.constexpr(64)  # of a warpgroup
+
+
+@gluon.jit
+def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
+    """(m, n) of a tile: GROUP_M row tiles walk the columns together and share weights."""
+    per_group = GROUP_M * num_n
+    first_m = (index // per_group) * GROUP_M
+    group_m = gl.minimum(num_m - first_m, GROUP_M)
+    within = index % per_group
+    return first_m + within % group_m, within // group_m
+
+
+@gluon.jit
+def _load(
+    a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
+    rows_b, up_rows, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: fills ring places as they become empty."""
+    STAGES: gl.constexpr = a_ring.shape[0]
+    BLOCK_K: gl.constexpr = a_ring.shape[2]
+    HALF: gl.constexpr = b_desc.block_type.shape[0]
+    BYTES: gl.constexpr = a_desc.block_type.nbytes + 2 * b_desc.block_type.nbytes
+    num_m = gl.load(tiles_ptr + 3 * max_tiles)
+    step = 0
+    for index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        m, n = tile_at(index, num_m, num_n, GROUP_M)
+        expert = gl.load(tiles_ptr + m)
+        row = gl.load(tiles_ptr + max_tiles + m)
+        first = expert * rows_b + n * STRIDE_N
+        for start in range(0, depth, BLOCK_K):
+            place = step % STAGES
+            mbarrier.wait(empty.index(place), ((step // STAGES) & 1) ^ 1)
+            ready = full.index(place)
+            mbarrier.expect(ready, BYTES)
+            tma.async_copy_global_to_shared(a_desc, [row, start], ready, a_ring.index(place))
+            b = b_ring.index(place)
+            tma.async_copy_global_to_shared(b_desc, [first, start], ready, b.slice(0, HALF, 0))
+            tma.async_copy_global_to_shared(
+                b_desc, [first + up_rows, start], ready, b.slice(HALF, HALF, 0)
+            )
+            step += 1
+
+
+@gluon.jit
+def _multiply_plain(
+    a_ring, b_ring, full, empty, step, depth,
+    PART: gl.constexpr, ACC: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """The tile's two halves, unscaled, and the next step."""
+    STAGES: gl.constexpr = a_ring.shape[0]
+    BLOCK_K: gl.constexpr = a_ring.shape[2]
+    WIDTH: gl.constexpr = b_ring.shape[1]
+    acc = gl.zeros((ROWS, WIDTH), ACC, WIDE)
+    last = 0
+    for start in range(0, depth, BLOCK_K):
+        place = step % STAGES
+        mbarrier.wait(full.index(place), (step // STAGES) & 1)
+        a = a_ring.index(place).slice(PART * ROWS, ROWS, 0)
+        b = b_ring.index(place).permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(empty.index(last), pred=start > 0)
+        last = place
+        step += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index(last))
+    left, right = _halves(acc)
+    return left, right, step
+
+
+@gluon.jit
+def _halves(values):
+    """The left and the right half of the columns; they lie in the same threads."""
+    HALF: gl.constexpr = values.shape[1] // 2
+    return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def _multiply_scaled(
+    a_ring, b_ring, full, empty, step, depth, a_scale_ptrs, b_scale_ptr, up_groups, row_mask,
+    PART: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """As _multiply_plain, each step's product scaled on its way into float32 sums.
+
+    One scale for each row and 128 of the depth, at a_scale_ptrs (64,); one for each half's weight
+    rows and 128 of the depth. A step is 128 deep.
+    """
+    STAGES: gl.constexpr = a_ring.shape[0]
+    BLOCK_K: gl.constexpr = a_ring.shape[2]
+    HALF: gl.constexpr = b_ring.shape[1] // 2
+    left = gl.zeros((ROWS, HALF), gl.float32, LAYOUT)
+    right = gl.zeros((ROWS, HALF), gl.float32, LAYOUT)
+    zero = gl.zeros((ROWS, 2 * HALF), gl.float32, WIDE)
+    for _ in range(0, depth, BLOCK_K):
+        a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
+        left_scale = gl.load(b_scale_ptr)
+        right_scale = gl.load(b_scale_ptr + up_groups)
+        place = step % STAGES
+        mbarrier.wait(full.index(place), (step // STAGES) & 1)
+        a = a_ring.index(place).slice(PART * ROWS, ROWS, 0)
+        b = b_ring.index(place).permute((1, 0))
+        part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+        mbarrier.arrive(empty.index(place))
+        one, two = _halves(part)
+        one = gl.convert_layout(one, LAYOUT, assert_trivial=True)
+        two = gl.convert_layout(two, LAYOUT, assert_trivial=True)
+        left = left + one * (a_scale * left_scale)[:, None]
+        right = right + two * (a_scale * right_scale)[:, None]
+        a_scale_ptrs += 1
+        b_scale_ptr += 1
+        step += 1
+    return left, right, step
+
+
+@gluon.jit
+def _compute(
+    a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b, up_rows,
+    out_ptr, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
+    PART: gl.constexpr, MODE: gl.constexpr, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
+    STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """A multiplying warpgroup: rows PART * 64 and on of every tile of this program."""
+    HALF: gl.constexpr = b_ring.shape[1] // 2
+    DEPTH: gl.constexpr = 256 // a_ring.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, DEPTH])
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * HALF, DEPTH])
+    ACC: gl.constexpr = gl.int32 if a_ring.dtype == gl.int8 else gl.float32
+    num_m = gl.load(tiles_ptr + 3 * max_tiles)
+    step = 0
+    for index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        m, n = tile_at(index, num_m, num_n, GROUP_M)
+        expert = gl.load(tiles_ptr + m)
+        row = gl.load(tiles_ptr + max_tiles + m) + PART * ROWS
+        end = gl.load(tiles_ptr + 2 * max_tiles + m)
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        row_mask = rows < end
+        if MODE == "block":
+            group = (n * STRIDE_N) // 128
+            b_scales = b_scale_ptr + (expert * b_scale_rows + group).to(gl.int64) * b_groups
+            left, right, step = _multiply_scaled(
+                a_ring, b_ring, full, empty, step, depth,
+                a_scale_ptr + rows.to(gl.int64) * a_groups, b_scales,
+                ((n * STRIDE_N + up_rows) // 128 - group) * b_groups, row_mask, PART, LAYOUT, WIDE,
+            )  # fmt: skip
+        else:
+            left, right, step = _multiply_plain(
+                a_ring, b_ring, full, empty, step, depth, PART, ACC, WIDE
+            )
+            left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+            right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
+        finish_half(
+            left, right, row, end, out_ptr, columns, expert, rows_b, up_rows, n * STRIDE_N,
+            a_scale_ptr, b_scale_ptr, bias_ptr,
+            MODE, LAYOUT, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+        )  # fmt: skip
+
+
+@gluon.jit
+def sorted_gemm_kernel(
+    a_desc, b_desc, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr, bias_ptr,
+    max_tiles, columns, depth, rows_b, up_rows, a_groups, b_scale_rows, b_groups,
+    MODE: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    STAGES: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
+
+    a_desc: (rows, depth) in boxes of 128 rows and 128 bytes; b_desc: (experts * rows_b, depth) in
+    boxes of half a tile. tiles_ptr: int32, max_tiles experts, first rows and rows past the
+    expert's last, then the number of tiles. Two halves make a tile: gate and up rows, up_rows
+    apart, if GATED, otherwise columns side by side. STEP 2: gate and up rows alternate, so the
+    halves lie side by side too and columns are 2 rows apart.
+    MODE "plain": no scales; "channel": a_scale (rows,), b_scale (experts, rows_b); "block":
+    a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), 128 by 128.
+    """
+    HALF: gl.constexpr = b_desc.block_type.shape[0]
+    STRIDE_N: gl.constexpr = HALF if GATED and STEP == 1 else 2 * HALF
+    half_rows = up_rows if GATED and STEP == 1 else HALF
+    num_n = gl.cdiv(columns * STEP, STRIDE_N)
+    a_ring = gl.allocate_shared_memory(
+        a_desc.dtype,
+        [STAGES, a_desc.block_type.shape[0], a_desc.block_type.shape[1]],
+        a_desc.layout,
+    )
+    b_ring = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES, 2 * HALF, b_desc.block_type.shape[1]], b_desc.layout
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(STAGES):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=2)
+    first: gl.constexpr = 0
+    second: gl.constexpr = 1
+    gl.warp_specialize(
+        [
+            (_compute, (
+                a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
+                half_rows, out_ptr, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
+                b_scale_rows, b_groups, first, MODE, STRIDE_N, GROUP_M, STEP, GATED, HAS_BIAS,
+                KIND, ALPHA, LIMIT,
+            )),
+            (_compute, (
+                a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
+                half_rows, out_ptr, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
+                b_scale_rows, b_groups, second, MODE, STRIDE_N, GROUP_M, STEP, GATED, HAS_BIAS,
+                KIND, ALPHA, LIMIT,
+            )),
+            (_load, (
+                a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
+                rows_b, half_rows, STRIDE_N, GROUP_M,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

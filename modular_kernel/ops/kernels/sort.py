@@ -1,0 +1,60 @@
+"""Sort pairs by expert without padding, and cut each expert's rows into tiles."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.count import rank_in_chunk
+from modular_kernel.ops.kernels.ids import load_local_ids
+
+
+@triton.jit
+def _expert_rows(totals_ptr, num_local, BINS: tl.constexpr):
+    """Per expert: rows, and the first row. Lanes from num_local on have none."""
+    expert = tl.arange(0, BINS)
+    rows = tl.load(totals_ptr + 1 + expert, mask=expert < num_local, other=0)
+    return rows, tl.cumsum(rows, axis=0) - rows
+
+
+@triton.jit
+def _name_tiles(
+    first_tile, rows, starts, tiles_ptr, max_tiles,
+    BLOCK_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Expert, first row and the row past the expert's last, for FILL tiles of those in use."""
+    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    past = tl.cumsum(tiles, axis=0)
+    tile = first_tile + tl.arange(0, FILL)
+    expert = tl.sum((past[None, :] <= tile[:, None]).to(tl.int32), axis=1)
+    expert = tl.minimum(expert, BINS - 1)
+    used = tile < tl.sum(tiles, axis=0)
+    within = tile - tl.gather(past - tiles, expert, 0)
+    start = tl.gather(starts, expert, 0)
+    tl.store(tiles_ptr + tile, expert, mask=used)
+    tl.store(tiles_ptr + max_tiles + tile, start + within * BLOCK_M, mask=used)
+    tl.store(tiles_ptr + 2 * max_tiles + tile, start + tl.gather(rows, expert, 0), mask=used)
+
+
+@triton.jit
+def sort_place_kernel(
+    ids_ptr, map_ptr, prefix_ptr, totals_ptr, row_of_pair_ptr, tiles_ptr,
+    numel, num_experts, num_local, num_chunks, max_tiles,
+    HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    BLOCK_M: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """Programs below num_chunks place one chunk's pairs; the others name FILL tiles each."""
+    pid = tl.program_id(0)
+    rows, starts = _expert_rows(totals_ptr, num_local, BINS)
+    if pid < num_chunks:
+        pairs = pid * CHUNK + tl.arange(0, CHUNK)
+        mask = pairs < numel
+        local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
+        before = tl.load(prefix_ptr + (local + 1) * num_chunks + pid, mask=mask, other=0)
+        row = before + rank_in_chunk(local, mask, CHUNK)
+        row += tl.gather(starts, tl.maximum(local, 0), 0)
+        tl.store(row_of_pair_ptr + pairs, tl.where(local >= 0, row, -1), mask=mask)
+    else:
+        first = (pid - num_chunks) * FILL
+        _name_tiles(first, rows, starts, tiles_ptr, max_tiles, BLOCK_M, BINS, FILL)
+        if first == 0:
+            used = tl.sum((rows + BLOCK_M - 1) // BLOCK_M, axis=0)
+            tl.store(tiles_ptr + 3 * max_tiles, used)

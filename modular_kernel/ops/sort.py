@@ -1,0 +1,105 @@
+"""sort_pairs: give each pair a row, expert by expert without gaps, and cut the rows into tiles."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.workspace import BufferSpec, Workspace
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.sort import sort_place_kernel
+
+_FILL = 64  # tiles named by one program
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Where the rows of pairs are.
+
+    row_of_pair_TK: (T, K) int32, the pair's row, -1 where it is skipped. Experts follow each other
+    without gaps; inside an expert pairs keep their order.
+    tiles: (3 * max_tiles + 1,) int32: of each tile of at most block_m rows of one expert its local
+    expert, then of each its first row, then the row past the expert's last; last, how many tiles
+    there are. What lies past them is undefined.
+    """
+
+    row_of_pair_TK: torch.Tensor
+    tiles: torch.Tensor
+
+    @property
+    def max_tiles(self) -> int:
+        """The most tiles there is room for."""
+        return self.tiles.numel() // 3
+
+
+def most_tiles(numel: int, block_m: int, num_local: int) -> int:
+    """The most tiles of block_m rows that numel pairs of num_local experts can make."""
+    return min(numel, num_local + numel // block_m)
+
+
+def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping[str, BufferSpec]:
+    """The workspace buffers `sort_pairs` takes."""
+    numel = tokens * top_k
+    tiles = most_tiles(numel, block_m, num_local)
+    return {
+        "sort_rows": BufferSpec((tokens, top_k), torch.int32),
+        "sort_tiles": BufferSpec((3 * tiles + 1,), torch.int32),
+        "sort_scratch": counts_spec(numel, num_local),
+    }
+
+
+def sort_pairs(
+    routing: DispatchedRouting, *, block_m: int, num_local: int, workspace: Workspace
+) -> Sorted:
+    """Sort the pairs of `routing`, T > 0, into buffers declared by `sort_specs`.
+
+    block_m: a power of two. Three launches on a GPU: count, scan, place.
+    """
+    tokens, top_k = routing.topk_ids_TK.shape
+    specs = sort_specs(tokens, top_k, block_m, num_local)
+    rows, tiles, scratch = (workspace.take(name, spec.shape) for name, spec in specs.items())
+    result = Sorted(rows, tiles)
+    if not use_triton(rows):
+        sort_pairs_ref(routing, block_m, num_local, out=result)
+        return result
+    counts = count_pairs(routing, num_local, scratch=scratch)
+    fillers = -(-result.max_tiles // _FILL)
+    sort_place_kernel[(counts.num_chunks + fillers,)](
+        prefix_ptr=counts.prefix,
+        totals_ptr=counts.totals,
+        row_of_pair_ptr=rows,
+        tiles_ptr=tiles,
+        numel=rows.numel(),
+        num_chunks=counts.num_chunks,
+        max_tiles=result.max_tiles,
+        CHUNK=CHUNK,
+        BINS=counts.bins,
+        BLOCK_M=block_m,
+        FILL=_FILL,
+        **id_arguments(routing, num_local),
+    )
+    return result
+
+
+def sort_pairs_ref(
+    routing: DispatchedRouting, block_m: int, num_local: int, *, out: Sorted
+) -> None:
+    """Torch twin of `sort_pairs`: one expert after the other."""
+    ids = local_ids(routing, num_local).flatten()
+    rows = out.row_of_pair_TK.view(-1)
+    rows.fill_(-1)
+    named: list[tuple[int, int, int]] = []
+    start = 0
+    for expert in range(num_local):
+        pairs = (ids == expert).nonzero()[:, 0]
+        end = start + pairs.numel()
+        rows[pairs] = torch.arange(start, end, dtype=torch.int32, device=rows.device)
+        named += [(expert, row, end) for row in range(start, end, block_m)]
+        start = end
+    columns = out.tiles[: 3 * out.max_tiles].view(3, -1)
+    columns[:, : len(named)] = torch.tensor(named, dtype=torch.int32).reshape(-1, 3).T
+    out.tiles[-1] = len(named)
