@@ -5,6 +5,11 @@
 The class body of a part declares (`requires = ...`), its constructor binds kernels or a vendor
 library, its methods compute. Nothing is kept on `self` between prepare and finalize: the handle
 carries it, so two batches in flight are safe.
+
+`replayable = True` in a part's own class body promises that whatever it does on the device in a
+call are launches through `modular_kernel.ops.launch`, and that it chooses them by shapes, strides,
+dtypes and alignment alone: a plan then repeats them without asking the part. torch operations and
+kernels of Triton's interpreter are noticed, and are not replayed; another library's are not.
 """
 
 from abc import ABC, abstractmethod
@@ -50,6 +55,7 @@ class PrepareAndFinalize(ABC):
     """
 
     requires: ClassVar[PrepareFinalizeRequirements]
+    replayable: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         self.problem = problem
@@ -122,6 +128,7 @@ class PermuteExpertsUnpermute(ABC):
     """Permute, GEMM 1, activation, GEMM 2, unpermute; possibly weight and reduce."""
 
     requires: ClassVar[ExpertsRequirements]
+    replayable: ClassVar[bool] = False
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -21,6 +21,7 @@ from modular_kernel.contracts import (
 )
 from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
 from modular_kernel.machine import current_machine
+from modular_kernel.plan import Plan
 from modular_kernel.rules import judge
 from modular_kernel.tensors import (
     ContiguousTokens,
@@ -31,6 +32,8 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace, poison_tensor
+
+__all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
 
 _EXPERT_OUTPUT = "expert_output"
 
@@ -81,6 +84,17 @@ class FusedMoEModularKernel:
         return f"{type(self.prepare_finalize).__name__} x {type(self.experts).__name__}"
 
     @property
+    def replayable(self) -> bool:
+        """Whether a plan may replay a call's launches instead of running the parts' host code.
+
+        Only what was written as such: no subclass inherits the declaration, because it may add
+        work that no recording sees; and a checked call reads values on the host.
+        """
+        parts = (self.prepare_finalize, self.experts)
+        declared = all(vars(type(part)).get("replayable", False) for part in parts)
+        return declared and type(self) is FusedMoEModularKernel and not self.checked
+
+    @property
     def invalid_ids(self) -> int:
         """How many ids outside [-1, E) were skipped so far. Synchronises with the device."""
         return 0 if self._invalid_ids is None else int(self._invalid_ids.item())
@@ -116,9 +130,11 @@ class FusedMoEModularKernel:
         self.check(x_TH, weights, routing, out)
         specs = self.workspace_specs(x_TH.shape[0])
         workspace = Workspace(specs, x_TH.device, poison=self.poison)
-        return self.start_checked(x_TH, weights, routing, self._output(x_TH, out), workspace)
+        output = self._output(x_TH, out)
+        self.poison_output(output)
+        return self.start_checked(x_TH, weights, routing, output, workspace)
 
-    def plan(self, problem: Problem | None = None) -> "Plan":
+    def plan(self, problem: Problem | None = None) -> Plan:
         """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.
 
         problem: this kernel's problem, possibly with fewer tokens; None means the kernel's own.
@@ -185,6 +201,11 @@ class FusedMoEModularKernel:
             self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
         return self._invalid_ids
 
+    def poison_output(self, out: torch.Tensor) -> None:
+        """In poison mode, fill what a call must write; x is not for inplace problems."""
+        if self.poison and not self.problem.inplace:
+            poison_tensor(out)
+
     def start_checked(
         self,
         x_TH: torch.Tensor,
@@ -194,8 +215,6 @@ class FusedMoEModularKernel:
         workspace: Workspace,
     ) -> "Pending":
         """`start` for tensors that were checked, with the buffers to use."""
-        if self.poison and not self.problem.inplace:
-            poison_tensor(out)
         call = Call(
             workspace,
             self.count_invalid_ids_on(x_TH.device),
@@ -213,7 +232,8 @@ class FusedMoEModularKernel:
 
         return Pending(self, receive, weights, workspace, out)
 
-    def _finish(self, pending: "Pending") -> torch.Tensor:
+    def finish(self, pending: "Pending") -> None:
+        """The experts and the combine of `pending`, into its output."""
         tokens, handle = pending.receive()
         output = pending.out
         if not self._experts_write_out:
@@ -227,9 +247,6 @@ class FusedMoEModularKernel:
             self.prepare_finalize.finalize(
                 output, handle=handle, reduce=self.reduce, out=pending.out
             )
-        if self.poison:
-            pending.workspace.check_red_zones()
-        return pending.out
 
     def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
         """Run the experts, in pieces where the problem says so; not at all on zero rows."""
@@ -259,56 +276,10 @@ class Pending:
 
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine; returns the layer's output."""
-        return self.kernel._finish(self)
-
-
-class Plan:
-    """A kernel with its buffers allocated: a call allocates nothing and can be captured.
-
-    Calls of one plan share its buffers, so they must not be in flight together (make two plans).
-    The tensor returned is the plan's own until the next call, unless `out` is given or the
-    problem is inplace. Weights are checked once per ExpertWeights object.
-    """
-
-    def __init__(self, kernel: FusedMoEModularKernel, problem: Problem) -> None:
-        self.kernel = kernel
-        self.problem = problem
-        device = torch.device(kernel.machine.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        specs = kernel.workspace_specs(problem.tokens)
-        self._workspace = Workspace(specs, device, poison=kernel.poison)
-        self._out = torch.empty(problem.output_shape, dtype=problem.dtype, device=device)
-        self._weights: ExpertWeights | None = None
-        kernel.count_invalid_ids_on(device)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of workspace held, the output apart."""
-        return self._workspace.nbytes
-
-    def __call__(
-        self,
-        x_TH: torch.Tensor,
-        weights: ExpertWeights,
-        routing: Routing,
-        *,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As FusedMoEModularKernel.__call__, for T <= the plan's tokens (CapacityError else)."""
-        kernel = self.kernel
-        validate.check_input(x_TH, self.problem, kernel.machine.device)
-        if weights is not self._weights:
-            validate.check_weights(weights, x_TH, self.problem)
-            self._weights = weights
-        kernel.check_call(x_TH, weights, routing, out)
-        if self.problem.inplace:
-            out = x_TH
-        elif out is None:
-            out = self._out[: x_TH.shape[0]]
-        if kernel.poison:
-            self._workspace.poison()
-        return kernel.start_checked(x_TH, weights, routing, out, self._workspace).finish()
+        self.kernel.finish(self)
+        if self.kernel.poison:
+            self.workspace.check_red_zones()
+        return self.out
 
 
 def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:

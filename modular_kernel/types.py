@@ -5,6 +5,7 @@ Nothing here reads the machine or touches a tensor; everything can be made by ha
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
+from functools import cached_property
 from math import inf, isfinite
 from typing import Literal
 
@@ -227,12 +228,12 @@ class Problem:
             need = "combine=SUM"
             raise ConfigurationError("inplace", got=f"combine={self.combine.name}", need=need)
 
-    @property
+    @cached_property
     def act(self) -> ActivationSpec:
         """The parsed activation."""
         return ActivationSpec.parse(self.activation)
 
-    @property
+    @cached_property
     def scheme(self) -> QuantScheme:
         """The quantisation that `quant` names."""
         return QuantScheme.parse(self.quant)

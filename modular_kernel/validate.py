@@ -18,6 +18,7 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.quant import check_weights_quantised
+from modular_kernel.replay import overlap
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Combine, Problem, dtype_name
 
@@ -144,7 +145,7 @@ def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
     _device("out", out, x_TH.device)
     if not out.is_contiguous():
         raise LayoutError("out", got=f"strides {out.stride()}", need="contiguous")
-    if not problem.inplace and _overlap(out, x_TH):
+    if not problem.inplace and overlap(out, x_TH):
         # x may still be read after the first element of out was written.
         raise ConfigurationError("out", got="memory of x", need="its own memory, or inplace=True")
 
@@ -153,23 +154,9 @@ def check_no_grad(x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) 
     """Kernels are forward only: refuse, rather than lose, a gradient."""
     if not torch.is_grad_enabled():
         return
-    named = {name: getattr(weights, name) for name in ("w1", "w2", "b1", "b2")}
+    named = {"w1": weights.w1, "w2": weights.w2, "b1": weights.b1, "b2": weights.b2}
     named |= {"x": x_TH, "topk_weights": routing.topk_weights_TK}
     wants = [name for name, t in named.items() if t is not None and t.requires_grad]
     if wants:
         got, need = f"{', '.join(wants)} that require grad", "torch.no_grad() or inference_mode()"
         raise UnsupportedError("gradients", got=got, need=need)
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the bytes from first to last element of two tensors meet."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
-    return a_start < b_stop and b_start < a_stop
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()

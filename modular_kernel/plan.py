@@ -1,0 +1,154 @@
+"""Plan: a kernel bound to its buffers, and to what its first calls launched."""
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+import torch
+
+from modular_kernel import replay, stages, validate
+from modular_kernel.errors import DeviceError
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+from modular_kernel.workspace import Workspace
+
+if TYPE_CHECKING:
+    from modular_kernel.kernel import FusedMoEModularKernel
+
+
+class Plan:
+    """A kernel with everything bound: a call allocates nothing and can be captured in a graph.
+
+    Calls of one plan share its buffers, so they must not be in flight together (make two plans).
+    The tensor returned is the plan's own until the next call, unless `out` is given or the
+    problem is inplace. Weights are checked once per ExpertWeights object. Where both parts are
+    replayable, whatever they decide on the host they decide in the first call of a kind (one with
+    other shapes, say, is of another); the next ones launch what that one launched.
+    """
+
+    def __init__(self, kernel: "FusedMoEModularKernel", problem: Problem) -> None:
+        self.kernel = kernel
+        self.problem = problem
+        device = torch.device(kernel.machine.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._device = device
+        specs = kernel.workspace_specs(problem.tokens)
+        self._workspace = Workspace(specs, device, poison=kernel.poison)
+        self._out = torch.empty(problem.output_shape, dtype=problem.dtype, device=device)
+        self._outputs: dict[torch.Size, torch.Tensor] = {}  # by x's shape: first rows of _out
+        self._tapes = replay.Tapes()
+        kernel.count_invalid_ids_on(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace held, the output apart."""
+        return self._workspace.nbytes
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As FusedMoEModularKernel.__call__, for T <= the plan's tokens (CapacityError else)."""
+        device = self._device
+        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+            with torch.cuda.device(device):
+                return self(x_TH, weights, routing, out=out)
+        bound, output = self._tapes.bound(weights), self._output(x_TH, out)
+        new = bound is None or output is None
+        if bound is None or output is None:
+            bound, output = self._checked(x_TH, weights, routing, out)
+        tensors = _tensors(x_TH, routing, output)
+        kind, pointers = replay.kind_and_pointers(tensors, bound)
+        tape = self._tapes.find(kind)
+        if tape is None or not self._may_replay(tape, x_TH, out):
+            if not new:
+                self._checked(x_TH, weights, routing, out)
+            return self._run(x_TH, weights, routing, output, kind)
+        # All that the checks read is in the kind, but for this.
+        validate.check_no_grad(x_TH, weights, routing)
+        self._poison(output)
+        tape.play(_current_stream(device), pointers)
+        self._check_red_zones()
+        return output
+
+    def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Where a call writes; None if it is the plan's own and no call had x's shape."""
+        if self.problem.inplace:
+            return x_TH
+        return self._outputs.get(x_TH.shape) if out is None else out
+
+    def _may_replay(self, tape: replay.Tape, x_TH: torch.Tensor, out: torch.Tensor | None) -> bool:
+        """Whether nothing forbids it that the call's kind does not tell: misuse of `out`, or
+        somebody who watches the stages or launches."""
+        if out is not None and (self.problem.inplace or replay.overlap(out, x_TH)):
+            return False
+        return not (stages.profiling() or tape.watched())
+
+    def _checked(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+    ) -> tuple[replay.Bound, torch.Tensor]:
+        """Raise the InputError of the first tensor that does not fit; else the weights are bound,
+        and where to write is known."""
+        validate.check_input(x_TH, self.problem, self.kernel.machine.device)
+        if x_TH.device != self._device:
+            need = f"{self._device}, where the plan's buffers are"
+            raise DeviceError("x", got=x_TH.device, need=need)
+        bound = self._tapes.bound(weights)
+        if bound is None:
+            validate.check_weights(weights, x_TH, self.problem)
+            bound = self._tapes.bind(weights)
+        self.kernel.check_call(x_TH, weights, routing, out)
+        output = self._output(x_TH, out)
+        if output is None:
+            output = self._outputs[x_TH.shape] = self._out[: x_TH.shape[0]]
+        return bound, output
+
+    def _run(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor,
+        kind: Hashable,
+    ) -> torch.Tensor:
+        """A checked call by the parts' host code, recorded if it is the first of its kind."""
+        kernel, bound = self.kernel, self._tapes.bound(weights)
+        assert bound is not None
+        self._poison(out)
+        if not kernel.replayable or not self._tapes.wants(kind) or out.numel() == 0:
+            return kernel.start_checked(x_TH, weights, routing, out, self._workspace).finish()
+        with replay.recording((*_tensors(x_TH, routing, out), *bound.tensors)) as recorder:
+            kernel.finish(kernel.start_checked(x_TH, weights, routing, out, self._workspace))
+        self._tapes.keep(kind, recorder.tape())
+        self._check_red_zones()
+        return out
+
+    def _poison(self, out: torch.Tensor) -> None:
+        if self.kernel.poison:
+            self._workspace.poison()
+            self.kernel.poison_output(out)
+
+    def _check_red_zones(self) -> None:
+        if self.kernel.poison:
+            self._workspace.check_red_zones()
+
+
+def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A call's tensors besides its weights, each once."""
+    tensors = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
+    return tensors if out is x_TH else (*tensors, out)
+
+
+def _current_stream(device: torch.device) -> int:
+    """What triton launches on: the device's current stream, as a number."""
+    if device.type != "cuda":
+        return 0
+    return int(torch._C._cuda_getCurrentRawStream(device.index))

@@ -1,0 +1,192 @@
+"""What the host does for a planned call, done once: launches are recorded, then replayed.
+
+A plan's first call of a kind runs the parts' host code inside `recording`. Every launch made
+through `modular_kernel.ops.launch` is noted, with what came from which input. A later call of the
+same kind puts its own pointers there and launches the same kernels; no host code of the parts
+runs. What cannot be replayed shows while recording: a torch operation that is no view refuses it.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from modular_kernel.tensors import ExpertWeights
+
+Play = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs): launches once
+Watched = Callable[[], bool]  # whether somebody watches launches, so that none may be hidden
+
+_MAX_TAPES = 256  # kinds of call a plan remembers; one is a few KiB
+_ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multiples of it
+_recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
+
+
+@dataclass(frozen=True)
+class Tape:
+    """The launches of one kind of call. kept: memory they use that is not the caller's."""
+
+    plays: tuple[Play, ...]
+    watches: tuple[Watched, ...]
+    kept: tuple[torch.Tensor, ...]
+
+    def watched(self) -> bool:
+        """Whether a profiler would miss these launches: they go past triton's hooks."""
+        return any(watched() for watched in self.watches)
+
+    def play(self, stream: int, pointers: Sequence[int]) -> None:
+        """Launch everything on `stream`, for inputs at `pointers`."""
+        for play in self.plays:
+            play(stream, pointers)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the launches of one call, whose tensors are `inputs`, in the order of the pointers."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refused = ""
+        self._spans = [span(tensor) for tensor in inputs]
+        self._plays: list[Play] = []
+        self._watches: list[Watched] = []
+        self._kept: list[torch.Tensor] = []
+        ordered = sorted(self._spans)
+        if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+            self.refuse("inputs share memory, so a pointer does not tell whose it is")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not func.is_view:
+            self.refuse(f"{func} is no launch of ours")
+        return func(*args, **(kwargs or {}))
+
+    def refuse(self, reason: str) -> None:
+        """Say why this call cannot be replayed; the first reason stays."""
+        self.refused = self.refused or reason
+
+    def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(input, bytes into it) where `tensor` starts; None, and it is kept, if in no input."""
+        pointer = tensor.data_ptr()
+        for index, (start, stop) in enumerate(self._spans):
+            if start <= pointer < stop:
+                return index, pointer - start
+        self._kept.append(tensor)
+        return None
+
+    def note(self, play: Play, watched: Watched) -> None:
+        """Add a launch."""
+        self._plays.append(play)
+        if watched not in self._watches:
+            self._watches.append(watched)
+
+    def tape(self) -> Tape | None:
+        """The recording; None if it was refused."""
+        if self.refused:
+            return None
+        return Tape(tuple(self._plays), tuple(self._watches), tuple(self._kept))
+
+
+def recorder() -> Recorder | None:
+    """What records this thread's launches at the moment, if anything does."""
+    return _recorder.get()
+
+
+@contextmanager
+def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
+    """Record the launches made inside, by this thread."""
+    made = Recorder(inputs)
+    token = _recorder.set(made)
+    try:
+        with made:
+            yield made
+    finally:
+        _recorder.reset(token)
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the byte behind its last."""
+    start = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bytes from first to last element of two tensors meet."""
+    (a_start, a_stop), (b_start, b_stop) = span(a), span(b)
+    return max(a_start, b_start) < min(a_stop, b_stop)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Weights that were checked: their tensors, each once, and what a recording sees of them."""
+
+    weights: "weakref.ref[ExpertWeights]"
+    tensors: tuple[torch.Tensor, ...]
+    kind: Hashable
+
+
+class Tapes:
+    """The recordings of one plan, and the weights it has checked.
+
+    A recording serves every call of its kind: with the same shape, strides, dtype, device and
+    alignment of each tensor. At most 256 are kept; the oldest goes first. Weights are remembered
+    while they live, and not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._tapes: dict[Hashable, Tape | None] = {}
+        self._bound: dict[int, Bound] = {}
+
+    def bind(self, weights: ExpertWeights) -> Bound:
+        """Remember weights that were checked."""
+        given = {name: t for name, t in vars(weights).items() if t is not None}
+        unlike = {id(tensor): tensor for tensor in given.values()}
+        order = list(unlike)
+        fields = tuple((name, order.index(id(tensor))) for name, tensor in given.items())
+        tensors = tuple(unlike.values())
+        key, bound = id(weights), self._bound
+        alive = weakref.ref(weights, lambda _: bound.pop(key, None))
+        bound[key] = Bound(alive, tensors, (fields, tuple(map(_kind, tensors))))
+        return bound[key]
+
+    def bound(self, weights: ExpertWeights) -> Bound | None:
+        """What is remembered of these weights, if they were checked."""
+        found = self._bound.get(id(weights))
+        return found if found is not None and found.weights() is weights else None
+
+    def find(self, kind: Hashable) -> Tape | None:
+        """The recording for calls of this kind."""
+        return self._tapes.get(kind)
+
+    def wants(self, kind: Hashable) -> bool:
+        """Whether a call of this kind was never recorded, nor refused."""
+        return kind not in self._tapes
+
+    def keep(self, kind: Hashable, tape: Tape | None) -> None:
+        """Remember a recording, or with None that there can be none."""
+        if len(self._tapes) >= _MAX_TAPES:
+            del self._tapes[next(iter(self._tapes))]
+        self._tapes[kind] = tape
+
+
+def kind_and_pointers(tensors: Sequence[torch.Tensor], bound: Bound) -> tuple[Hashable, list[int]]:
+    """What a recording of a call with these tensors and weights depends on, and its pointers."""
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    pointers += [tensor.data_ptr() for tensor in bound.tensors]
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    aligned = True if bits % _ALIGNMENT == 0 else tuple(p % _ALIGNMENT for p in pointers)
+    return (bound.kind, aligned, *map(_kind, tensors)), pointers
+
+
+def _kind(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
