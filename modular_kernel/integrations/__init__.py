@@ -1,1 +1,1 @@
-"""Adapters between the toolkit and model libraries; each needs the extra of its name."""
+"""Adapters to model libraries, each needing the extra of its name, and the field's functions."""

@@ -1,0 +1,272 @@
+"""fused_experts and fused_moe: the field's flags and tensors mean the problems that they should."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    ModularKernelError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.integrations.fused_moe import (
+    MoeRunnerConfig,
+    fused_experts,
+    fused_moe,
+    inplace_fused_experts,
+    outplace_fused_experts,
+    quant_of,
+)
+from modular_kernel.quant import quantise_weights
+from modular_kernel.reference import oracle
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Combine, Problem
+
+T, H, I, E, K = 5, 64, 32, 4, 2  # noqa: E741 (intermediate)
+BASE = Problem(T, H, I, E, K, dtype=torch.float32)
+
+
+def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    g = torch.Generator().manual_seed(3)
+    x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
+    plain = ExpertWeights(
+        torch.randn(E, problem.w1_rows, H, generator=g, dtype=problem.dtype) / 8,
+        torch.randn(E, H, I, generator=g, dtype=problem.dtype) / 5,
+    )
+    if problem.bias:
+        biases = (torch.randn(E, n, generator=g) for n in (problem.w1_rows, H))
+        plain = replace(plain, b1=next(biases), b2=next(biases))
+    if problem.scheme.static:
+        plain = replace(plain, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02]))
+    weights = quantise_weights(plain, problem) if problem.scheme.quantised else plain
+    values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
+    return x_TH, weights, Routing(values.softmax(-1), ids)
+
+
+def run(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    config: MoeRunnerConfig | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
+    given = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
+             "w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale,
+             "w1_zp": weights.w1_zero_point, "w2_zp": weights.w2_zero_point,
+             "a1_scale": weights.a1_scale, "a2_scale": weights.a2_scale}  # fmt: skip
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **given | options)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, rms: float) -> None:
+    assert got.shape == want.shape
+    assert float((got.double() - want).norm() / want.norm()) < rms
+
+
+# Flags of the field, and the scheme that they name.
+FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "none"),
+    ({"use_fp8_w8a8": True}, "fp8_w8a8_tensor"),
+    ({"use_fp8_w8a8": True}, "fp8_w8a8_tensor:static=true"),
+    ({"use_fp8_w8a8": True, "per_channel_quant": True}, "fp8_w8a8_channel"),
+    ({"use_fp8_w8a8": True, "block_shape": [32, 32]}, "fp8_w8a8_block:block=32x32"),
+    ({"use_int8_w8a8": True, "per_channel_quant": True}, "int8_w8a8_channel"),
+    ({"use_int8_w8a8": True, "block_shape": [128, 128]}, "int8_w8a8_block"),
+    ({"use_int8_w8a16": True}, "int8_w8a16_channel"),
+    ({"use_int8_w8a16": True, "block_shape": [0, 32]}, "int8_w8a16_group:group=32"),
+    ({"use_int8_w8a16": True, "block_shape": [0, 32]},
+     "int8_w8a16_group:group=32,zero_points=true"),
+    ({"use_int4_w4a16": True, "block_shape": [0, 32]}, "int4_w4a16_group:group=32"),
+    ({"use_int4_w4a16": True, "block_shape": [0, 32]},
+     "int4_w4a16_group:group=32,zero_points=true"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
+def test_flags_name_a_scheme(flags: dict[str, Any], quant: str) -> None:
+    problem = replace(BASE, quant=quant)
+    x_TH, weights, routing = layer(problem)
+    before = x_TH.clone()
+    got = run(x_TH, weights, routing, **flags)
+    close(got, oracle(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
+    assert torch.equal(x_TH, before)
+
+
+def test_scales_may_have_the_field_s_shapes() -> None:
+    problem = replace(BASE, quant="fp8_w8a8_channel")
+    x_TH, weights, routing = layer(problem)
+    flags = {"use_fp8_w8a8": True, "per_channel_quant": True}
+    tall = {"w1_scale": weights.w1_scale[..., None], "w2_scale": weights.w2_scale[..., None]}
+    assert torch.equal(
+        run(x_TH, weights, routing, **flags, **tall), run(x_TH, weights, routing, **flags)
+    )
+    x_TH, weights, routing = layer(replace(BASE, quant="fp8_w8a8_tensor:static=true"))
+    scalars = {"a1_scale": torch.tensor(0.01), "a2_scale": torch.tensor(0.02)}
+    assert torch.equal(
+        run(x_TH, weights, routing, use_fp8_w8a8=True, **scalars),
+        run(x_TH, weights, routing, use_fp8_w8a8=True),
+    )
+
+
+CONFIGS: tuple[tuple[MoeRunnerConfig, dict[str, Any]], ...] = (
+    (MoeRunnerConfig(num_experts=E, top_k=K), {}),
+    (MoeRunnerConfig(activation="gelu"), {"activation": "gelu"}),
+    (MoeRunnerConfig(activation="gelu_tanh"), {"activation": "gelu_tanh"}),
+    (MoeRunnerConfig(activation="relu2"), {"activation": "relu2"}),
+    (MoeRunnerConfig(gemm1_alpha=1.5, gemm1_clamp_limit=0.5),
+     {"activation": "swiglu_oai:alpha=1.5,limit=0.5,interleaved=true"}),
+    (MoeRunnerConfig(gemm1_clamp_limit=0.5), {"activation": "swiglu_clamp_after:limit=0.5"}),
+    (MoeRunnerConfig(routed_scaling_factor=2.5), {"routed_scaling_factor": 2.5}),
+    (MoeRunnerConfig(apply_router_weight_on_input=True), {"apply_router_weight_on_input": True}),
+    (MoeRunnerConfig(no_combine=True), {"combine": Combine.TOPK_WEIGHTED}),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("config", "facts"), CONFIGS, ids=lambda value: str(value)[:60])
+def test_every_field_of_the_config_counts(
+    config: MoeRunnerConfig, facts: dict[str, Any], bias: bool
+) -> None:
+    problem = replace(BASE, bias=bias, **facts)
+    x_TH, weights, routing = layer(problem)
+    close(run(x_TH, weights, routing, config), oracle(x_TH, weights, routing, problem), 1e-5)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17])
+def test_any_number_of_tokens(tokens: int) -> None:
+    problem = BASE.with_tokens(tokens)
+    x_TH, weights, routing = layer(problem)
+    got = run(x_TH, weights, routing)
+    assert got.shape == (tokens, H)
+    if tokens:
+        close(got, oracle(x_TH, weights, routing, problem), 1e-5)
+
+
+def test_inplace_is_the_same_tensor() -> None:
+    x_TH, weights, routing = layer(BASE)
+    want, address = run(x_TH, weights, routing), x_TH.data_ptr()
+    got = run(x_TH, weights, routing, MoeRunnerConfig(inplace=True))
+    assert got is x_TH
+    assert got.data_ptr() == address
+    assert torch.equal(got, want)
+
+
+def test_experts_elsewhere() -> None:
+    problem = replace(BASE, local_experts=2, expert_map=True)
+    x_TH, weights, routing = layer(BASE)
+    where = torch.tensor([-1, 1, -1, 0], dtype=torch.int32)
+    here = replace(weights, w1=weights.w1[[3, 1]], w2=weights.w2[[3, 1]], expert_map=where)
+    got = run(x_TH, here, routing, MoeRunnerConfig(num_experts=E))
+    close(got, oracle(x_TH, here, routing, problem), 1e-5)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_fused_moe_routes_by_softmax(renormalize: bool) -> None:
+    x_TH, weights, _ = layer(BASE)
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(4))
+    config = MoeRunnerConfig(top_k=K)
+    got = fused_moe(x_TH, weights.w1, weights.w2, logits, config, renormalize=renormalize)
+    chances = logits.double().softmax(-1)
+    values, ids = chances.topk(K)
+    values = values / values.sum(-1, keepdim=True) if renormalize else values
+    close(got, oracle(x_TH, weights, Routing(values.float(), ids), BASE), 1e-5)
+    for top_k in (None, 0, E + 1):
+        with pytest.raises(ConfigurationError, match=f"top_k: got {top_k}, need 1 to {E}"):
+            fused_moe(x_TH, weights.w1, weights.w2, logits, MoeRunnerConfig(top_k=top_k))
+
+
+def test_torch_compile_does_not_break_at_it() -> None:
+    x_TH, weights, routing = layer(BASE)
+    want = run(x_TH, weights, routing) * 2
+
+    def double(x_TH: torch.Tensor, inplace: bool, keep: bool) -> torch.Tensor:
+        config = MoeRunnerConfig(inplace=inplace, no_combine=keep)
+        topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
+        return fused_experts(x_TH, weights.w1, weights.w2, topk, config) * 2
+
+    compiled = torch.compile(double, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x_TH, False, False), want)
+    assert compiled(x_TH, False, True).shape == (T, K, H)
+    overwritten = x_TH.clone()
+    assert torch.equal(compiled(overwritten, True, False), want)
+    assert torch.equal(overwritten, want / 2)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_torch_is_told_the_truth(keep: bool) -> None:
+    """What the operators declare of shapes, aliases and writes is what they do."""
+    x_TH, weights, routing = layer(BASE)
+    tensors = (x_TH, weights.w1, weights.w2, routing.topk_weights_TK, routing.topk_ids_TK)
+    arguments = (*tensors, [None] * 9, "none", "silu", False, 1.0)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(outplace_fused_experts, (*arguments, keep), test_utils=checks)
+    torch.library.opcheck(inplace_fused_experts, arguments, test_utils=checks)
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+BAD_FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"use_fp8_w8a8": True, "use_int8_w8a8": True}, "got fp8_w8a8 and int8_w8a8, need one use_"),
+    ({"block_shape": [128, 128]}, "got block_shape, need a use_"),
+    ({"per_channel_quant": True}, "got per_channel_quant, need a use_"),
+    ({"use_int8_w8a8": True}, "int8_w8a8: got one scale a tensor, need per_channel_quant"),
+    ({"use_int4_w4a16": True}, "int4_w4a16: got no block_shape, need block_shape=.0, group."),
+    ({"use_int4_w4a16": True, "block_shape": [128, 128]}, "got .128, 128., need .0, group."),
+    ({"use_fp8_w8a8": True, "block_shape": [0, 128]}, "got .0, 128., need .bn, bk., both"),
+    ({"use_fp8_w8a8": True, "block_shape": [128]}, "got .128., need .bn, bk., or"),
+    ({"use_fp8_w8a8": True, "block_shape": [-128, 128]}, "got block=-128x128"),
+    ({"use_fp8_w8a8": True, "block_shape": [64, 64], "per_channel_quant": True}, "one of the two"),
+)
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
+def test_bad_flags(flags: dict[str, Any], message: str) -> None:
+    x_TH, weights, routing = layer(BASE)
+    with pytest.raises(ConfigurationError, match=message):
+        run(x_TH, weights, routing, **flags)
+
+
+BAD_CONFIGS = (
+    (MoeRunnerConfig(gemm1_alpha=1.7), ConfigurationError, "swiglu_oai limit: got None"),
+    (MoeRunnerConfig(activation="gelu", gemm1_clamp_limit=7.0), ConfigurationError, "need silu"),
+    (MoeRunnerConfig(inplace=True, no_combine=True), ConfigurationError, "inplace: got no_comb"),
+    (MoeRunnerConfig(num_experts=E + 1), ShapeError, "w1: got 4 experts, need num_experts = 5"),
+    (MoeRunnerConfig(top_k=3), ShapeError, r"topk_ids: got \(5, 2\), need .* = 3"),
+    (MoeRunnerConfig(activation="tanh"), ConfigurationError, "activation: got tanh"),
+)
+
+
+@pytest.mark.parametrize(("config", "error", "message"), BAD_CONFIGS)
+def test_bad_configs(config: MoeRunnerConfig, error: type[Exception], message: str) -> None:
+    x_TH, weights, routing = layer(BASE)
+    with pytest.raises(error, match=message):
+        run(x_TH, weights, routing, config)
+
+
+def test_bad_tensors() -> None:
+    x_TH, weights, routing = layer(BASE)
+    cases: tuple[tuple[Any, ...], ...] = (
+        ((x_TH[:, :63], weights, routing), ShapeError, r"w1: got \(4, 64, 64\), need .*, 63"),
+        ((x_TH[0], weights, routing), ShapeError, r"x: got \(64,\)"),
+        ((x_TH, replace(weights, w1=weights.w1[0]), routing), ShapeError, "w1: got .*need 3 dim"),
+        ((x_TH, replace(weights, w2=weights.w2.mT), routing), ShapeError, "w1: got"),
+        ((x_TH.to(torch.int8), weights, routing), ModularKernelError, "int8"),
+        ((x_TH, weights, replace(routing, topk_weights_TK=routing.topk_weights_TK.half())),
+         DtypeError, "topk_weights: got float16"),
+        ((x_TH, replace(weights, w1_scale=torch.ones(E)), routing), WeightsError, "quant=none"),
+        ((x_TH, replace(weights, b1=torch.ones(E, 2 * I)), routing), WeightsError, "b2: got None"),
+    )  # fmt: skip
+    for arguments, error, message in cases:
+        with pytest.raises(error, match=message):
+            run(*arguments)
+    with pytest.raises(ConfigurationError, match="topk_output: got None"):
+        fused_experts(x_TH, weights.w1, weights.w2, (None, routing.topk_ids_TK))
+
+
+def test_flags_are_read_without_tensors() -> None:
+    assert quant_of({"use_int4_w4a16": True, "block_shape": (0, 64)}) == "int4_w4a16_group:group=64"
