@@ -9,6 +9,7 @@ from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndRedu
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
 from modular_kernel.ops.permute import permute_tokens
+from modular_kernel.ops.permute_quantise import permute_and_quantise
 from modular_kernel.ops.quantise import (
     PairRows,
     Quantised,
@@ -18,7 +19,8 @@ from modular_kernel.ops.quantise import (
     scale_shape,
     take_quantised,
 )
-from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
     BatchedShape,
@@ -48,7 +50,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     a token's top-k gets one row that both pairs share, so T rows per expert always suffice.
 
     Rows keep the order of the tokens. Rows past an expert's count are left undefined. Tokens are
-    quantised once each, then copied with their scales.
+    quantised on the way; first where one scale is computed for all of them.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -72,15 +74,15 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
-        rows, quantised = (problem.e, tokens, problem.hidden), {}
+        rows, quantised = (problem.e, tokens, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
         if scheme.quantises_activations:
-            quantised = quantise_specs("x", scheme, tokens, problem.hidden)
-            dtype = quantised["x_q"].dtype
-            if scheme.activation_granularity != "tensor":
-                groups = scale_shape(scheme, tokens, problem.hidden)[1]
-                shape = (problem.e, tokens, groups)
-                quantised["batched_scale"] = BufferSpec(shape, torch.float32)
+            dtype = STORAGE[scheme.activation]
+        if _one_scale_for_all(scheme):
+            quantised |= quantise_specs("x", scheme, tokens, problem.hidden)
+        elif scheme.quantises_activations and not scheme.static:
+            shape = (problem.e, *scale_shape(scheme, tokens, problem.hidden))
+            quantised["batched_scale"] = BufferSpec(shape, torch.float32)
         return {
             **quantised,
             "batched_x": BufferSpec(rows, dtype),
@@ -92,7 +94,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
-        problem, tokens = self.problem, x_TH.shape[0]
+        problem, scheme, tokens = self.problem, self.problem.scheme, x_TH.shape[0]
         specs = self.workspace_shapes(tokens)
         buffers = {name: call.workspace.take(name, spec.shape) for name, spec in specs.items()}
         row_of_pair_TK, counts_e = buffers["row_of_pair"], buffers["expert_counts"]
@@ -108,21 +110,21 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         on_input = problem.apply_router_weight_on_input
         handle = BatchedHandle(row_of_pair_TK, None if on_input else router_TK)
         x_eCH = buffers["batched_x"]
-        if not problem.scheme.quantises_activations:
-            input_weights = router_TK if on_input else None
-            permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=x_eCH.flatten(0, 1))
+        rows_RH = x_eCH.flatten(0, 1)
+        scale = buffers.get("batched_scale")
+        if _one_scale_for_all(scheme):
+            quantised = self._quantised(x_TH, dispatched, router_TK, call)
+            permute_tokens(quantised.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
+            return BatchedTokens(x_eCH, counts_e, quantised.scale), handle
+        input_weights = router_TK if on_input else None
+        if not scheme.quantises_activations:
+            permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e), handle
-        quantised = self._quantised(x_TH, dispatched, router_TK, weights, call)
-        rows_eCG = buffers.get("batched_scale")
-        permute_tokens(
-            quantised.q_RK,
-            row_of_pair_TK,
-            None,
-            rows_RH=x_eCH.flatten(0, 1),
-            scale_TG=None if rows_eCG is None else quantised.scale,
-            scale_rows_RG=None if rows_eCG is None else rows_eCG.flatten(0, 1),
-        )
-        scale = quantised.scale if rows_eCG is None else rows_eCG
+        if scale is None:
+            scale = weights.a1_scale
+        assert scale is not None, "a static scheme's weights have one"
+        out = Quantised(rows_RH, scale if scheme.static else scale.flatten(0, 1))
+        permute_and_quantise(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
         return BatchedTokens(x_eCH, counts_e, scale), handle
 
     def _quantised(
@@ -130,14 +132,11 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         x_TH: torch.Tensor,
         dispatched: DispatchedRouting,
         router_TK: torch.Tensor,
-        weights: ExpertWeights,
         call: Call,
     ) -> Quantised:
         """The tokens; times their router weight first if that goes on the input (K = 1)."""
         problem, scheme = self.problem, self.problem.scheme
-        static = weights.a1_scale if scheme.static else None
-        shape = (x_TH.shape[0], problem.hidden)
-        out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+        out = take_quantised(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:
             # The weight of a skipped pair may be anything: its token must not set the scale.
             live = PairRows(dispatched, problem.e)
@@ -176,3 +175,8 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             self.problem.routed_scaling_factor,
         )
         reduce.apply(rows, out)
+
+
+def _one_scale_for_all(scheme: QuantScheme) -> bool:
+    """Whether every value of a call must be seen before the first can be rounded."""
+    return scheme.activation_granularity == "tensor" and not scheme.static

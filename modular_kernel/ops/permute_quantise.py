@@ -1,0 +1,111 @@
+"""permute_and_quantise: quantise each token and write it to the rows of its pairs."""
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.launch import launch
+from modular_kernel.ops.permute import permute_tokens_ref
+from modular_kernel.ops.quantise import Quantised, quantised, scale_shape
+from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import dtype_name
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.permute_quantise import permute_and_quantise_kernel
+
+_TILE = 2048  # columns a program holds, unless one group has more
+_MAX_BLOCK = 8192  # columns a program holds; a longer group is read again for each pair
+
+
+def permute_and_quantise(
+    x_TH: torch.Tensor,
+    row_of_pair_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    scheme: QuantScheme,
+    *,
+    out: Quantised,
+) -> None:
+    """`quantise_rows` of x_TH and `permute_tokens` of the result to out's rows, in one launch.
+
+    x_TH (T, H) with hidden values side by side; row_of_pair_TK (T, K) int32, -1 to skip.
+    weights_TK (T, K) float32 multiplies x first, in float32; pairs that share a row must have one
+    weight. out: q (R, H) and scales of R rows; those that no pair names are left as they are. Not
+    for a computed scale per tensor, which needs every value before it can round the first.
+    """
+    _check(x_TH, scheme, out)
+    tokens, hidden = x_TH.shape
+    if tokens == 0:
+        return
+    if not use_triton(x_TH):
+        permute_and_quantise_ref(x_TH, row_of_pair_TK, weights_TK, scheme, out=out)
+        return
+    computed = not scheme.static
+    group = min(hidden, scheme.group[-1] if scheme.group else hidden)
+    block = min(next_power_of_2(group), _MAX_BLOCK)
+    groups = -(-hidden // group)
+    per_program = min(next_power_of_2(groups), max(1, _TILE // block))
+    launch(
+        permute_and_quantise_kernel,
+        (tokens, -(-groups // per_program)),
+        x_ptr=x_TH,
+        row_of_pair_ptr=row_of_pair_TK,
+        weights_ptr=row_of_pair_TK if weights_TK is None else weights_TK,
+        q_ptr=out.q_RK,
+        scale_ptr=out.scale,
+        num_columns=hidden,
+        group=group,
+        num_groups=groups,
+        stride_x=x_TH.stride(0),
+        TOP_K=row_of_pair_TK.shape[1],
+        HAS_WEIGHTS=weights_TK is not None,
+        COMPUTED=computed,
+        LARGEST=LARGEST[scheme.activation],
+        ROUND=scheme.activation == "int8",
+        MIN_SCALE=MIN_SCALE,
+        WHOLE=group <= block,
+        BLOCK_G=per_program,
+        BLOCK_C=block,
+        num_warps=8 if block > _TILE else 4,
+    )
+
+
+def _check(x_TH: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
+    if scheme.activation_granularity == "none" or (
+        scheme.activation_granularity == "tensor" and not scheme.static
+    ):
+        need = "quantised activations with a scale per token, per group, or static"
+        raise ConfigurationError("permute_and_quantise", got=str(scheme), need=need)
+    rows, hidden = out.q_RK.shape[0], x_TH.shape[1]
+    if tuple(out.q_RK.shape) != (rows, hidden):
+        got = tuple(out.q_RK.shape)
+        raise ShapeError("quantised rows", got=got, need=f"(R, H) with H = {hidden}")
+    need = scale_shape(scheme, rows, hidden)
+    if tuple(out.scale.shape) != need:
+        raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=need)
+    if out.q_RK.dtype is not STORAGE[scheme.activation]:
+        got = dtype_name(out.q_RK.dtype)
+        raise DtypeError("quantised rows", got=got, need=scheme.activation)
+
+
+def permute_and_quantise_ref(
+    x_TH: torch.Tensor,
+    row_of_pair_TK: torch.Tensor,
+    weights_TK: torch.Tensor | None,
+    scheme: QuantScheme,
+    *,
+    out: Quantised,
+) -> None:
+    """Torch twin of `permute_and_quantise`: a row for each pair, then quantised, then moved."""
+    token, slot = (row_of_pair_TK >= 0).nonzero(as_tuple=True)
+    values = x_TH[token].float()
+    if weights_TK is not None:
+        values = values * weights_TK[token, slot, None]
+    q, scale = quantised(values, scheme, out.scale if scheme.static else None)
+    row_of_pair = row_of_pair_TK[token, slot][:, None]
+    # As bytes: torch cannot put float8 values by index.
+    bytes_RH = out.q_RK.view(torch.uint8)
+    permute_tokens_ref(q.view(torch.uint8), row_of_pair, None, rows_RH=bytes_RH)
+    if not scheme.static:
+        permute_tokens_ref(scale, row_of_pair, None, rows_RH=out.scale)

@@ -1,0 +1,160 @@
+"""permute_and_quantise: bit for bit what quantise_rows and permute_tokens give in turn."""
+
+import pytest
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.ops import permute, permute_quantise, quantise
+from modular_kernel.ops.permute import permute_tokens
+from modular_kernel.ops.permute_quantise import permute_and_quantise
+from modular_kernel.ops.quantise import Quantised, quantise_rows, scale_shape
+from modular_kernel.quant import STORAGE
+from modular_kernel.schemes import QuantScheme
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN, STATIC, ROWS = float("nan"), 0.0123, 12
+SCHEMES = (
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=8x24",
+    "fp8_w8a8_block:block=8x32",
+    "int8_w8a8_channel",
+    "int8_w8a8_block:block=8x24",
+)
+each_scheme = pytest.mark.parametrize("text", SCHEMES)
+# Five tokens of three pairs: some are skipped, one token has none, two pairs share row 7.
+PLACES = torch.tensor([[3, -1, 0], [7, 7, 11], [-1, -1, -1], [1, 2, 4], [-1, 10, 5]])
+UNNAMED = [6, 8, 9]
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs the Triton kernel, and once more the torch twin beside it."""
+    if request.param == "twin":
+        for module in (permute, permute_quantise, quantise):
+            monkeypatch.setattr(module, "use_triton", lambda tensor: False)
+    else:
+        assert permute_quantise.use_triton(torch.empty(0, device=DEVICE)), "nothing runs kernels"
+    return request.param
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantised:
+    """Filled with what must survive in rows that no pair names."""
+    q = torch.full((rows, columns), 0x55, dtype=torch.uint8, device=DEVICE)
+    shape = scale_shape(scheme, rows, columns)
+    scale = torch.full(shape, STATIC if scheme.static else -3.0, device=DEVICE)
+    return Quantised(q.view(STORAGE[scheme.activation]), scale)
+
+
+def in_turn(
+    x_TH: torch.Tensor, places_TK: torch.Tensor, scheme: QuantScheme, rows: int
+) -> Quantised:
+    """Each token quantised, then moved with its scales."""
+    one, out = buffers(scheme, *x_TH.shape), buffers(scheme, rows, x_TH.shape[1])
+    quantise_rows(x_TH, scheme, out=one)
+    scales = {} if scheme.static else {"scale_TG": one.scale, "scale_rows_RG": out.scale}
+    rows_RH = out.q_RK.view(torch.uint8)
+    permute_tokens(one.q_RK.view(torch.uint8), places_TK, None, rows_RH=rows_RH, **scales)
+    return out
+
+
+def assert_same(got: Quantised, want: Quantised) -> None:
+    assert torch.equal(got.q_RK.view(torch.uint8), want.q_RK.view(torch.uint8))
+    assert torch.equal(got.scale, want.scale)
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+@pytest.mark.parametrize("columns", [1, 45, 64, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_it_is_both_in_turn(text: str, columns: int, dtype: torch.dtype) -> None:
+    scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
+    x_TH = random(5, columns, dtype=dtype)
+    x_TH[2] = 1e4  # of no pair: it must set no scale
+    out = buffers(scheme, ROWS, columns)
+    permute_and_quantise(x_TH, places, None, scheme, out=out)
+    assert_same(out, in_turn(x_TH, places, scheme, ROWS))
+    untouched = out.q_RK.view(torch.uint8)[UNNAMED]
+    assert bool((untouched == 0x55).all())
+    if not scheme.static:
+        assert bool((out.scale[UNNAMED] == -3.0).all())
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_long_groups_are_read_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
+    monkeypatch.setattr(permute_quantise, "_MAX_BLOCK", 16)
+    monkeypatch.setattr(permute_quantise, "_TILE", 16)
+    x_TH = random(5, 77)
+    x_TH[:, 70] = 9.0  # the largest lies in the last piece
+    out, weights = buffers(scheme, ROWS, 77), torch.ones(5, 3, device=DEVICE)
+    permute_and_quantise(x_TH, places, weights, scheme, out=out)
+    assert_same(out, in_turn(x_TH, places, scheme, ROWS))
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_several_groups_a_program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last program has fewer than it could take."""
+    scheme, places = QuantScheme.parse(text), PLACES.int().to(DEVICE)
+    monkeypatch.setattr(permute_quantise, "_TILE", 64)
+    x_TH = random(5, 24 * 5)
+    out = buffers(scheme, ROWS, 24 * 5)
+    permute_and_quantise(x_TH, places, None, scheme, out=out)
+    assert_same(out, in_turn(x_TH, places, scheme, ROWS))
+
+
+@pytest.mark.usefixtures("path")
+@each_scheme
+def test_every_pair_has_its_weight(text: str) -> None:
+    """In float32, before the scale; a skipped pair's may be anything."""
+    scheme = QuantScheme.parse(text)
+    places = torch.tensor([[0, 2, -1], [-1, 3, 5]], dtype=torch.int32, device=DEVICE)
+    weights = torch.tensor([[0.3, -2.7, NAN], [1e30, 0.01, 1.0]], device=DEVICE)
+    x_TH, out = random(2, 45, dtype=torch.bfloat16), buffers(scheme, 6, 45)
+    permute_and_quantise(x_TH, places, weights, scheme, out=out)
+    want = buffers(scheme, 6, 45)
+    for token, slot, row in ((0, 0, 0), (0, 1, 2), (1, 1, 3), (1, 2, 5)):
+        weighted = x_TH[token].float()[None] * weights[token, slot]
+        one = in_turn(weighted, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), scheme, 1)
+        want.q_RK.view(torch.uint8)[row] = one.q_RK.view(torch.uint8)[0]
+        if not scheme.static:
+            want.scale[row] = one.scale[0]
+    assert_same(out, want)
+
+
+@pytest.mark.usefixtures("path")
+def test_rows_may_lie_apart() -> None:
+    scheme, places = QuantScheme.parse(SCHEMES[2]), PLACES.int().to(DEVICE)
+    wide = random(5, 90)
+    out, same = buffers(scheme, ROWS, 45), buffers(scheme, ROWS, 45)
+    permute_and_quantise(wide[:, :45], places, None, scheme, out=out)
+    permute_and_quantise(wide[:, :45].contiguous(), places, None, scheme, out=same)
+    assert_same(out, same)
+
+
+@pytest.mark.usefixtures("path")
+def test_bad_input_and_no_tokens() -> None:
+    scheme, x_TH = QuantScheme.parse("fp8_w8a8_channel"), random(5, 45)
+    places = PLACES.int().to(DEVICE)
+    for text in ("fp8_w8a8_tensor", "none", "int8_w8a16_channel"):
+        bad, out = QuantScheme.parse(text), buffers(scheme, ROWS, 45)
+        with pytest.raises(ConfigurationError, match="need quantised activations with a scale per"):
+            permute_and_quantise(x_TH, places, None, bad, out=out)
+    with pytest.raises(ShapeError, match=r"quantised rows: got \(12, 44\), need .* H = 45"):
+        permute_and_quantise(x_TH, places, None, scheme, out=buffers(scheme, ROWS, 44))
+    block = QuantScheme.parse("fp8_w8a8_block")
+    with pytest.raises(ShapeError, match="scales of quantised rows"):
+        permute_and_quantise(random(5, 200), places, None, block, out=buffers(scheme, ROWS, 200))
+    eight = buffers(QuantScheme.parse("int8_w8a8_channel"), ROWS, 45)
+    with pytest.raises(DtypeError, match="quantised rows: got int8, need float8_e4m3fn"):
+        permute_and_quantise(x_TH, places, None, scheme, out=eight)
+    out = buffers(scheme, ROWS, 45)
+    permute_and_quantise(x_TH[:0], places[:0], None, scheme, out=out)
+    assert_same(out, buffers(scheme, ROWS, 45))
