@@ -81,9 +81,9 @@ def _check(x_TH: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
     if tuple(out.q_RK.shape) != (rows, hidden):
         got = tuple(out.q_RK.shape)
         raise ShapeError("quantised rows", got=got, need=f"(R, H) with H = {hidden}")
-    need = scale_shape(scheme, rows, hidden)
-    if tuple(out.scale.shape) != need:
-        raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=need)
+    shape = scale_shape(scheme, rows, hidden)
+    if tuple(out.scale.shape) != shape:
+        raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=shape)
     if out.q_RK.dtype is not STORAGE[scheme.activation]:
         got = dtype_name(out.q_RK.dtype)
         raise DtypeError("quantised rows", got=got, need=scheme.activation)
