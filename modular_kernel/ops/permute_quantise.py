@@ -79,14 +79,14 @@ def _check(x_TH: torch.Tensor, scheme: QuantScheme, out: Quantised) -> None:
         raise ConfigurationError("permute_and_quantise", got=str(scheme), need=need)
     rows, hidden = out.q_RK.shape[0], x_TH.shape[1]
     if tuple(out.q_RK.shape) != (rows, hidden):
-        got = tuple(out.q_RK.shape)
-        raise ShapeError("quantised rows", got=got, need=f"(R, H) with H = {hidden}")
+        wide = f"(R, H) with H = {hidden}"
+        raise ShapeError("quantised rows", got=tuple(out.q_RK.shape), need=wide)
     shape = scale_shape(scheme, rows, hidden)
     if tuple(out.scale.shape) != shape:
         raise ShapeError("scales of quantised rows", got=tuple(out.scale.shape), need=shape)
     if out.q_RK.dtype is not STORAGE[scheme.activation]:
-        got = dtype_name(out.q_RK.dtype)
-        raise DtypeError("quantised rows", got=got, need=scheme.activation)
+        dtype = dtype_name(out.q_RK.dtype)
+        raise DtypeError("quantised rows", got=dtype, need=scheme.activation)
 
 
 def permute_and_quantise_ref(
