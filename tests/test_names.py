@@ -3,6 +3,7 @@
 import re
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
@@ -16,11 +17,7 @@ def test_the_page_was_read() -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_it_points_at_what_exists(path: str) -> None:
-    """A name in a module, or a name in a class of one."""
-    module, _, name = path.rpartition(".")
-    owner, _, inner = module.rpartition(".")
-    found = getattr(import_module(owner), inner, None) or import_module(module)
-    assert hasattr(found, name)
+    assert resolve_name(path) is not None
 
 
 @pytest.mark.parametrize("row", re.findall(r"^\| (.+?) \| the same, in `([\w.]+)`", TEXT, re.M))
