@@ -32,6 +32,7 @@ class Plan:
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
+        self._index: int | None = device.index if device.type == "cuda" else None
         specs = kernel.workspace_specs(problem.tokens)
         self._workspace = Workspace(specs, device, poison=kernel.poison)
         self._out = torch.empty(problem.output_shape, dtype=problem.dtype, device=device)
@@ -53,9 +54,9 @@ class Plan:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As FusedMoEModularKernel.__call__, for T <= the plan's tokens (CapacityError else)."""
-        device = self._device
-        if device.type == "cuda" and torch.cuda.current_device() != device.index:
-            with torch.cuda.device(device):
+        index = self._index
+        if index is not None and torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
                 return self(x_TH, weights, routing, out=out)
         bound, output = self._tapes.bound(weights), self._output(x_TH, out)
         new = bound is None or output is None
@@ -71,7 +72,7 @@ class Plan:
         # All that the checks read is in the kind, but for this.
         validate.check_no_grad(x_TH, weights, routing)
         self._poison(output)
-        tape.play(_current_stream(device), pointers)
+        tape.play(_current_stream(index), pointers)
         self._check_red_zones()
         return output
 
@@ -147,8 +148,7 @@ def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[t
     return tensors if out is x_TH else (*tensors, out)
 
 
-def _current_stream(device: torch.device) -> int:
-    """What triton launches on: the device's current stream, as a number."""
-    if device.type != "cuda":
-        return 0
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
+def _current_stream(index: int | None) -> int:
+    """What triton launches on: the device's current stream, as a number; 0 on a CPU."""
+    stream: int = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
+    return stream

@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modular_kernel.tensors import ExpertWeights
 
-Play = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs): launches once
+Play = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
+Player = Callable[[Sequence[Any], int], Play]  # launches as noted, and how many inputs there are
 Watched = Callable[[], bool]  # whether somebody watches launches, so that none may be hidden
 
-_MAX_TAPES = 256  # kinds of call a plan remembers; one is a few KiB
+_MAX_TAPES = 64  # kinds of call a plan remembers; each may hold a small CUDA graph
 _ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multiples of it
 _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
 
@@ -52,7 +54,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused = ""
         self._spans = [span(tensor) for tensor in inputs]
-        self._plays: list[Play] = []
+        self._launches: list[tuple[Player, Any]] = []
         self._watches: list[Watched] = []
         self._kept: list[torch.Tensor] = []
         ordered = sorted(self._spans)
@@ -79,9 +81,9 @@ class Recorder(TorchDispatchMode):
         self._kept.append(tensor)
         return None
 
-    def note(self, play: Play, watched: Watched) -> None:
-        """Add a launch."""
-        self._plays.append(play)
+    def note(self, launch: Any, player: Player, watched: Watched) -> None:
+        """Add a launch; `player` makes a Play of it and of those beside it that have the same."""
+        self._launches.append((player, launch))
         if watched not in self._watches:
             self._watches.append(watched)
 
@@ -89,7 +91,11 @@ class Recorder(TorchDispatchMode):
         """The recording; None if it was refused."""
         if self.refused:
             return None
-        return Tape(tuple(self._plays), tuple(self._watches), tuple(self._kept))
+        plays = tuple(
+            player([launch for _, launch in launches], len(self._spans))
+            for player, launches in groupby(self._launches, key=itemgetter(0))
+        )
+        return Tape(plays, tuple(self._watches), tuple(self._kept))
 
 
 def recorder() -> Recorder | None:
@@ -137,7 +143,7 @@ class Tapes:
     """The recordings of one plan, and the weights it has checked.
 
     A recording serves every call of its kind: with the same shape, strides, dtype, device and
-    alignment of each tensor. At most 256 are kept; the oldest goes first. Weights are remembered
+    alignment of each tensor. At most 64 are kept; the oldest goes first. Weights are remembered
     while they live, and not kept alive.
     """
 
@@ -185,7 +191,8 @@ def kind_and_pointers(tensors: Sequence[torch.Tensor], bound: Bound) -> tuple[Ha
     for pointer in pointers:
         bits |= pointer
     aligned = True if bits % _ALIGNMENT == 0 else tuple(p % _ALIGNMENT for p in pointers)
-    return (bound.kind, aligned, *map(_kind, tensors)), pointers
+    kinds = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    return (bound.kind, aligned, *kinds), pointers
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:

@@ -23,6 +23,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Combine, Problem, dtype_name
 
 _ID_DTYPES = (torch.int32, torch.int64)
+_DIFFERENTIABLE = ("x", "topk_weights", "w1", "w2", "b1", "b2")
 
 
 def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
@@ -154,9 +155,9 @@ def check_no_grad(x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) 
     """Kernels are forward only: refuse, rather than lose, a gradient."""
     if not torch.is_grad_enabled():
         return
-    named = {"w1": weights.w1, "w2": weights.w2, "b1": weights.b1, "b2": weights.b2}
-    named |= {"x": x_TH, "topk_weights": routing.topk_weights_TK}
-    wants = [name for name, t in named.items() if t is not None and t.requires_grad]
+    tensors = (x_TH, routing.topk_weights_TK, weights.w1, weights.w2, weights.b1, weights.b2)
+    named = zip(_DIFFERENTIABLE, tensors, strict=True)
+    wants = [name for name, t in named if t is not None and t.requires_grad]
     if wants:
         got, need = f"{', '.join(wants)} that require grad", "torch.no_grad() or inference_mode()"
         raise UnsupportedError("gradients", got=got, need=need)

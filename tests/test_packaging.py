@@ -70,7 +70,7 @@ def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in {".py", ".json", ".typed"}
+        if path.suffix in {".py", ".c", ".json", ".typed"}
     }
     assert in_tree - set(wheel.namelist()) == set()
     assert {f"{package}/py.typed" for package in PACKAGES} <= in_tree

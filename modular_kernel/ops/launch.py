@@ -4,25 +4,24 @@
 
 is `kernel[grid](...)`. While a plan records (see modular_kernel.replay) the launch is noted as
 well: the compiled kernel and its arguments, with pointers to the call's inputs left open. What
-replays then calls is the launcher that triton generated for the kernel, some 50 arguments in one
-C call, instead of triton's specialisation of each of them and its look-up of the kernel.
+replays then calls is modular_kernel.ops.player, once for all launches.
 """
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
+from modular_kernel.ops import player
 from modular_kernel.ops.runtime import HAS_TRITON
-from modular_kernel.replay import Play, Recorder, recorder
+from modular_kernel.replay import Recorder, recorder
 
 if HAS_TRITON:
     import triton
     from triton.compiler import CompiledKernel
     from triton.runtime.jit import JITFunction
 
-# The releases whose launchers are known to take their arguments as `_play` gives them.
+# The releases whose launchers are known to do what modular_kernel.ops.player does.
 _KNOWN = ("3.6",)
 
 # Triton ships no annotations.
@@ -52,20 +51,23 @@ def _note(
         recording.refuse(reason)
         return
     values: list[Foreign] = []
-    slots: list[tuple[int, int, int]] = []
+    slots: dict[int, tuple[int, int]] = {}
     for parameter in kernel.params:
         value = arguments.get(parameter.name, parameter.default)
-        if parameter.is_constexpr:
-            value = None  # compiled in; its place is not read
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):
             place = recording.place(value)
             if place is not None:
-                slots.append((len(values), *place))
-            value = value.data_ptr()  # a number is taken as it is, a tensor asked about itself
-        elif not isinstance(value, int | float | None):
+                slots[len(values)] = place
+            value = value.data_ptr()
+        elif not parameter.is_constexpr and not isinstance(value, int | float | None):
             recording.refuse(f"{parameter.name} is a {type(value).__name__}")
+            return
         values.append(value)
-    recording.note(_play(compiled, (*grid, 1, 1)[:3], values, slots), _watched)
+    packed = player.pack(compiled, grid, values, slots)
+    if packed is None:
+        recording.refuse(f"{kernel} has a parameter of unknown type")
+    elif 0 not in packed.grid:
+        recording.note(packed, player.player, _watched)
 
 
 @cache
@@ -81,39 +83,16 @@ def _unknown(kernel: Foreign, compiled: Foreign) -> str:
         return f"{kernel} has pre-run hooks"
     if _release() not in _KNOWN:
         return f"launchers of triton {triton.__version__} are unknown"
-    if compiled.metadata.global_scratch_size or compiled.metadata.profile_scratch_size:
+    metadata = compiled.metadata
+    if metadata.target.backend != "cuda" or metadata.num_ctas != 1:
+        return f"{kernel} is for clusters, or for no GPU of NVIDIA's"
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
         return f"{kernel} takes scratch memory"
-    return ""
-
-
-def _play(
-    compiled: Foreign,
-    grid: tuple[int, ...],
-    values: list[Foreign],
-    slots: Sequence[tuple[int, int, int]],
-) -> Play:
-    """slots: (which of values, input, bytes into it)."""
-    run: Callable[..., None] = compiled.run
-    # Behind the kernel's packed metadata: no launch metadata, and no hooks.
-    head = (*grid, 0, compiled.function, compiled.packed_metadata, None, None, None)
-    stream_at = len(grid)
-    places = [(len(head) + at, index, offset) for at, index, offset in slots]
-    template = [*head, *values]
-
-    def play(stream: int, pointers: Sequence[int]) -> None:
-        arguments = template.copy()
-        arguments[stream_at] = stream
-        for at, index, offset in places:
-            arguments[at] = pointers[index] + offset
-        run(*arguments)
-
-    return play
+    return "" if player.module() else "there is no C compiler"
 
 
 def _watched() -> bool:
     """Whether a profiler has hooked itself to triton's launches."""
     runtime = triton.knobs.runtime
-    return any(
-        hook is not None and getattr(hook, "calls", True)
-        for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook)
-    )
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,0 +1,130 @@
+/* The functions of libcuda.so.1 that player.c asks for, on the host: a "kernel" is a C function,
+ * and launching calls it. Counts what was asked of it. */
+#include <cuda.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define KERNEL_PARAMETERS 6 /* four of a kernel's own, and two for scratch */
+#define MOST_NODES 8
+
+typedef void (*Kernel)(void **);
+typedef struct Node {
+  Kernel kernel;
+  unsigned long long value[KERNEL_PARAMETERS];
+  struct Node *after;
+  int edge;
+} Node;
+typedef struct {
+  Node *node[MOST_NODES];
+  unsigned count;
+} Graph;
+
+int launches, graph_launches, sets, instantiations, capturing, dependent_launches, fail;
+unsigned long long last_stream;
+
+static void get(Node *node, void **parameters) {
+  for (int i = 0; i < KERNEL_PARAMETERS; ++i)
+    memcpy(node->value + i, parameters[i], 8);
+}
+
+static void call(Node *node) {
+  void *parameters[KERNEL_PARAMETERS];
+  for (int i = 0; i < KERNEL_PARAMETERS; ++i)
+    parameters[i] = node->value + i;
+  node->kernel(parameters);
+}
+
+/* out[i] = x[i] * factor + step, for i < count = 4 */
+void scale_kernel(void **parameters) {
+  float *out = *(float **)parameters[0], *x = *(float **)parameters[1];
+  float factor = *(float *)parameters[2];
+  int step = *(int *)parameters[3];
+  for (int i = 0; i < 4; ++i)
+    out[i] = x[i] * factor + step;
+}
+
+CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, void **parameters, void **e) {
+  if (fail == 1)
+    return CUDA_ERROR_LAUNCH_FAILED;
+  ++launches;
+  for (unsigned i = 0; i < config->numAttrs; ++i)
+    dependent_launches +=
+        config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  last_stream = (unsigned long long)config->hStream;
+  ((Kernel)f)(parameters);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorString(CUresult error, const char **text) {
+  *text = "launch failed, says the stand-in";
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetCurrent(CUcontext *context) {
+  *context = (CUcontext)1;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *device, int ordinal) { return CUDA_SUCCESS; }
+
+CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphCreate(CUgraph *graph, unsigned flags) {
+  *graph = (CUgraph)calloc(1, sizeof(Graph));
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphAddKernelNode_v2(CUgraphNode *node, CUgraph graph, const CUgraphNode *before,
+                                 size_t count, const CUDA_KERNEL_NODE_PARAMS *parameters) {
+  Graph *made = (Graph *)graph;
+  Node *new = calloc(1, sizeof(Node));
+  new->kernel = (Kernel)parameters->func;
+  get(new, parameters->kernelParams);
+  made->node[made->count++] = new;
+  *node = (CUgraphNode) new;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphAddDependencies_v2(CUgraph graph, const CUgraphNode *from, const CUgraphNode *to,
+                                   const CUgraphEdgeData *edges, size_t count) {
+  ((Node *)*to)->after = (Node *)*from;
+  ((Node *)*to)->edge = edges->type;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphInstantiateWithFlags(CUgraphExec *exec, CUgraph graph, unsigned long long flags) {
+  Graph *made = (Graph *)graph;
+  if (fail == 2)
+    return CUDA_ERROR_NOT_SUPPORTED;
+  for (unsigned i = 1; i < made->count; ++i)
+    if (made->node[i]->after != made->node[i - 1])
+      return CUDA_ERROR_INVALID_VALUE;
+  ++instantiations;
+  *exec = (CUgraphExec)made;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
+  Graph *made = (Graph *)exec;
+  ++graph_launches;
+  last_stream = (unsigned long long)stream;
+  for (unsigned i = 0; i < made->count; ++i) {
+    dependent_launches += made->node[i]->edge == CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
+    call(made->node[i]);
+  }
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec exec, CUgraphNode node,
+                                           const CUDA_KERNEL_NODE_PARAMS *parameters) {
+  ++sets;
+  get((Node *)node, parameters->kernelParams);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGraphDestroy(CUgraph graph) { return CUDA_SUCCESS; }
+CUresult cuGraphExecDestroy(CUgraphExec exec) { return CUDA_SUCCESS; }

@@ -1,0 +1,108 @@
+"""player.c without a GPU: against a libcuda.so.1 of this test's own, which counts and computes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modular_kernel.ops.player import pack_value
+
+TESTS = Path(__file__).parent
+ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both inputs
+COMPILER = shutil.which("gcc") or shutil.which("clang")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What player_program.py saw."""
+    if COMPILER is None:
+        pytest.skip("no C compiler: then nothing is replayed either")
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    folder = tmp_path_factory.mktemp("driver")
+    command = [COMPILER, "-shared", "-fPIC", "-O1", str(TESTS / "driver_stand_in.c")]
+    command += [f"-I{include}" for include in driver.include_dirs]
+    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
+    # By `env`: the loader reads the variable when a program starts.
+    program = ["env", f"LD_LIBRARY_PATH={folder}", sys.executable, "-m", "player_program"]
+    done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("when", "values", "asked"),
+    [
+        ("first", ONE, {"launches": 2}),
+        ("graph made", ONE, {"instantiations": 1, "graph_launches": 1}),
+        ("same again", ONE, {"graph_launches": 1}),
+        ("other x", TWO, {"sets": 1, "graph_launches": 1}),
+        ("other out", TWO, {"sets": 1, "graph_launches": 1}),
+        ("both back", ONE, {"sets": 2, "graph_launches": 1}),
+        ("captured", TWO, {"launches": 2}),
+        ("after it", ONE, {"graph_launches": 1}),
+    ],
+)
+def test_a_tape_played_again(
+    found: dict[str, Any], when: str, values: list[float], asked: dict[str, int]
+) -> None:
+    """Right each time, as a graph from the second on, and only what changed is told to it."""
+    assert found[when] == [values, asked]
+
+
+def test_the_stream_is_the_one_given(found: dict[str, Any]) -> None:
+    assert found["stream"] == 7
+
+
+def test_dependent_launches_stay_dependent_in_the_graph(found: dict[str, Any]) -> None:
+    assert found["dependent"] == [
+        [ONE, ONE],
+        {"launches": 2, "instantiations": 1, "graph_launches": 1, "dependent_launches": 2},
+    ]
+
+
+def test_a_single_launch_is_not_made_a_graph(found: dict[str, Any]) -> None:
+    assert found["single"] == {"launches": 3}
+
+
+def test_launches_serve_where_graphs_fail(found: dict[str, Any]) -> None:
+    assert found["no graphs"] == [[ONE] * 3, {"launches": 6}]
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("failed", "RuntimeError: CUDA error in a replayed launch: launch failed"),
+        ("pointers", "ValueError: 1 pointers for 2 inputs"),
+        ("no tape", "ValueError: PyCapsule_GetPointer"),
+        ("slot", "ValueError: a slot for a value or an input that is not there"),
+        ("parameters", "ValueError: a launch has parameters that are not there"),
+        ("inputs", "ValueError: 65 inputs"),
+    ],
+)
+def test_errors(found: dict[str, Any], what: str, text: str) -> None:
+    assert found[what].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "packed"),
+    [
+        ("*bf16", 0x7F0012345678, b"\x78\x56\x34\x12\x00\x7f\0\0"),
+        ("i32", -2, b"\xfe\xff\xff\xff\xff\xff\xff\xff"),
+        ("i64", 1 << 40, b"\0\0\0\0\0\1\0\0"),
+        ("u1", True, b"\1\0\0\0\0\0\0\0"),
+        ("fp32", 1.5, b"\0\0\xc0\x3f\0\0\0\0"),
+        ("fp64", 1.5, b"\0\0\0\0\0\0\xf8\x3f"),
+        ("fp16", 1.5, None),
+        ("tensordesc<bf16[64, 64]>", 0, None),
+        ("nvTmaDesc", 0, None),
+    ],
+)
+def test_values_are_packed_as_kernels_read_them(
+    kind: str, value: float, packed: bytes | None
+) -> None:
+    assert pack_value(kind, value) == packed
