@@ -90,7 +90,6 @@ def main() -> dict[str, Any]:
     tape, _between = make()
     for name, x, to in (
         ("first", one, out),
-        ("graph made", one, out),
         ("same again", one, out),
         ("other x", two, out),
         ("other out", two, other),
@@ -103,7 +102,11 @@ def main() -> dict[str, Any]:
     found["after it"] = [play(tape, one, out), counters()]
     found["stream"] = ctypes.c_ulonglong.in_dll(stand_in, "last_stream").value
     dependent, _other_between = make(dependent=True)
-    found["dependent"] = [[play(dependent, one, out) for _ in range(2)], counters()]
+    values = [play(dependent, one, out)]
+    set_to("capturing", 1)
+    values.append(play(dependent, one, out))
+    set_to("capturing", 0)
+    found["dependent"] = [values, counters()]
     single, _third = make(launches=1)
     for _ in range(3):
         play(single, one, out)
@@ -112,6 +115,7 @@ def main() -> dict[str, Any]:
     ungraphable, _fourth = make()
     found["no graphs"] = [[play(ungraphable, one, out) for _ in range(3)], counters()]
     set_to("fail", 1)
+    set_to("capturing", 1)
     found["failed"] = error(lambda: play(make()[0], one, out))
     set_to("fail", 0)
     module = player.module()

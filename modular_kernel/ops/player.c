@@ -7,7 +7,7 @@
  * value `at` is the pointer of an input plus `offset` bytes. owner: what keeps the kernels loaded.
  *
  * A driver takes two to four microseconds for a launch, and little more for a graph of many. So a
- * tape that is played again becomes a graph, whose nodes are told of pointers that have changed.
+ * tape that is played becomes a graph, whose nodes are told of pointers that have changed.
  * Into a stream that is captured it is played launch by launch, as nodes of the caller's graph.
  */
 #define PY_SSIZE_T_CLEAN
@@ -41,7 +41,7 @@ typedef struct {
   uint64_t *value;
   void **parameter; /* where each value is */
   pthread_mutex_t lock; /* of all that follows, and of the values in slots */
-  int plays, graphable;
+  int graphable;
   CUgraph graph;
   CUgraphExec exec;
   uint64_t seen[MOST_INPUTS]; /* the pointers that `exec` has */
@@ -292,12 +292,10 @@ static CUresult play_locked(Tape *tape, CUstream stream, const uint64_t *pointer
     return result;
   for (unsigned i = 0; i < tape->slots; ++i)
     tape->value[tape->slot[i].at] = pointers[tape->slot[i].input] + tape->slot[i].offset;
-  /* The first time might be the last. Where the status cannot be had, a capture is going on. */
-  if (tape->launches > 1 && tape->plays++ > 0) {
-    if (is_capturing(stream, &capturing) == CUDA_SUCCESS &&
-        capturing == CU_STREAM_CAPTURE_STATUS_NONE && as_graph(tape, pointers))
-      return graph_launch(tape->exec, stream);
-  }
+  /* Where the status cannot be had, some capture is going on. */
+  if (tape->launches > 1 && is_capturing(stream, &capturing) == CUDA_SUCCESS &&
+      capturing == CU_STREAM_CAPTURE_STATUS_NONE && as_graph(tape, pointers))
+    return graph_launch(tape->exec, stream);
   return launch_all(tape, stream);
 }
 
