@@ -3,6 +3,7 @@
 import torch
 
 from modular_kernel.errors import ShapeError
+from modular_kernel.ops.launch import launch
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.types import ActivationSpec
@@ -39,7 +40,9 @@ def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Ten
         return
     step, offset = up_rows(spec, intermediate)
     block = hidden_block(intermediate)
-    activation_kernel[(rows, -(-intermediate // block))](
+    launch(
+        activation_kernel,
+        (rows, -(-intermediate // block)),
         x_ptr=x_RN,
         out_ptr=out_RI,
         intermediate=intermediate,

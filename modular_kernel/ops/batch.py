@@ -3,6 +3,7 @@
 import torch
 
 from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
+from modular_kernel.ops.launch import launch
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec
@@ -38,7 +39,9 @@ def assign_rows(
         assign_rows_ref(routing, capacity, row_of_pair_TK, counts_e)
         return
     counts = count_pairs(routing, num_local, scratch=scratch, dedupe=True, counts_e=counts_e)
-    assign_rows_kernel[(counts.num_chunks,)](
+    launch(
+        assign_rows_kernel,
+        (counts.num_chunks,),
         prefix_ptr=counts.prefix,
         row_of_pair_ptr=row_of_pair_TK,
         numel=row_of_pair_TK.numel(),

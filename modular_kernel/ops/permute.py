@@ -3,6 +3,7 @@
 import torch
 
 from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.launch import launch
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 
 if HAS_TRITON:
@@ -41,7 +42,9 @@ def permute_tokens(
         return
     block = hidden_block(hidden)
     groups = 0 if scale_TG is None else scale_TG.shape[1]
-    permute_tokens_kernel[(tokens, -(-hidden // block))](
+    launch(
+        permute_tokens_kernel,
+        (tokens, -(-hidden // block)),
         x_ptr=x_TH,
         scale_ptr=x_TH if scale_TG is None else scale_TG,
         row_of_pair_ptr=row_of_pair_TK,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.ops.count import CHUNK, count_pairs, counts_spec, id_arguments, local_ids
+from modular_kernel.ops.launch import launch
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -68,7 +69,9 @@ def sort_pairs(
         return result
     counts = count_pairs(routing, num_local, scratch=scratch)
     fillers = -(-result.max_tiles // _FILL)
-    sort_place_kernel[(counts.num_chunks + fillers,)](
+    launch(
+        sort_place_kernel,
+        (counts.num_chunks + fillers,),
         prefix_ptr=counts.prefix,
         totals_ptr=counts.totals,
         row_of_pair_ptr=rows,
