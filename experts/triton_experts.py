@@ -2,12 +2,13 @@
 
 import torch
 
-from experts import triton_permuted
+from experts import tile_permuted
 from experts.tile_search import TileSpace
 from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_gemm import SCHEMES, group_rejections
 from experts.triton_path import Path, PathCall
+from experts.triton_permuted import PermutedPath
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
@@ -32,6 +33,7 @@ class TritonExperts(PermuteExpertsUnpermute):
     floating-point values, so results are bitwise repeatable.
     """
 
+    replayable = True
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,
         packages=("triton",),
@@ -101,6 +103,6 @@ class TritonExperts(PermuteExpertsUnpermute):
 def _paths(problem: Problem) -> dict[str, Path]:
     """The paths that can serve `problem` here, by name."""
     paths: list[Path] = [AlignedPath(problem)]
-    if triton_permuted.serves(problem, this_store().device):
-        paths.append(triton_permuted.PermutedPath(problem))
+    if tile_permuted.serves(problem, this_store().device):
+        paths.append(PermutedPath(problem))
     return {path.name: path for path in paths}

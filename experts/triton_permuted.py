@@ -4,15 +4,14 @@ Pays for moving rows once with products that load whole boxes and never mask: fo
 expert. Launches: count, scan, place; permute; GEMM 1 + activation; [quantise]; GEMM 2; sum.
 """
 
-from functools import cache
-from typing import Any
-
 import torch
 
-from experts.tile_shapes import PERMUTED, Device, Tile
+from experts.tile_permuted import MODES, TMA_BYTES, half_rows
+from experts.tile_shapes import PERMUTED, Tile
 from experts.triton_gemm import Product, first_product, second_product
 from experts.triton_path import PathCall
 from modular_kernel import stages
+from modular_kernel.ops.launch import launch
 from modular_kernel.ops.permute import permute_tokens
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, scale_shape, take_quantised
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
@@ -22,26 +21,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
-_BOX_BYTES = 128  # of the depth that one step covers: the widest swizzle of a TMA box
-_TMA_BYTES = 16  # rows start on multiples of it
-_MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
-_BLOCK = (128, 128)
-
 Rows = tuple[torch.Tensor, torch.Tensor | None]  # and their scales
-
-
-def serves(problem: Problem, device: Device) -> bool:
-    """Whether the kernels of this path can compute `problem` on `device`."""
-    scheme = problem.scheme
-    if not device.boxes or scheme.name not in _MODES or problem.dtype is torch.float32:
-        return False
-    if scheme.granularity == "block" and scheme.group != _BLOCK:
-        return False
-    itemsize = 1 if scheme.quantised else problem.dtype.itemsize
-    whole = all(
-        width * itemsize % _TMA_BYTES == 0 for width in (problem.hidden, problem.intermediate)
-    )
-    return whole and not problem.apply_router_weight_on_input
 
 
 class PermutedPath:
@@ -51,14 +31,14 @@ class PermutedPath:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._mode = _MODES[problem.scheme.name]
+        self._mode = MODES[problem.scheme.name]
 
     def takes(self, weights: ExpertWeights) -> bool:
         """Whether every tensor lies as the boxes of TMA and the kernel's indices want it."""
         given = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in given if t is not None))
         return all(t.is_contiguous() for t in tensors) and all(
-            t.data_ptr() % _TMA_BYTES == 0 for t in tensors[:2]
+            t.data_ptr() % TMA_BYTES == 0 for t in tensors[:2]
         )
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
@@ -139,17 +119,19 @@ class PermutedPath:
         self, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
     ) -> None:
         """One product over sorted rows."""
+        from experts.kernels.gluon.boxes import boxes, multiprocessors
         from experts.kernels.gluon.sorted_gemm import sorted_gemm_kernel
 
         a, a_scale = rows
         experts, rows_b, depth = product.w.shape
-        gated = bool(product.constants["GATED"])
-        half = tile.block_n if gated else tile.block_n // 2
+        half = half_rows(tile, 2 if product.constants["GATED"] else 1)
         unused = product.w
         b_scale = unused if product.scale is None else product.scale
-        sorted_gemm_kernel[(_multiprocessors(a.device),)](
-            a_desc=_boxes(a, tile.block_m),
-            b_desc=_boxes(product.w.view(experts * rows_b, depth), half),
+        launch(
+            sorted_gemm_kernel,
+            (multiprocessors(),),
+            a_desc=boxes(a, tile.block_m),
+            b_desc=boxes(product.w.view(experts * rows_b, depth), half // 2),
             out_ptr=out,
             tiles_ptr=order.tiles,
             a_scale_ptr=unused if a_scale is None else a_scale,
@@ -171,20 +153,3 @@ class PermutedPath:
             num_warps=4,
             **product.constants,
         )
-
-
-def _boxes(rows: torch.Tensor, block_rows: int) -> Any:
-    """A TMA descriptor of contiguous rows in boxes of block_rows rows and 128 bytes."""
-    from triton.experimental.gluon.language import NVMMASharedLayout
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = NVMMASharedLayout(
-        swizzle_byte_width=_BOX_BYTES, element_bitwidth=rows.element_size() * 8, rank=2
-    )
-    block = [block_rows, _BOX_BYTES // rows.element_size()]
-    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block, layout)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -38,8 +38,8 @@ def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.conste
 
 
 @gluon.jit
-def _scaled_half(
-    values, a_scale, expert, rows_b, row_b, limit, b_scale_ptr, bias_ptr,
+def _scaled(
+    values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Float32 values of weight rows row_b and on, with scales by channel and bias applied."""
@@ -47,10 +47,10 @@ def _scaled_half(
     rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
     at = expert.to(gl.int64) * rows_b + rows
     if MODE == "channel":
-        b_scale = gl.load(b_scale_ptr + at, mask=rows < limit, other=0.0)
+        b_scale = gl.load(b_scale_ptr + at, mask=rows < rows_b, other=0.0)
         values = values * (a_scale[:, None] * b_scale[None, :])
     if HAS_BIAS:
-        bias = gl.load(bias_ptr + at, mask=rows < limit, other=0.0).to(gl.float32)
+        bias = gl.load(bias_ptr + at, mask=rows < rows_b, other=0.0).to(gl.float32)
         values = values + bias[None, :]
     return values
 
@@ -70,41 +70,56 @@ def _store(values, row, end, first_column, out_ptr, columns):
 
 
 @gluon.jit
-def finish_half(
-    left, right, row, end, out_ptr, columns, expert, rows_b, half_rows, first,
+def _finish_half(
+    values, a_scale, row, end, out_ptr, columns, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
+    MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
+    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Weight rows row_b and on, which need no others: ungated, or gate and up rows by turns."""
+    values = _scaled(
+        values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
+    )
+    if GATED:
+        gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
+        value = activate(gate, up, KIND, ALPHA, LIMIT)
+        _store(value, row, end, row_b // 2, out_ptr, columns)
+    elif KIND != "identity":
+        value = activate(values, values, KIND, ALPHA, LIMIT)
+        _store(value, row, end, row_b, out_ptr, columns)
+    else:
+        _store(values, row, end, row_b, out_ptr, columns)
+
+
+@gluon.jit
+def finish(
+    left, right, row, end, out_ptr, columns, expert, rows_b, right_rows, first,
     a_scale_ptr, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """Scale, bias, activate, round and store both halves of a warpgroup's tile.
+    """Scale, bias, activate, round and store the left and the right columns of a tile.
 
-    first: the left half's first weight row, half_rows: the right half's distance from it.
+    first: the first left weight row, right_rows: how much further the right ones are.
     """
     rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
     a_scale = gl.full(rows.shape, 1.0, gl.float32, rows.type.layout)
     if MODE == "channel":
         a_scale = gl.load(a_scale_ptr + rows, mask=rows < end, other=0.0)
-    left = _scaled_half(
-        left, a_scale, expert, rows_b, first, rows_b, b_scale_ptr, bias_ptr,
-        MODE, LAYOUT, HAS_BIAS,
-    )  # fmt: skip
-    right = _scaled_half(
-        right, a_scale, expert, rows_b, first + half_rows, rows_b, b_scale_ptr, bias_ptr,
-        MODE, LAYOUT, HAS_BIAS,
-    )  # fmt: skip
     if GATED and STEP == 1:
-        _store(activate(left, right, KIND, ALPHA, LIMIT), row, end, first, out_ptr, columns)
-    elif GATED:
-        WIDTH: gl.constexpr = left.shape[1]
-        gate, up = left.reshape((left.shape[0], WIDTH // 2, 2)).split()
-        value = activate(gate, up, KIND, ALPHA, LIMIT)
-        _store(value, row, end, first // 2, out_ptr, columns)
-        gate, up = right.reshape((left.shape[0], WIDTH // 2, 2)).split()
-        value = activate(gate, up, KIND, ALPHA, LIMIT)
-        _store(value, row, end, (first + half_rows) // 2, out_ptr, columns)
+        gate = _scaled(
+            left, a_scale, expert, rows_b, first, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
+        )
+        up = _scaled(
+            right, a_scale, expert, rows_b, first + right_rows, b_scale_ptr, bias_ptr,
+            MODE, LAYOUT, HAS_BIAS,
+        )  # fmt: skip
+        _store(activate(gate, up, KIND, ALPHA, LIMIT), row, end, first, out_ptr, columns)
     else:
-        if KIND != "identity":
-            left = activate(left, left, KIND, ALPHA, LIMIT)
-            right = activate(right, right, KIND, ALPHA, LIMIT)
-        _store(left, row, end, first, out_ptr, columns)
-        _store(right, row, end, first + half_rows, out_ptr, columns)
+        _finish_half(
+            left, a_scale, row, end, out_ptr, columns, expert, rows_b, first,
+            b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
+        )  # fmt: skip
+        _finish_half(
+            right, a_scale, row, end, out_ptr, columns, expert, rows_b, first + right_rows,
+            b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
+        )  # fmt: skip

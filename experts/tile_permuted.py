@@ -1,0 +1,86 @@
+"""Tiles of the permuted path: which problems it serves, what bounds a tile, which one is taken."""
+
+from collections.abc import Iterator
+
+import torch
+
+from experts.tile_shapes import PERMUTED, Device, Gemm, Tile, TilePair, Violation, gemms
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.types import Problem
+
+BOX_BYTES = 128  # of the depth that one step covers: the widest swizzle of a TMA box
+TMA_BYTES = 16  # rows start on multiples of it
+BLOCK_M = 128  # two warpgroups of 64 rows
+# How the kernel scales, by scheme.
+MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
+_BLOCK = (128, 128)
+# Weight rows of half a tile. With a scale per block a product has sums of its own beside the
+# tile's, and registers for half as many.
+_HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
+LEAST_ROWS = 96  # mean rows of an expert from which moving them pays
+_STAGING = 1 << 15  # bytes through which both warpgroups store their results
+
+
+def serves(problem: Problem, device: Device) -> bool:
+    """Whether the kernels of this path can compute `problem` on `device`."""
+    scheme = problem.scheme
+    if not device.boxes or scheme.name not in MODES or problem.dtype is torch.float32:
+        return False
+    if scheme.granularity == "block" and scheme.group != _BLOCK:
+        return False
+    itemsize = 1 if scheme.quantised else problem.dtype.itemsize
+    widths = (problem.hidden, problem.intermediate)
+    return not problem.apply_router_weight_on_input and all(
+        width * itemsize % TMA_BYTES == 0 for width in widths
+    )
+
+
+def half_rows(tile: Tile, sides: int) -> int:
+    """Weight rows of half a tile: gate rows, or half the columns."""
+    return tile.block_n if sides == 2 else tile.block_n // 2
+
+
+def violations(tile: Tile, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
+    """Every reason not to launch `tile` on this path."""
+    step = BOX_BYTES * 8 // gemm.a_bits
+    halves = _HALVES[mode]
+    fixed = (
+        ("block_m", tile.block_m, BLOCK_M),
+        ("block_k", tile.block_k, step),
+        ("num_warps", tile.num_warps, 4),
+    )
+    for name, got, need in fixed:
+        if got != need:
+            yield Violation(name, got, f"{need} on the {PERMUTED} path")
+    half = half_rows(tile, gemm.sides)
+    if half not in halves:
+        sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
+        yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {PERMUTED} path")
+        return
+    shared = tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES + _STAGING
+    if shared > device.shared:
+        yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
+
+
+def require(pair: TilePair, problem: Problem, device: Device, origin: str) -> None:
+    """ConfigurationError with origin, got and need if `pair` cannot be launched on this path.
+
+    Where the path does not serve the problem its tiles are not taken, so they may be anything.
+    """
+    if not serves(problem, device):
+        return
+    mode = MODES[problem.scheme.name]
+    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+        for violation in violations(tile, gemm, mode, device):
+            what = f"{origin}: {gemm} {violation.what}"
+            raise ConfigurationError(what, got=violation.got, need=violation.need)
+
+
+def default(problem: Problem) -> TilePair:
+    """The tiles without a tuned file. Measured on one H200."""
+    mode = MODES[problem.scheme.name]
+    half, num_stages = (64, 6) if mode == "block" else (128, 4)
+    block_k = BOX_BYTES // (1 if problem.scheme.quantised else problem.dtype.itemsize)
+    first = half if problem.act.gated else 2 * half
+    one, two = (Tile(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))
+    return TilePair(one, two, PERMUTED)

@@ -1,0 +1,86 @@
+"""sort_pairs: rows of pairs and tiles of rows; against a plain Python layout."""
+
+import pytest
+import torch
+
+from modular_kernel.ops import count
+from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import IdSpace
+from modular_kernel.workspace import Workspace
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def verify(
+    ids_TK: torch.Tensor, block_m: int, experts: int, expert_map: list[int] | None = None
+) -> None:
+    ids_TK = ids_TK.to(DEVICE)
+    mapping = None if expert_map is None else torch.tensor(expert_map, dtype=torch.int32)
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    routing = DispatchedRouting(
+        None,
+        ids_TK,
+        IdSpace.GLOBAL,
+        experts if mapping is None else len(mapping),
+        None if mapping is None else mapping.to(DEVICE),
+        counter,
+    )
+    workspace = Workspace(
+        sort_specs(*ids_TK.shape, block_m, experts), torch.device(DEVICE), poison=True
+    )
+    got = sort_pairs(routing, block_m=block_m, num_local=experts, workspace=workspace)
+    flat = [i if 0 <= i < routing.num_experts else -1 for i in ids_TK.flatten().tolist()]
+    if expert_map is not None:
+        flat = [expert_map[i] if i >= 0 else -1 for i in flat]
+    order = [p for e in range(experts) for p, i in enumerate(flat) if i == e]
+    rows = [order.index(p) if i >= 0 else -1 for p, i in enumerate(flat)]
+    assert got.row_of_pair_TK.flatten().tolist() == rows
+    tiles, start = [], 0
+    for expert in range(experts):
+        end = start + flat.count(expert)
+        tiles += [[expert, row, end] for row in range(start, end, block_m)]
+        start = end
+    assert len(tiles) <= got.max_tiles == most_tiles(ids_TK.numel(), block_m, experts)
+    assert got.tiles[-1] == len(tiles)
+    named = got.tiles[: 3 * got.max_tiles].view(3, -1)[:, : len(tiles)]
+    assert named.T.tolist() == tiles
+    workspace.check_red_zones()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("block_m", [16, 64, 128])
+def test_rows_and_tiles(block_m: int, dtype: torch.dtype) -> None:
+    ids = torch.randint(-1, 6, (150, 3), generator=torch.Generator().manual_seed(block_m))
+    verify(ids.to(dtype), block_m, 6)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 7, 64, 129, 600])
+def test_expert_counts(experts: int) -> None:
+    generator = torch.Generator().manual_seed(experts)
+    verify(torch.randint(0, experts, (9, 2), generator=generator), 16, experts)
+    verify(torch.randint(-1, experts, (1, 1), generator=generator), 16, experts)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [[-1, -1], [-1, -1]],
+        [[0, 0], [0, 0], [0, 0]],
+        [[3, 3], [-1, 3], [0, -1]],
+        [[0, 7], [-2, 1], [2**40, 3]],
+    ],
+    ids=["all-skipped", "one-expert", "mixed-with-repeats", "out-of-range"],
+)
+def test_skipped_pairs(ids: list[list[int]]) -> None:
+    verify(torch.tensor(ids), 16, 4)
+
+
+def test_more_chunks_than_one_scan_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(count, "_SCAN_BLOCK", 2)
+    ids = torch.randint(-1, 3, (700, 1), generator=torch.Generator().manual_seed(2))
+    verify(ids, 16, 3)
+
+
+def test_expert_map() -> None:
+    verify(torch.tensor([[0, 5], [3, -1], [9, 2]]), 16, 3, expert_map=[-1, 1, 0, -1, -1, 2])

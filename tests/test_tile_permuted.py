@@ -1,0 +1,79 @@
+"""Tiles of the permuted path: whom it serves, which tiles it takes, what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+
+from experts import tile_permuted
+from experts.tile_files import override_recipe
+from experts.tile_regimes import regimes
+from experts.tile_shapes import ALIGNED, PERMUTED, Device, Tile, TilePair, gemms
+from experts.tile_store import fit
+from modular_kernel import Problem
+from modular_kernel.errors import ConfigurationError
+
+H200 = Device("NVIDIA H200", boxes=True)
+MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
+SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
+
+
+@pytest.mark.parametrize("quant", SERVED)
+def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
+    problem = replace(MIXTRAL, quant=quant)
+    steps = regimes(problem, H200)
+    least = tile_permuted.LEAST_ROWS * 8 // 2
+    assert steps.choose(least - 1).path == ALIGNED
+    pair = steps.choose(least)
+    assert pair.path == PERMUTED
+    assert pair == steps.choose(1 << 40)
+    tile_permuted.require(pair, problem, H200, "regimes")
+    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+        mode = tile_permuted.MODES[quant]
+        assert not list(tile_permuted.violations(tile, gemm, mode, H200))
+    assert {p.path for p in regimes(problem, H200, (ALIGNED,)).pairs} == {ALIGNED}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "float32"},
+        {"hidden": 4100},
+        {"intermediate": 1004},
+        {"apply_router_weight_on_input": True, "top_k": 1},
+        {"quant": "int4_w4a16_group"},
+        {"quant": "fp8_w8a8_tensor"},
+        {"quant": "fp8_w8a8_block:block=64x64"},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_serve_keeps_to_the_aligned_path(other: dict[str, object]) -> None:
+    problem = replace(MIXTRAL, **other)
+    assert not tile_permuted.serves(problem, H200)
+    assert {pair.path for pair in regimes(problem, H200).pairs} == {ALIGNED}
+
+
+def test_other_devices_do_not_run_it() -> None:
+    assert not tile_permuted.serves(MIXTRAL, Device("NVIDIA A100"))
+    assert not tile_permuted.serves(MIXTRAL, Device())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"block_m": 64}, "block_m"),
+        ({"block_n": 32}, "block_n"),
+        ({"block_k": 32}, "block_k"),
+        ({"num_warps": 8}, "num_warps"),
+        ({"num_stages": 5}, "shared memory"),
+    ],
+    ids=str,
+)
+def test_a_tile_that_its_kernel_cannot_launch_is_refused(
+    change: dict[str, int], named: str
+) -> None:
+    tile = Tile(128, 128, 64, 8, 4, 4)
+    wide = replace(tile, block_n=256)
+    assert fit(override_recipe(TilePair(tile, wide, PERMUTED)), MIXTRAL, H200)
+    broken = TilePair(replace(tile, **change), replace(wide, **change), PERMUTED)
+    with pytest.raises(ConfigurationError, match=named):
+        fit(override_recipe(broken), MIXTRAL, H200)
