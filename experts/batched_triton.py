@@ -13,6 +13,7 @@ from experts.triton_gemm import (
 )
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.launch import launch
 from modular_kernel.ops.quantise import BatchedRows, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
@@ -33,6 +34,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
     Only the first counts_e[i] rows of expert i are read or written.
     """
 
+    replayable = True
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         packages=("triton",),
@@ -140,7 +142,9 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         experts, capacity, _ = a_eCK.shape
         num_m = -(-capacity // tile.block_m)
         num_n = -(-product.columns // tile.block_n)
-        self._kernel[(num_m * num_n, experts)](
+        launch(
+            self._kernel,
+            (num_m * num_n, experts),
             a_ptr=a_eCK,
             out_ptr=out,
             counts_ptr=counts_e,
