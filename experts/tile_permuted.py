@@ -26,13 +26,20 @@ def serves(problem: Problem, device: Device) -> bool:
     scheme = problem.scheme
     if not device.boxes or scheme.name not in MODES or problem.dtype is torch.float32:
         return False
-    if scheme.granularity == "block" and scheme.group != _BLOCK:
+    if scheme.granularity == "block" and not _one_scale_a_half(problem):
         return False
     itemsize = 1 if scheme.quantised else problem.dtype.itemsize
     widths = (problem.hidden, problem.intermediate)
     return not problem.apply_router_weight_on_input and all(
         width * itemsize % TMA_BYTES == 0 for width in widths
     )
+
+
+def _one_scale_a_half(problem: Problem) -> bool:
+    """Whether every half of a tile lies within one scale block of the weights."""
+    gate_then_up = problem.act.gated and not problem.act.interleaved
+    whole = problem.intermediate % max(_HALVES["block"]) == 0
+    return problem.scheme.group == _BLOCK and (whole or not gate_then_up)
 
 
 def half_rows(tile: Tile, sides: int) -> int:

@@ -6,7 +6,7 @@ expert. Launches: count, scan, place; permute; GEMM 1 + activation; [quantise]; 
 
 import torch
 
-from experts.tile_permuted import MODES, TMA_BYTES, half_rows
+from experts.tile_permuted import BLOCK_M, MODES, TMA_BYTES, half_rows
 from experts.tile_shapes import PERMUTED, Tile
 from experts.triton_gemm import Product, first_product, second_product
 from experts.triton_path import PathCall
@@ -130,8 +130,8 @@ class PermutedPath:
         launch(
             sorted_gemm_kernel,
             (multiprocessors(),),
-            a_desc=boxes(a, tile.block_m),
-            b_desc=boxes(product.w.view(experts * rows_b, depth), half // 2),
+            a_desc=boxes(a, BLOCK_M),
+            b_desc=boxes(product.w.view(experts * rows_b, depth), half),
             out_ptr=out,
             tiles_ptr=order.tiles,
             a_scale_ptr=unused if a_scale is None else a_scale,

@@ -43,6 +43,7 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
         {"quant": "int4_w4a16_group"},
         {"quant": "fp8_w8a8_tensor"},
         {"quant": "fp8_w8a8_block:block=64x64"},
+        {"quant": "fp8_w8a8_block", "intermediate": 14352},
     ],
     ids=str,
 )
