@@ -9,6 +9,7 @@ from experts.tile_shapes import PATHS, Device, Gemm, Tile, TilePair, clamped, ge
 from modular_kernel.types import Problem
 
 _LEAST_HALVED = 128  # shallower steps cost more than masks: gpt-oss, depth 2880, H200, 2026-11-20
+_LEAST_STAGES = 3  # of a shallow product: Qwen3-30B, depth 768, H200, 2026-11-20
 ENDLESS = 1 << 62  # more tokens than any call has
 
 
@@ -52,9 +53,9 @@ class Steps:
 # best mean over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss from 1 to 8192 tokens.
 _Row = tuple[int | None, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
 _HALF: tuple[_Row, ...] = (
-    (10, 16, (64, 128, 4, 4), (64, 128, 4, 4), 1),
-    (24, 32, (64, 128, 4, 3), (128, 64, 4, 4), 1),
-    (48, 64, (64, 64, 4, 3), (128, 64, 4, 3), 16),
+    (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 1),
+    (24, 32, (64, 64, 4, 6), (64, 128, 4, 4), 8),
+    (48, 64, (64, 64, 4, 4), (128, 128, 8, 4), 16),
     (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
 )
 # Float32 products take twice the shared memory, and without tensor cores gain nothing from width.
@@ -73,16 +74,16 @@ _UNALIGNED: tuple[_Row, ...] = (
 # partial sums need registers of their own. Same machine and shapes, 1 to 4096 tokens.
 _W8A8: tuple[_Row, ...] = (
     (12, 16, (64, 256, 4, 3), (64, 256, 4, 4), 1),
-    (24, 32, (64, 128, 4, 3), (128, 128, 4, 3), 1),
+    (24, 32, (64, 128, 4, 5), (64, 256, 4, 4), 8),
     (80, 64, (64, 128, 4, 3), (128, 128, 4, 4), 16),
     (None, 128, (64, 128, 4, 3), (256, 128, 8, 3), 16),
 )
 # One scale per tensor comes with strides of zero, known only at run time: four warps spill.
 _W8A8_TENSOR: tuple[_Row, ...] = (*_W8A8[:-1], (None, 128, (64, 128, 8, 3), (256, 128, 8, 3), 16))
 _W8A8_BLOCK: tuple[_Row, ...] = (
-    (12, 16, (32, 128, 4, 5), (64, 128, 4, 5), 1),
-    (20, 32, (64, 128, 4, 4), (64, 128, 4, 4), 1),
-    (300, 64, (64, 128, 4, 3), (128, 128, 4, 3), 16),
+    (12, 16, (64, 128, 4, 6), (64, 128, 4, 4), 1),
+    (24, 32, (64, 128, 4, 5), (64, 128, 4, 4), 8),
+    (300, 64, (64, 128, 4, 4), (128, 128, 4, 3), 16),
     (None, 128, (64, 128, 8, 4), (128, 128, 8, 3), 16),
 )
 # Weights that are dequantised on the way need registers for it; e2m1's groups of 32 bound a step,
@@ -126,7 +127,8 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
     """The tiles of `problem` on `device`, by paths among `paths`, ALIGNED at least.
 
     block_k is halved (down to 128) if that makes it divide the depth of the product, which spares
-    the masks along it; a tile too large for the scheme's groups or the device is made smaller.
+    the masks along it, or if the depth has few steps, which also get fewer stages; a tile too large
+    for the scheme's groups or the device is made smaller.
     ConfigurationError where the scheme's groups allow no tile.
     """
     first, second = gemms(problem)
@@ -140,13 +142,21 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
     return Steps(tuple(lasts), tuple(pairs))
 
 
+def _too_few(steps: int, stages: int) -> bool:
+    """Whether a pipeline holds so much of the depth that more blocks at a time are worth more."""
+    return steps * 2 < stages * 3
+
+
 def _tile(
     choice: tuple[int, int, int, int], gemm: Gemm, device: Device, blocks: tuple[int, int]
 ) -> Tile:
     block_n, block_k, warps, stages = choice
     block_m, group_m = blocks
-    half = block_k // 2
-    if gemm.depth % block_k and gemm.depth % half == 0 and half >= _LEAST_HALVED:
-        block_k = half
+    half, steps = block_k // 2, -(-gemm.depth // block_k)
+    spares_masks = gemm.depth % block_k and gemm.depth % half == 0
+    if (spares_masks or _too_few(steps, stages)) and half >= _LEAST_HALVED:
+        block_k, steps = half, -(-gemm.depth // half)
+    if _too_few(steps, stages):
+        stages = min(stages, max(_LEAST_STAGES, steps * 2 // 3))
     tile = Tile(block_m, block_n, block_k, group_m, warps, stages)
     return require(clamped(tile, gemm, device), gemm, device, "tiles without a tuned file")

@@ -157,14 +157,14 @@ def shared_bytes(tile: Tile, gemm: Gemm, device: Device) -> int:
     """Shared memory a block of `tile` asks for: what triton 3.6 allots, or somewhat more.
 
     One buffer holds a tile of A and one of B (two of a gated GEMM 1). There are num_stages of them
-    behind warpgroup products (block_m >= 64 on Hopper), otherwise one less. Weights that are
+    behind warpgroup products (64 rows or weights, on Hopper), otherwise one less. Weights that are
     dequantised go through registers: warpgroups find them, and A, in one more buffer.
     """
     a_row, b_row = (tile.block_k * bits // 8 for bits in (gemm.a_bits, gemm.b_bits))
     buffer = tile.block_m * a_row + gemm.sides * tile.block_n * b_row
-    warpgroup = (
-        device.warpgroups and gemm.tensor_cores and tile.block_m >= 64 and tile.num_warps % 4 == 0
-    )
+    # Few rows leave the side of 64 to the weights, unless they go through registers.
+    filled = tile.block_m >= 64 or (tile.block_n >= 64 and gemm.a_bits < 32 and not gemm.widened)
+    warpgroup = device.warpgroups and gemm.tensor_cores and filled and tile.num_warps % 4 == 0
     buffers = max(tile.num_stages - 1, 1)
     extra = 4 * (tile.block_m + gemm.sides * tile.block_n) if gemm.scaled else 0
     if warpgroup and gemm.widened:

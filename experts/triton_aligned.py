@@ -7,6 +7,8 @@ from experts.triton_gemm import Product, first_product, second_product
 from experts.triton_path import PathCall
 from modular_kernel import stages
 from modular_kernel.ops.align import Aligned, align, align_specs
+from modular_kernel.ops.launch import launch
+from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.quantise import PairRows, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.tensors import ExpertWeights
@@ -109,13 +111,14 @@ class AlignedPath:
         pairs = out.numel() // product.columns
         blocks = aligned.expert_ids.numel()
         num_n = -(-product.columns // tile.block_n)
-        self._kernel[(blocks * num_n,)](
+        launch(
+            self._kernel,
+            (blocks * num_n,),
             a_ptr=a,
             row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
             out_ptr=out,
             sorted_ptr=aligned.sorted_token_ids,
             expert_ids_ptr=aligned.expert_ids,
-            num_post_ptr=aligned.num_tokens_post_padded,
             num_pairs=pairs,
             num_m=blocks,
             stride_am=a.stride(0),
@@ -124,4 +127,5 @@ class AlignedPath:
             WRITE_ZEROS=not self._sums,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
             **product.arguments(tile, self.problem.fp32_precision, a_scale),
+            **overlap(),
         )

@@ -81,6 +81,7 @@ class Product:
             "FORMAT": "e2m1" if self.scheme.weight == "float4_e2m1" else "integer",
             "GROUP_N": group_n,
             "GROUP_K": group_k,
+            "ONE_SCALE": self._one_scale(group_n, tile.block_n),
             "MIDDLE": _MIDDLE.get(self.scheme.weight, 0),
             "HAS_ZERO": self.zero_point is not None,
             "PACKED": self.scheme.packed,
@@ -94,6 +95,11 @@ class Product:
             "num_stages": tile.num_stages,
             **self.constants,
         }
+
+    def _one_scale(self, group_n: int, block_n: int) -> bool:
+        """Whether the gate rows of every tile share their scales, and the up rows theirs."""
+        rows = block_n * self.step
+        return group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < self.step)
 
     def _weight_scales(self) -> dict[str, object]:
         """Scales are (e,), (e, rows) or (e, rows, groups); zero points (e, rows, groups)."""

@@ -4,11 +4,21 @@ import pytest
 import torch
 
 from modular_kernel.errors import DtypeError, RoutingError, ShapeError
+from modular_kernel.ops import align as align_module
 from modular_kernel.ops import count
-from modular_kernel.ops.align import align_specs, aligned_length, moe_align_block_size
+from modular_kernel.ops.align import align, align_specs, aligned_length, moe_align_block_size
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import IdSpace
 from modular_kernel.workspace import Workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(params=["one-launch", "three-launches"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to count, whatever the number of pairs."""
+    if request.param == "three-launches":
+        monkeypatch.setattr(align_module, "_MOST_AT_ONCE", 0)
 
 
 def expected(
@@ -68,6 +78,7 @@ def test_the_worked_example_with_experts_elsewhere() -> None:
     assert num_post.tolist() == [16]
 
 
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
 def test_block_sizes_and_id_dtypes(block: int, dtype: torch.dtype) -> None:
@@ -75,6 +86,7 @@ def test_block_sizes_and_id_dtypes(block: int, dtype: torch.dtype) -> None:
     verify(ids.to(dtype), block, 6)
 
 
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("experts", [1, 2, 7, 64, 129, 1024])
 def test_expert_counts(experts: int) -> None:
     generator = torch.Generator().manual_seed(experts)
@@ -82,6 +94,7 @@ def test_expert_counts(experts: int) -> None:
     verify(torch.randint(-1, experts, (1, 1), generator=generator), 16, experts)
 
 
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize(
     "ids",
@@ -97,6 +110,7 @@ def test_skipped_pairs(ids: list[list[int]], ignore: bool) -> None:
     verify(torch.tensor(ids), 16, 4, ignore_invalid=ignore)
 
 
+@pytest.mark.usefixtures("launches")
 def test_pairs_in_many_chunks_stay_in_order() -> None:
     """More pairs than a chunk holds, so that ranks must add up across chunks."""
     ids = torch.randint(-1, 5, (333, 3), generator=torch.Generator().manual_seed(0))
@@ -105,11 +119,31 @@ def test_pairs_in_many_chunks_stay_in_order() -> None:
 
 
 def test_more_chunks_than_one_scan_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(align_module, "_MOST_AT_ONCE", 0)
     monkeypatch.setattr(count, "_SCAN_BLOCK", 2)
     ids = torch.randint(-1, 3, (700, 1), generator=torch.Generator().manual_seed(2))
     verify(ids, 16, 3)
 
 
+def test_many_pairs_or_bins_take_three_launches() -> None:
+    generator = torch.Generator().manual_seed(3)
+    verify(torch.randint(0, 3, (4097, 1), generator=generator), 64, 3)
+    verify(torch.randint(0, 600, (300, 2), generator=generator), 16, 600)
+    verify(torch.randint(0, 600, (700, 2), generator=generator), 16, 600)
+
+
+@pytest.mark.usefixtures("launches")
+def test_invalid_ids_are_counted_once() -> None:
+    ids = torch.randint(0, 4, (200, 2), dtype=torch.int32, device=DEVICE)
+    ids[::3, 0] = 7
+    counter = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    routing = DispatchedRouting(None, ids, IdSpace.GLOBAL, 4, None, counter)
+    workspace = Workspace(align_specs(400, 16, 4), torch.device(DEVICE))
+    align(routing, block_size=16, num_local=4, workspace=workspace)
+    assert counter.tolist() == [67]
+
+
+@pytest.mark.usefixtures("launches")
 def test_ids_out_of_range_are_skipped_or_raise() -> None:
     ids = torch.tensor([[0, 7], [-2, 1], [2**40, 3]])
     verify(ids, 16, 4)
@@ -117,6 +151,7 @@ def test_ids_out_of_range_are_skipped_or_raise() -> None:
         moe_align_block_size(ids, 16, 4, checked=True)
 
 
+@pytest.mark.usefixtures("launches")
 def test_expert_map() -> None:
     ids = torch.tensor([[0, 5], [3, -1], [9, 2]])
     verify(ids, 16, 6, expert_map=[-1, 1, 0, -1, -1, 2])
@@ -130,6 +165,7 @@ def test_no_tokens() -> None:
     assert num_post.tolist() == [0]
 
 
+@pytest.mark.usefixtures("launches")
 def test_repeatable_bit_for_bit() -> None:
     ids = torch.randint(0, 8, (300, 4), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     first, second = moe_align_block_size(ids, 64, 8), moe_align_block_size(ids, 64, 8)

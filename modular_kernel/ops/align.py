@@ -12,16 +12,23 @@ from modular_kernel.ops.count import (
     counts_spec,
     id_arguments,
     local_ids,
+    next_power_of_2,
+    num_bins,
+    num_chunks,
 )
+from modular_kernel.ops.launch import launch
+from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec, Workspace
 
 if HAS_TRITON:
-    from modular_kernel.ops.kernels.align import align_place_kernel
+    from modular_kernel.ops.kernels.align import align_kernel, align_place_kernel
 
 _FILL_BLOCKS = 8  # blocks per filling program
+_MOST_AT_ONCE = 4096  # pairs that every program of one launch counts
+_MOST_COUNTED = 1 << 20  # and that times the bins: a count is compared with every bin
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,8 @@ def align(
     """Align the pairs of `routing` into workspace buffers declared by `align_specs`.
 
     ignore_invalid: leave skipped pairs out instead of giving them blocks with expert -1.
-    Three launches on a GPU: count, scan, place.
+    One launch on a GPU for few pairs, where counting them again in every program costs less than
+    two more launches; otherwise three: count, scan, place.
     """
     numel = routing.topk_ids_TK.numel()
     specs = align_specs(numel, block_size, num_local)
@@ -80,25 +88,33 @@ def align(
     if not use_triton(sorted_ids):
         align_ref(routing, block_size, num_local, ignore_invalid=ignore_invalid, out=aligned)
         return aligned
-    counts = count_pairs(routing, num_local, scratch=scratch)
-    fillers = -(-experts.numel() // _FILL_BLOCKS)
-    align_place_kernel[(counts.num_chunks + fillers,)](
-        prefix_ptr=counts.prefix,
-        totals_ptr=counts.totals,
-        sorted_ptr=sorted_ids,
-        expert_ids_ptr=experts,
-        num_post_ptr=num_post,
-        numel=numel,
-        num_chunks=counts.num_chunks,
-        num_positions=sorted_ids.numel(),
-        num_blocks=experts.numel(),
-        IGNORE_INVALID=ignore_invalid,
-        CHUNK=CHUNK,
-        BINS=counts.bins,
-        BLOCK_SIZE=block_size,
-        FILL_BLOCKS=_FILL_BLOCKS,
+    bins = num_bins(num_local)
+    at_once = numel <= _MOST_AT_ONCE and numel * bins <= _MOST_COUNTED
+    chunks = num_chunks(numel)
+    arguments = {
+        "sorted_ptr": sorted_ids,
+        "expert_ids_ptr": experts,
+        "num_post_ptr": num_post,
+        "numel": numel,
+        "num_chunks": chunks,
+        "num_positions": sorted_ids.numel(),
+        "num_blocks": experts.numel(),
+        "IGNORE_INVALID": ignore_invalid,
+        "CHUNK": CHUNK,
+        "BINS": bins,
+        "BLOCK_SIZE": block_size,
+        "FILL_BLOCKS": _FILL_BLOCKS,
         **id_arguments(routing, num_local),
-    )
+    }
+    grid = (chunks + -(-experts.numel() // _FILL_BLOCKS),)
+    if at_once:
+        padded = max(CHUNK, next_power_of_2(numel))
+        arguments |= {"invalid_ptr": routing.invalid_ids, "PAIRS": padded, **overlap()}
+        launch(align_kernel, grid, num_warps=4 if padded <= 1024 else 8, **arguments)
+    else:
+        counts = count_pairs(routing, num_local, scratch=scratch)
+        arguments |= {"prefix_ptr": counts.prefix, "totals_ptr": counts.totals}
+        launch(align_place_kernel, grid, **arguments)
     return aligned
 
 

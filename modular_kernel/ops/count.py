@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.ops.launch import launch
 from modular_kernel.ops.runtime import HAS_TRITON
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import IdSpace
@@ -37,17 +38,23 @@ class PairCounts:
 
     @property
     def bins(self) -> int:
-        """Histogram bins: every bucket, and at least one more for lanes that do not count."""
-        return next_power_of_2(self.totals.shape[0] + 1)
+        """num_bins of the experts that were counted."""
+        return num_bins(self.totals.shape[0] - 1)
 
 
 def counts_spec(numel: int, num_local: int) -> BufferSpec:
     """The scratch for `numel` pairs and `num_local` experts."""
-    return BufferSpec(((num_local + 1) * (1 + _num_chunks(numel)),), torch.int32)
+    return BufferSpec(((num_local + 1) * (1 + num_chunks(numel)),), torch.int32)
 
 
-def _num_chunks(numel: int) -> int:
+def num_chunks(numel: int) -> int:
+    """Chunks of CHUNK pairs; at least one."""
     return max(1, -(-numel // CHUNK))
+
+
+def num_bins(num_local: int) -> int:
+    """Histogram bins: every bucket, and at least one more for lanes that do not count."""
+    return next_power_of_2(num_local + 2)
 
 
 def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object]:
@@ -75,12 +82,14 @@ def count_pairs(
     dedupe: a repeated expert of one token counts once.
     """
     ids_TK = routing.topk_ids_TK
-    chunks, buckets = _num_chunks(ids_TK.numel()), num_local + 1
+    chunks, buckets = num_chunks(ids_TK.numel()), num_local + 1
     counts = PairCounts(
         totals=scratch[:buckets],
         prefix=scratch[buckets : buckets * (1 + chunks)].view(buckets, chunks),
     )
-    count_pairs_kernel[(chunks,)](
+    launch(
+        count_pairs_kernel,
+        (chunks,),
         invalid_ptr=routing.invalid_ids,
         counts_ptr=counts.prefix,
         numel=ids_TK.numel(),
@@ -91,7 +100,9 @@ def count_pairs(
         BINS=counts.bins,
         **id_arguments(routing, num_local),
     )
-    scan_counts_kernel[(buckets,)](
+    launch(
+        scan_counts_kernel,
+        (buckets,),
         counts_ptr=counts.prefix,
         totals_ptr=counts.totals,
         expert_counts_ptr=counts.totals if counts_e is None else counts_e,

@@ -13,6 +13,8 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
 from modular_kernel.ops.count import id_arguments, local_ids, next_power_of_2
+from modular_kernel.ops.launch import launch
+from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
@@ -25,7 +27,8 @@ if HAS_TRITON:
     from modular_kernel.ops.kernels.quantise import amax_kernel, quantise_rows_kernel
 
 _TILE = 2048  # values a program holds, unless one group has more
-_MAX_BLOCK = 8192  # columns a program holds; a longer row is read twice
+_WARP_TILE = 512  # values of a warp
+_MAX_BLOCK = 16384  # columns a program holds; a longer row is read twice
 _CHUNK = 1024  # columns a program takes where one scale serves all of them
 _MAX_PARTIALS = 1024  # programs that look for the largest value of a tensor, an expert more
 _MAX_PROGRAMS = 8192  # programs over batched rows, of which most may be empty; an expert more
@@ -241,9 +244,8 @@ def _launch_amax(x_RK: torch.Tensor, out: Quantised, live: Live, source: dict[st
     assert out.partials is not None
     tiles, programs = _tiles(rows, min(columns, _CHUNK), live, _MAX_PARTIALS)
     assert programs <= out.partials.numel()
-    amax_kernel[(programs,)](
-        partials_ptr=out.partials, num_columns=columns, up_offset=0, **tiles, **source
-    )
+    given = {"partials_ptr": out.partials, "num_columns": columns, "up_offset": 0}
+    launch(amax_kernel, (programs,), **given, **tiles, **source)
     return programs
 
 
@@ -262,7 +264,9 @@ def _launch_quantise(
     groups = -(-columns // group)
     most = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
     tiles, programs = _tiles(rows, group, live, most)
-    quantise_rows_kernel[(programs, groups)](
+    launch(
+        quantise_rows_kernel,
+        (programs, groups),
         q_ptr=out.q_RK,
         scale_ptr=out.scale,
         partials_ptr=out.scale if out.partials is None else out.partials,
@@ -276,9 +280,10 @@ def _launch_quantise(
         MIN_SCALE=MIN_SCALE,
         WHOLE=group <= tiles["BLOCK_C"],
         BLOCK_P=next_power_of_2(num_partials),
-        num_warps=8 if tiles["BLOCK_R"] * tiles["BLOCK_C"] > _TILE else 4,
+        num_warps=min(16, max(4, tiles["BLOCK_R"] * tiles["BLOCK_C"] // _WARP_TILE)),
         **tiles,
         **arguments,
+        **overlap(),
     )
 
 

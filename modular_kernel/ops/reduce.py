@@ -3,6 +3,8 @@
 import torch
 
 from modular_kernel.ops.count import id_arguments, local_ids
+from modular_kernel.ops.launch import launch
+from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.tensors import DispatchedRouting
@@ -86,7 +88,9 @@ def _launch_sum(
 ) -> None:
     tokens, hidden = out.shape
     block = hidden_block(hidden)
-    weight_and_sum_kernel[(tokens, -(-hidden // block))](
+    launch(
+        weight_and_sum_kernel,
+        (tokens, -(-hidden // block)),
         rows_ptr=rows,
         weights_ptr=rows if weights_TK is None else weights_TK,
         out_ptr=out,
@@ -97,6 +101,7 @@ def _launch_sum(
         HAS_WEIGHTS=weights_TK is not None,
         BLOCK_H=block,
         **ids,
+        **overlap(),
     )
 
 
@@ -147,7 +152,9 @@ def _launch_gather(
 ) -> None:
     hidden = out.shape[-1]
     block = hidden_block(hidden)
-    gather_rows_kernel[(out.numel() // hidden, -(-hidden // block))](
+    launch(
+        gather_rows_kernel,
+        (out.numel() // hidden, -(-hidden // block)),
         rows_ptr=rows,
         index_ptr=rows if row_of_pair_TK is None else row_of_pair_TK,
         weights_ptr=rows if weights_TK is None else weights_TK,

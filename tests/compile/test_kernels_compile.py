@@ -20,6 +20,7 @@ def test_no_kernel_is_in_violation(rows: list[Row]) -> None:
 def test_every_kernel_of_the_project_was_compiled(rows: list[Row]) -> None:
     assert {row.record.kernel for row in rows} == {
         "activation_kernel",
+        "align_kernel",
         "align_place_kernel",
         "amax_kernel",
         "assign_rows_kernel",

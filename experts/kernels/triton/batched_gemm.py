@@ -17,7 +17,7 @@ def batched_gemm_kernel(
     ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
-    MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
+    ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -41,8 +41,8 @@ def batched_gemm_kernel(
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
         1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
-        MODE, FORMAT, GROUP_N, GROUP_K, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K, PRECISION,
-        BLOCK_M, BLOCK_N, BLOCK_K,
+        MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
+        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     result = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,

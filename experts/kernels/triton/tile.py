@@ -17,20 +17,52 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def zero_sum(dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What add_product adds to at first: (BLOCK_M, BLOCK_N), or its transpose if SWAP."""
+    if SWAP:
+        result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
+    else:
+        result = tl.zeros((BLOCK_M, BLOCK_N), dtype)
+    return result
+
+
+@triton.jit
+def add_product(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
+    """total + a @ b. SWAP: total is transposed, and so the product is b^T @ a^T.
+
+    A warpgroup's product takes 64 rows or more from its left operand and 8 or more columns from its
+    right one, both from shared memory: with few rows in `a` it is the weights that fill it.
+    """
+    if SWAP:
+        result = tl.dot(
+            tl.trans(b), tl.trans(a), total, input_precision=PRECISION, out_dtype=total.dtype
+        )
+    else:
+        result = tl.dot(a, b, total, input_precision=PRECISION, out_dtype=total.dtype)
+    return result
+
+
+@triton.jit
+def by_rows(total, SWAP: tl.constexpr):
+    """A sum of add_product as (BLOCK_M, BLOCK_N)."""
+    return tl.trans(total) if SWAP else total
+
+
+@triton.jit
 def multiply_tile(
     a_ptrs, a_mask, b_ptrs, b_mask, up_offset, stride_ak, stride_bk, depth,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr, SWAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows (BLOCK_M, depth) times weights (depth, BLOCK_N), and the up weights beside if GATED.
 
     a_ptrs (BLOCK_M, 1) and b_ptrs (1, BLOCK_N) point at k = 0; masked rows and columns read 0.
-    Returns float32 (gate, up); `up` is `gate` where not GATED.
+    SWAP: see add_product. Returns float32 (gate, up); `up` is `gate` where not GATED.
     """
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + k[:, None] * stride_bk
-    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate = zero_sum(tl.float32, SWAP, BLOCK_M, BLOCK_N)
     up = gate
     for start in range(0, depth, BLOCK_K):
         if EVEN_K:
@@ -45,12 +77,12 @@ def multiply_tile(
             b = tl.load(b_ptrs, mask=b_inside, other=0.0)
             if GATED:
                 c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
-        gate = tl.dot(a, b, gate, input_precision=PRECISION)
+        gate = add_product(gate, a, b, PRECISION, SWAP)
         if GATED:
-            up = tl.dot(a, c, up, input_precision=PRECISION)
+            up = add_product(up, a, c, PRECISION, SWAP)
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
-    return gate, up
+    return by_rows(gate, SWAP), by_rows(up, SWAP)
 
 
 @triton.jit

@@ -5,35 +5,25 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.count import rank_in_chunk
 from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.overlap import after_predecessor
 
 
 @triton.jit
-def _bucket_starts(
-    totals_ptr, num_local,
-    IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
-    """Per bucket: pairs, padded pairs, and the first position."""
-    bins = tl.arange(0, BINS)
-    totals = tl.load(totals_ptr + bins, mask=bins < num_local + 1, other=0)
+def _bucket_starts(totals, IGNORE_INVALID: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Per bucket: pairs that get a place, padded to whole blocks, and the first position."""
     if IGNORE_INVALID:
-        totals = tl.where(bins == 0, 0, totals)
+        totals = tl.where(tl.arange(0, totals.shape[0]) == 0, 0, totals)
     padded = (totals + BLOCK_SIZE - 1) // BLOCK_SIZE * BLOCK_SIZE
     return totals, padded, tl.cumsum(padded, axis=0) - padded
 
 
 @triton.jit
 def _place_chunk(
-    chunk, starts, ids_ptr, map_ptr, prefix_ptr, sorted_ptr,
-    numel, num_experts, num_local, num_chunks,
-    HAS_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Store each pair of a chunk at its expert's start + earlier pairs of that expert."""
-    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    mask = pairs < numel
-    local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
-    key = local + 1
-    before = tl.load(prefix_ptr + key * num_chunks + chunk, mask=mask, other=0)
-    position = tl.gather(starts, key, 0) + before + rank_in_chunk(key, mask, CHUNK)
+    pairs, mask, key, first, sorted_ptr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Store each pair of a chunk behind the earlier ones of its bucket: first[i] is where the
+    chunk's first pair of pair i's bucket belongs."""
+    position = first + rank_in_chunk(key, mask, CHUNK)
     if IGNORE_INVALID:
         mask = mask & (key > 0)
     tl.store(sorted_ptr + position, pairs, mask=mask)
@@ -71,12 +61,63 @@ def align_place_kernel(
     The two kinds write disjoint positions, so one launch does both.
     """
     pid = tl.program_id(0)
-    totals, padded, starts = _bucket_starts(totals_ptr, num_local, IGNORE_INVALID, BLOCK_SIZE, BINS)
+    bins = tl.arange(0, BINS)
+    totals = tl.load(totals_ptr + bins, mask=bins < num_local + 1, other=0)
+    totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
     if pid < num_chunks:
-        _place_chunk(
-            pid, starts, ids_ptr, map_ptr, prefix_ptr, sorted_ptr,
-            numel, num_experts, num_local, num_chunks, HAS_MAP, IGNORE_INVALID, CHUNK,
+        pairs = pid * CHUNK + tl.arange(0, CHUNK)
+        mask = pairs < numel
+        local, _ = load_local_ids(ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP)
+        key = local + 1
+        before = tl.load(prefix_ptr + key * num_chunks + pid, mask=mask, other=0)
+        first = tl.gather(starts, key, 0) + before
+        _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
+    else:
+        num_post = tl.sum(padded, axis=0)
+        _fill_blocks(
+            (pid - num_chunks) * FILL_BLOCKS, totals, padded, starts, sorted_ptr, expert_ids_ptr,
+            numel, num_post, num_positions, num_blocks, BINS, BLOCK_SIZE, FILL_BLOCKS,
         )  # fmt: skip
+        if pid == num_chunks:
+            tl.store(num_post_ptr, num_post)
+
+
+# Numbers that change with the tokens of a call and are only compared: no kernel of their own.
+@triton.jit(do_not_specialize=["numel", "num_chunks", "num_positions", "num_blocks"])
+def align_kernel(
+    ids_ptr, map_ptr, invalid_ptr, sorted_ptr, expert_ids_ptr, num_post_ptr,
+    numel, num_experts, num_local, num_chunks, num_positions, num_blocks,
+    HAS_MAP: tl.constexpr, IGNORE_INVALID: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr,
+    BINS: tl.constexpr, BLOCK_SIZE: tl.constexpr, FILL_BLOCKS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """align_place_kernel for at most PAIRS pairs, each program of which counts all of them itself.
+
+    Chunks also add their invalid ids to the counter.
+    """
+    after_predecessor(OVERLAP)
+    pid = tl.program_id(0)
+    every = tl.arange(0, PAIRS)
+    every_local, _ = load_local_ids(
+        ids_ptr, every, every < numel, map_ptr, num_experts, num_local, HAS_MAP
+    )
+    buckets = tl.where(every < numel, every_local + 1, BINS - 1)
+    totals = tl.histogram(buckets, BINS)
+    totals = tl.where(tl.arange(0, BINS) < num_local + 1, totals, 0)
+    totals, padded, starts = _bucket_starts(totals, IGNORE_INVALID, BLOCK_SIZE)
+    if pid < num_chunks:
+        earlier = tl.where(every < pid * CHUNK, buckets, BINS - 1)
+        pairs = pid * CHUNK + tl.arange(0, CHUNK)
+        mask = pairs < numel
+        local, invalid = load_local_ids(
+            ids_ptr, pairs, mask, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        key = local + 1
+        first = tl.gather(starts + tl.histogram(earlier, BINS), key, 0)
+        _place_chunk(pairs, mask, key, first, sorted_ptr, IGNORE_INVALID, CHUNK)
+        num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
+        if num_invalid > 0:
+            tl.atomic_add(invalid_ptr, num_invalid)
     else:
         num_post = tl.sum(padded, axis=0)
         _fill_blocks(

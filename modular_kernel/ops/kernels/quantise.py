@@ -9,6 +9,7 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.activation import activate
 from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.overlap import after_predecessor
 
 
 @triton.jit
@@ -99,6 +100,7 @@ def quantise_rows_kernel(
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
     LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """q = x / scale for `group` columns of the program's rows. Grid (segments * parts, groups).
 
@@ -107,6 +109,7 @@ def quantise_rows_kernel(
     amax_kernel left; the first program stores it.
     Neither q nor scales of rows without a token are written.
     """
+    after_predecessor(OVERLAP)
     segment = (tl.program_id(0) // parts).to(tl.int64)
     which = tl.program_id(1)
     first = which * group

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.overlap import after_predecessor
 
 
 @triton.jit
@@ -59,17 +60,19 @@ def weight_and_sum_kernel(
     rows_ptr, index_ptr, map_ptr, weights_ptr, out_ptr,
     hidden, num_experts, num_local, scale,
     TOP_K: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t] = scale * sum_k weight[t, k] * rows[row of (t, k)], accumulated in float32.
 
-    Rows of skipped pairs are not read, whatever they hold.
+    Rows of skipped pairs are not read, whatever they hold. Unrolled, so that the rows of a token
+    are on their way together.
     """
+    after_predecessor(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
     total = tl.zeros((BLOCK_H,), tl.float32)
-    for slot in range(TOP_K):
+    for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
         row = _row_of_pair(pair, index_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP)
         value = tl.load(rows_ptr + row * hidden + columns, mask=mask & (row >= 0), other=0.0)

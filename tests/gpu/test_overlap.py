@@ -1,0 +1,79 @@
+"""Launches overlap: nothing is read before the launch that writes it has ended."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.ops.overlap import overlap
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Problem
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+BASE = Problem(tokens=64, hidden=512, intermediate=384, experts=8, top_k=2)
+LATE_NS = 100_000
+CALLS = 6
+
+
+@triton.jit
+def late_copy_kernel(
+    from_ptr, to_ptr, numel, NS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False
+):
+    """to = from, NS nanoseconds after the next launch may begin."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    start = globaltimer()
+    now = start
+    while now - start < NS:
+        now = globaltimer()
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < numel
+    tl.store(to_ptr + offsets, tl.load(from_ptr + offsets, mask=mask), mask=mask)
+
+
+def late_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    grid = (triton.cdiv(source.numel(), 1024),)
+    late_copy_kernel[grid](source, target, source.numel(), NS=LATE_NS, BLOCK=1024, **overlap())
+
+
+@pytest.mark.parametrize("tokens", [5, 64, 300])
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block"])
+def test_inputs_that_arrive_at_the_last_moment(quant: str, tokens: int) -> None:
+    problem = replace(BASE, tokens=tokens, quant=quant)
+    many = random_inputs(problem.with_tokens(CALLS * tokens), torch.device("cuda"))
+    weights, routing = many[1], many[2]
+    inputs = list(
+        zip(
+            many[0].split(tokens),
+            routing.topk_weights_TK.split(tokens),
+            routing.topk_ids_TK.split(tokens),
+            strict=True,
+        )
+    )
+    plan = make_kernel(*PAIR, problem).plan()
+    want = [plan(x_TH, weights, Routing(w, ids)).clone() for x_TH, w, ids in inputs]
+    x_TH, ids_TK = inputs[0][0].clone(), inputs[0][2].clone()
+    got = [torch.empty_like(y_TH) for y_TH in want]
+
+    def run() -> None:
+        for (late_TH, weights_TK, late_TK), out_TH in zip(inputs, got, strict=True):
+            late_copy(late_TK, ids_TK)
+            late_copy(late_TH, x_TH)
+            plan(x_TH, weights, Routing(weights_TK, ids_TK), out=out_TH)
+
+    run()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        for out_TH in got:
+            out_TH.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
