@@ -5,7 +5,18 @@ from dataclasses import dataclass
 
 import torch
 
-from experts.tile_shapes import PATHS, Device, Gemm, Tile, TilePair, clamped, gemms, require
+from experts import tile_single
+from experts.tile_shapes import (
+    PATHS,
+    SINGLE,
+    Device,
+    Gemm,
+    Tile,
+    TilePair,
+    clamped,
+    gemms,
+    require,
+)
 from modular_kernel.types import Problem
 
 _LEAST_HALVED = 128  # shallower steps cost more than masks: gpt-oss, depth 2880, H200, 2026-11-20
@@ -36,6 +47,11 @@ class Steps:
             kind = pair.path, pair.gemm1.block_m
             most[kind] = max(limit, most.get(kind, 0))
         return most
+
+    def since(self, last: int, before: TilePair) -> "Steps":
+        """`before` up to calls of `last` tokens, behind them these steps."""
+        kept = self.index(last + 1)
+        return Steps((last, *self.lasts[kept:]), (before, *self.pairs[kept:]))
 
     def within(self, paths: tuple[str, ...], other: "Steps") -> "Steps":
         """These steps, with those of `other` wherever a pair takes a path outside `paths`."""

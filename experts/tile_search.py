@@ -9,7 +9,7 @@ from pathlib import Path
 from experts.tile_files import Recipe, Times, TunedFor, dump_recipe, read_recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import regimes
-from experts.tile_shapes import Gemm, Tile, TilePair, gemms, violations
+from experts.tile_shapes import ALIGNED, Gemm, Tile, TilePair, gemms, violations
 from experts.tile_store import subfolder
 from experts.tiles import choose_tiles, explain, override_config, reread, this_store
 from modular_kernel.errors import ConfigurationError
@@ -41,7 +41,7 @@ class TileSpace(Tunable):
         self._gemms = gemms(problem)
 
     def untuned(self, tokens: int) -> Choice:
-        return regimes(self.problem, this_store().device).choose(tokens)
+        return regimes(self.problem, this_store().device, (ALIGNED,)).choose(tokens)
 
     def using(self, choice: Choice) -> AbstractContextManager[None]:
         assert isinstance(choice, TilePair)
@@ -77,7 +77,7 @@ class TileSpace(Tunable):
     def blocks_m(self, tokens: int) -> list[int]:
         """Row blocks worth a try, the untuned one first."""
         rows = tokens * self.problem.top_k / self.problem.experts
-        first = regimes(self.problem, this_store().device).choose(tokens).gemm1.block_m
+        first = regimes(self.problem, this_store().device, (ALIGNED,)).choose(tokens).gemm1.block_m
         worth = [m for m, (least, most) in _BLOCKS_M.items() if least <= rows <= most]
         return list(dict.fromkeys([first, *worth]))
 
@@ -110,7 +110,7 @@ class TileSpace(Tunable):
 
     def _start(self, block_m: int, tokens: int) -> TilePair:
         """A pair with this block_m that is known to be sound: the untuned table's."""
-        steps = regimes(self.problem, this_store().device)
+        steps = regimes(self.problem, this_store().device, (ALIGNED,))
         here = steps.choose(tokens)
         pairs = [p for p in (here, *steps.pairs) if p.gemm1.block_m == block_m]
         if pairs:

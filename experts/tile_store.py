@@ -17,6 +17,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+from experts import tile_single
 from experts.tile_files import Recipe, read_recipe
 from experts.tile_names import names_for
 from experts.tile_regimes import ENDLESS, Steps, aligned, regimes
@@ -24,6 +25,7 @@ from experts.tile_shapes import (
     ALIGNED,
     GROUP,
     SHARED,
+    SINGLE,
     Device,
     Gemm,
     Tile,
@@ -177,7 +179,11 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
     pairs, notes = [], dict[str, None]()
     for last in lasts:
         tiles: list[Tile] = []
+        tokens = next(choice[0] for end, choice in one if last <= end)
+        path = dict(recipe.paths).get(tokens, ALIGNED)
         for gemm, choices in ((first, one), (second, two)):
+            if path == SINGLE:
+                gemm = tile_single.unbounded(gemm)
             tokens, tile = next(choice for end, choice in choices if last <= end)
             if recipe.fused_columns and gemm.sides == 2:
                 tile = replace(tile, block_n=max(tile.block_n // 2, _LEAST_BLOCK_N))
@@ -188,8 +194,7 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
             if fitted != tile:
                 notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None
             tiles.append(fitted)
-        tokens = next(choice[0] for end, choice in one if last <= end)
-        pairs.append(TilePair(tiles[0], tiles[1], dict(recipe.paths).get(tokens, ALIGNED)))
+        pairs.append(TilePair(tiles[0], tiles[1], path))
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, _few(list(notes)))
 

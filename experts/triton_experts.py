@@ -2,13 +2,15 @@
 
 import torch
 
-from experts import tile_permuted
+from experts import tile_permuted, tile_single
 from experts.tile_search import TileSpace
+from experts.tile_shapes import SINGLE
 from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_gemm import SCHEMES, group_rejections
 from experts.triton_path import Path, PathCall
 from experts.triton_permuted import PermutedPath
+from experts.triton_single import SinglePath
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
@@ -60,6 +62,14 @@ class TritonExperts(PermuteExpertsUnpermute):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         return group_rejections(cls.__name__, problem)
 
+    def takes_unquantised(self, shape: DispatchShape) -> bool:
+        """Where every call up to `shape` takes the single path."""
+        assert isinstance(shape, ContiguousShape)
+        if not self.problem.scheme.quantises_activations or SINGLE not in self._paths:
+            return False
+        regimes = regimes_up_to(self.problem, shape.tokens, tuple(self._paths))
+        return all(path == SINGLE for _, path, _ in regimes)
+
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
         they take other paths and smaller blocks."""
@@ -103,6 +113,8 @@ class TritonExperts(PermuteExpertsUnpermute):
 def _paths(problem: Problem) -> dict[str, Path]:
     """The paths that can serve `problem` here, by name."""
     paths: list[Path] = [AlignedPath(problem)]
+    if tile_single.serves(problem):
+        paths.append(SinglePath(problem))
     if tile_permuted.serves(problem, this_store().device):
         paths.append(PermutedPath(problem))
     return {path.name: path for path in paths}

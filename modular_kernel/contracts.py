@@ -156,6 +156,11 @@ class PermuteExpertsUnpermute(ABC):
         """Whether `apply` understands ExpertWeights.expert_map."""
         return self.requires.expert_map
 
+    def takes_unquantised(self, shape: DispatchShape) -> bool:
+        """Whether a dispatch of at most `shape` may come unquantised, for these experts to
+        quantise it themselves. `apply` must also take it quantised unless `requires` says so."""
+        return self.requires.quantises_input
+
     @abstractmethod
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Buffers and output for a dispatch of at most `shape`; monotone in it."""

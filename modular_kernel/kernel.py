@@ -201,6 +201,16 @@ class FusedMoEModularKernel:
             self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
         return self._invalid_ids
 
+    def _defers_quant(self, tokens: int) -> bool:
+        """Whether activations travel unquantised: the experts need it, or do it better in a call
+        that is not split."""
+        if self.experts.requires.quantises_input:
+            return True
+        part, chunk = self.prepare_finalize, self.problem.chunk_tokens
+        if not part.requires.can_defer_quant or (chunk is not None and tokens > chunk):
+            return False
+        return self.experts.takes_unquantised(part.dispatch_shape(tokens))
+
     def poison_output(self, out: torch.Tensor) -> None:
         """In poison mode, fill what a call must write; x is not for inplace problems."""
         if self.poison and not self.problem.inplace:
@@ -218,7 +228,7 @@ class FusedMoEModularKernel:
         call = Call(
             workspace,
             self.count_invalid_ids_on(x_TH.device),
-            defer_quant=self.experts.requires.quantises_input,
+            defer_quant=self._defers_quant(x_TH.shape[0]),
         )
         part = self.prepare_finalize
         with stages.stage(stages.PREPARE):

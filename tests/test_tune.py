@@ -312,7 +312,7 @@ def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype
 def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
     write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
     space = TileSpace(MIXTRAL, "X")
-    assert space.untuned(1) == regimes(MIXTRAL, this_store().device).choose(1)
+    assert space.untuned(1) == regimes(MIXTRAL, this_store().device, ("aligned",)).choose(1)
     search = space.search(1)
     assert next(search) == [choose_tiles(MIXTRAL, 1)], "what a file says is a candidate too"
 

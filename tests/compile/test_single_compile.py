@@ -1,0 +1,78 @@
+"""The single path's launches compile for sm_90: wide loads, no tensor cores, no spills."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import tile_single
+from experts.triton_path import PathCall
+from experts.triton_single import SinglePath
+from modular_kernel import ExpertWeights, Problem
+from modular_kernel.composer import random_inputs
+from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
+from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.types import Combine, IdSpace
+from modular_kernel.workspace import Workspace
+
+META = torch.device("meta")
+BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
+
+
+def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
+    """Both launches of a call whose activations are quantised in them."""
+    _, weights, routing = random_inputs(problem, torch.device("cpu"))
+    given: dict[str, Any] = {k: None if t is None else t.to(META) for k, t in vars(weights).items()}
+    path, tiles = SinglePath(problem), tile_single.default(problem)
+    workspace = Workspace(path.specs(problem.tokens, tiles.gemm1.block_m), META)
+    x = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
+    arrived = DispatchedRouting(
+        routing.topk_weights_TK.to(META),
+        routing.topk_ids_TK.to(META),
+        IdSpace.GLOBAL,
+        problem.experts,
+        None,
+        torch.empty(1, dtype=torch.int32, device=META),
+    )
+    output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
+    with record_compiles(target) as records:
+        tokens = ContiguousTokens(x, arrived)
+        path.run(PathCall(tokens, ExpertWeights(**given), workspace, output, tiles))
+    return records
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"intermediate": 2048},
+        {"intermediate": 2880, "top_k": 4, "bias": True, "activation": "swiglu_oai"},
+        {"intermediate": 8192, "top_k": 2, "experts": 3},
+        {"dtype": torch.float32},
+        {"combine": Combine.TOPK_WEIGHTED},
+        *(
+            {"quant": quant, "intermediate": intermediate, "hidden": 8192, "experts": 8}
+            for quant in ("fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a8_channel")
+            for intermediate in (256, 2880)
+        ),
+        {"quant": "fp8_w8a8_block", "hidden": 2880},
+        {"quant": "fp8_w8a8_tensor"},
+        {"quant": "fp8_w8a8_tensor:static=true"},
+        {"quant": "int8_w8a16_channel"},
+        {"quant": "int8_w8a16_group"},
+    ],
+    ids=str,
+)
+def test_both_launches_are_clean(change: dict[str, Any]) -> None:
+    records = compiled(replace(BASE, **change))
+    assert [record.kernel for record in records] == ["single_up_kernel", "single_down_kernel"]
+    for record in records:
+        assert check(record, "FFMA") == ()
+        assert not any(n for name, n in record.instructions.items() if name.endswith("MMA"))
+
+
+def test_no_launch_overlaps_before_hopper() -> None:
+    for target, overlaps in (("sm_80", False), ("sm_90", True)):
+        for record in compiled(BASE, target):
+            assert record.config.get("OVERLAP", False) is overlaps

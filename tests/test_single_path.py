@@ -1,0 +1,130 @@
+"""The single path: proven at few tokens, whatever the regimes would choose there."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import tile_single
+from experts.tile_shapes import SINGLE, Tile, TilePair, gemms, violations
+from experts.tiles import choose_tiles, override_config
+from experts.triton_experts import TritonExperts
+from modular_kernel.catalog import make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.tensors import ContiguousShape
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import BASE
+from modular_kernel.types import Combine, Machine, Problem
+
+_NO_EP = "MoEPrepareAndFinalizeNoEP"
+_PATHS = ("aligned", SINGLE)
+# Several steps along both depths, several blocks along both widths; pairs one by one and by two.
+_ONE = TilePair(Tile(16, 16, 32, 1, 4, 1), Tile(16, 16, 64, 1, 4, 1), SINGLE)
+_TWO = TilePair(Tile(16, 32, 64, 1, 4, 3), Tile(16, 16, 32, 2, 2, 3), SINGLE)
+_BF16 = torch.bfloat16
+_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
+_WIDE = {"hidden": 160, "intermediate": 96, "dtype": _BF16}
+
+_CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
+    ({"tokens": 1}, "uniform", _ONE),
+    ({"tokens": 4, "top_k": 3, "dtype": _BF16}, "duplicates", _TWO),
+    ({"tokens": 3, "hidden": 47, "intermediate": 33, "activation": _OAI}, "uniform", _TWO),
+    ({"tokens": 2, "bias": True, "activation": "relu2"}, "skips", _TWO),
+    ({"tokens": 4, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _ONE),
+    ({"tokens": 3, "expert_map": True, "local_experts": 3, "bias": True}, "uniform", _TWO),
+    ({"tokens": 2, "apply_router_weight_on_input": True, "bias": True}, "uniform", _ONE),
+    ({"tokens": 3, "inplace": True, "routed_scaling_factor": 2.5}, "skips", _TWO),
+    ({"tokens": 9, "chunk_tokens": 4, "dtype": _BF16}, "zipf", _TWO),
+    ({"tokens": 3, "combine": Combine.TOPK_WEIGHTED, "dtype": torch.float16}, "skips", _TWO),
+    ({"tokens": 2, "combine": Combine.TOPK_UNWEIGHTED, "top_k": 3}, "all_skipped", _ONE),
+    ({"tokens": 2, "quant": "fp8_w8a8_channel", **_WIDE}, "skips", _TWO),
+    ({"tokens": 3, "quant": "fp8_w8a8_tensor", **_WIDE}, "skips", _ONE),
+    ({"tokens": 3, "quant": "fp8_w8a8_tensor:static=true", **_WIDE}, "uniform", _TWO),
+    ({"tokens": 4, "quant": "fp8_w8a8_block:block=48x64", **_WIDE}, "duplicates", _TWO),
+    ({"tokens": 1, "quant": "fp8_w8a8_block:block=32x32", "activation": _OAI, **_WIDE}, "uniform",
+     _ONE),
+    ({"tokens": 9, "chunk_tokens": 4, "quant": "fp8_w8a8_block:block=32x32", **_WIDE}, "uniform",
+     _TWO),
+    ({"tokens": 2, "quant": "int8_w8a8_channel", "bias": True, **_WIDE}, "uniform", _TWO),
+    ({"tokens": 1, "quant": "int8_w8a16_channel", **_WIDE}, "uniform", _ONE),
+    ({"tokens": 2, "quant": "int8_w8a16_group:group=32,zero_points=true", **_WIDE}, "uniform",
+     _TWO),
+    ({"tokens": 2, "quant": "int8_w8a16_group:group=64", **_WIDE}, "all_to_one", _ONE),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
+def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: Machine) -> None:
+    problem = replace(BASE, **changes)
+    with override_config(pair):
+        assert choose_tiles(problem, 1, _PATHS) == pair
+        proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
+    assert proof.passed, str(proof)
+
+
+def test_many_pairs_count_invalid_ids_once() -> None:
+    """More pairs than one look at the ids holds, and more experts than bits of a byte."""
+    problem = Problem(tokens=140, hidden=16, intermediate=16, experts=300, top_k=8, dtype=_BF16)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x_TH, weights, routing = random_inputs(problem, device)
+    routing.topk_ids_TK[::7, 3] = 300
+    with override_config(_ONE):
+        kernel = make_kernel(_NO_EP, "TritonExperts", problem)
+        kernel(x_TH, weights, routing)
+    assert kernel.invalid_ids == 20
+
+
+def test_few_tokens_take_it() -> None:
+    qwen = Problem(tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8)
+    mixtral = Problem(tokens=64, hidden=4096, intermediate=14336, experts=8, top_k=2)
+    for problem, most in (
+        (qwen, 8),
+        (mixtral, 2),
+        (replace(qwen, quant="fp8_w8a8_block"), 4),
+        (replace(mixtral, quant="fp8_w8a8_channel"), 1),
+    ):
+        assert choose_tiles(problem, most, _PATHS) == tile_single.default(problem)
+        assert choose_tiles(problem, most + 1, _PATHS).path == "aligned"
+        assert choose_tiles(problem, most).path == "aligned"
+
+
+def test_packed_weights_and_odd_groups_are_not_served() -> None:
+    assert tile_single.serves(replace(BASE, quant="fp8_w8a8_block"))
+    assert tile_single.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
+    assert not tile_single.serves(replace(BASE, quant="int4_w4a16_group"))
+    assert not tile_single.serves(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
+
+
+def test_every_default_can_be_launched() -> None:
+    from experts.tile_shapes import Device
+
+    for quant in ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a16_channel"):
+        for depth in (256, 2048, 2880, 7168, 14336):
+            problem = Problem(
+                tokens=1, hidden=depth, intermediate=depth, experts=8, top_k=2, quant=quant
+            )
+            pair = tile_single.default(problem)
+            for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+                assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+
+
+def test_a_step_may_span_groups_here_alone() -> None:
+    problem = replace(BASE, hidden=256, intermediate=256, quant="fp8_w8a8_block", dtype=_BF16)
+    wide = Tile(16, 16, 256, 1, 4, 1)
+    with override_config(TilePair(wide, wide, SINGLE)):
+        assert choose_tiles(problem, 1, _PATHS).gemm1 == wide
+    with override_config(TilePair(wide, wide)), pytest.raises(ConfigurationError, match="group"):
+        choose_tiles(problem, 1)
+
+
+def test_activations_come_unquantised_where_every_call_takes_it() -> None:
+    problem = Problem(
+        tokens=64, hidden=2048, intermediate=768, experts=128, top_k=8, quant="fp8_w8a8_block"
+    )
+    experts = TritonExperts(problem)
+    assert experts.takes_unquantised(ContiguousShape(4, 8))
+    assert not experts.takes_unquantised(ContiguousShape(5, 8))
+    plain = TritonExperts(replace(problem, quant="none"))
+    assert not plain.takes_unquantised(ContiguousShape(1, 8))
