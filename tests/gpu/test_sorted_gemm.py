@@ -1,0 +1,101 @@
+"""The product over sorted rows against float64, with every mode, activation and kind of tail."""
+
+import pytest
+import torch
+
+from experts import tile_permuted
+from experts.tile_shapes import Device, Tile
+from experts.tiles import this_store
+from experts.triton_gemm import first_product, second_product
+from experts.triton_permuted import PermutedPath
+from modular_kernel.composer import random_inputs
+from modular_kernel.ops.activation import gated_activation_ref
+from modular_kernel.ops.quantise import dequantise_rows, quantised
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.quant import dequantise
+from modular_kernel.types import Problem
+
+# Rows of the experts: none, one, a tile's half and its neighbours, whole tiles, and more.
+ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)
+HERE = Device("sm_90", boxes=True)
+
+pytestmark = pytest.mark.skipif(not this_store().device.boxes, reason="needs sm_90")
+
+
+def sorted_rows(counts: tuple[int, ...]) -> Sorted:
+    tiles, start = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
+        start += count
+    most = len(tiles) + 2  # room for more, as there always is
+    named = torch.full((3 * most + 1,), 0x3F3F3F3F, dtype=torch.int32)
+    named[: 3 * most].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
+    named[-1] = len(tiles)
+    return Sorted(torch.empty(0, 1, dtype=torch.int32), named.cuda())
+
+
+def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias: bool) -> Problem:
+    problem = Problem(
+        sum(ROWS), hidden, intermediate, len(ROWS), 1, "bfloat16", quant,
+        activation=activation, bias=bias,
+    )  # fmt: skip
+    assert tile_permuted.serves(problem, HERE)
+    return problem
+
+
+CASES = [
+    ("none", "silu", 64, 128, False),
+    ("none", "silu", 72, 136, True),
+    ("none", "relu2", 200, 264, True),
+    ("none", "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true", 320, 104, True),
+    ("none", "gelu", 1032, 520, False),
+    ("fp8_w8a8_channel", "silu", 128, 144, False),
+    ("fp8_w8a8_channel", "relu2", 400, 272, True),
+    ("fp8_w8a8_channel", "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true", 144, 80, True),
+    ("fp8_w8a8_block", "silu", 128, 128, False),
+    ("fp8_w8a8_block", "silu", 400, 192, True),
+    ("fp8_w8a8_block", "relu2", 272, 208, False),
+    ("fp8_w8a8_block", "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true", 528, 112, True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("which", [1, 2])
+def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which: int) -> None:
+    problem = problem_of(*case)
+    _, weights, _ = random_inputs(problem, torch.device("cuda"))
+    product = (first_product if which == 1 else second_product)(weights, problem)
+    depth = product.depth
+    generator = torch.Generator("cuda").manual_seed(which)
+    # Two rows past the last expert's stand for skipped pairs; nobody may touch their results.
+    values = torch.randn(sum(ROWS) + 2, depth, device="cuda", generator=generator)
+    values = values.to(torch.bfloat16)
+    a, scale, exact = values, None, values.double()
+    if problem.scheme.quantised:
+        a, scale = quantised(values.float(), problem.scheme)
+        exact = dequantise_rows(a, scale, problem.scheme).double()
+    out = torch.full((len(values), product.columns), float("nan"), device="cuda").bfloat16()
+    pair = tile_permuted.default(problem)
+    tile: Tile = pair.gemm1 if which == 1 else pair.gemm2
+    PermutedPath(problem)._multiply((a, scale), product, tile, sorted_rows(ROWS), out)
+    w, b = product.w, product.bias
+    if product.scale is not None:
+        w = dequantise(w, product.scale, None, problem.scheme)
+    start = 0
+    for expert, count in enumerate(ROWS):
+        if not count:
+            continue
+        rows = slice(start, start + count)
+        want = exact[rows] @ w[expert].double().T
+        spread = exact[rows].abs() @ w[expert].double().abs().T
+        if b is not None:
+            want = want + b[expert].double()
+        if which == 1:
+            want = gated_activation_ref(want, problem.act).double()
+            spread = spread.max() * want.abs().clamp(min=1.0)
+        # One rounding to bf16, and sums whose every addition may lose 2^-13 (fp8) or 2^-22.
+        loose = 2.0**-11 if problem.scheme.quantised else 2.0**-18
+        bound = want.abs() * 2.0**-8 + spread * loose + 1e-6
+        assert bool(((out[rows].double() - want).abs() <= bound).all()), expert
+        start += count
+    assert bool(out[start:].isnan().all())
