@@ -86,6 +86,14 @@ class Recipe:
     paths: tuple[tuple[int, str], ...] = ()
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
+    def pairs(self) -> dict[int, TilePair]:
+        """By tokens; of a recipe of ours, whose GEMMs have the same numbers."""
+        paths = dict(self.paths)
+        return {
+            tokens: TilePair(first, second, paths.get(tokens, ALIGNED))
+            for (tokens, first), (_, second) in zip(self.gemm1, self.gemm2, strict=True)
+        }
+
 
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a file; ConfigurationError names the file if it is not one."""
@@ -262,6 +270,17 @@ def _microseconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
 
 
+def pair_as_json(pair: TilePair) -> dict[str, object]:
+    """An entry of a file of ours, without its times."""
+    return {"gemm1": _as_json(pair.gemm1), "gemm2": _as_json(pair.gemm2), "path": pair.path}
+
+
+def pair_from_json(entry: object, what: str) -> TilePair:
+    """What `pair_as_json` made; ConfigurationError for anything else."""
+    values = _mapping(entry, what)
+    return TilePair(*_ours(values, what), _path(values, what))
+
+
 def dump_recipe(recipe: Recipe) -> str:
     """The text of a file of ours."""
     top: dict[str, object] = {"format": FORMAT}
@@ -269,11 +288,9 @@ def dump_recipe(recipe: Recipe) -> str:
         top["triton_version"] = recipe.triton
     if recipe.tuned_for is not None:
         top["tuned_for"] = asdict(recipe.tuned_for)
-    for (tokens, first), (_, second) in zip(recipe.gemm1, recipe.gemm2, strict=True):
-        entry: dict[str, object] = {"gemm1": _as_json(first), "gemm2": _as_json(second)}
-        entry["path"] = dict(recipe.paths).get(tokens, ALIGNED)
+    for tokens, pair in recipe.pairs().items():
         times = recipe.times.get(tokens)
-        top[str(tokens)] = entry | (asdict(times) if times is not None else {})
+        top[str(tokens)] = pair_as_json(pair) | (asdict(times) if times is not None else {})
     return json.dumps(top, indent=2) + "\n"
 
 

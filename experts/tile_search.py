@@ -1,133 +1,119 @@
 """How the Triton experts are tuned: which tiles are worth timing, and where the best are kept."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from statistics import median
 
-from experts.tile_files import Recipe, Times, TunedFor, dump_recipe, read_recipe
+from experts import tile_single
+from experts.tile_bounds import path_violations
+from experts.tile_candidates import ROWS, SINGLE_TRIED, Entry, entries
+from experts.tile_files import Recipe, Times, TunedFor, dump_recipe, pair_as_json, read_recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, Gemm, Tile, TilePair, gemms, violations
+from experts.tile_shapes import ALIGNED, SINGLE, Gemm, Tile, TilePair, gemms
 from experts.tile_store import subfolder
-from experts.tiles import choose_tiles, explain, override_config, reread, this_store
+from experts.tiles import choose_tiles, explain, on_device, override_config, reread, this_store
+from modular_kernel import stages
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.tunable import Best, Choice, Search, Tunable
+from modular_kernel.tunable import Best, Choice, Took, Tunable
 from modular_kernel.types import Problem
 
-# Mean rows of an expert between which a block_m is worth a try.
-_BLOCKS_M = {16: (0, 28), 32: (6, 72), 64: (12, 700), 128: (44, 1 << 62)}
-# (num_warps, num_stages) to begin with, by block_m; stages are refined later.
-_BEGIN = {16: ((4, 4),), 32: ((4, 3),), 64: ((4, 3), (8, 3)), 128: ((8, 3), (4, 3))}
-_BLOCKS_N = (32, 64, 128, 256)
-_BLOCKS_K = (32, 64, 128, 256)
-_REFINED = {"num_stages": (2, 3, 4, 5, 6, 8), "group_m": (1, 8, 16, 32)}
-_STEP_BITS = (1024, 4096)  # of a row of A in one step: whole cache lines, not too many
-_STEP_SIZE = (2048, 1 << 15)  # weights of one step
-_MOST_SUMS = 128  # float32 sums of a thread that just fit its 255 registers
-_KEPT = 2  # block_m that are refined
+_GROUP_M = 16  # of a swizzle group where an entry names none and blocks are tall
+_SHORT = 32  # block_m up to which there is nothing to swizzle
+_GROUPS_KEPT, _TILES_KEPT, _FINALISTS = 2, 2, 4
 
 
 class TileSpace(Tunable):
-    """Pairs of tiles, found by turns: GEMM 1, GEMM 2, then stages and swizzle of the best.
+    """Pairs of tiles. A choice is a TilePair, and its GEMMs are told apart by their stages.
 
-    A choice is a TilePair. experts_part: name of the part, noted in the file.
+    experts_part: name of the part, noted in the file. paths: those it can take for `problem`.
+    Hand it to another process, and `using` pretends this one's GPU there.
     """
 
-    def __init__(self, problem: Problem, experts_part: str) -> None:
+    stages = (stages.GEMM1, stages.GEMM2)
+
+    def __init__(
+        self, problem: Problem, experts_part: str, paths: Sequence[str] = (ALIGNED,)
+    ) -> None:
         self.problem = problem
         self.experts_part = experts_part
+        self.paths = tuple(paths)
         self._gemms = gemms(problem)
+        self._device = this_store().device
 
     def untuned(self, tokens: int) -> Choice:
-        return regimes(self.problem, this_store().device, (ALIGNED,)).choose(tokens)
+        return regimes(self.problem, self._device, self.paths).choose(tokens)
 
-    def using(self, choice: Choice) -> AbstractContextManager[None]:
+    @contextmanager
+    def using(self, choice: Choice) -> Iterator[None]:
         assert isinstance(choice, TilePair)
-        return override_config(choice)
+        with on_device(self._device), override_config(choice):
+            yield
 
-    def search(self, tokens: int) -> Search:
-        seconds: dict[Choice, float] = {}
-        yield [choose_tiles(self.problem, tokens)]  # of a file, if there is one
-        found: list[TilePair] = []
-        for block_m in self.blocks_m(tokens):
-            start = self._start(block_m, tokens)
-            for index in (0, 1):
-                asked = [_with(start, index, tile) for tile in self.tiles(index, block_m)]
-                asked += [start] * (start not in seconds)
-                seconds.update((yield asked))
-                start = _fastest([start, *asked], seconds)
-            found.append(start)
-        found = sorted((p for p in found if p in seconds), key=seconds.__getitem__)[:_KEPT]
-        for pair in found:
-            for index, (name, values) in product((0, 1), _REFINED.items()):
-                asked = self._variants(pair, index, name, values)
-                seconds.update((yield asked))
-                pair = _fastest([pair, *asked], seconds)
+    def candidates(self, tokens: int) -> Sequence[Choice]:
+        """GEMM 1 and GEMM 2 are tried at once: their times are told apart."""
+        now = choose_tiles(self.problem, tokens, self.paths)  # of a file, if there is one
+        found = [now] if self._fits(now) else []
+        for path in self.paths:
+            for block_m in self.blocks_m(path, tokens):
+                found += self._diagonal(path, block_m)
+        return list(dict.fromkeys(found))
 
-    def likely(self, tokens: int) -> Sequence[Choice]:
-        return [
-            _with(self._start(block_m, tokens), index, tile)
-            for block_m in self.blocks_m(tokens)
-            for index in (0, 1)
-            for tile in self.tiles(index, block_m)
-        ]
-
-    def blocks_m(self, tokens: int) -> list[int]:
-        """Row blocks worth a try, the untuned one first."""
+    def blocks_m(self, path: str, tokens: int) -> list[int]:
+        """Row blocks worth a try on `path`."""
         rows = tokens * self.problem.top_k / self.problem.experts
-        first = regimes(self.problem, this_store().device, (ALIGNED,)).choose(tokens).gemm1.block_m
-        worth = [m for m, (least, most) in _BLOCKS_M.items() if least <= rows <= most]
-        return list(dict.fromkeys([first, *worth]))
+        if path == SINGLE and tokens > SINGLE_TRIED * tile_single.most_tokens(self.problem):
+            return []
+        known = entries(self.problem, path)[0]
+        untuned = {pair.gemm1.block_m for pair in self._untuned_pairs(path)}
+        spans = ROWS[path].items()
+        worth = [block_m for block_m, (least, most) in spans if least <= rows <= most]
+        return [block_m for block_m in worth if block_m in known or block_m in untuned]
 
-    def tiles(self, index: int, block_m: int) -> list[Tile]:
-        """Tiles of GEMM 1 (index 0) or GEMM 2 with this block_m, nothing refined yet."""
-        group_m, gemm = 1 if block_m <= 32 else 16, self._gemms[index]
-        # Weights that are dequantised on the way keep more threads busy.
-        begin = _BEGIN[block_m] + (((8, 3),) if gemm.widened and block_m == 32 else ())
-        made = [
-            Tile(block_m, block_n, block_k, group_m, warps, stages)
-            for (warps, stages), block_n, block_k in product(begin, _BLOCKS_N, _BLOCKS_K)
+    def _untuned_pairs(self, path: str) -> list[TilePair]:
+        steps = regimes(self.problem, self._device, self.paths)
+        return [pair for pair in steps.pairs if pair.path == path]
+
+    def _diagonal(self, path: str, block_m: int) -> list[TilePair]:
+        """Every launch of either GEMM with this block_m, in as few pairs as there can be."""
+        untuned = [pair for pair in self._untuned_pairs(path) if pair.gemm1.block_m == block_m]
+        lists: list[list[Tile]] = []
+        known = entries(self.problem, path)
+        for index, gemm in enumerate(self._gemms):
+            tiles = [(pair.gemm1, pair.gemm2)[index] for pair in untuned]
+            tiles += [_tile(entry, block_m, gemm) for entry in known[index].get(block_m, ())]
+            tiles = list(dict.fromkeys(tiles))
+            lists.append([tile for tile in tiles if self._sound(tile, gemm, path)])
+        first, second = lists
+        if not first or not second:
+            return []
+        count = max(len(first), len(second))
+        return [
+            TilePair(first[i % len(first)], second[i % len(second)], path) for i in range(count)
         ]
-        wide = (t for t in made if _STEP_BITS[0] <= t.block_k * gemm.a_bits <= _STEP_BITS[1])
-        # Where a scheme's groups are narrow there are no wide ones.
-        return list(self._sensible(wide, gemm)) or list(self._sensible(made, gemm))
 
-    def _sensible(self, tiles: Iterable[Tile], gemm: Gemm) -> Iterator[Tile]:
-        """Those that can be launched, keep their threads busy and spill no sums."""
-        device = this_store().device
-        for tile in tiles:
-            sums = tile.block_m * tile.block_n * gemm.sides // (32 * tile.num_warps)
-            step = tile.block_n * tile.block_k * gemm.sides
-            if (
-                tile.block_m // 4 <= sums <= _MOST_SUMS
-                and _STEP_SIZE[0] <= step <= _STEP_SIZE[1]
-                and tile.block_k < 2 * gemm.depth
-                and next(violations(tile, gemm, device), None) is None
-            ):
-                yield tile
+    def _sound(self, tile: Tile, gemm: Gemm, path: str) -> bool:
+        """Whether it can be launched and is no deeper than the product."""
+        deep = tile.block_k >= 2 * gemm.depth
+        found = path_violations(tile, gemm, path, self.problem, self._device)
+        return not deep and next(found, None) is None
 
-    def _start(self, block_m: int, tokens: int) -> TilePair:
-        """A pair with this block_m that is known to be sound: the untuned table's."""
-        steps = regimes(self.problem, this_store().device, (ALIGNED,))
-        here = steps.choose(tokens)
-        pairs = [p for p in (here, *steps.pairs) if p.gemm1.block_m == block_m]
-        if pairs:
-            return pairs[0]
-        small = min(steps.pairs, key=lambda p: abs(p.gemm1.block_m - block_m))
-        return TilePair(
-            replace(small.gemm1, block_m=block_m), replace(small.gemm2, block_m=block_m)
-        )
+    def _fits(self, pair: TilePair) -> bool:
+        tiles = zip((pair.gemm1, pair.gemm2), self._gemms, strict=True)
+        return pair.path in self.paths and all(self._sound(*each, pair.path) for each in tiles)
 
-    def _variants(
-        self, pair: TilePair, index: int, name: str, values: Sequence[int]
-    ) -> list[TilePair]:
-        """The pair with other values of one field of one tile."""
-        tile = (pair.gemm1, pair.gemm2)[index]
-        made = (replace(tile, **{name: value}) for value in values)
-        sound = self._sensible(made, self._gemms[index])
-        return [_with(pair, index, other) for other in sound if other != tile]
+    def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
+        """The best GEMM 1 with the best GEMM 2 of the same path and block_m, and near ones."""
+        model = Additive(took)
+        kinds = sorted(model.kinds(), key=model.least)[:_GROUPS_KEPT]
+        pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _TILES_KEPT)]
+        return sorted(pairs, key=model.seconds)[:_FINALISTS]
+
+    def as_json(self, choice: Choice) -> Mapping[str, object]:
+        assert isinstance(choice, TilePair)
+        return pair_as_json(choice)
 
     def saved(self, folder: Path) -> Mapping[int, Best]:
         path = self._path(folder)
@@ -139,22 +125,22 @@ class TileSpace(Tunable):
             need = f"{self._tuned_for()}; another folder, or to start afresh"
             raise ConfigurationError(f"tile file {path}", got=got, need=need)
         return {
-            tokens: Best(TilePair(one, two), times.us / 1e6, _seconds(times.untuned_us))
-            for (tokens, one), (_, two) in zip(recipe.gemm1, recipe.gemm2, strict=True)
+            tokens: Best(pair, times.us / 1e6, _seconds(times.untuned_us))
+            for tokens, pair in recipe.pairs().items()
             if (times := recipe.times.get(tokens)) is not None
         }
 
     def save(self, best: Mapping[int, Best], folder: Path) -> Path:
-        pairs = {tokens: best[tokens].choice for tokens in sorted(best)}
-        launches: tuple[list[tuple[int, Tile]], list[tuple[int, Tile]]] = ([], [])
-        for tokens, pair in pairs.items():
+        pairs: dict[int, TilePair] = {}
+        for tokens in sorted(best):
+            pair = best[tokens].choice
             assert isinstance(pair, TilePair)
-            launches[0].append((tokens, pair.gemm1))
-            launches[1].append((tokens, pair.gemm2))
+            pairs[tokens] = pair
         recipe = Recipe(
             origin="",
-            gemm1=tuple(launches[0]),
-            gemm2=tuple(launches[1]),
+            gemm1=tuple((tokens, pair.gemm1) for tokens, pair in pairs.items()),
+            gemm2=tuple((tokens, pair.gemm2) for tokens, pair in pairs.items()),
+            paths=tuple((tokens, pair.path) for tokens, pair in pairs.items()),
             fused_columns=False,
             strict=True,
             triton=this_store().triton,
@@ -170,7 +156,7 @@ class TileSpace(Tunable):
         return path
 
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        return explain(self.problem, tokens, device_name)
+        return explain(self.problem, tokens, device_name, self.paths)
 
     def _tuned_for(self) -> TunedFor:
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
@@ -179,6 +165,52 @@ class TileSpace(Tunable):
         store = this_store()
         name = TileKey.of(self.problem, store.device.name).file_name
         return folder / subfolder(store.triton) / name
+
+
+def _tile(entry: Entry, block_m: int, gemm: Gemm) -> Tile:
+    columns, block_k, warps, num_stages, *group = entry
+    group_m = group[0] if group else 1 if block_m <= _SHORT else _GROUP_M
+    return Tile(block_m, columns // gemm.sides, block_k, group_m, warps, num_stages)
+
+
+Kind = tuple[str, int]  # path and block_m
+
+
+class Additive:
+    """What pairs take by what others took: GEMM 1, GEMM 2 and, for each kind, the rest."""
+
+    def __init__(self, took: Mapping[Choice, Took]) -> None:
+        self.tiles: dict[Kind, tuple[dict[Tile, float], dict[Tile, float]]] = {}
+        rests: dict[Kind, list[float]] = {}
+        for pair, one in took.items():
+            assert isinstance(pair, TilePair)
+            kind = pair.path, pair.gemm1.block_m
+            first, second = self.tiles.setdefault(kind, ({}, {}))
+            seconds = [one.stages.get(name, 0.0) for name in TileSpace.stages]
+            for tiles, tile, each in zip(
+                (first, second), (pair.gemm1, pair.gemm2), seconds, strict=True
+            ):
+                tiles[tile] = min(each, tiles.get(tile, each))
+            rests.setdefault(kind, []).append(one.seconds - sum(seconds))
+        self.rest = {kind: median(of) for kind, of in rests.items()}
+
+    def kinds(self) -> list[Kind]:
+        return list(self.tiles)
+
+    def least(self, kind: Kind) -> float:
+        """Seconds of the best pair of this kind."""
+        return self.rest[kind] + sum(min(tiles.values()) for tiles in self.tiles[kind])
+
+    def best_pairs(self, kind: Kind, count: int) -> list[TilePair]:
+        """Every pair of the `count` fastest launches of either GEMM."""
+        fastest = (sorted(tiles, key=tiles.__getitem__)[:count] for tiles in self.tiles[kind])
+        return [TilePair(one, two, kind[0]) for one, two in product(*fastest)]
+
+    def seconds(self, pair: TilePair) -> float:
+        """Of a whole call; KeyError where one of its launches was not timed."""
+        kind = pair.path, pair.gemm1.block_m
+        first, second = self.tiles[kind]
+        return self.rest[kind] + first[pair.gemm1] + second[pair.gemm2]
 
 
 def _times(best: Best) -> Times:
@@ -192,13 +224,3 @@ def _us(seconds: float) -> float:
 
 def _seconds(us: float | None) -> float | None:
     return None if us is None else us / 1e6
-
-
-def _with(pair: TilePair, index: int, tile: Tile) -> TilePair:
-    return replace(pair, gemm1=tile) if index == 0 else replace(pair, gemm2=tile)
-
-
-def _fastest(pairs: Sequence[TilePair], seconds: Mapping[Choice, float]) -> TilePair:
-    """Of those that were timed; the first where none was."""
-    timed = [pair for pair in pairs if pair in seconds]
-    return min(timed, key=seconds.__getitem__) if timed else pairs[0]

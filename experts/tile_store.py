@@ -1,9 +1,11 @@
 """Which tuned file serves a problem, and the tiles it gives.
 
-Order: an override in force > the user's folder (MK_CONFIG_DIR) > experts/configs/ > the regimes of
-`tile_regimes`. In a folder a file may lie under triton_X_Y_Z/, as SGLang keeps them, or at its top,
-as vLLM does: this triton's subfolder first, then the top, then other versions, newest first. A
-name is looked for everywhere in a folder before the next name is (see tile_names).
+Order: an override in force > the user's folder (MK_CONFIG_DIR) > experts/configs/ > the nearest
+layers that have a file in experts/configs/ (`tile_neighbours`) > the regimes of `tile_regimes`,
+where no file is for this device and number format. In a folder a file may lie under
+triton_X_Y_Z/, as SGLang keeps them, or at its top, as vLLM does: this triton's subfolder first,
+then the top, then other versions, newest first. A name is looked for everywhere in a folder before
+the next name is (see tile_names).
 
 A file holds launches for some numbers of tokens; a call takes those of the nearest, and of two
 equally near ones those of the smaller number.
@@ -17,13 +19,15 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from experts import tile_single
+from experts import tile_permuted, tile_single
 from experts.tile_files import Recipe, read_recipe
-from experts.tile_names import names_for
+from experts.tile_names import TileKey, names_for
+from experts.tile_neighbours import Known, borrow, steps_of
 from experts.tile_regimes import ENDLESS, Steps, aligned, regimes
 from experts.tile_shapes import (
     ALIGNED,
     GROUP,
+    PERMUTED,
     SHARED,
     SINGLE,
     Device,
@@ -40,6 +44,7 @@ from modular_kernel.types import Problem
 
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
+PACKAGED = "packaged"  # what the folder that ships is called
 _LEAST_BLOCK_N = 16
 # What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
 _FITTED = frozenset({GROUP, SHARED})
@@ -49,13 +54,15 @@ _FITTED = frozenset({GROUP, SHARED})
 class Source:
     """The tiles of a problem and where they come from.
 
-    origin: "override_config", a file, or "regimes". keys: numbers of tokens that the file has.
-    notes: what else a reader should know. looked_in: places without a file, in order.
+    origin: "override_config", a file, "neighbours" or "regimes". keys: numbers of tokens that the
+    file has. whose: of each of the steps, the neighbour it is from. notes: what else a reader
+    should know. looked_in: places without a file, in order.
     """
 
     steps: Steps
     origin: str
     keys: tuple[int, ...] = ()
+    whose: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     looked_in: tuple[str, ...] = ()
 
@@ -96,7 +103,27 @@ class TileStore:
             if recipe.tuned_for is not None:
                 notes = (*notes, *_other_layer(recipe, problem))
             return replace(found, notes=notes, looked_in=tuple(looked_in))
-        return Source(regimes(problem, self.device), "regimes", looked_in=tuple(looked_in))
+        steps, known = regimes(problem, self.device), self._known(problem)
+        if not known:
+            return Source(steps, "regimes", looked_in=tuple(looked_in))
+        lent = borrow(known, problem, self.device, steps)
+        whose = tuple(one.origin for one in lent)
+        return Source(steps_of(lent), "neighbours", whose=whose, looked_in=tuple(looked_in))
+
+    def _known(self, problem: Problem) -> list[Known]:
+        """The packaged layers for this device and number format; none for a problem whose rows
+        start elsewhere than theirs do."""
+        if not self.device.name or not aligned(problem):
+            return []
+        wanted, known = TileKey.of(problem, self.device.name), list[Known]()
+        for title, folder in self.folders:
+            if title != PACKAGED:
+                continue
+            for path in sorted((folder / subfolder(self.triton)).glob("E=*.json")):
+                key = TileKey.parse(path.name)
+                if replace(wanted, experts=key.experts, intermediate=key.intermediate) == key:
+                    known.append(Known.of(key, read_recipe(path)))
+        return known
 
     def _first(self, folder: Path, problem: Problem) -> Path | None:
         places = [folder / name for name in self._subfolders(folder)]
@@ -194,9 +221,12 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
             if fitted != tile:
                 notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None
             tiles.append(fitted)
-        pairs.append(TilePair(tiles[0], tiles[1], path))
+        pair = TilePair(tiles[0], tiles[1], path)
+        if pair.path == PERMUTED:
+            tile_permuted.require(pair, problem, device, f"{recipe.origin}, tokens {tokens}")
+        pairs.append(pair)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
-    return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, _few(list(notes)))
+    return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, notes=_few(list(notes)))
 
 
 def _lasts(

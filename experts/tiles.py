@@ -9,15 +9,17 @@ with override_config(TilePair(...)):           # in this thread, inside the bloc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 from experts.tile_files import Recipe, override_recipe
 from experts.tile_names import names_for
 from experts.tile_regimes import Steps, regimes
 from experts.tile_shapes import ALIGNED, Device, Tile, TilePair
-from experts.tile_store import Source, TileStore, fit, nearest
+from experts.tile_store import PACKAGED, Source, TileStore, fit, nearest
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Problem
@@ -35,6 +37,7 @@ __all__ = [
 
 _PACKAGED = Path(__file__).parent / "configs"
 _override: ContextVar[Recipe | None] = ContextVar("tile override", default=None)
+_device: ContextVar[Device | None] = ContextVar("tile device", default=None)
 
 
 def choose_tiles(problem: Problem, tokens: int, paths: tuple[str, ...] = (ALIGNED,)) -> TilePair:
@@ -45,7 +48,7 @@ def choose_tiles(problem: Problem, tokens: int, paths: tuple[str, ...] = (ALIGNE
     computes block_n gate and block_n up columns. ConfigurationError where a file or an override
     is malformed or does not fit. A repeated call takes about a microsecond.
     """
-    return _chosen(problem, tokens, _override.get(), paths)
+    return _chosen(problem, tokens, _Where(_override.get(), _device.get(), paths))
 
 
 def regimes_up_to(
@@ -53,7 +56,7 @@ def regimes_up_to(
 ) -> list[tuple[int, str, int]]:
     """(most tokens, path, block_m) for every path and block_m that a call of at most `tokens`
     tokens can meet."""
-    return list(_regimes(problem, tokens, _override.get(), paths))
+    return list(_regimes(problem, tokens, _Where(_override.get(), _device.get(), paths)))
 
 
 @contextmanager
@@ -71,17 +74,33 @@ def override_config(config: TilePair | Mapping[str, object] | None) -> Iterator[
         _override.reset(token)
 
 
-def explain(problem: Problem, tokens: int, device_name: str | None = None) -> str:
+@contextmanager
+def on_device(device: Device) -> Iterator[None]:
+    """Inside the block, in this thread, tiles are those for `device`: it need not be here."""
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def explain(
+    problem: Problem,
+    tokens: int,
+    device_name: str | None = None,
+    paths: tuple[str, ...] = (ALIGNED,),
+) -> str:
     """Which tiles a call of `tokens` tokens launches, where they come from, and why those.
 
-    device_name: as if on this GPU; None means this machine's. One fact per line.
+    device_name: as if on this GPU; None means this machine's. paths: those the caller can take.
+    One fact per line.
     """
     store = this_store()
     recipe = _override.get()
     if device_name is not None:
-        store = TileStore(store.folders, Device(device_name), store.triton)
+        store = replace(store, device=Device(device_name))
     source = fit(recipe, problem, store.device) if recipe else store.source(problem)
-    pair = source.steps.choose(tokens)
+    pair = _within(source.steps, problem, store.device, paths).choose(tokens)
     lines = [
         f"{problem}, {tokens} tokens, on {store.device.name or 'no GPU'}",
         f"  from {_why(source, problem, tokens)}",
@@ -90,7 +109,7 @@ def explain(problem: Problem, tokens: int, device_name: str | None = None) -> st
         *(f"  note: {note}" for note in source.notes),
         *(f"  looked in {place}" for place in source.looked_in),
     ]
-    if source.origin == "regimes":
+    if source.origin in ("regimes", "neighbours"):
         named = names_for(problem, store.device.name)[0] if store.device.name else ""
         need = f"`mk tune` writes one: {named}" if named else "tuned files are for a GPU"
         lines.append(f"  no tuned file; {need}")
@@ -98,6 +117,11 @@ def explain(problem: Problem, tokens: int, device_name: str | None = None) -> st
 
 
 def _why(source: Source, problem: Problem, tokens: int) -> str:
+    lender = source.whose[source.steps.index(tokens)] if source.whose else ""
+    if lender == "regimes":
+        return "regimes: no layer with a file is near"
+    if lender:
+        return f"the nearest layer with a file: {lender}"
     if not source.keys:
         rows = tokens * problem.top_k / problem.experts
         place = source.steps.index(tokens) + 1
@@ -109,14 +133,20 @@ def _why(source: Source, problem: Problem, tokens: int) -> str:
 
 def reread() -> None:
     """Forget what was read from files, the environment and the machine, as `mk tune` does."""
-    for function in (_chosen, _regimes, _steps, _source, this_store):
+    for function in (_chosen, _regimes, _source, _machine_s_store):
         function.cache_clear()
 
 
-@cache
 def this_store() -> TileStore:
-    """The folders and the GPU of this machine, looked at once. The first GPU stands for all."""
-    folders = (("user", read_settings().config_dir), ("packaged", _PACKAGED))
+    """The folders and the GPU of this machine, or the GPU of `on_device`."""
+    store, device = _machine_s_store(), _device.get()
+    return store if device is None else replace(store, device=device)
+
+
+@cache
+def _machine_s_store() -> TileStore:
+    """Looked at once. The first GPU stands for all."""
+    folders = (("user", read_settings().config_dir), (PACKAGED, _PACKAGED))
     return TileStore(folders, Device.of(current_machine()), triton_version())
 
 
@@ -128,32 +158,34 @@ def triton_version() -> str | None:
         return None
 
 
-@lru_cache(maxsize=1 << 10)
-def _source(problem: Problem, recipe: Recipe | None) -> Source:
-    """problem: with tokens = 0, which decide nothing here."""
-    store = this_store()
-    return store.source(problem) if recipe is None else fit(recipe, problem, store.device)
+class _Where(NamedTuple):
+    """What decides about tiles beside the problem and its tokens."""
+
+    recipe: Recipe | None
+    device: Device | None  # of `on_device`
+    paths: tuple[str, ...]
 
 
 @lru_cache(maxsize=1 << 10)
-def _steps(problem: Problem, recipe: Recipe | None, paths: tuple[str, ...]) -> Steps:
+def _source(problem: Problem, where: _Where) -> Steps:
     """problem: with tokens = 0, which decide nothing here."""
-    steps = _source(problem, recipe).steps
+    store, recipe = this_store(), where.recipe
+    source = store.source(problem) if recipe is None else fit(recipe, problem, store.device)
+    return _within(source.steps, problem, store.device, where.paths)
+
+
+def _within(steps: Steps, problem: Problem, device: Device, paths: tuple[str, ...]) -> Steps:
     if all(pair.path in paths for pair in steps.pairs):
         return steps
-    return steps.within(paths, regimes(problem, this_store().device, paths))
+    return steps.within(paths, regimes(problem, device, paths))
 
 
 @lru_cache(maxsize=1 << 16)
-def _chosen(
-    problem: Problem, tokens: int, recipe: Recipe | None, paths: tuple[str, ...]
-) -> TilePair:
-    return _steps(problem.with_tokens(0), recipe, paths).choose(tokens)
+def _chosen(problem: Problem, tokens: int, where: _Where) -> TilePair:
+    return _source(problem.with_tokens(0), where).choose(tokens)
 
 
 @lru_cache(maxsize=1 << 12)
-def _regimes(
-    problem: Problem, tokens: int, recipe: Recipe | None, paths: tuple[str, ...]
-) -> tuple[tuple[int, str, int], ...]:
-    most = _steps(problem.with_tokens(0), recipe, paths).most_tokens(tokens)
+def _regimes(problem: Problem, tokens: int, where: _Where) -> tuple[tuple[int, str, int], ...]:
+    most = _source(problem.with_tokens(0), where).most_tokens(tokens)
     return tuple((limit, path, block_m) for (path, block_m), limit in most.items())

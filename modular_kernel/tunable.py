@@ -7,14 +7,20 @@ that it can be compiled in another process.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 Choice = Hashable
-# Yields choices to be timed; is sent the seconds of those that ran and were right.
-Search = Generator[Sequence[Choice], Mapping[Choice, float], None]
+
+
+@dataclass(frozen=True)
+class Took:
+    """Seconds of one call, and of those of its stages that `Tunable.stages` names."""
+
+    seconds: float
+    stages: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,27 +40,37 @@ class Tunable(ABC):
 
     A choice is in force inside `using(choice)`, in this thread: kernels and plans are made and
     called there.
+
+    Tuned in two steps. Every candidate is compiled ahead and screened: its output is checked, and
+    a few calls are timed stage by stage. By those times the part names a few finalists, of code
+    that the candidates have compiled (one stage's launch of this one, another's of that), whose
+    whole calls are then timed beside the untuned choice.
     """
+
+    stages: tuple[str, ...] = ()
 
     @abstractmethod
     def untuned(self, tokens: int) -> Choice:
         """What the part launches where nothing was tuned."""
 
     @abstractmethod
-    def search(self, tokens: int) -> Search:
-        """Rounds of choices to time, each chosen by the seconds of those before it.
-
-        The tuner times the untuned choice itself, and picks the winner itself, among all that
-        were timed. It may stop between two rounds, and where time is short answer for some only.
-        """
+    def candidates(self, tokens: int) -> Sequence[Choice]:
+        """Choices worth a try, all different, the likeliest first."""
 
     @abstractmethod
-    def likely(self, tokens: int) -> Sequence[Choice]:
-        """Choices whose kernels `search` will probably launch, to be compiled ahead."""
+    def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
+        """The few choices that are fastest by what the candidates (and the untuned choice) took.
+
+        Candidates that did not run, or had no time to, are not in `took`.
+        """
 
     @abstractmethod
     def using(self, choice: Choice) -> AbstractContextManager[None]:
         """Launch `choice` inside the block, whatever the number of tokens."""
+
+    @abstractmethod
+    def as_json(self, choice: Choice) -> Mapping[str, object]:
+        """`choice` as a record keeps it."""
 
     @abstractmethod
     def saved(self, folder: Path) -> Mapping[int, Best]:

@@ -142,6 +142,23 @@ def test_a_picture_is_drawn(mk: Mk, tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+def test_what_was_measured_elsewhere_is_shown_and_drawn(mk: Mk, tmp_path: Path) -> None:
+    record, path = tmp_path / "r.json", tmp_path / "r.png"
+    first = mk(*TINY, "--tokens-list", "1,4", "--json", str(record))
+    assert first.code == 0
+    again = mk("--load", str(record), "--plot", str(path))
+    assert again.code == 0
+    assert again.out.splitlines()[:-1] == first.out.splitlines()[:-1]
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    for text in ("{}", "broken", None):
+        other = tmp_path / "other.json"
+        if text is not None:
+            other.write_text(text, encoding="utf-8")
+        done = mk("--load", str(other if text is not None else tmp_path / "absent.json"))
+        assert done.code == 2
+        assert done.out == ""
+
+
 def test_a_picture_without_matplotlib_is_refused_first(
     mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,7 +118,7 @@ class FakeGpu:
             clone_state=lambda: "state", graphsafe_set_state=self.log.append
         )
         monkeypatch.setattr(method, "_generator", lambda: generator)
-        monkeypatch.setattr(method, "_wiper", lambda _: lambda: self.log.append("wipe"))
+        monkeypatch.setattr(method, "wiper_of", lambda _: lambda: self.log.append("wipe"))
 
     def call(self, name: str, us: float) -> Callable[[], torch.Tensor]:
         """Takes `us`, and fills its output with that."""

@@ -1,6 +1,7 @@
 """`mk tune` as a command, and its bench on whatever machine the tests run on."""
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,21 +11,27 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
-from experts import tile_search
+from experts.tile_files import pair_from_json
+from experts.tile_names import TileKey
 from experts.tile_search import TileSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main
 from modular_kernel.cli.options import ProblemOptions
-from modular_kernel.cli.tune import Search, _layers, _pair, _run
-from modular_kernel.cli.tune_output import Layer, print_text, record
+from modular_kernel.cli.presets import SHAPES
+from modular_kernel.cli.tune import Search, _pair, _problems, _run, _valid
+from modular_kernel.cli.tune_output import Bar, Layer, Recorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
-from modular_kernel.tunable import Best
+from modular_kernel.quant import check_weights_quantised
+from modular_kernel.reference import _matrix
+from modular_kernel.tunable import Best, Took
 from modular_kernel.tuning import compiled
 from modular_kernel.tuning.compiled import Pair
 from modular_kernel.tuning.measured import Measured
 from modular_kernel.tuning.search import Refusal, Tuned
+from modular_kernel.tuning.weights import tuning_weights
 from modular_kernel.types import Problem
 
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
@@ -73,7 +80,7 @@ def test_explain_needs_no_gpu(mk: Mk) -> None:
     assert code == 0
     assert out.count("on NVIDIA H200") == 4
     assert "E=128,N=768,device_name=NVIDIA_H200.json" in out
-    assert "regime 3 of 4: 25 rows an expert" in out
+    assert re.search(r"regime \d of \d: 25 rows an expert", out)
     code, out, _ = mk("--explain", "--json")
     assert code == 0
     (text,) = json.loads(out)["explanations"]
@@ -104,7 +111,9 @@ def test_bad_usage(mk: Mk, words: tuple[str, ...], expected: str) -> None:
 
 
 def test_models_and_sizes_together() -> None:
-    layers = _layers(ProblemOptions(model="mixtral,gpt-oss-20b", hidden=1024, quant="mxfp4_w4a16"))
+    layers = _problems(
+        ProblemOptions(model="mixtral,gpt-oss-20b", hidden=1024, quant="mxfp4_w4a16")
+    )
     (first, mixtral), (second, oss) = layers
     assert (first, second) == ("mixtral", "gpt-oss-20b")
     assert (mixtral.hidden, mixtral.intermediate, mixtral.experts) == (1024, 14336, 8)
@@ -113,6 +122,33 @@ def test_models_and_sizes_together() -> None:
     assert Search().tokens(ProblemOptions()) == tuple(2**power for power in range(14))
     assert Search().tokens(ProblemOptions(tokens=7)) == (7,)
     assert Search(tokens_list="8,1,8").tokens(ProblemOptions(tokens=7)) == (8, 1)
+
+
+def test_all_shapes_in_several_schemes() -> None:
+    found = _problems(ProblemOptions(model="mixtral,all", quant="none,fp8_w8a8_block"))
+    assert [name for name, _ in found] == list(SHAPES) * 2
+    assert [problem.quant for _, problem in found] == [
+        quant for quant in ("none", "fp8_w8a8_block") for _ in SHAPES
+    ]
+
+
+def test_no_two_shapes_share_a_file() -> None:
+    for quant in ("none", "fp8_w8a8_block", "int4_w4a16_group"):
+        made = _problems(ProblemOptions(model="all", quant=quant))
+        names = {TileKey.of(problem, "NVIDIA H200").file_name for _, problem in made}
+        assert len(names) == len(SHAPES) >= 13
+
+
+def test_layers_that_are_refused_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    good = Problem(tokens=4, hidden=64, intermediate=64, experts=4, top_k=2)
+    bad = replace(good, lora=True)
+    found = _valid([("bad", bad), ("good", good)], MACHINE, None, None)
+    assert [name for name, _, _ in found] == ["good"]
+    assert "left out: bad" in capsys.readouterr().err
+    with pytest.raises(IncompatibleError):
+        _valid([("bad", bad)], MACHINE, None, None)
+    with pytest.raises(typer.Exit):
+        _valid([("bad", bad), ("worse", bad)], MACHINE, None, None)
 
 
 def test_the_pair_is_the_first_valid_one() -> None:
@@ -128,16 +164,50 @@ def test_the_pair_is_the_first_valid_one() -> None:
         _pair(replace(problem, lora=True), MACHINE, None, None)
 
 
+TOOK = Took(9e-5, {"mk::gemm2": 3e-5})
 TUNED = [
-    Tuned(1, Best(ONE, 8e-5, 1e-4), 30, {}, True, Path("folder/file.json")),
-    Tuned(64, Best(ONE, 8e-5, None), 3, {TWO: Refusal("spills")}, False),
-    Tuned(256, None, 0, {TWO: Refusal("error 1 > 2", wrong=True)}, True),
+    Tuned(1, Best(ONE, 8e-5, 1e-4), {ONE: TOOK, TWO: TOOK}, {}, True, Path("folder/file.json")),
+    Tuned(64, Best(ONE, 8e-5, None), {ONE: TOOK}, {TWO: Refusal("spills")}, False),
+    Tuned(256, None, {}, {TWO: Refusal("error 1 > 2", wrong=True)}, True),
 ]
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def small_layer() -> Layer:
     problem = Problem(tokens=256, hidden=64, intermediate=64, experts=4, top_k=2)
-    layer = Layer("mine", problem, Pair("P", "E", MACHINE), (1, 64, 256, 512), Path("folder"))
+    space, pair = TileSpace(problem, "E"), Pair("P", "E", MACHINE)
+    return Layer("mine", problem, pair, space, (1, 64, 256, 512), Path("folder"))
+
+
+def test_every_time_is_recorded(tmp_path: Path) -> None:
+    layer, path = small_layer(), tmp_path / "new" / "times.jsonl"
+    for _ in range(2):  # a second run appends
+        recorder = Recorder(layer, path)
+        for tuned in TUNED:
+            recorder.keep(tuned)
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert [line["tokens"] for line in lines] == [1, 64, 1, 64]
+    first = lines[0]
+    assert first["best"]["us"] == 80.0
+    assert pair_from_json(first["best"], "best") == ONE
+    assert [pair_from_json(choice, "choice") for choice in first["choices"]] == [ONE, TWO]
+    assert first["choices"][0]["stages"] == {"mk::gemm2": 30.0}
+    Recorder(layer, None).keep(TUNED[0])
+
+
+def test_the_bar_says_a_line_for_each_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = small_layer()
+    with Bar(3) as bar:
+        bar.tick()
+        for tuned in TUNED:
+            bar.tell(layer, tuned)
+    err = capsys.readouterr().err
+    assert "mine: 1 tokens: 80.0 us, untuned 100.0 (2 timed, 0 refused)" in err
+    assert "1 refused, stopped by the budget)" in err
+    assert "256 tokens: nothing ran: error 1 > 2" in err
+
+
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = small_layer()
     print_text(layer, TUNED, [512])
     text = capsys.readouterr().out
     assert "25.0%" in text
@@ -148,8 +218,9 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     tuned: Any = made["tuned"]
     assert [entry["us"] for entry in tuned] == [pytest.approx(80.0)] * 2 + [None]
     assert tuned[2]["wrong"] == [str(TWO)]
+    assert [entry["tried"] for entry in tuned] == [2, 1, 0]
     assert made["left"] == [512]
-    json.dumps({**made, "problem": str(problem)}, allow_nan=False)
+    json.dumps({**made, "problem": str(layer.problem)}, allow_nan=False)
     print_text(layer, [], [])
     assert "nothing left to do" in capsys.readouterr().out
 
@@ -158,8 +229,6 @@ def test_a_layer_is_tuned_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As on a GPU, but for the compiler's processes and the clock: on this machine's Triton."""
-
-    few = {16: (ONE.gemm1, ONE.gemm2), 32: (TWO.gemm1, TWO.gemm2)}
 
     class NoCompiler:
         def __init__(self, workers: int) -> None:
@@ -181,15 +250,19 @@ def test_a_layer_is_tuned_from_end_to_end(
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     monkeypatch.setattr(compiled, "Compiler", NoCompiler)
-    monkeypatch.setattr(TileSpace, "tiles", lambda _self, index, m: [few[m][index]])
-    monkeypatch.setattr(tile_search, "_REFINED", {})
-    pair, options = Pair(*PAIR, machine), Search(budget=250, out=tmp_path / "out", workers=3)
+    monkeypatch.setattr(TileSpace, "candidates", lambda _self, tokens: [ONE, TWO])
+    times = tmp_path / "times.jsonl"
+    pair, options = (
+        Pair(*PAIR, machine),
+        Search(budget=250, out=tmp_path / "out", workers=3, times=times),
+    )
     with on_an_h200(tmp_path, monkeypatch):
         _run([("small", SMALL, pair)], (1, 2), options, as_json=False)
         shown = capsys.readouterr()
         space = pair.space(SMALL)
         best = space.saved(tmp_path / "out")
     assert sorted(best) == [1, 2]
+    assert len(times.read_text(encoding="utf-8").splitlines()) == 2
     assert "saved in " in shown.out
     assert shown.err.count(" tokens: ") == 2
     assert "stopped by the budget" not in shown.err
@@ -204,16 +277,21 @@ def bench(problem: Problem = SMALL, **more: Any) -> Measured:
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     nothing: Any = SimpleNamespace()
-    return Measured(Pair(*PAIR, machine), problem, nothing, target_ms=1.0, **more)
+    more = {"tokens": (1, 17, 40), "target_ms": 1.0, **more}
+    return Measured(Pair(*PAIR, machine), problem, nothing, **more)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
 def test_a_choice_that_is_right_has_a_time(quant: str) -> None:
     made = bench(replace(SMALL, hidden=128, intermediate=128, quant=quant))
     for tokens in (1, 17):
-        seconds = made.seconds(tokens, ONE)
-        assert isinstance(seconds, float), seconds
-        assert seconds > 0
+        took = made.screen(tokens, ONE)
+        assert isinstance(took, Took), took
+        assert sorted(took.stages) == sorted(TileSpace.stages)
+        assert 0 < sum(took.stages.values()) < took.seconds
+        seconds = made.compare(tokens, [ONE, TWO])
+        assert sorted(seconds, key=str) == [ONE, TWO]
+        assert all(isinstance(each, float) and each > 0 for each in seconds.values())
 
 
 def test_wrong_numbers_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +300,40 @@ def test_wrong_numbers_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             made, "_kernel", lambda *_, harm=harm, **__: lambda x, w, r: harm(right(made, x, r))
         )
-        outcome = made.seconds(17, ONE)
+        outcome = made.screen(17, ONE)
         assert isinstance(outcome, Refusal)
         assert outcome.wrong
+        assert made.compare(17, [ONE]) == {ONE: outcome}
+
+
+def test_rows_that_the_oracle_does_not_see_are_compared_with_another_choice_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = bench()
+    assert isinstance(made.screen(17, ONE), Took)
+
+    def harm(x: torch.Tensor, routing: Any) -> torch.Tensor:
+        out = right(made, x, routing)
+        out[8] *= 1.5
+        return out
+
+    monkeypatch.setattr(made, "_kernel", lambda *_, **__: lambda x, w, r: harm(x, r))
+    outcome = made.screen(17, TWO)
+    assert isinstance(outcome, Refusal)
+    assert outcome.wrong
+    assert "another right choice" in outcome.reason
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_tensor", "int4_w4a16_group", "mxfp4_w4a16"])
+def test_weights_to_tune_with_are_told_apart(quant: str) -> None:
+    problem = replace(SMALL, experts=9, quant=quant, bias=True)
+    weights = tuning_weights(problem, torch.device("cpu"))
+    check_weights_quantised(weights, problem, torch.device("cpu")) if quant != "none" else None
+    assert weights.b1 is not None
+    assert tuple(weights.b1.shape) == (9, 128)
+    plain = [_matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
+    same = [(a, b) for a in range(9) for b in range(a) if torch.equal(plain[a], plain[b])]
+    assert len(same) <= (9 if quant == "mxfp4_w4a16" else 0), "powers of two may fall together"
 
 
 def right(made: Measured, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
@@ -240,9 +349,9 @@ def test_a_launch_that_fails_is_refused_with_its_reason() -> None:
             raise RuntimeError("out of resources: shared memory")
         return nullcontext()
 
-    made = bench(space=SimpleNamespace(using=broken))
-    assert made.seconds(17, ONE) == Refusal("RuntimeError: out of resources: shared memory")
-    assert isinstance(made.seconds(17, TWO), float)
+    made = bench(space=SimpleNamespace(using=broken, stages=()))
+    assert made.screen(17, ONE) == Refusal("RuntimeError: out of resources: shared memory")
+    assert isinstance(made.screen(17, TWO), Took)
 
 
 def test_what_would_overwrite_its_input_is_refused() -> None:

@@ -86,10 +86,10 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
             return None
         return (torch.randn(e, rows, device=device, generator=generator) / 2).to(dtype)
 
-    return ExpertWeights(w1, w2, bias(n), bias(h), _first_here(problem, device))
+    return ExpertWeights(w1, w2, bias(n), bias(h), first_here(problem, device))
 
 
-def _first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
+def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
     """An expert_map with experts [0, e) here and the others elsewhere, if there is to be one."""
     if not problem.expert_map:
         return None

@@ -86,15 +86,15 @@ def time_calls(
     """
     for call in calls:
         call()
-    clock = _EventClock() if device.type == "cuda" else _WallClock()
+    clock = clock_of(device)
     clock.wait()
     groups = [[call] for call in calls] if flush else [list(calls)]
     mode = "eager" if device.type == "cuda" else "cpu"
     runs: list[Call] = [partial(_all, group) for group in groups]
-    captured = _captured(groups) if graph and device.type == "cuda" else None
+    captured = capture(groups) if graph and device.type == "cuda" else None
     if captured is not None:
         runs, mode = captured, "graph"
-    wipe = _wiper(device) if flush else None
+    wipe = wiper_of(device) if flush else None
     per_run = len(groups[0])
     once = sum(_sample(runs, clock, wipe)) or 1e-3
     fewest = _FEWEST if device.type == "cuda" else _FEWEST_ON_CPU
@@ -119,8 +119,8 @@ def _all(calls: Sequence[Call]) -> torch.Tensor:
     return last
 
 
-def _captured(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
-    """One graph for each group, or None if a call cannot be captured."""
+def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
+    """A CUDA graph for each group of calls, or None if one cannot be captured."""
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
     generator = _generator()
@@ -151,8 +151,8 @@ def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor) -> torch.Tensor:
     return last
 
 
-def _wiper(device: torch.device) -> Callable[[], object] | None:
-    """Overwrites the L2 cache."""
+def wiper_of(device: torch.device) -> Callable[[], object] | None:
+    """Overwrites the L2 cache; None where there is none to overwrite."""
     size = _COLD * l2_bytes(device)
     return torch.empty(size, dtype=torch.uint8, device=device).zero_ if size else None
 
@@ -164,7 +164,7 @@ def l2_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).L2_cache_size)
 
 
-class _EventClock:
+class EventClock:
     """The GPU's own clock; a mark is an event in its stream."""
 
     def mark(self) -> Any:
@@ -179,7 +179,7 @@ class _EventClock:
         torch.cuda.synchronize()
 
 
-class _WallClock:
+class WallClock:
     """The host's clock, for calls that are done when they return."""
 
     def mark(self) -> Any:
@@ -192,7 +192,13 @@ class _WallClock:
         pass
 
 
-Clock = _EventClock | _WallClock
+Clock = EventClock | WallClock
+
+
+def clock_of(device: torch.device) -> Clock:
+    return EventClock() if device.type == "cuda" else WallClock()
+
+
 Wiper = Callable[[], object] | None
 
 

@@ -12,8 +12,9 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.presets import MODELS, SHAPES
+from modular_kernel.cli.presets import BASELINE_SHAPES, MODELS, SHAPES
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from modular_kernel.bench.rows import Report
     from modular_kernel.types import Machine, Problem
 
-BASELINE = "baseline"  # stands for every name of SHAPES
+BASELINE = "baseline"  # stands for every name of BASELINE_SHAPES
 _TOKENS = (1, 16, 128)
 _SHAPE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
 _LARGE_SHAPE_TOKENS = {"dsv3_256": (16, 128, 1024, 4096)}
@@ -61,8 +62,12 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """What is written beside the table."""
+    """What is written beside the table, and what is read instead of being measured."""
 
+    load: Annotated[
+        Path | None,
+        typer.Option(help="Measure nothing: show and draw what --json wrote here before."),
+    ] = None
     json: Annotated[
         Path | None, typer.Option(help="Write every number here, anew after each row.")
     ] = None
@@ -84,8 +89,9 @@ def bench(
 ) -> None:
     """Time our pairs, torch._grouped_mm and your own layers beside the floor, in one run.
 
-    --model takes several names, separated by commas: those below, and mixtral, dsv3_ep8,
-    qwen3_30b, gptoss, dsv3_256; `baseline` stands for these five. --quant takes several schemes.
+    --model takes several names, separated by commas: those below, mixtral, dsv3_ep8, qwen3_30b,
+    gptoss, dsv3_256 (`baseline` is these five) and the other shapes that `mk tune --help` names.
+    --quant takes several schemes.
 
     Method: a layer is timed from x, top-k ids and weights to y. A CUDA graph holds several calls,
     each on its own input, so that the L2 cache is cold; the figure is the median replay divided by
@@ -97,10 +103,15 @@ def bench(
     with name, quant, setup(problem, weights) and call(x, routing); see that module and
     docs/benchmarks/README.md.
 
+    --load FILE.json shows, and draws, what was measured elsewhere.
+
     Exits with 1 if a row is wrong or failed, or if the pair named is refused; 2 is bad usage.
     """
     cells_of = _Cells(options, method)
     _check_files(files)
+    if files.load is not None:
+        _finish(_loaded(files.load), replace(files, json=None))
+        return
     prepare_host()
     from modular_kernel.bench.rows import FAILED, WRONG
     from modular_kernel.bench.run import Job, run
@@ -150,7 +161,7 @@ class _Cells:
             if name not in (*SHAPES, *MODELS, BASELINE):
                 need = f"one of {', '.join([BASELINE, *SHAPES, *MODELS])}"
                 raise ConfigurationError("model", got=repr(name), need=need)
-            names += SHAPES if name == BASELINE else [name]
+            names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))
 
     def tokens(self, name: str) -> tuple[int, ...]:
@@ -161,20 +172,10 @@ class _Cells:
             return _LARGE_SHAPE_TOKENS.get(name, _SHAPE_TOKENS if name in SHAPES else _TOKENS)
         if self.options.tokens is not None:
             raise ConfigurationError("--tokens", got="--tokens-list too", need="one of them")
-        words = text.split(",")
-        if not all(word.isdecimal() and int(word) > 0 for word in words):
-            raise ConfigurationError("--tokens-list", got=repr(text), need="numbers such as 1,16")
-        return tuple(dict.fromkeys(map(int, words)))
+        return token_numbers(text)
 
     def quants(self) -> list[str]:
-        """Schemes, separated by commas; `name:option=value` may have commas of its own."""
-        from modular_kernel.schemes import QuantScheme
-
-        texts: list[str] = []
-        for word in (self.options.quant or "none").split(","):
-            more = "=" in word and ":" not in word and texts
-            texts[-1:] = [f"{texts[-1]},{word}"] if more else [*texts[-1:], word]
-        return list(dict.fromkeys(str(QuantScheme.parse(text)) for text in texts))
+        return schemes(self.options.quant)
 
     def problem(self, name: str) -> "Problem":
         """The unquantised problem of a model or of the sizes given."""
@@ -246,6 +247,15 @@ def _check_files(files: Files) -> None:
     for path in (files.json, files.markdown, files.plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _loaded(path: Path) -> "Report":
+    from modular_kernel.bench.rows import Report
+
+    try:
+        return Report.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError("--load", got=str(error), need="a file of --json") from error
 
 
 def _teller(files: Files) -> Any:

@@ -55,14 +55,34 @@ def facts(model: str) -> dict[str, object]:
     return dict(MODELS[model])
 
 
-# The shapes of docs/benchmarks, each a plain SwiGLU layer: experts, top_k, hidden, intermediate.
+# Layers and shards as one GPU runs them, each a plain SwiGLU layer: experts, top_k, hidden and
+# intermediate. tpN: one of N tensor-parallel ranks, intermediate / N; epN: one of N expert-parallel
+# ranks, experts / N, as if every token's top-k were here. Experts and intermediate name a tuned
+# file (experts/tile_names.py), so that no two shapes have both alike.
+_SIZES: dict[str, tuple[int, int, int, int]] = {
+    "mixtral": (8, 2, 4096, 14336),
+    "dsv3_ep8": (32, 8, 7168, 2048),
+    "qwen3_30b": (128, 8, 2048, 768),
+    "gptoss": (128, 4, 2880, 2880),  # without its biases
+    "dsv3_256": (256, 8, 7168, 2048),
+    "mixtral_tp2": (8, 2, 4096, 7168),
+    "mixtral_tp4": (8, 2, 4096, 3584),
+    "mixtral_tp8": (8, 2, 4096, 1792),
+    "mixtral_8x22b": (8, 2, 6144, 16384),
+    "qwen3_30b_tp2": (128, 8, 2048, 384),
+    "qwen3_235b": (128, 8, 4096, 1536),
+    "qwen3_235b_tp8": (128, 8, 4096, 192),
+    "dsv3_tp8": (256, 8, 7168, 256),
+    "deepseek_v2_lite": (64, 6, 2048, 1408),
+    "gptoss_20b": (32, 4, 2880, 2880),  # without its biases
+    "glm_4_5_air": (128, 8, 4096, 1408),
+    "llama4_scout": (16, 1, 5120, 8192),
+    "kimi_k2_ep8": (48, 8, 7168, 2048),
+    "phi_3_5_moe": (16, 2, 4096, 6400),
+}
 SHAPES: dict[str, dict[str, int]] = {
     name: dict(zip(("experts", "top_k", "hidden", "intermediate"), sizes, strict=True))
-    for name, sizes in {
-        "mixtral": (8, 2, 4096, 14336),
-        "dsv3_ep8": (32, 8, 7168, 2048),  # one of 8 ranks
-        "qwen3_30b": (128, 8, 2048, 768),
-        "gptoss": (128, 4, 2880, 2880),  # without its biases
-        "dsv3_256": (256, 8, 7168, 2048),
-    }.items()
+    for name, sizes in _SIZES.items()
 }
+# Those of docs/benchmarks.
+BASELINE_SHAPES = ("mixtral", "dsv3_ep8", "qwen3_30b", "gptoss", "dsv3_256")

@@ -1,6 +1,7 @@
-"""`mk tune`: find the fastest launches of a part on this GPU, and keep them in a file."""
+"""`mk tune`: find the fastest launches of a part on this GPU, and keep them in files."""
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,10 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.presets import SHAPES
-from modular_kernel.cli.tune_output import Layer, print_text, progress, record
+from modular_kernel.cli.tune_output import Bar, Layer, Recorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
     from modular_kernel.tuning.search import Tuned
     from modular_kernel.types import Machine, Problem
 
-_TOKENS = tuple(1 << power for power in range(14))
-_EXTRA = 10  # measurements of one number of tokens beyond those that are compiled ahead
+ALL = "all"  # stands for every name of SHAPES
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+_GENEROUS = 3.0
 _NO_GPU = (
     "mk tune: no CUDA device here, so nothing can be measured, and nothing was written; "
     "`mk tune --explain` works without one"
@@ -57,18 +60,15 @@ class Search:
             help="Processes that compile.  [default: one less than the CPUs]", show_default=False
         ),
     ] = None
+    times: Annotated[
+        Path | None, typer.Option(help="Append every choice's time here, a line of JSON each cell.")
+    ] = None
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
         """The numbers of tokens asked for, or all."""
         if self.tokens_list is None:
             return _TOKENS if options.tokens is None else (options.tokens,)
-        words = self.tokens_list.split(",")
-        if not all(
-            word.isdecimal() and word.isascii() and 0 < int(word) < 1 << 20 for word in words
-        ):
-            need = "numbers from 1 to 1048575, such as 1,16,128"
-            raise ConfigurationError("--tokens-list", got=repr(self.tokens_list[:80]), need=need)
-        return tuple(dict.fromkeys(map(int, words)))
+        return token_numbers(self.tokens_list)
 
 
 def tune(
@@ -88,11 +88,17 @@ def tune(
 ) -> None:
     """Measure the launches of a part on this GPU and keep the fastest, a file for each layer.
 
-    --model takes several names, separated by commas: those below, and mixtral, dsv3_ep8,
-    qwen3_30b, gptoss, dsv3_256. Every choice is checked against a float64 oracle before it is
-    timed. Results are saved after each number of tokens; the same command continues.
+    --model takes several names, separated by commas: those below, and these shapes, each a plain
+    SwiGLU layer (`all` is all of them): mixtral, dsv3_ep8, qwen3_30b, gptoss, dsv3_256,
+    mixtral_tp2, mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2, qwen3_235b,
+    qwen3_235b_tp8, dsv3_tp8, deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout, kimi_k2_ep8,
+    phi_3_5_moe. --quant takes several schemes; of several layers, those refused are left out.
 
-    Exits with 1 without a GPU, or if the pair is refused, computes wrong numbers or cannot run.
+    Every choice is checked against a float64 oracle before it is timed. Results are saved after
+    each number of tokens; the same command continues.
+
+    Exits with 1 without a GPU, or if every pair is refused, one computes wrong numbers or cannot
+    run.
     """
     if not search.budget > 0:
         raise ConfigurationError("--budget", got=search.budget, need="> 0")
@@ -100,15 +106,15 @@ def tune(
         raise ConfigurationError("--workers", got=search.workers, need=">= 1")
     if device_name is not None and not explain:
         raise ConfigurationError("--device-name", got=repr(device_name), need="--explain beside it")
-    layers = _layers(options)
+    problems = _problems(options)
     if explain:
-        options = replace(options, tokens=options.tokens or layers[0][1].tokens)
+        options = replace(options, tokens=options.tokens or problems[0][1].tokens)
     tokens = search.tokens(options)
     prepare_host(quiet=True)
     from modular_kernel.catalog import this_machine
 
     if explain:
-        _explain([problem for _, problem in layers], tokens, experts_type, device_name, as_json)
+        _explain([problem for _, problem in problems], tokens, experts_type, device_name, as_json)
         return
     machine = this_machine()
     if machine.device != "cuda":
@@ -116,22 +122,27 @@ def tune(
         if as_json:
             output.print_json({"ok": False, "reason": _NO_GPU})
         raise typer.Exit(1)
-    most = [(name, problem.with_tokens(max(tokens))) for name, problem in layers]
-    chosen = [(name, p, _pair(p, machine, pf_type, experts_type)) for name, p in most]
+    most = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
+    chosen = _valid(most, machine, pf_type, experts_type)
     _run(chosen, tokens, search, as_json)
 
 
-def _layers(options: ProblemOptions) -> "list[tuple[str, Problem]]":
-    """The layers that --model names, or the one of the other options."""
-    names = [None] if options.model is None else options.model.split(",")
-    layers = []
-    for name in names:
-        if name in SHAPES:
-            given = {k: v for k, v in SHAPES[name].items() if getattr(options, k) is None}
-            layers.append((name, replace(options, model=None, **given).problem()))  # type: ignore[arg-type]
-        else:
-            layers.append((name or "", replace(options, model=name).problem()))
-    return layers
+def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
+    """The layers that --model names, or the one of the other options, in every scheme asked for."""
+    names: list[str | None] = [None]
+    if options.model is not None:
+        words = options.model.split(",")
+        names = [n for word in words for n in (SHAPES if word == ALL else (word,))]
+    found = []
+    for quant in schemes(options.quant):
+        for name in dict.fromkeys(names):
+            changes: dict[str, object] = {"quant": quant, "model": name}
+            if name in SHAPES:
+                sizes = SHAPES[name]
+                changes |= {k: v for k, v in sizes.items() if getattr(options, k) is None}
+                changes["model"] = None
+            found.append((name or "", replace(options, **changes).problem()))  # type: ignore[arg-type]
+    return found
 
 
 def _tunable_parts(problem: "Problem", experts: str | None) -> list[str]:
@@ -144,6 +155,24 @@ def _tunable_parts(problem: "Problem", experts: str | None) -> list[str]:
     if not found:
         need = "an experts part whose launches can be tuned"
         raise ConfigurationError("--experts-type", got=experts or "no such part", need=need)
+    return found
+
+
+def _valid(
+    problems: "Sequence[tuple[str, Problem]]", machine: "Machine", pf: str | None, ex: str | None
+) -> "list[tuple[str, Problem, Pair]]":
+    """Those with a pair; of several, the others are named on stderr."""
+    found = []
+    for name, problem in problems:
+        try:
+            found.append((name, problem, _pair(problem, machine, pf, ex)))
+        except IncompatibleError as refusal:
+            if len(problems) == 1:
+                raise
+            output.note(f"left out: {name} {problem.quant}: {refusal.rejections[0]}")
+    if not found:
+        output.note("nothing to tune: every layer is refused")
+        raise typer.Exit(1)
     return found
 
 
@@ -190,55 +219,78 @@ def _run(
     search: Search,
     as_json: bool,
 ) -> None:
-    """Tune layer by layer, each with its share of what is left of the budget."""
-    import time
-
+    """Tune layer by layer, each within a few times its share of what is left of the budget."""
     from modular_kernel.settings import read_settings
     from modular_kernel.tuning.compiled import Compiler
+    from modular_kernel.tuning.search import remaining
 
     folder = search.out or read_settings().config_dir
     end, records, ok = time.monotonic() + search.budget, list[dict[str, object]](), True
     with Compiler(search.workers or max(1, (os.cpu_count() or 2) - 1)) as compiler:
-        for index, (name, problem, pair) in enumerate(chosen):
-            budget = (end - time.monotonic()) / (len(chosen) - index)
-            layer = Layer(name or str(problem), problem, pair, tuple(tokens), folder)
-            done, left = _tune_layer(layer, search, max(budget, 0.0), compiler)
-            records.append(record(layer, done, left))
-            ok &= all(tuned.best is not None and not tuned.wrong for tuned in done)
-            if not as_json:
-                print_text(layer, done, left)
+        layers = []
+        for name, problem, pair in chosen:
+            space = pair.space(problem)
+            todo = remaining(space, tokens, folder, fresh=search.fresh)
+            layers.append(Layer(name or str(problem), problem, pair, space, tuple(todo), folder))
+            for number in todo:  # of all layers, in their order: the processes run ahead
+                ahead = space.candidates(number)
+                compiler.begin(pair, space, problem.with_tokens(number), ahead)
+        with Bar(sum(len(x.space.candidates(t)) for x in layers for t in x.tokens)) as bar:
+            for index, layer in enumerate(layers):
+                share = _Share(end, _GENEROUS / (len(layers) - index))
+                done = _tune_layer(layer, search, share, compiler, bar)
+                left = layer.tokens[len(done) :]
+                records.append(record(layer, done, left))
+                ok &= all(tuned.best is not None and not tuned.wrong for tuned in done)
+                if not as_json:
+                    print_text(layer, done, left)
     if as_json:
         output.print_json({"ok": ok, "machine": chosen[0][2].machine, "layers": records})
     if not ok:
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class _Share:
+    """Of what is left until `end`. Above one layer's fair part: the first layers of a scheme wait
+    for the compiler, the later ones do not."""
+
+    end: float
+    part: float
+
+    def seconds(self) -> float:
+        return (self.end - time.monotonic()) * min(self.part, 1.0)
+
+
 def _tune_layer(
-    layer: Layer, search: Search, budget: float, compiler: "Compiler"
-) -> "tuple[list[Tuned], list[int]]":
-    """What was tuned, and the numbers of tokens that are left."""
-    import time
-
+    layer: Layer, search: Search, share: _Share, compiler: "Compiler", bar: Bar
+) -> "list[Tuned]":
+    """What was tuned: the first of the layer's numbers of tokens, as far as the budget went."""
     from modular_kernel.tuning.measured import Measured
-    from modular_kernel.tuning.search import Job, remaining, tune
+    from modular_kernel.tuning.search import Job, tune
 
-    start, space = time.monotonic(), layer.pair.space(layer.problem)
-    with progress(layer, sum(len(space.likely(t)) + _EXTRA for t in layer.tokens)) as (tick, tell):
-        for number in layer.tokens[:2]:  # while the weights are made
-            problem = layer.problem.with_tokens(number)
-            compiler.begin(layer.pair, problem, space.likely(number))
-        bench = Measured(layer.pair, layer.problem, compiler, space=space, routing=search.routing)
-        job = Job(
-            space=space,
-            bench=bench,
-            tokens=layer.tokens,
-            folder=layer.folder,
-            budget=budget - (time.monotonic() - start),
-            fresh=search.fresh,
-            tick=tick,
-        )
-        todo, done = remaining(job), list["Tuned"]()
-        for tuned in tune(job):
-            tell(tuned)
-            done.append(tuned)
-    return done, [number for number in todo if number not in {tuned.tokens for tuned in done}]
+    if not layer.tokens or share.seconds() <= 0:
+        return []
+    bench = Measured(
+        layer.pair,
+        layer.problem,
+        compiler,
+        tokens=layer.tokens,
+        space=layer.space,
+        routing=search.routing,
+    )
+    job = Job(
+        space=layer.space,
+        bench=bench,
+        tokens=layer.tokens,
+        folder=layer.folder,
+        budget=share.seconds(),  # the layer is set up: however long that took, it gets its share
+        fresh=search.fresh,
+        tick=bar.tick,
+    )
+    recorder, done = Recorder(layer, search.times), list["Tuned"]()
+    for tuned in tune(job):
+        bar.tell(layer, tuned)
+        recorder.keep(tuned)
+        done.append(tuned)
+    return done

@@ -1,7 +1,7 @@
 """What `mk tune` prints: a bar and a line for each number of tokens, a table, or JSON."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from modular_kernel.cli import output
 
 if TYPE_CHECKING:
+    from modular_kernel.tunable import Choice, Tunable
     from modular_kernel.tuning.compiled import Pair
     from modular_kernel.tuning.search import Tuned
     from modular_kernel.types import Problem
@@ -21,29 +22,112 @@ class Layer:
     name: str
     problem: "Problem"
     pair: "Pair"
+    space: "Tunable"
     tokens: tuple[int, ...]
     folder: Path
 
+    @property
+    def title(self) -> str:
+        quant = self.problem.quant
+        return self.name if quant == "none" else f"{self.name} {quant}"
 
-@contextmanager
-def progress(
-    layer: Layer, total: int
-) -> "Iterator[tuple[Callable[[], None], Callable[[Tuned], None]]]":
-    """(after every measurement, after every number of tokens): a bar, and a line each, on stderr.
+
+class Bar:
+    """A progress bar on stderr, and a line above it for each number of tokens; a context.
 
     total: about how many measurements there will be.
     """
-    from rich.console import Console
-    from rich.progress import Progress
 
-    # No markup in lines: names of choices may hold brackets.
-    with Progress(console=Console(stderr=True, markup=False), transient=True) as bar:
-        task = bar.add_task(layer.name, total=total)
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        def tell(tuned: "Tuned") -> None:
-            bar.console.print(f"{layer.name}: {_line(tuned)}")
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        # No markup in lines: names of choices may hold brackets.
+        console = Console(stderr=True, markup=False, soft_wrap=True)
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("choices", total=total)
 
-        yield lambda: bar.advance(task), tell
+    def __enter__(self) -> "Bar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def tick(self) -> None:
+        """After every measurement."""
+        self._bar.advance(self._task)
+
+    def tell(self, layer: Layer, tuned: "Tuned") -> None:
+        """After every number of tokens."""
+        self._bar.update(self._task, description=layer.title)
+        self._bar.console.print(f"{layer.title}: {_line(tuned)}")
+
+
+class Recorder:
+    """Appends to a file of JSON lines what every choice took, one line for a number of tokens.
+
+    A line: layer, sizes, quant, tokens, best (with us and untuned_us), for every choice that was
+    right us (of a whole call) and stages (of those that the part tells apart), and why the others
+    were refused.
+    """
+
+    def __init__(self, layer: Layer, path: Path | None) -> None:
+        self._layer, self._path = layer, path
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep(self, tuned: "Tuned") -> None:
+        if self._path is None or tuned.best is None:
+            return
+        problem, best = self._layer.problem, tuned.best
+
+        def kept(choice: "Choice") -> dict[str, object]:
+            return dict(self._layer.space.as_json(choice))
+
+        line = {
+            "layer": self._layer.name,
+            "experts": problem.experts,
+            "top_k": problem.top_k,
+            "hidden": problem.hidden,
+            "intermediate": problem.intermediate,
+            "quant": problem.quant,
+            "tokens": tuned.tokens,
+            "best": {
+                **kept(best.choice),
+                "us": _us(best.seconds),
+                "untuned_us": best.untuned_seconds and _us(best.untuned_seconds),
+            },
+            "choices": [
+                {
+                    **kept(choice),
+                    "us": _us(took.seconds),
+                    "stages": {name: _us(seconds) for name, seconds in took.stages.items()},
+                }
+                for choice, took in tuned.took.items()
+            ],
+            "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
+        }
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
 
 
 def _line(tuned: "Tuned") -> str:
@@ -53,7 +137,7 @@ def _line(tuned: "Tuned") -> str:
         return f"{tuned.tokens} tokens: nothing ran: {reasons[:300]}"
     untuned = f", untuned {best.untuned_seconds * 1e6:.1f}" if best.untuned_seconds else ""
     wrong = f", {len(tuned.wrong)} WRONG" if tuned.wrong else ""
-    counts = f"{tuned.tried} timed, {len(tuned.refused)} refused{wrong}"
+    counts = f"{len(tuned.took)} timed, {len(tuned.refused)} refused{wrong}"
     early = "" if tuned.finished else ", stopped by the budget"
     return f"{tuned.tokens} tokens: {best.seconds * 1e6:.1f} us{untuned} ({counts}{early})"
 
@@ -73,7 +157,7 @@ def record(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[s
                 and tuned.best.untuned_seconds
                 and tuned.best.untuned_seconds * 1e6,
                 "choice": tuned.best and str(tuned.best.choice),
-                "tried": tuned.tried,
+                "tried": len(tuned.took),
                 "finished": tuned.finished,
                 "refused": {str(choice): r.reason for choice, r in tuned.refused.items()},
                 "wrong": [str(choice) for choice in tuned.wrong],
@@ -85,7 +169,7 @@ def record(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[s
 
 def print_text(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
-    output.table(columns, [_row(tuned) for tuned in done], title=layer.name)
+    output.table(columns, [_row(tuned) for tuned in done], title=layer.title)
     for tuned in done:
         for choice in tuned.wrong:
             output.line(f"WRONG, {tuned.tokens} tokens: {choice}: {tuned.refused[choice].reason}")
@@ -96,11 +180,11 @@ def print_text(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> No
         numbers = ", ".join(map(str, left))
         output.line(f"the budget is spent; left: {numbers} tokens. The same command continues")
     if not done and not left:
-        output.line(f"{layer.name}: nothing left to do; --fresh starts afresh")
+        output.line(f"{layer.title}: nothing left to do; --fresh starts afresh")
 
 
 def _row(tuned: "Tuned") -> tuple[object, ...]:
-    best, counts = tuned.best, (tuned.tried, len(tuned.refused))
+    best, counts = tuned.best, (len(tuned.took), len(tuned.refused))
     if best is None:
         return (tuned.tokens, "-", "-", "-", *counts, "nothing ran")
     base = best.untuned_seconds

@@ -96,9 +96,12 @@ def check(
 
 
 @contextmanager
-def record_compiles(target: str = "sm_90") -> Iterator[list[CompileRecord]]:
+def record_compiles(
+    target: str = "sm_90", *, disassemble: bool = True
+) -> Iterator[list[CompileRecord]]:
     """Compile for `target` instead of launching; yields the list that the launches append to.
 
+    disassemble: count instructions too, which takes longer than to compile; else there are none.
     The active driver and triton's launch are put back on exit, whatever happened inside. A launch
     that does not compile raises triton's error to its caller and is not recorded.
     """
@@ -109,7 +112,7 @@ def record_compiles(target: str = "sm_90") -> Iterator[list[CompileRecord]]:
     records: list[CompileRecord] = []
     previous_driver, launch = triton.runtime.driver._active, JITFunction.run
     triton.runtime.driver.set_active(driver)
-    JITFunction.run = _recording(launch, driver, records)
+    JITFunction.run = _recording(launch, driver, records, disassemble)
     try:
         yield records
     finally:
@@ -156,7 +159,10 @@ class NoDevice:
 
 
 def _recording(
-    launch: Callable[..., Foreign], driver: NoDevice, records: list[CompileRecord]
+    launch: Callable[..., Foreign],
+    driver: NoDevice,
+    records: list[CompileRecord],
+    disassemble: bool,
 ) -> Callable[..., Foreign]:
     """A replacement for `JITFunction.run`, which is `launch`, that compiles and records."""
 
@@ -171,7 +177,8 @@ def _recording(
         if kernel is not None:  # a hook of triton's may veto a compilation
             kernel = kernel.result() if hasattr(kernel, "result") else kernel
             config = _constants(self, given, named)
-            records.append(_record(kernel, driver.name, config, seconds))
+            found = _inspect(kernel.asm["cubin"], disassemble)
+            records.append(_record(kernel, driver.name, config, seconds, found))
         return kernel
 
     return run
@@ -211,10 +218,14 @@ def _plain(value: Foreign) -> object:
 
 
 def _record(
-    kernel: Foreign, target: str, config: Mapping[str, object], seconds: float
+    kernel: Foreign,
+    target: str,
+    config: Mapping[str, object],
+    seconds: float,
+    found: "_Inspected",
 ) -> CompileRecord:
     metadata = kernel.metadata
-    registers, stack, spill, instructions = _inspect(kernel.asm["cubin"])
+    registers, stack, spill, instructions = found
     return CompileRecord(
         kernel=metadata.name,
         target=target,
@@ -241,16 +252,21 @@ def _pointed_at(signature: Mapping[str, Foreign]) -> dict[str, str]:
     }
 
 
+_Inspected = tuple[int, int, int, tuple[tuple[str, int], ...]]
+
+
 @cache
-def _inspect(cubin: bytes) -> tuple[int, int, int, tuple[tuple[str, int], ...]]:
+def _inspect(cubin: bytes, disassemble: bool) -> _Inspected:
     """Registers, stack bytes, local bytes and instruction counts, by triton's own cuobjdump."""
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [tool, "-res-usage", "-sass", str(path)]
+        command = [tool, "-res-usage", *(["-sass"] if disassemble else []), str(path)]
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
     registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
+    if not disassemble:
+        return registers, stack, spill, ()
     counts = Counter(_INSTRUCTION.findall(text))
     return registers, stack, spill, tuple((name, counts[name]) for name in FAMILIES)

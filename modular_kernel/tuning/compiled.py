@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from modular_kernel.testing.compile import CompileRecord
 
 _META = torch.device("meta")
+_AT_ONCE = 3  # choices: queueing costs as much as looking up what is compiled already
 _LONGEST = 300.0  # seconds to wait for one choice, those before it in the queue included
 
 
@@ -47,14 +48,28 @@ class Pair:
         return space
 
 
-def compile_choice(pair: Pair, problem: Problem, choice: Choice) -> str:
+@dataclass(frozen=True)
+class Task:
+    """Choices of one problem to compile. space: made where the GPU is."""
+
+    pair: Pair
+    space: Tunable
+    problem: Problem
+    choices: tuple[Choice, ...]
+
+    def run(self) -> list[str]:
+        return [compile_choice(self, choice) for choice in self.choices]
+
+
+def compile_choice(task: Task, choice: Choice) -> str:
     """Why `choice` is not worth a launch: spilled registers, too much memory, an error; or ""."""
     from modular_kernel.testing.compile import check
 
+    pair, problem = task.pair, task.problem
     assert pair.machine.arch is not None
     target = "sm_{}{}".format(*pair.machine.arch)
     try:
-        with pair.space(problem).using(choice):
+        with task.space.using(choice):
             names = pair.prepare_finalize, pair.experts
             records = records_of(make_kernel(*names, problem, machine=pair.machine), target)
     # The compiler fails in many ways; none of them may end the search.
@@ -71,7 +86,7 @@ def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecor
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
     x_TH, weights, routing = _meta_inputs(problem)
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
-    with record_compiles(target) as records:
+    with record_compiles(target, disassemble=False) as records:
         kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
     return records
 
@@ -100,7 +115,7 @@ class Compiler:
     def __init__(self, workers: int) -> None:
         context = get_context("spawn")
         self._pool = ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus)
-        self._begun: dict[tuple[Pair, Problem, Choice], Future[str]] = {}
+        self._begun: dict[tuple[Pair, Problem, Choice], tuple[Future[list[str]], int]] = {}
 
     def __enter__(self) -> "Compiler":
         return self
@@ -108,18 +123,25 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def begin(self, pair: Pair, problem: Problem, choices: Sequence[Choice]) -> None:
-        """Queue those that were not queued before."""
-        for choice in choices:
-            key = (pair, problem, choice)
-            if key not in self._begun:
-                self._begun[key] = self._pool.submit(compile_choice, *key)
+    def begin(
+        self, pair: Pair, space: Tunable, problem: Problem, choices: Sequence[Choice]
+    ) -> None:
+        """Queue those that were not queued before, a few at a time."""
+        new = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._begun]
+        for start in range(0, len(new), _AT_ONCE):
+            task = Task(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
+            future = self._pool.submit(task.run)
+            for index, choice in enumerate(task.choices):
+                self._begun[pair, problem, choice] = future, index
 
-    def refusal(self, pair: Pair, problem: Problem, choice: Choice) -> Refusal | None:
+    def refusal(
+        self, pair: Pair, space: Tunable, problem: Problem, choice: Choice
+    ) -> Refusal | None:
         """Wait for this choice, and say why it is not worth a launch, if it is not."""
-        self.begin(pair, problem, [choice])
+        self.begin(pair, space, problem, [choice])
+        future, index = self._begun[pair, problem, choice]
         try:
-            reason = self._begun[pair, problem, choice].result(timeout=_LONGEST)
+            reason = future.result(timeout=_LONGEST)[index]
         except TimeoutError:
             reason = f"not compiled in {_LONGEST:.0f} s"
         return Refusal(reason) if reason else None

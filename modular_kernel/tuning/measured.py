@@ -1,56 +1,48 @@
 """Checks and times choices on a GPU.
 
-A choice is checked first, in poisoned memory: some rows of its output against the float64 oracle,
-by the harness's rule, and every value must be finite. Then CUDA graphs of its plan are replayed,
-each call on an input of its own, with the L2 cache overwritten in between where inputs and weights
-would stay in it.
+Every choice is checked before it is timed, in poisoned memory: some rows of its output against the
+float64 oracle by the harness's rule, all of it against the first right choice's output, and every
+value must be finite. Screening times stages by events (tuning.clock); comparing replays CUDA graphs
+of plans by turns. In both, each call has an input of its own, and where inputs and weights would
+stay in the L2 cache it is overwritten in between.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache, partial
+from statistics import median
+from typing import TypeVar
 
 import torch
 
-from modular_kernel.bench.cases import make_weights
-from modular_kernel.bench.floor import work_of
-from modular_kernel.bench.method import Rotation, l2_bytes, rotation, time_calls
-from modular_kernel.bench.routing import RoutingKind, draw, load_of
+from modular_kernel.bench.method import Call, capture, clock_of, wiper_of
+from modular_kernel.bench.routing import RoutingKind
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.quant import quantise_weights
-from modular_kernel.reference import oracle, recipe
-from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.compare import compare
-from modular_kernel.tunable import Choice, Tunable
+from modular_kernel.tensors import Routing
+from modular_kernel.tunable import Choice, Took, Tunable
+from modular_kernel.tuning.clock import StageClock, middle
 from modular_kernel.tuning.compiled import Compiler, Pair
 from modular_kernel.tuning.search import Bench, Refusal
+from modular_kernel.tuning.situation import Situation, Situations
+from modular_kernel.tuning.weights import tuning_weights
 from modular_kernel.types import Problem
+from modular_kernel.workspace import Workspace
 
-_ROWS = 16  # of an output that are compared
+_HOPELESS = 1.3  # times the best: not timed again
+_MORE = 2  # further times of what is not
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 20  # of a comparison
 
-
-@dataclass(frozen=True)
-class Situation:
-    """Everything about one number of tokens but the choice.
-
-    calls: inputs, one for each call. rows: those compared; exact, fair: what they are in float64,
-    and what plain torch makes of them. rotate: how calls are kept cold. graph: capture them.
-    """
-
-    problem: Problem
-    calls: tuple[tuple[torch.Tensor, Routing], ...]
-    rows: torch.Tensor
-    exact: torch.Tensor
-    fair: torch.Tensor
-    rotate: Rotation
-    graph: bool
+Result = TypeVar("Result")
 
 
 class Measured(Bench):
-    """One pair and problem on this machine's GPU. routing: as bench.routing.RoutingKind parses."""
+    """One pair and problem on this machine's GPU. routing: as bench.routing.RoutingKind parses.
+
+    tokens: the numbers that will be asked about, none above problem.tokens. target_ms: of the
+    device, for each choice of a comparison.
+    """
 
     def __init__(
         self,
@@ -58,9 +50,10 @@ class Measured(Bench):
         problem: Problem,
         compiler: Compiler,
         *,
+        tokens: Sequence[int],
         space: Tunable | None = None,
         routing: str = "uniform",
-        target_ms: float = 20.0,
+        target_ms: float = 10.0,
     ) -> None:
         if problem.inplace:  # x would be overwritten from replay to replay
             raise ConfigurationError("inplace while tuning", got=True, need="False")
@@ -70,103 +63,134 @@ class Measured(Bench):
         self.device = torch.device(pair.machine.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.weights = _weights(problem, self.device)
-        self._situation = lru_cache(maxsize=1)(self._make_situation)
+        self._clock = StageClock(self.space.stages, self.device)
+        self.weights = tuning_weights(problem, self.device)
+        situations = Situations(problem, self.weights, tokens, self.routing)
+        self._situation = lru_cache(maxsize=1)(situations.at)
 
     def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
-        self.compiler.begin(self.pair, self.problem.with_tokens(tokens), choices)
+        problem = self.problem.with_tokens(tokens)
+        self.compiler.begin(self.pair, self.space, problem, choices)
 
     def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
-        return self.compiler.refusal(self.pair, self.problem.with_tokens(tokens), choice)
+        problem = self.problem.with_tokens(tokens)
+        return self.compiler.refusal(self.pair, self.space, problem, choice)
 
-    def seconds(self, tokens: int, choice: Choice) -> float | Refusal:
+    def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
         situation = self._situation(tokens)
+        return self._guarded(choice, lambda: self._screened(situation))
+
+    def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
+        situation = self._situation(tokens)
+        runs: dict[Choice, list[Call]] = {}
+        outcomes: dict[Choice, float | Refusal] = {}
+        for choice in choices:
+            made = self._guarded(choice, lambda: self._ready(situation))
+            if isinstance(made, Refusal):
+                outcomes[choice] = made
+            else:
+                runs[choice] = made
+        return outcomes | (self._by_turns(runs, situation) if runs else {})
+
+    def _guarded(self, choice: Choice, work: Callable[[], Result | Refusal]) -> Result | Refusal:
         try:
             with self.space.using(choice):
-                wrong = self._wrong(situation)
-                return Refusal(wrong, wrong=True) if wrong else self._time(situation)
+                return work()
         # A launch fails in many ways, and none of them may end the search. One that left the
         # device unusable does: then waiting for it raises again.
         except Exception as error:  # noqa: BLE001
-            self._wait()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             return Refusal(f"{type(error).__name__}: {str(error)[:200]}")
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _screened(self, situation: Situation) -> Took | Refusal:
+        wrong = self._wrong(situation)
+        if wrong:
+            return Refusal(wrong, wrong=True)
+        calls = self._staged_calls(situation)
+        wipe = self._wipe if situation.flush else None
+        took = self._clock.times(calls, wipe)
+        if self._worth_more(middle(took), situation):
+            for _ in range(_MORE):
+                took += self._clock.times(calls, wipe)
+        return middle(took)
 
     def _wrong(self, situation: Situation) -> str:
-        """What is wrong with the choice's numbers; "" if nothing is."""
-        kernel = self._kernel(situation, poison=True)
-        x_TH, routing = situation.calls[0]
-        out = kernel(x_TH, self.weights, routing)
-        if not bool(out.isfinite().all()):
-            return "values that are not finite"
-        few = situation.problem.with_tokens(len(situation.rows))
-        found = compare(out[situation.rows], situation.exact, situation.fair, few)
-        return "; ".join(found.problems)
+        x_TH, routing = situation.inputs[0]
+        return situation.wrong(self._kernel(situation, poison=True)(x_TH, self.weights, routing))
 
-    def _time(self, situation: Situation) -> float | Refusal:
+    def _staged_calls(self, situation: Situation) -> list[Call]:
+        """Calls that run every stage on the host: not a plan's, which replays launches."""
+        kernel = self._kernel(situation, poison=False)
+        problem = situation.problem
+        workspace = Workspace(kernel.workspace_specs(problem.tokens), self.device)
+        out = torch.empty(problem.output_shape, dtype=problem.dtype, device=self.device)
+
+        def call(x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+            pending = kernel.start_checked(x_TH, self.weights, routing, out, workspace)
+            return pending.finish()
+
+        return [partial(call, x_TH, routing) for x_TH, routing in situation.inputs]
+
+    def _worth_more(self, took: Took, situation: Situation) -> bool:
+        """Whether some stage, or the whole where there are none, comes near the fastest."""
+        times = dict(took.stages) or {"": took.seconds}
+        fastest = situation.fastest
+        for name, seconds in times.items():
+            fastest[name] = min(seconds, fastest.get(name, seconds))
+        return any(seconds <= _HOPELESS * fastest[name] for name, seconds in times.items())
+
+    def _ready(self, situation: Situation) -> list[Call] | Refusal:
+        """What one round of a comparison runs, in turn: a graph of all calls, or of each alone."""
+        wrong = self._wrong(situation)
+        if wrong:
+            return Refusal(wrong, wrong=True)
         plan = self._kernel(situation, poison=False).plan()
-        calls = [partial(plan, x_TH, self.weights, routing) for x_TH, routing in situation.calls]
-        timing = time_calls(
-            calls,
-            self.device,
-            graph=situation.graph,
-            flush=situation.rotate.flush,
-            target_ms=self.target_ms,
-        )
-        if situation.graph and not timing.mode.startswith("graph"):
-            return Refusal("could not be captured in a CUDA graph")
-        return timing.us / 1e6
+        calls = [partial(plan, x_TH, self.weights, r) for x_TH, r in situation.inputs]
+        for call in calls:
+            call()
+        if not self._captured:
+            return list(calls)
+        graphs = capture([[call] for call in calls] if situation.flush else [calls])
+        return graphs or Refusal("could not be captured in a CUDA graph")
+
+    @cached_property
+    def _captured(self) -> bool:
+        pair, graph = self.pair, replace(self.problem, graph=True)
+        names = pair.prepare_finalize, pair.experts
+        return self.device.type == "cuda" and check(*names, graph, pair.machine).ok
+
+    @cached_property
+    def _wipe(self) -> Callable[[], object] | None:
+        return wiper_of(self.device)
+
+    def _by_turns(
+        self, runs: Mapping[Choice, Sequence[Call]], situation: Situation
+    ) -> dict[Choice, float]:
+        """Median seconds of a call. By turns: what changes with time changes for all."""
+        clock = clock_of(self.device)
+
+        def once(choice: Choice) -> float:
+            marks = []
+            with self.space.using(choice):  # for calls that no graph holds
+                for run in runs[choice]:
+                    if situation.flush and self._wipe is not None:
+                        self._wipe()
+                    start = clock.mark()
+                    run()
+                    marks.append((start, clock.mark()))
+            clock.wait()
+            return sum(clock.ms(*mark) for mark in marks) / len(situation.inputs) / 1e3
+
+        times: dict[Choice, list[float]] = {choice: [] for choice in runs}
+        slowest = max(once(choice) for choice in runs) * len(situation.inputs)
+        rounds = int(self.target_ms / 1e3 / max(slowest, 1e-9))
+        for _ in range(min(max(rounds, _LEAST_ROUNDS), _MOST_ROUNDS)):
+            for choice in runs:
+                times[choice].append(once(choice))
+        return {choice: median(of) for choice, of in times.items()}
 
     def _kernel(self, situation: Situation, *, poison: bool) -> FusedMoEModularKernel:
         pair = self.pair
         names = pair.prepare_finalize, pair.experts
         return make_kernel(*names, situation.problem, machine=pair.machine, poison=poison)
-
-    def _make_situation(self, tokens: int) -> Situation:
-        problem = self.problem.with_tokens(tokens)
-        first = self._input(problem, 0)
-        rotate = self._rotation(problem, first[1])
-        calls = (first, *(self._input(problem, index) for index in range(1, rotate.calls)))
-        x_TH, routing = first
-        rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=self.device).long()
-        few = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
-        small = problem.with_tokens(len(rows))
-        on_gpu = self.device.type == "cuda"
-        pair = self.pair
-        graph = check(
-            pair.prepare_finalize, pair.experts, replace(problem, graph=True), pair.machine
-        )
-        return Situation(
-            problem=problem,
-            calls=calls,
-            rows=rows,
-            exact=oracle(x_TH[rows], self.weights, few, small),
-            fair=recipe(x_TH[rows], self.weights, few, small),
-            rotate=rotate,
-            graph=on_gpu and graph.ok,
-        )
-
-    def _input(self, problem: Problem, index: int) -> tuple[torch.Tensor, Routing]:
-        generator = torch.Generator(self.device).manual_seed(1000 * problem.tokens + index)
-        shape = (problem.tokens, problem.hidden)
-        x_TH = torch.randn(shape, device=self.device, generator=generator).to(problem.dtype)
-        return x_TH, draw(problem, self.routing, generator)
-
-    def _rotation(self, problem: Problem, routing: Routing) -> Rotation:
-        """Calls in a graph; with one set of weights, so that a small one is flushed instead."""
-        load = load_of(routing, problem, self.weights.expert_map)
-        moved = work_of(problem, problem.scheme, [load]).bytes
-        size = l2_bytes(self.device)
-        return rotation(moved, math.inf, problem.tokens, l2=size, memory=0)
-
-
-def _weights(problem: Problem, device: torch.device) -> ExpertWeights:
-    weights = make_weights(problem, device)
-    if problem.scheme.static:
-        # 448 / 64 = 7: further out than x or h of such weights get.
-        scale = torch.full((1,), 2.0**-6, device=device)
-        weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
-    return quantise_weights(weights, problem) if problem.scheme.quantised else weights

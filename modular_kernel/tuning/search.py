@@ -1,4 +1,4 @@
-"""The tuner's loop: rounds of choices, compiled, checked and timed; the best kept after each T.
+"""The tuner's loop: candidates screened, finalists timed; the best kept after each T.
 
 It knows no part and no GPU: a `Tunable` says what to try, a `Bench` what a choice takes.
 """
@@ -8,13 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
 
-from modular_kernel.tunable import Best, Choice, Tunable
+from modular_kernel.tunable import Best, Choice, Took, Tunable
 
-_FINALISTS = 3
-_FINAL_ROUNDS = 2
 _WORTH = 0.99  # of the untuned time: what is not faster by more is noise
+_AHEAD = 2  # numbers of tokens whose candidates are compiled while one is timed
 
 
 @dataclass(frozen=True)
@@ -37,21 +35,24 @@ class Bench(ABC):
         """Why `choice` does not compile, or to something not worth a launch; waits for that."""
 
     @abstractmethod
-    def seconds(self, tokens: int, choice: Choice) -> float | Refusal:
-        """Of one call, if its output is right."""
+    def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
+        """What a call takes, if its output is right; roughly, where it is far from the best."""
+
+    @abstractmethod
+    def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
+        """Seconds of a call of each choice that gives right numbers, timed by turns."""
 
 
 @dataclass(frozen=True)
 class Tuned:
     """The outcome for one number of tokens. best: None if nothing ran and was right.
 
-    tried: how many choices were timed. finished: the search ended before its time did. file: where
-    `best` was saved.
+    took: what was screened. finished: every candidate was. file: where `best` was saved.
     """
 
     tokens: int
     best: Best | None
-    tried: int
+    took: Mapping[Choice, Took]
     refused: Mapping[Choice, Refusal]
     finished: bool
     file: Path | None = None
@@ -88,13 +89,13 @@ class Job:
     clock: Clock = time.monotonic
 
 
-def remaining(job: Job) -> list[int]:
+def remaining(space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: bool) -> list[int]:
     """The numbers of tokens that a former run has left, in the order asked for.
 
     ConfigurationError if what it left cannot be continued.
     """
-    done = {} if job.fresh else job.space.saved(job.folder)
-    return [tokens for tokens in dict.fromkeys(job.tokens) if tokens not in done]
+    done = {} if fresh else space.saved(folder)
+    return [number for number in dict.fromkeys(tokens) if number not in done]
 
 
 def tune(job: Job) -> Iterator[Tuned]:
@@ -103,15 +104,15 @@ def tune(job: Job) -> Iterator[Tuned]:
     Time that one leaves unused goes to the others. Ends early where the budget is spent; another
     run continues.
     """
-    todo = remaining(job)
+    todo = remaining(job.space, job.tokens, job.folder, fresh=job.fresh)
     done = {} if job.fresh else dict(job.space.saved(job.folder))
     end = job.clock() + job.budget
     for index, tokens in enumerate(todo):
         left = end - job.clock()
         if left <= 0:
             return
-        for soon in todo[index : index + 2]:
-            job.bench.compile_ahead(soon, job.space.likely(soon))
+        for soon in todo[index : index + _AHEAD]:
+            job.bench.compile_ahead(soon, job.space.candidates(soon))
         tuned = _Trial(job, tokens, job.clock() + left / (len(todo) - index)).run()
         if tuned.best is not None:
             done[tokens] = tuned.best
@@ -126,77 +127,54 @@ class _Trial:
     job: Job
     tokens: int
     deadline: float
-    times: dict[Choice, list[float]] = field(default_factory=dict)
+    took: dict[Choice, Took] = field(default_factory=dict)
     refused: dict[Choice, Refusal] = field(default_factory=dict)
 
     def run(self) -> Tuned:
-        untuned = self.job.space.untuned(self.tokens)
-        self._time(untuned)  # whatever the compiler thinks of it: it is what runs today
-        finished = self._search()
-        tried = len(self.times)
-        best = self._best(self._finals(untuned), untuned)
-        return Tuned(self.tokens, best, tried, self.refused, finished)
+        space = self.job.space
+        untuned = space.untuned(self.tokens)
+        self._screen(untuned)  # whatever the compiler thinks of it: it is what runs today
+        finished = self._screen_all(space.candidates(self.tokens))
+        finalists = dict.fromkeys(space.finalists(self.tokens, self.took))
+        if untuned in self.took:
+            finalists[untuned] = None
+        best = self._best(list(finalists), untuned)
+        return Tuned(self.tokens, best, self.took, self.refused, finished)
 
-    def _late(self) -> bool:
-        return self.job.clock() >= self.deadline
-
-    def _search(self) -> bool:
-        """Whether the search came to its end with every time it asked for."""
-        search = self.job.space.search(self.tokens)
-        try:
-            asked = next(search)
-            while True:
-                answer = self._answer(asked)
-                if self._late():
-                    return False
-                asked = search.send(answer)
-        except StopIteration:
-            return True
-        finally:
-            search.close()
-
-    def _answer(self, asked: Sequence[Choice]) -> dict[Choice, float]:
-        """Seconds of those asked for, in their order, as long as there is time."""
-        known = {*self.times, *self.refused}
-        unknown = [choice for choice in dict.fromkeys(asked) if choice not in known]
-        self.job.bench.compile_ahead(self.tokens, unknown)
-        for choice in unknown:
-            if self._late():
-                break
+    def _screen_all(self, candidates: Sequence[Choice]) -> bool:
+        """Whether there was time for all of them."""
+        for choice in candidates:
+            if choice in self.took or choice in self.refused:
+                continue
+            if self.job.clock() >= self.deadline:
+                return False
             refusal = self.job.bench.refusal(self.tokens, choice)
             if refusal is None:
-                self._time(choice)
+                self._screen(choice)
             else:
                 self.refused[choice] = refusal
-        return {c: self._median(c) for c in asked if c in self.times}
+        return True
 
-    def _time(self, choice: Choice) -> None:
-        outcome = self.job.bench.seconds(self.tokens, choice)
+    def _screen(self, choice: Choice) -> None:
+        outcome = self.job.bench.screen(self.tokens, choice)
         self.job.tick()
         if isinstance(outcome, Refusal):
             self.refused[choice] = outcome
-            self.times.pop(choice, None)
         else:
-            self.times.setdefault(choice, []).append(outcome)
-
-    def _finals(self, untuned: Choice) -> list[Choice]:
-        """The fastest and the untuned, timed once more by turns: one lucky time wins nothing."""
-        fastest = sorted(self.times, key=self._median)[:_FINALISTS]
-        finalists = list(dict.fromkeys([*fastest, *(c for c in (untuned,) if c in self.times)]))
-        for _ in range(_FINAL_ROUNDS if len(finalists) > 1 else 0):
-            for choice in finalists:
-                if choice in self.times:
-                    self._time(choice)
-        return [choice for choice in finalists if choice in self.times]
+            self.took[choice] = outcome
 
     def _best(self, finalists: Sequence[Choice], untuned: Choice) -> Best | None:
-        if not finalists:
+        outcomes = self.job.bench.compare(self.tokens, finalists) if finalists else {}
+        self.job.tick()
+        seconds: dict[Choice, float] = {}
+        for choice, outcome in outcomes.items():
+            if isinstance(outcome, Refusal):
+                self.refused[choice] = outcome
+            else:
+                seconds[choice] = outcome
+        if not seconds:
             return None
-        choice = min(finalists, key=self._median)
-        base = self._median(untuned) if untuned in finalists else None
-        if base is not None and self._median(choice) > _WORTH * base:
+        choice, base = min(seconds, key=seconds.__getitem__), seconds.get(untuned)
+        if base is not None and seconds[choice] > _WORTH * base:
             choice = untuned
-        return Best(choice, self._median(choice), base)
-
-    def _median(self, choice: Choice) -> float:
-        return median(self.times[choice])
+        return Best(choice, seconds[choice], base)

@@ -10,7 +10,7 @@ from experts.tiles import override_config
 from modular_kernel.catalog import make_kernel
 from modular_kernel.testing.compile import CompileRecord
 from modular_kernel.tuning import compiled
-from modular_kernel.tuning.compiled import Compiler, Pair, compile_choice
+from modular_kernel.tuning.compiled import Compiler, Pair, Task, compile_choice
 from modular_kernel.types import Machine, Problem
 
 MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
@@ -28,29 +28,34 @@ TILES = (
 )
 
 
+def reason(pair: Pair, problem: Problem, choice: TilePair) -> str:
+    return compile_choice(Task(pair, pair.space(problem), problem, (choice,)), choice)
+
+
 def test_a_sound_choice_compiles_without_a_reason() -> None:
     for pair in (PAIR, BATCHED):
-        assert compile_choice(pair, PROBLEM, GOOD) == ""
+        assert reason(pair, PROBLEM, GOOD) == ""
     flags = replace(PROBLEM, bias=True, expert_map=True, local_experts=3)
-    assert compile_choice(PAIR, flags, GOOD) == ""
+    assert reason(PAIR, flags, GOOD) == ""
     gemms_of = [r for r in launches(flags, GOOD) if "gemm" in r.kernel]
     assert [record.config["HAS_BIAS"] for record in gemms_of] == [True, True]
 
 
 def test_a_choice_that_spills_has_its_reason() -> None:
-    assert "registers are spilled" in compile_choice(PAIR, SPILLS, GOOD)
+    assert "registers are spilled" in reason(PAIR, SPILLS, GOOD)
 
 
 def test_a_choice_that_does_not_compile_has_its_reason() -> None:
     broken = replace(GOOD, gemm1=replace(GOOD.gemm1, block_n=48))
-    assert compile_choice(PAIR, PROBLEM, broken).startswith("does not compile")
+    assert reason(PAIR, PROBLEM, broken).startswith("does not compile")
 
 
 def test_other_processes_find_the_same() -> None:
     with Compiler(workers=1) as compiler:
-        compiler.begin(PAIR, PROBLEM, [GOOD])
-        assert compiler.refusal(PAIR, PROBLEM, GOOD) is None
-        refusal = compiler.refusal(PAIR, SPILLS, GOOD)
+        space = PAIR.space(PROBLEM)
+        compiler.begin(PAIR, space, PROBLEM, [GOOD])
+        assert compiler.refusal(PAIR, space, PROBLEM, GOOD) is None
+        refusal = compiler.refusal(PAIR, PAIR.space(SPILLS), SPILLS, GOOD)
     assert refusal is not None
     assert "registers are spilled" in refusal.reason
     assert not refusal.wrong
@@ -64,7 +69,9 @@ def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
         pair = TilePair(clamped(tile, first, device), clamped(tile, second, device))
         records = [record for record in launches(problem, pair) if "gemm" in record.kernel]
         assert len(records) == 2
-        for record, fitted, gemm in zip(records, vars(pair).values(), (first, second), strict=True):
+        for record, fitted, gemm in zip(
+            records, (pair.gemm1, pair.gemm2), (first, second), strict=True
+        ):
             assert record.shared <= shared_bytes(fitted, gemm, device), (gemm, fitted)
             if quant == "none":
                 assert record.shared >= 0.8 * shared_bytes(fitted, gemm, device), (gemm, fitted)

@@ -1,0 +1,22 @@
+"""What bounds a tile, whatever path it is for."""
+
+from collections.abc import Iterator
+
+from experts import tile_permuted, tile_single
+from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE, Device, Gemm, Tile, Violation, violations
+from modular_kernel.types import Problem
+
+
+def path_violations(
+    tile: Tile, gemm: Gemm, path: str, problem: Problem, device: Device
+) -> Iterator[Violation]:
+    """Every reason not to launch `tile` for one of `problem`'s GEMMs on `path`."""
+    if path == ALIGNED:
+        yield from violations(tile, gemm, device)
+    elif path == SINGLE and tile_single.serves(problem):
+        yield from violations(tile, tile_single.unbounded(gemm), device)
+    elif path == PERMUTED and problem.scheme.name in tile_permuted.MODES:
+        mode = tile_permuted.MODES[problem.scheme.name]
+        yield from tile_permuted.violations(tile, gemm, mode, device)
+    else:
+        yield Violation("path", path, f"one that serves {problem.quant}")

@@ -1,0 +1,50 @@
+"""Weights to tune with, made quickly: a few experts are drawn, the others are scaled copies.
+
+A copy's scale is its own, so that an expert taken for another one is seen.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.bench.cases import first_here, make_weights, quantised
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+_DRAWN = 4
+_SEED = 11
+
+
+def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
+    """Weights of `problem` in its own scheme."""
+    drawn = min(_DRAWN, problem.e)
+    few = replace(problem, local_experts=drawn, expert_map=True)
+    made = quantised(make_weights(replace(few, quant="none"), device), few)
+    copies = torch.arange(problem.e, device=device) % drawn
+    tensors = {}
+    for name in ("w1", "w2", "w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "b1", "b2"):
+        drawn_tensor = getattr(made, name)
+        if drawn_tensor is not None:
+            tensors[name] = _copied(drawn_tensor, copies)
+    generator = torch.Generator(device).manual_seed(_SEED)
+    for name in ("w1", "w2"):
+        scaled = f"{name}_scale" if problem.scheme.quantised else name
+        _rescale(tensors[scaled], generator)
+    return replace(made, **tensors, expert_map=first_here(problem, device))
+
+
+def _copied(drawn: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
+    """drawn[copies], whatever its dtype."""
+    raw = drawn.view(torch.uint8) if drawn.dtype.itemsize == 1 else drawn
+    return raw.index_select(0, copies).view(drawn.dtype)
+
+
+def _rescale(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Every expert by a number of its own from 1/2 to 1, or by a power of two where it is stored
+    as an exponent."""
+    shape = (tensor.shape[0], *[1] * (tensor.dim() - 1))
+    draw = torch.rand(shape, device=tensor.device, generator=generator)
+    if tensor.dtype is torch.uint8:
+        tensor -= (draw * 4).to(torch.uint8)
+    else:
+        tensor *= (0.5 + 0.5 * draw).to(tensor.dtype)

@@ -1,0 +1,62 @@
+"""`mk tune` on a GPU: choices compiled elsewhere, checked, screened by stage, replayed as graphs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from experts.tile_search import TileSpace
+from experts.tiles import choose_tiles, reread
+from modular_kernel.catalog import this_machine
+from modular_kernel.tunable import Took
+from modular_kernel.tuning.compiled import Compiler, Pair
+from modular_kernel.tuning.measured import Measured
+from modular_kernel.tuning.search import Job, tune
+from modular_kernel.types import Problem
+
+PROBLEM = Problem(tokens=256, hidden=2048, intermediate=1024, experts=16, top_k=4)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+
+
+def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
+    pair = Pair(*PAIR, this_machine())
+    space = pair.space(PROBLEM)
+    with Compiler(workers=4) as compiler:
+        bench = Measured(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
+        untuned = space.untuned(256)
+        bench.screen(256, untuned)  # compiles
+        took = bench.screen(256, untuned)
+        assert isinstance(took, Took), took
+        (seconds,) = bench.compare(256, [untuned]).values()
+    assert isinstance(seconds, float)
+    assert sorted(took.stages) == sorted(TileSpace.stages)
+    assert 0.5 * took.seconds < sum(took.stages.values()) < took.seconds
+    # Events cost some microseconds each; the host's hundreds are not in it.
+    assert 0.6 * seconds < took.seconds < 1.5 * seconds + 3e-5
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
+def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path))
+    reread()
+    problem = replace(PROBLEM, quant=quant)
+    pair = Pair(*PAIR, this_machine())
+    space = pair.space(problem)
+    try:
+        with Compiler(workers=8) as compiler:
+            bench = Measured(pair, problem, compiler, tokens=(1, 64), space=space)
+            found = list(tune(Job(space, bench, (1, 64), tmp_path, budget=200.0)))
+        for tuned in found:
+            assert tuned.finished
+            assert tuned.wrong == ()
+            assert len(tuned.took) > 4
+            assert tuned.best is not None
+            assert tuned.best.untuned_seconds is not None
+            assert tuned.best.seconds <= tuned.best.untuned_seconds
+            with space.using(tuned.best.choice):
+                there = choose_tiles(problem, tuned.tokens, tuple(space.paths))  # type: ignore[attr-defined]
+            assert there == tuned.best.choice
+        assert sorted(space.saved(tmp_path)) == [1, 64]
+    finally:
+        monkeypatch.undo()
+        reread()

@@ -1,0 +1,141 @@
+"""Tiles of a layer without a file of its own, taken from the nearest that have one."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
+
+from experts import tile_neighbours
+from experts.tile_files import parse_recipe, read_recipe
+from experts.tile_names import TileKey
+from experts.tile_neighbours import Borrowed, Known, Point, borrow, steps_of
+from experts.tile_regimes import regimes
+from experts.tile_shapes import ALIGNED, Tile, TilePair
+from experts.tiles import explain, on_device, this_store
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.types import Problem
+
+QWEN = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
+NOTHING = regimes(MIXTRAL, H200, (ALIGNED,))
+FOLDER = "triton_3_6_0"
+
+
+def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: int) -> Path:
+    """A file of ours: t64=32 says block_m 32 for 64 tokens."""
+    pairs = {f"tokens_{name[1:]}": (launch(m), launch(m)) for name, m in entries.items()}
+    contents = ours(**pairs)
+    if tuned:
+        facts = {"hidden": problem.hidden, "top_k": problem.top_k}
+        contents["tuned_for"] = {"experts_part": "TritonExperts", **facts}
+    name = TileKey.of(problem, H200.name).file_name
+    return write(folder / FOLDER / name, contents)
+
+
+def known(folder: Path, problem: Problem, **entries: int) -> Known:
+    path = packaged(folder, problem, **entries)
+    return Known.of(TileKey.parse(path.name), read_recipe(path))
+
+
+def block_ms(found: list[Borrowed]) -> list[int]:
+    return [one.pair.gemm1.block_m for one in found]
+
+
+def test_rows_of_an_expert_are_what_counts_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 tokens of Mixtral are 16 rows an expert: as 256 tokens of Qwen3 are."""
+    qwen = known(tmp_path, QWEN, t1=16, t64=16, t256=32, t1024=64, t4096=128)
+    monkeypatch.setattr(tile_neighbours, "NEAR", 9.0)
+    found = borrow([qwen], MIXTRAL, H200, NOTHING, [1, 64, 256, 1024])
+    assert block_ms(found) == [16, 32, 64, 128]
+    assert found[1].origin == "E=128, K=8, H=2048, I=768, 256 tokens"
+
+
+def test_of_equal_rows_the_likest_sizes_win(tmp_path: Path) -> None:
+    wide = known(tmp_path, replace(MIXTRAL, intermediate=7168), t16=16)
+    narrow = known(tmp_path, replace(MIXTRAL, intermediate=1792), t16=32)
+    for order in ([wide, narrow], [narrow, wide]):
+        assert block_ms(borrow(order, MIXTRAL, H200, NOTHING, [16])) == [16]
+        small = replace(MIXTRAL, intermediate=2048)
+        assert block_ms(borrow(order, small, H200, NOTHING, [16])) == [32]
+
+
+def test_where_nothing_is_near_the_regimes_decide(tmp_path: Path) -> None:
+    qwen = known(tmp_path, QWEN, t1=16)
+    for lenders in ([qwen], []):
+        (found,) = borrow(lenders, MIXTRAL, H200, NOTHING, [4096])
+        assert found == Borrowed(4096, NOTHING.choose(4096), "regimes")
+    (found,) = borrow([qwen], replace(QWEN, top_k=7), H200, NOTHING, [1])
+    assert found.origin == "E=128, K=8, H=2048, I=768, 1 tokens"
+
+
+def test_a_point_is_nearest_to_itself() -> None:
+    here = Point.of(8, 2, 4096, 14336, 64)
+    assert here.distance(here) == 0
+    assert Point.of(8, 2, 4096, 14336, 1).rows == 0, "one row in each of two experts"
+    assert Point.of(1, 1, 64, 64, 4) == Point(2.0, 0.0, 6.0, 6.0)
+
+
+def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = replace(QWEN, quant="int4_w4a16_group:group=32")
+    text = '{"format": "modular_kernel.tiles/1", "1": {"gemm1": %s, "gemm2": %s}}'
+    tile = '{"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": %d, "GROUP_SIZE_M": 1}'
+    deep, fit = (parse_recipe(text % (tile % k, tile % k), "x") for k in (4096, 32))
+    lenders = [Known(128, 8, 2048, 768, deep), Known(8, 2, 4096, 14336, fit)]
+    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
+    assert all(one.pair.gemm1.block_k == 32 for one in borrow(lenders, mine, H200, NOTHING))
+    assert all(one.origin == "regimes" for one in borrow(lenders[:1], mine, H200, NOTHING))
+
+
+def test_a_call_takes_the_nearest_number_of_tokens() -> None:
+    pairs = [TilePair(*[Tile(m, 64, 64, 1, 4, 3)] * 2) for m in (16, 32, 64)]
+    steps = steps_of([Borrowed(t, p, "x") for t, p in zip((1, 2, 8), pairs, strict=True)])
+    wanted = {0: 16, 1: 16, 2: 32, 5: 32, 6: 64, 8: 64, 1 << 40: 64}
+    assert {t: steps.choose(t).gemm1.block_m for t in wanted} == wanted
+
+
+def test_neighbours_come_after_files_and_before_regimes(tmp_path: Path) -> None:
+    user, shipped = tmp_path / "user", tmp_path / "shipped"
+    here = store(user, shipped)
+    packaged(shipped, QWEN, t1=16, t4096=128)
+    source = here.source(MIXTRAL)
+    assert source.origin == "neighbours"
+    assert len(source.whose) == len(source.steps.lasts)
+    assert set(source.whose) == {"regimes"}, "it is far"
+    packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
+    source = here.source(MIXTRAL)
+    assert source.whose[0] == "E=8, K=2, H=4096, I=7168, 1 tokens"
+    assert source.steps.choose(64).gemm1.block_m == 128
+    assert len(source.looked_in) == 2
+    for other in (
+        replace(MIXTRAL, quant="fp8_w8a8_block"),  # no file of this number format
+        replace(MIXTRAL, hidden=4100),  # rows start elsewhere
+    ):
+        assert here.source(other).origin == "regimes"
+    elsewhere = replace(here, device=replace(H200, name="NVIDIA H100"))
+    assert elsewhere.source(MIXTRAL).origin == "regimes"
+    assert replace(here, triton="3.7.0").source(MIXTRAL).origin == "regimes"
+    only_the_user_s = store(shipped)
+    assert only_the_user_s.source(MIXTRAL).origin == "regimes", "what is tried out is not lent"
+    packaged(user, MIXTRAL, t1=64)
+    assert here.source(MIXTRAL).origin.startswith(str(user))
+    assert here.source(MIXTRAL).steps.choose(1) != regimes(MIXTRAL, H200).choose(1)
+
+
+def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
+    packaged(tmp_path, QWEN, tuned=False, t1=16)
+    with pytest.raises(ConfigurationError, match="tuned_for"):
+        store(tmp_path / "none", tmp_path).source(MIXTRAL)
+
+
+def test_explain_names_the_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
+    monkeypatch.setattr("experts.tiles._machine_s_store", lambda: store(tmp_path / "u", tmp_path))
+    with on_device(H200):
+        assert this_store().triton == TRITON
+        text = explain(MIXTRAL, 8)
+        far = explain(MIXTRAL, 8192)
+    assert "the nearest layer with a file: E=8, K=2, H=6144, I=16384, 8 tokens" in text
+    assert "from regimes: no layer with a file is near" in far
+    assert "`mk tune` writes one: E=8,N=14336" in text
