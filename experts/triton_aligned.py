@@ -119,6 +119,7 @@ class AlignedPath:
             out_ptr=out,
             sorted_ptr=aligned.sorted_token_ids,
             expert_ids_ptr=aligned.expert_ids,
+            num_post_ptr=aligned.num_tokens_post_padded,
             num_pairs=pairs,
             num_m=blocks,
             stride_am=a.stride(0),

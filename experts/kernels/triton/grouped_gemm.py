@@ -12,7 +12,7 @@ from modular_kernel.ops.kernels.overlap import after_predecessor
 @triton.jit(do_not_specialize=["num_pairs", "num_m"])
 def grouped_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
-    sorted_ptr, expert_ids_ptr,
+    sorted_ptr, expert_ids_ptr, num_post_ptr,
     num_pairs, columns, depth, up_row, up_offset, num_m,
     stride_am, stride_ak, stride_asm, stride_ask,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
@@ -30,12 +30,13 @@ def grouped_gemm_kernel(
 
     b is (e, rows, depth); column n uses row n * ROW_STEP, and n * ROW_STEP + up_row if GATED.
     out is (num_pairs, columns), contiguous. Blocks of skipped pairs write zeros if WRITE_ZEROS,
-    else nothing. The grid is the worst case: blocks past the last used one have neither an expert
-    nor pairs.
+    else nothing. Blocks past the last used one return at once: the grid is the worst case.
     Scales and zero points: see product_tile.
     """
     after_predecessor(OVERLAP)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
+    if pid_m * BLOCK_M >= tl.load(num_post_ptr):
+        return
     pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
     row_mask = pairs < num_pairs
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
