@@ -177,6 +177,9 @@ def old_tiles(problem: Problem, tokens: int) -> TilePair:
     for depth, (n, k, warps, stages) in ((problem.hidden, one), (problem.intermediate, two)):
         if depth % k and k == 256 and depth % 128 == 0:  # only a step of 256 is ever halved
             k = 128
+        steps = -(-depth // k)
+        if 2 * steps < 3 * stages:  # two thirds of the depth are in flight, if that is a pipeline
+            stages = min(stages, max(3, 2 * steps // 3))
         made.append(Tile(m, n, k, group, warps, stages))
     return TilePair(*made)
 
