@@ -53,6 +53,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
     quantised on the way; first where one scale is computed for all of them.
     """
 
+    replayable = True
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),

@@ -42,6 +42,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
     copy where the scheme has one; unquantised it copies nothing.
     """
 
+    replayable = True
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),

@@ -93,6 +93,19 @@ def test_setup_has_no_logic_and_is_the_one_home_of_metadata() -> None:
     assert "project" not in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
+def test_triton_kernels_are_launched_by_launch() -> None:
+    """A launch past `modular_kernel.ops.launch` would be missing where a plan replays a call."""
+    found = []
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            calls = (n.func for n in nodes if isinstance(n, ast.Call))
+            kernels = (f.value for f in calls if isinstance(f, ast.Subscript))
+            names = {ast.unparse(kernel) for kernel in kernels}
+            found += [(path.name, name) for name in names if name.endswith("kernel")]
+    assert found == [("launch.py", "kernel")]
+
+
 def test_cute_kernels_keep_their_annotations() -> None:
     """The CuTe DSL reads annotations as objects; postponed ones are strings to it."""
     postponed = "from __future__ import " + "annotations"
