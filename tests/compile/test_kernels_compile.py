@@ -28,6 +28,7 @@ def test_every_kernel_of_the_project_was_compiled(rows: list[Row]) -> None:
         "count_pairs_kernel",
         "gather_rows_kernel",
         "grouped_gemm_kernel",
+        "permute_and_quantise_kernel",
         "permute_tokens_kernel",
         "quantise_rows_kernel",
         "scan_counts_kernel",
