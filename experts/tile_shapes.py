@@ -69,8 +69,13 @@ class TilePair:
     path: str = ALIGNED
 
     def __post_init__(self) -> None:
-        assert self.path in PATHS, self.path
-        assert self.gemm1.block_m == self.gemm2.block_m, "GEMM 1 and 2 share one alignment"
+        if self.path not in PATHS:
+            need = f"one of {', '.join(PATHS)}"
+            raise ConfigurationError("path of a pair of tiles", got=self.path, need=need)
+        if self.gemm1.block_m != self.gemm2.block_m:
+            got = f"{self.gemm1.block_m} and {self.gemm2.block_m}"
+            need = "the same for both GEMMs, which share one alignment"
+            raise ConfigurationError("block_m of a pair of tiles", got=got, need=need)
 
     def __str__(self) -> str:
         return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"

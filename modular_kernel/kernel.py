@@ -155,6 +155,7 @@ class FusedMoEModularKernel:
         out: torch.Tensor | None,
     ) -> None:
         """Raise the InputError that names the first tensor which does not fit the problem."""
+        validate.check_dense(x_TH, routing, out)
         validate.check_input(x_TH, self.problem, self.machine.device)
         validate.check_weights(weights, x_TH, self.problem)
         self.check_call(x_TH, weights, routing, out)

@@ -58,6 +58,7 @@ class Plan:
         if index is not None and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(x_TH, weights, routing, out=out)
+        validate.check_dense(x_TH, routing, out)
         bound, output = self._tapes.bound(weights), self._output(x_TH, out)
         new = bound is None or output is None
         if bound is None or output is None:

@@ -26,6 +26,23 @@ _ID_DTYPES = (torch.int32, torch.int64)
 _DIFFERENTIABLE = ("x", "topk_weights", "w1", "w2", "b1", "b2")
 
 
+def _dense(what: str, value: object) -> None:
+    """Before anything is asked of it: a tensor whose values lie in memory one by one."""
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(what, got=type(value).__name__, need="a tensor")
+    if value.layout is not torch.strided:
+        raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
+
+
+def check_dense(x_TH: object, routing: Routing, out: object) -> None:
+    """A call's own arguments are dense tensors; `out` may be None."""
+    _dense("x", x_TH)
+    _dense("topk_weights", routing.topk_weights_TK)
+    _dense("topk_ids", routing.topk_ids_TK)
+    if out is not None:
+        _dense("out", out)
+
+
 def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
     if tuple(tensor.shape) != need:
         raise ShapeError(what, got=tuple(tensor.shape), need=f"{legend} = {need}")
@@ -88,6 +105,11 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
 
     Unquantised w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant` knows the other schemes.
     """
+    _dense("w1", weights.w1)
+    _dense("w2", weights.w2)
+    for name, tensor in vars(weights).items():
+        if tensor is not None:
+            _dense(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     if problem.scheme.quantised:
         check_weights_quantised(weights, problem, x_TH.device)

@@ -78,3 +78,11 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
     broken = TilePair(replace(tile, **change), replace(wide, **change), PERMUTED)
     with pytest.raises(ConfigurationError, match=named):
         fit(override_recipe(broken), MIXTRAL, H200)
+
+
+def test_a_pair_that_is_none_is_refused() -> None:
+    tile = Tile(128, 128, 64, 8, 4, 4)
+    with pytest.raises(ConfigurationError, match="128 and 64"):
+        TilePair(tile, replace(tile, block_m=64))
+    with pytest.raises(ConfigurationError, match="no-such-path"):
+        TilePair(tile, tile, "no-such-path")
