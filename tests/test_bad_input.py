@@ -137,8 +137,6 @@ CASES = (
     Bad("w2_sparse", weight("w2", lambda w: w.w2.to_sparse()), LayoutError, "w2", "sparse_coo",
         "dense"),
     Bad("b1_list", weight("b1", lambda w: [0.0]), DtypeError, "b1", "list", "a tensor", BIAS),
-    Bad("quantised_w1_list", weight("w1", lambda w: []), DtypeError, "w1", "list", "a tensor",
-        {"quant": "fp8_w8a8_channel"}),
     Bad("tokens", x(lambda t: torch.cat([t, t[:1]])), CapacityError, "tokens", "17", "<= problem"),
     Bad("tokens_differ", x(lambda t: t[:15]), ShapeError, "topk_weights", "(16, 2)", "= (15, 2)"),
     Bad("weights_top_k", route(W, lambda t: t.repeat(1, 2)), ShapeError, "topk_weights",
