@@ -29,6 +29,7 @@ ROWS: dict[str, dict[int, tuple[float, float]]] = {
 SINGLE_TRIED = 2
 
 _OWN_KERNEL = 16  # block_m up to which 4-bit weights do not come to these launches
+_OWN_ROWS = 64  # mean rows of an expert up to which that kernel is worth a try
 
 _HALF: ByBlock = {
     16: (
@@ -146,6 +147,14 @@ _SINGLE: tuple[ByBlock, ByBlock] = (
         ),
     },
 )  # fmt: skip
+
+
+def rows_span(problem: Problem, path: str, block_m: int) -> tuple[float, float]:
+    """Mean rows of an expert between which block_m is worth a try; ROWS has the block_m."""
+    least, most = ROWS[path][block_m]
+    if path == ALIGNED and problem.scheme.packed and block_m <= _OWN_KERNEL:
+        most = _OWN_ROWS
+    return least, most
 
 
 def entries(problem: Problem, path: str) -> tuple[ByBlock, ByBlock]:

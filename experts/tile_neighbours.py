@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from experts import tile_single
 from experts.tile_bounds import path_violations
 from experts.tile_files import Recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import ENDLESS, Steps
-from experts.tile_shapes import Device, TilePair, gemms
+from experts.tile_shapes import SINGLE, Device, TilePair, gemms
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
@@ -98,7 +99,7 @@ def borrow(
     A pair that cannot be launched for `problem` is no point.
     """
     points = [
-        (layer.point(there), pair, f"{layer.name}, {there} tokens")
+        (layer.point(there), pair, f"{layer.name}, {there} tokens", _top(pair, there, problem))
         for layer in known
         for there, pair in layer.recipe.pairs().items()
         if _fits(pair, problem, device)
@@ -108,7 +109,11 @@ def borrow(
         sizes = problem.e, problem.top_k, problem.hidden, problem.intermediate
         here = Point.of(*sizes, number)
         apart, pair, origin = min(
-            ((here.distance(point), pair, origin) for point, pair, origin in points),
+            (
+                (here.distance(point), pair, origin)
+                for point, pair, origin, top in points
+                if number <= top
+            ),
             key=lambda each: each[0],
             default=(math.inf, otherwise.choose(number), ""),
         )
@@ -116,6 +121,11 @@ def borrow(
             pair, origin = otherwise.choose(number), "regimes"
         found.append(Borrowed(number, pair, origin))
     return found
+
+
+def _top(pair: TilePair, tokens: int, problem: Problem) -> int:
+    """The most tokens that a pair tuned for `tokens` serves: a few, where the path is for those."""
+    return max(tokens, tile_single.most_tokens(problem)) if pair.path == SINGLE else ENDLESS
 
 
 def _fits(pair: TilePair, problem: Problem, device: Device) -> bool:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from experts import tile_single
+from experts import tile_permuted, tile_single
 from experts.tile_shapes import (
     PATHS,
+    PERMUTED,
     SINGLE,
     Device,
     Gemm,
@@ -52,6 +53,12 @@ class Steps:
         """`before` up to calls of `last` tokens, behind them these steps."""
         kept = self.index(last + 1)
         return Steps((last, *self.lasts[kept:]), (before, *self.pairs[kept:]))
+
+    def until(self, last: int, then: TilePair) -> "Steps":
+        """These steps up to calls of `last` tokens, behind them always `then`."""
+        lasts = [end for end in self.lasts if end < last]
+        pairs = [*self.pairs[: len(lasts)], self.choose(last), then]
+        return Steps((*lasts, last, ENDLESS), tuple(pairs))
 
     def within(self, paths: tuple[str, ...], other: "Steps") -> "Steps":
         """These steps, with those of `other` wherever a pair takes a path outside `paths`."""
@@ -110,11 +117,11 @@ _W8A16: tuple[_Row, ...] = (
     (None, 64, (64, 64, 8, 3), (128, 64, 8, 3), 16),
 )
 _W4A16: tuple[_Row, ...] = (
-    (12, 16, (64, 128, 4, 4), (128, 128, 4, 4), 1),
+    (24, 16, (64, 128, 4, 4), (128, 128, 4, 4), 1),
     (None, 32, (64, 64, 4, 4), (128, 64, 4, 3), 1),
 )
 _MXFP4: tuple[_Row, ...] = (
-    (12, 16, (64, 32, 4, 6), (64, 32, 4, 8), 1),
+    (24, 16, (64, 32, 4, 6), (64, 32, 4, 8), 1),
     (None, 32, (64, 32, 4, 4), (128, 32, 8, 6), 1),
 )
 
@@ -155,7 +162,13 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
         pairs.append(
             TilePair(_tile(one, first, device, blocks), _tile(two, second, device, blocks))
         )
-    return Steps(tuple(lasts), tuple(pairs))
+    steps = Steps(tuple(lasts), tuple(pairs))
+    if SINGLE in paths and tile_single.serves(problem):
+        steps = steps.since(tile_single.most_tokens(problem), tile_single.default(problem))
+    if PERMUTED in paths and tile_permuted.serves(problem, device):
+        rows = tile_permuted.LEAST_ROWS * problem.experts // problem.top_k
+        steps = steps.until(rows - 1, tile_permuted.default(problem))
+    return steps
 
 
 def _too_few(steps: int, stages: int) -> bool:

@@ -8,7 +8,7 @@ from statistics import median
 
 from experts import tile_single
 from experts.tile_bounds import path_violations
-from experts.tile_candidates import ROWS, SINGLE_TRIED, Entry, entries
+from experts.tile_candidates import ROWS, SINGLE_TRIED, Entry, entries, rows_span
 from experts.tile_files import Recipe, Times, TunedFor, dump_recipe, pair_as_json, read_recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import regimes
@@ -68,8 +68,8 @@ class TileSpace(Tunable):
             return []
         known = entries(self.problem, path)[0]
         untuned = {pair.gemm1.block_m for pair in self._untuned_pairs(path)}
-        spans = ROWS[path].items()
-        worth = [block_m for block_m, (least, most) in spans if least <= rows <= most]
+        spans = {m: rows_span(self.problem, path, m) for m in ROWS[path]}
+        worth = [m for m, (least, most) in spans.items() if least <= rows <= most]
         return [block_m for block_m in worth if block_m in known or block_m in untuned]
 
     def _untuned_pairs(self, path: str) -> list[TilePair]:

@@ -13,7 +13,7 @@ equally near ones those of the smaller number.
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -201,7 +201,11 @@ def nearest(keys: Sequence[int], tokens: int) -> int:
 def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
     """The recipe's tiles for `problem`; ConfigurationError if they cannot be launched."""
     first, second = gemms(problem)
-    one, two = _lasts(recipe.gemm1), _lasts(recipe.gemm2)
+    # A few tokens' path reads weights once for every pair: what was tuned for fewer tokens than
+    # it pays for says nothing about more.
+    most = tile_single.most_tokens(problem)
+    tops = {tokens: max(tokens, most) for tokens, path in recipe.paths if path == SINGLE}
+    one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
     lasts = sorted({last for last, _ in (*one, *two)})
     pairs, notes = [], dict[str, None]()
     for last in lasts:
@@ -230,11 +234,14 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
 
 
 def _lasts(
-    launches: Sequence[tuple[int, Tile]],
+    launches: Sequence[tuple[int, Tile]], tops: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, Tile]]]:
-    """(most tokens to which this launch is the nearest, launch), ascending."""
+    """(most tokens to which this launch is the nearest, launch), ascending.
+
+    tops: where launches that are not the last end, at the latest, by their tokens.
+    """
     tokens = [t for t, _ in launches]
-    ends = [(low + high) // 2 for low, high in pairwise(tokens)]
+    ends = [min((low + high) // 2, tops.get(low, ENDLESS)) for low, high in pairwise(tokens)]
     return list(zip([*ends, ENDLESS], launches, strict=True))
 
 

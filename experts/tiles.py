@@ -126,8 +126,11 @@ def _why(source: Source, problem: Problem, tokens: int) -> str:
         rows = tokens * problem.top_k / problem.experts
         place = source.steps.index(tokens) + 1
         return f"regime {place} of {len(source.steps.lasts)}: {rows:.4g} rows an expert"
-    key = nearest(source.keys, tokens)
-    keys = ", ".join(map(str, source.keys))
+    key, keys = nearest(source.keys, tokens), ", ".join(map(str, source.keys))
+    if len(source.keys) == len(source.steps.lasts):
+        taken = source.keys[source.steps.index(tokens)]
+        if taken != key:
+            return f"{source.origin}: tokens {taken} of {keys}, because {key} is for fewer"
     return f"{source.origin}: tokens {key} is the nearest of {keys}"
 
 

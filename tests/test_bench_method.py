@@ -1,6 +1,8 @@
 """How `mk bench` times a call, and how it finds out that an output is wrong."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -151,6 +153,25 @@ def test_a_graph_holds_all_calls_and_its_last_output_is_checked(
     assert timing.last.tolist() == [500.0, 500.0]
     gpu.replays_write = False  # a graph that does nothing must not pass by what was there before
     assert time_calls(calls, GPU).last.isnan().all()
+
+
+def test_a_graph_keeps_what_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+
+    class Plan:
+        def __call__(self) -> torch.Tensor:
+            return work()
+
+    work, plan = gpu.call("a", 300.0), Plan()
+    alive = weakref.ref(plan)
+    runs = method.capture([[plan]])
+    del plan
+    gc.collect()
+    assert alive() is not None, "its buffers would be somebody else's"
+    del runs
+    gpu.graphs.clear()
+    gc.collect()
+    assert alive() is None
 
 
 def test_flushed_calls_are_timed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

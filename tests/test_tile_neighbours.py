@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
 
-from experts import tile_neighbours
-from experts.tile_files import parse_recipe, read_recipe
+from experts import tile_neighbours, tile_single
+from experts.tile_files import Recipe, parse_recipe, read_recipe
 from experts.tile_names import TileKey
 from experts.tile_neighbours import Borrowed, Known, Point, borrow, steps_of
 from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, Tile, TilePair
+from experts.tile_shapes import ALIGNED, SINGLE, Tile, TilePair
+from experts.tile_store import fit
 from experts.tiles import explain, on_device, this_store
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
@@ -86,6 +87,24 @@ def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.Monk
     monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
     assert all(one.pair.gemm1.block_k == 32 for one in borrow(lenders, mine, H200, NOTHING))
     assert all(one.origin == "regimes" for one in borrow(lenders[:1], mine, H200, NOTHING))
+
+
+def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
+    single, pair = tile_single.default(MIXTRAL), NOTHING.choose(64)
+    launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
+    recipe = Recipe("x", *launches, False, True, paths=((1, SINGLE), (64, ALIGNED)))
+    lender = Known(8, 2, 4096, 14336, recipe)
+    paths = {b.tokens: b.pair.path for b in borrow([lender], MIXTRAL, H200, NOTHING)}
+    few = tile_single.most_tokens(MIXTRAL)
+    assert [t for t, path in paths.items() if path == SINGLE] == [t for t in paths if t <= few]
+    own = fit(recipe, MIXTRAL, H200)
+    assert own.steps.choose(few) == single
+    assert own.steps.choose(few + 1) == own.steps.choose(64) == pair, "though 1 may be nearer"
+    for experts in (8, 64, 256):
+        problem = replace(MIXTRAL, experts=experts)
+        last = fit(recipe, problem, H200).steps.lasts[0]
+        assert last == min(32, max(1, tile_single.most_tokens(problem)))
 
 
 def test_a_call_takes_the_nearest_number_of_tokens() -> None:

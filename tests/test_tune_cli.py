@@ -75,11 +75,11 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(
 def test_explain_needs_no_gpu(mk: Mk) -> None:
     code, out, _ = mk(
         *("--explain", "--model", "mixtral,qwen3-30b-a3b", "--tokens-list", "1,100"),
-        *("--device-name", "NVIDIA H200"),
+        *("--device-name", "NVIDIA B200"),
     )
     assert code == 0
-    assert out.count("on NVIDIA H200") == 4
-    assert "E=128,N=768,device_name=NVIDIA_H200.json" in out
+    assert out.count("on NVIDIA B200") == 4
+    assert "E=128,N=768,device_name=NVIDIA_B200.json" in out
     assert re.search(r"regime \d of \d: 25 rows an expert", out)
     code, out, _ = mk("--explain", "--json")
     assert code == 0

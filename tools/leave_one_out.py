@@ -1,7 +1,7 @@
 """How good tiles are for a layer that has no tuned file: every tuned layer is left out in turn.
 
     mk tune --model all --times times.jsonl ...          # on a GPU
-    python tools/leave_one_out.py times.jsonl > docs/benchmarks/h200-leave-one-out.md
+    python tools/leave_one_out.py times.jsonl "date, versions" > docs/benchmarks/h200-leave-one-out.md
 
 A layer that is left out takes the tiles that the nearest other layers were tuned to
 (experts/tile_neighbours.py), and then those of the regimes alone (experts/tile_regimes.py). Both
@@ -111,8 +111,8 @@ def _result(cell: Cell, others: Sequence[Known]) -> Result:
     return Result(cell, over(lent.pair), over(alone.choose(tokens)), lent.origin)
 
 
-def report(results: Sequence[Result]) -> list[str]:
-    """A document in Markdown."""
+def report(results: Sequence[Result], measured: str = "") -> list[str]:
+    """A document in Markdown. measured: when, and with what."""
     quants = list(dict.fromkeys(result.cell.problem.quant for result in results))
     lines = [
         "# Tiles without a tuned file, on one H200",
@@ -122,6 +122,7 @@ def report(results: Sequence[Result]) -> list[str]:
         "own tuned tiles, by the times of its own tuning (`tools/leave_one_out.py`). `within`",
         f"counts cells (a layer and a number of tokens) within {BOUND:.2f} x, of those whose tiles",
         "were all timed.",
+        *([f"Measured {measured}."] if measured else []),
         "",
         "| scheme | cells | neighbours: within | mean | worst | regimes: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -173,4 +174,4 @@ def _far(results: Sequence[Result]) -> list[str]:
 
 if __name__ == "__main__":
     record = Path(sys.argv[1]).read_text(encoding="utf-8")
-    print("\n".join(report(left_out(read(record.splitlines())))))
+    print("\n".join(report(left_out(read(record.splitlines())), " ".join(sys.argv[2:]))))

@@ -120,7 +120,10 @@ def _all(calls: Sequence[Call]) -> torch.Tensor:
 
 
 def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
-    """A CUDA graph for each group of calls, or None if one cannot be captured."""
+    """A CUDA graph for each group of calls, or None if one cannot be captured.
+
+    A graph keeps its calls: what they hold, such as a plan's buffers, is where it reads and writes.
+    """
     runs: list[Call] = []
     stream = torch.cuda.current_stream()
     generator = _generator()
@@ -130,7 +133,7 @@ def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 last = _all(group)
-            runs.append(partial(_replay, graph, last))
+            runs.append(partial(_replay, graph, last, group))
     except RuntimeError:
         # A capture that fails may leave its stream behind, and the generator waiting for its end:
         # whatever draws next would be refused.
@@ -146,7 +149,7 @@ def _generator() -> torch.Generator:
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
-def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor) -> torch.Tensor:
+def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor, _kept: Sequence[Call]) -> torch.Tensor:
     graph.replay()
     return last
 

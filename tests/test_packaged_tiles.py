@@ -1,0 +1,71 @@
+"""The tuned files that ship: every one is found, fits, and was worth its while."""
+
+from pathlib import Path
+
+import pytest
+from tile_samples import MACHINE
+
+import experts
+from experts.tile_files import Recipe, read_recipe
+from experts.tile_names import TileKey
+from experts.tile_shapes import Device
+from experts.tile_store import TileStore, fit
+from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
+from modular_kernel.types import Problem
+
+FOLDER = Path(experts.__file__).parent / "configs"
+FILES = sorted(FOLDER.glob("*/*.json"))
+DEVICE = Device.of(MACHINE)
+SCHEMES = ("none", "fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16")
+STORE = TileStore((("packaged", FOLDER),), DEVICE, "3.6.0")
+
+
+def shape_of(name: str) -> tuple[int, int]:
+    return SHAPES[name]["experts"], SHAPES[name]["intermediate"]
+
+
+def layer_of(path: Path) -> tuple[Recipe, Problem]:
+    """What a file was tuned for, by its name and its contents."""
+    key, recipe = TileKey.parse(path.name), read_recipe(path)
+    assert recipe.tuned_for is not None
+    for quant in SCHEMES:
+        sizes = recipe.tuned_for.hidden, key.intermediate, key.experts, recipe.tuned_for.top_k
+        problem = Problem(1, *sizes, quant=quant)
+        if TileKey.of(problem, DEVICE.name) == key:
+            return recipe, problem
+    raise AssertionError(f"{path.name} is for none of {SCHEMES}")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem.replace(",", "-"))
+def test_a_file_is_found_and_fits(path: Path) -> None:
+    recipe, problem = layer_of(path)
+    source = STORE.source(problem)
+    assert source.origin == str(path)
+    assert source.notes == ()
+    assert source.looked_in == ()
+    assert recipe.triton == "3.6.0"
+    assert fit(recipe, problem, DEVICE).steps == source.steps
+    # Prefill takes the largest number's tiles: those of a few hundred tokens would cost it dearly.
+    assert min(recipe.pairs()) == 1
+    assert max(recipe.pairs()) >= 4096
+    assert set(recipe.times) <= set(recipe.pairs())
+    for times in recipe.times.values():
+        assert times.untuned_us is None or 0 < times.us <= times.untuned_us
+
+
+def test_it_is_one_of_the_shapes_known_by_name() -> None:
+    named = {(s["experts"], s["hidden"], s["intermediate"], s["top_k"]) for s in SHAPES.values()}
+    for path in FILES:
+        _, p = layer_of(path)
+        assert (p.experts, p.hidden, p.intermediate, p.top_k) in named
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])
+def test_the_baseline_and_more_are_tuned(quant: str) -> None:
+    tuned = {
+        (problem.experts, problem.intermediate)
+        for _, problem in map(layer_of, FILES)
+        if problem.quant == quant
+    }
+    assert {shape_of(name) for name in BASELINE_SHAPES} <= tuned
+    assert len(tuned) >= 11
