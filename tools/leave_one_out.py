@@ -1,7 +1,7 @@
 """How good tiles are for a layer that has no tuned file: every tuned layer is left out in turn.
 
     mk tune --model all --times times.jsonl ...          # on a GPU
-    python tools/leave_one_out.py times.jsonl "date, versions" > docs/benchmarks/h200-leave-one-out.md
+    python tools/leave_one_out.py times.jsonl "2026-11-20 with ..." > h200-leave-one-out.md
 
 A layer that is left out takes the tiles that the nearest other layers were tuned to
 (experts/tile_neighbours.py), and then those of the regimes alone (experts/tile_regimes.py). Both
