@@ -67,8 +67,11 @@ def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
     first, second = gemms(problem)
     for tile in TILES:
         pair = TilePair(clamped(tile, first, device), clamped(tile, second, device))
-        records = [record for record in launches(problem, pair) if "gemm" in record.kernel]
-        assert len(records) == 2
+        records = [r for r in launches(problem, pair) if r.kernel == "grouped_gemm_kernel"]
+        # 4-bit weights in short blocks have a kernel of their own, which takes no tile.
+        assert len(records) == 2 or (problem.scheme.packed and tile.block_m == 16)
+        if not records:
+            continue
         for record, fitted, gemm in zip(
             records, (pair.gemm1, pair.gemm2), (first, second), strict=True
         ):

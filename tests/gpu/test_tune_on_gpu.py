@@ -1,4 +1,4 @@
-"""`mk tune` on a GPU: choices compiled elsewhere, checked, screened by stage, replayed as graphs."""
+"""`mk tune` on a GPU: compiled elsewhere, checked, screened by stage, compared as graphs."""
 
 from dataclasses import replace
 from pathlib import Path
