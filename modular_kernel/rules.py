@@ -203,9 +203,8 @@ def _placement(p: Pairing) -> Violations:
     if experts % world:
         need = f"a multiple of world_size {world}"
         yield Rejection("placement", (p.pf_name, "problem"), f"experts={experts}", need)
-    if p.problem.parallel.placement != "linear":
-        got = p.problem.parallel.placement
-        yield Rejection("placement", (p.pf_name, "problem"), got, "linear")
+    if not p.problem.placement.is_linear:
+        yield Rejection("placement", (p.pf_name, "problem"), "another placement", "linear")
 
 
 def _capacity(p: Pairing) -> Violations:

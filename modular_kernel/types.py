@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.placement import Placement
 from modular_kernel.schemes import QuantScheme
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -152,14 +153,37 @@ class ActivationSpec:
 
 @dataclass(frozen=True)
 class Parallel:
-    """How ranks share the experts. placement: "linear" gives each rank a block of E / world."""
+    """How ranks share the experts.
+
+    placement: "linear" gives each rank a block of E / world_size, the first ranks one more where
+    that leaves a rest; or any Placement. rank: which of them this is.
+    """
 
     world_size: int = 1
-    placement: Literal["linear", "table"] = "linear"
+    placement: Literal["linear"] | Placement = "linear"
+    rank: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ConfigurationError("world_size", got=self.world_size, need=">= 1")
+        if not 0 <= self.rank < self.world_size:
+            raise ConfigurationError("rank", got=self.rank, need=f"in [0, {self.world_size})")
+        if isinstance(self.placement, Placement):
+            if self.placement.world_size != self.world_size:
+                got = f"{self.placement.world_size} ranks"
+                raise ConfigurationError("placement", got=got, need=f"{self.world_size} ranks")
+        elif str(self.placement) != "linear":
+            need = '"linear" or a Placement'
+            raise ConfigurationError("placement", got=self.placement, need=need)
+
+    def place(self, experts: int) -> Placement:
+        """Where `experts` experts live; ConfigurationError if that is not possible."""
+        if not isinstance(self.placement, Placement):
+            return Placement.linear(experts, self.world_size)
+        if self.placement.experts != experts:
+            got, need = f"{self.placement.experts} experts", f"experts = {experts}"
+            raise ConfigurationError("placement", got=got, need=need)
+        return self.placement
 
 
 @dataclass(frozen=True)
@@ -168,7 +192,7 @@ class Problem:
 
     tokens: the most tokens T one rank passes in one call; buffers are sized for it.
     hidden, intermediate, experts, top_k: H, I (per rank), E (all ranks), K.
-    local_experts: e, the experts whose weights this rank holds; None means E / world_size.
+    local_experts: e, the experts whose weights this rank holds; None means as `parallel` says.
     ids_dtype: what the router emits (torch.int32 or torch.int64); None means either.
     bias: b1 and b2 are given.  expert_map: ExpertWeights.expert_map is given.
     apply_router_weight_on_input: the weight multiplies x before GEMM 1 (and b1 is added after),
@@ -223,6 +247,7 @@ class Problem:
             raise ConfigurationError("fp32_precision", got=self.fp32_precision, need="ieee or tf32")
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ConfigurationError("chunk_tokens", got=self.chunk_tokens, need=">= 1 or None")
+        _ = self.placement  # raises where there is none
         if self.inplace and self.combine is not Combine.SUM:
             # (T, K, H) does not fit into x.
             need = "combine=SUM"
@@ -238,12 +263,17 @@ class Problem:
         """The quantisation that `quant` names."""
         return QuantScheme.parse(self.quant)
 
-    @property
+    @cached_property
     def e(self) -> int:
         """Experts held by this rank."""
         if self.local_experts is not None:
             return self.local_experts
-        return self.experts // self.parallel.world_size
+        return len(self.placement.slots[self.parallel.rank])
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the experts live."""
+        return self.parallel.place(self.experts)
 
     @property
     def w1_rows(self) -> int:
@@ -273,7 +303,8 @@ class Problem:
                 text = value.value if isinstance(value, Enum) else str(value)
                 parts.append(name if value is True else f"{name}={text}")
         if self.parallel.world_size > 1:
-            parts.append(f"W{self.parallel.world_size}")
+            placed = "" if self.parallel.placement == "linear" else "p"
+            parts.append(f"W{self.parallel.world_size}{placed}r{self.parallel.rank}")
         return "-".join(parts)
 
 

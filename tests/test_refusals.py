@@ -16,6 +16,7 @@ import torch
 from modular_kernel.catalog import make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import IncompatibleError
+from modular_kernel.placement import Placement
 from modular_kernel.rules import RULES, judge, unavailable
 from modular_kernel.support import (
     ExpertsRequirements,
@@ -123,6 +124,7 @@ INTERPRETED = {
 }
 LINEAR = {"pf.linear_placement": True, "problem.expert_map": True}
 TWO_RANKS = {"problem.parallel": Parallel(2)}
+ROUND_ROBIN = Placement.round_robin(8, 2)
 INTERLEAVED = ActivationSpec("silu", interleaved=True)
 LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
 
@@ -173,7 +175,7 @@ CASES = (
          {"pf.world_sizes": (1, 2), "problem.expert_map": True}),
     Case("placement", "problem.experts", 9, 8, PF_P, "experts=9", "a multiple of world_size 2",
          LINEAR | TWO_RANKS),
-    Case("placement", "problem.parallel", Parallel(2, "table"), Parallel(2), PF_P, "table",
+    Case("placement", "problem.parallel", Parallel(2, ROUND_ROBIN), Parallel(2), PF_P, "another",
          "linear", LINEAR),
     Case("capacity", "problem.tokens", 9, 8, PF_P, "tokens=9", "<= 8", {"pf.max_tokens": 8}),
     Case("ids_dtype", "problem.ids_dtype", torch.int32, torch.int64, PF_P, "int32", "int64",

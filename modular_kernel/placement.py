@@ -1,0 +1,159 @@
+"""Placement: which experts live on which rank, as data.
+
+    Placement.linear(10, 4).slots   ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
+    Placement.round_robin(6, 2)     (0, 2, 4), (1, 3, 5)
+    Placement.linear(4, 2).with_copies({3: (0,)})   rank 0 holds expert 3 too
+
+A (logical) expert may have copies on several ranks; each pair goes to one of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, ShapeError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """slots[r][s]: the expert that slot s of rank r holds; w1[s] on rank r is its weight.
+
+    Every expert in [0, experts) is somewhere, every rank has one at least, and no rank holds an
+    expert twice. ConfigurationError otherwise.
+    """
+
+    slots: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not self.slots or not all(self.slots):
+            got = [len(slots) for slots in self.slots]
+            raise ConfigurationError("placement: experts of a rank", got=got, need=">= 1 each")
+        for rank, slots in enumerate(self.slots):
+            if len(set(slots)) != len(slots):
+                need = "each expert at most once"
+                raise ConfigurationError(f"placement: rank {rank}", got=slots, need=need)
+        held = {expert for slots in self.slots for expert in slots}
+        if held != set(range(len(held))):
+            need = "every expert from 0 on, on one rank at least"
+            raise ConfigurationError("placement: experts", got=sorted(held), need=need)
+
+    @classmethod
+    def linear(cls, experts: int, world_size: int) -> "Placement":
+        """Blocks in the order of ranks; the first experts % world_size ranks hold one more."""
+        _check_sizes(experts, world_size)
+        each, more = divmod(experts, world_size)
+        starts = [rank * each + min(rank, more) for rank in range(world_size + 1)]
+        return cls(tuple(tuple(range(start, stop)) for start, stop in pairwise(starts)))
+
+    @classmethod
+    def round_robin(cls, experts: int, world_size: int) -> "Placement":
+        """Expert i lives on rank i % world_size."""
+        _check_sizes(experts, world_size)
+        ranks = range(world_size)
+        return cls(tuple(tuple(range(rank, experts, world_size)) for rank in ranks))
+
+    @classmethod
+    def of_table(cls, table: Sequence[tuple[int, int]], world_size: int) -> "Placement":
+        """From (rank, slot) of each expert. Slots of a rank are 0, 1, ... without gaps."""
+        slots: list[dict[int, int]] = [{} for _ in range(world_size)]
+        for expert, (rank, slot) in enumerate(table):
+            if not 0 <= rank < world_size or slot in slots[rank]:
+                need = f"a rank in [0, {world_size}) and a slot of its own"
+                raise ConfigurationError(f"placement: expert {expert}", got=(rank, slot), need=need)
+            slots[rank][slot] = expert
+        for rank, taken in enumerate(slots):
+            if sorted(taken) != list(range(len(taken))):
+                need = "slots from 0 on without gaps"
+                raise ConfigurationError(f"placement: rank {rank}", got=sorted(taken), need=need)
+        return cls(tuple(tuple(taken[s] for s in range(len(taken))) for taken in slots))
+
+    def with_copies(self, copies: Mapping[int, Sequence[int]]) -> "Placement":
+        """Also hold expert i on each rank of copies[i], behind what is there."""
+        slots = [list(held) for held in self.slots]
+        for expert, ranks in copies.items():
+            for rank in ranks:
+                if not 0 <= rank < self.world_size or not 0 <= expert < self.experts:
+                    need = f"experts in [0, {self.experts}), ranks in [0, {self.world_size})"
+                    raise ConfigurationError("copies", got={expert: tuple(ranks)}, need=need)
+                slots[rank].append(expert)
+        return Placement(tuple(map(tuple, slots)))
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots)
+
+    @cached_property
+    def experts(self) -> int:
+        """Logical experts, each counted once."""
+        return len({expert for slots in self.slots for expert in slots})
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether ranks hold blocks in their order, as `linear` gives them."""
+        return self == Placement.linear(self.experts, self.world_size)
+
+    @cached_property
+    def homes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(rank, slot) of each copy of each expert, by rank."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
+        for rank, slots in enumerate(self.slots):
+            for slot, expert in enumerate(slots):
+                found[expert].append((rank, slot))
+        return tuple(map(tuple, found))
+
+    def expert_map(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """(experts,) int32: the slot of each expert on `rank`, -1 where it is not there.
+
+        With copies several ranks name an expert, and each would compute it: see `pairs_to_slots`.
+        """
+        slots = dict.fromkeys(range(self.experts), -1)
+        slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
+        return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(device)
+
+    def tables(self, device: torch.device | str = "cpu") -> "PlacementTables":
+        """The placement as tensors for `pairs_to_slots`."""
+        most = max(map(len, self.homes))
+        padded = [(*homes, *[homes[0]] * (most - len(homes))) for homes in self.homes]
+        homes_ER2 = torch.tensor(padded, dtype=torch.int32)
+        copies_E = torch.tensor([len(homes) for homes in self.homes], dtype=torch.int32)
+        return PlacementTables(homes_ER2.to(device), copies_E.to(device))
+
+
+@dataclass(frozen=True)
+class PlacementTables:
+    """homes_ER2: (E, R, 2) int32, rank and slot of each of at most R copies; copies_E: how many."""
+
+    homes_ER2: torch.Tensor
+    copies_E: torch.Tensor
+
+
+def pairs_to_slots(
+    topk_ids_TK: torch.Tensor, tables: PlacementTables, *, first_token: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each pair goes: rank_TK and slot_TK, int64, -1 where skipped; and how many are invalid.
+
+    topk_ids_TK: (T, K) int32 or int64 logical experts; -1 skips, anything else outside [0, E) is
+    invalid and skipped too: the third result, int32 (1,), counts those. Copy (t + first_token) % R
+    of an expert takes token t's pair, so ranks that see the same tokens agree.
+    """
+    if topk_ids_TK.dim() != 2:
+        raise ShapeError("topk_ids", got=tuple(topk_ids_TK.shape), need="(T, K)")
+    experts = tables.copies_E.numel()
+    ids = topk_ids_TK.long()
+    valid = (ids >= 0) & (ids < experts)
+    invalid = ((ids < -1) | (ids >= experts)).sum().to(torch.int32).reshape(1)
+    ids = torch.where(valid, ids, 0)
+    token = torch.arange(first_token, first_token + ids.shape[0], device=ids.device)
+    copy = token[:, None] % tables.copies_E[ids]
+    homes = tables.homes_ER2[ids, copy].long()
+    place = torch.where(valid[..., None], homes, -1)
+    return place[..., 0], place[..., 1], invalid
+
+
+def _check_sizes(experts: int, world_size: int) -> None:
+    if world_size < 1 or experts < world_size:
+        need = f"an expert for each of {world_size} rank(s)"
+        raise ConfigurationError("placement: experts", got=experts, need=need)

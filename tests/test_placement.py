@@ -1,0 +1,107 @@
+"""Placement as data: where experts live, and to which copy each pair goes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from modular_kernel import Parallel, Problem
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.placement import Placement, pairs_to_slots
+
+
+def test_linear_gives_blocks_and_the_rest_to_the_first_ranks() -> None:
+    assert Placement.linear(10, 4).slots == ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9))
+    assert Placement.linear(8, 2).slots == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert Placement.linear(3, 3).is_linear
+
+
+def test_round_robin_deals_one_by_one() -> None:
+    placement = Placement.round_robin(7, 3)
+    assert placement.slots == ((0, 3, 6), (1, 4), (2, 5))
+    assert not placement.is_linear
+
+
+def test_a_table_of_rank_and_slot() -> None:
+    placement = Placement.of_table([(1, 1), (0, 0), (1, 0)], 2)
+    assert placement.slots == ((1,), (2, 0))
+    assert placement.homes == (((1, 1),), ((0, 0),), ((1, 0),))
+    assert placement.expert_map(1).tolist() == [1, -1, 0]
+    assert placement.expert_map(1).dtype is torch.int32
+
+
+def test_copies_lie_behind_what_is_there() -> None:
+    placement = Placement.linear(4, 2).with_copies({3: (0,), 0: (1,)})
+    assert placement.slots == ((0, 1, 3), (2, 3, 0))
+    assert placement.homes[3] == ((0, 2), (1, 1))
+    assert placement.experts == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Placement(()), "experts of a rank"),
+        (lambda: Placement(((0,), ())), "experts of a rank"),
+        (lambda: Placement(((0, 0),)), "rank 0"),
+        (lambda: Placement(((0,), (2,))), "every expert from 0 on"),
+        (lambda: Placement.linear(2, 3), "an expert for each"),
+        (lambda: Placement.round_robin(0, 1), "an expert for each"),
+        (lambda: Placement.of_table([(2, 0)], 2), "expert 0"),
+        (lambda: Placement.of_table([(0, 0), (0, 0)], 1), "expert 1"),
+        (lambda: Placement.of_table([(0, 1)], 1), "without gaps"),
+        (lambda: Placement.linear(4, 2).with_copies({4: (0,)}), "copies"),
+        (lambda: Placement.linear(4, 2).with_copies({0: (2,)}), "copies"),
+        (lambda: Placement.linear(4, 2).with_copies({0: (0,)}), "rank 0"),
+        (lambda: Parallel(2, "table"), "a Placement"),
+        (lambda: Parallel(2, Placement.linear(4, 4)), "4 ranks"),
+        (lambda: Parallel(2, rank=2), "rank"),
+        (lambda: Problem(1, 8, 8, 3, 1, parallel=Parallel(4)), "each of 4 rank"),
+        (lambda: Problem(1, 8, 8, 3, 1, parallel=Parallel(2, Placement.linear(4, 2))), "4 experts"),
+    ],
+)
+def test_what_is_no_placement_is_refused(make: object, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        make()  # type: ignore[operator]
+
+
+def test_a_problem_knows_the_experts_of_its_rank() -> None:
+    problem = Problem(1, 8, 8, 10, 2, parallel=Parallel(4))
+    assert [replace(problem, parallel=Parallel(4, rank=r)).e for r in range(4)] == [3, 3, 2, 2]
+    dealt = Parallel(3, Placement.round_robin(10, 3), rank=0)
+    assert replace(problem, parallel=dealt).e == 4
+    assert replace(problem, parallel=dealt, local_experts=7).e == 7
+
+
+@given(st.data())
+def test_every_pair_goes_to_one_copy_of_its_expert(data: st.DataObject) -> None:
+    experts, world = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 4))
+    if experts < world:
+        experts = world
+    placement = Placement.round_robin(experts, world)
+    for expert in range(0, experts, 2):
+        others = [r for r in range(world) if r != expert % world]
+        placement = placement.with_copies({expert: others[: data.draw(st.integers(0, 3))]})
+    ids = torch.tensor(data.draw(st.lists(st.integers(-2, experts), min_size=1, max_size=12)))
+    rank, slot, invalid = pairs_to_slots(ids[:, None], placement.tables(), first_token=5)
+    assert invalid.tolist() == [sum(i < -1 or i >= experts for i in ids.tolist())]
+    for token, expert in enumerate(ids.tolist()):
+        place = int(rank[token]), int(slot[token])
+        if not 0 <= expert < experts:
+            assert place == (-1, -1)
+            continue
+        homes = placement.homes[expert]
+        assert place == homes[(token + 5) % len(homes)]
+        assert placement.slots[place[0]][place[1]] == expert
+
+
+def test_copies_take_turns() -> None:
+    placement = Placement.linear(2, 2).with_copies({0: (1,)})
+    rank, _, _ = pairs_to_slots(torch.zeros(4, 1, dtype=torch.int32), placement.tables())
+    assert rank.flatten().tolist() == [0, 1, 0, 1]
+
+
+def test_ids_have_two_dimensions() -> None:
+    with pytest.raises(ShapeError, match="topk_ids"):
+        pairs_to_slots(torch.zeros(4), Placement.linear(2, 1).tables())
