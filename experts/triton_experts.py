@@ -56,7 +56,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def tunable(cls, problem: Problem) -> TileSpace:
-        return TileSpace(problem, cls.__name__)
+        return TileSpace(problem, cls.__name__, tuple(_paths(problem)))
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
