@@ -61,6 +61,8 @@ class PrepareFinalizeRequirements(Requirements):
     whose activations it quantises before dispatch; can_defer_quant: it can leave that to the
     experts; scale_layout: of the scales it dispatches. world_sizes: least and greatest (None: no
     bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
+    replicated_input: every rank passes the same tokens and routing, and every rank gets the
+    output of all of them; otherwise each rank passes its own tokens, as many as it likes.
     """
 
     reduces: frozenset[Reduce]
@@ -77,6 +79,7 @@ class PrepareFinalizeRequirements(Requirements):
     max_tokens: int | None = None
     asynchronous: bool = False
     output_is_reduced: bool = True
+    replicated_input: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
