@@ -38,6 +38,10 @@ class Case:
         pairing = f"{self.prepare_finalize}+{self.experts}"
         return f"{pairing}-{self.problem}-{self.routing}{seed}"
 
+    def options(self) -> dict[str, object]:
+        """Options of `mk test --one` that the problem does not tell."""
+        return {"routing": self.routing, "seed": self.seed}
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -269,8 +273,7 @@ def command(case: Case) -> str:
         "quant": problem.quant,
         "activation": problem.act,
         **_unusual(problem),
-        "routing": case.routing,
-        "seed": case.seed,
+        **case.options(),
     }
     words = ["mk", "test", "--one"]
     for name, value in options.items():

@@ -88,7 +88,7 @@ def make_inputs(
     ids_dtype = problem.ids_dtype or (torch.int64 if strided else torch.int32)
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator).to(problem.dtype)
     return Inputs(
-        _with_gaps(x_TH, place) if strided and not problem.inplace else place(x_TH),
+        with_gaps(x_TH, place) if strided and not problem.inplace else place(x_TH),
         _expert_weights(problem, expert_map, generator, place, strided=strided),
         Routing(place(router.topk_weights_TK), place(router.topk_ids_TK.to(ids_dtype))),
     )
@@ -132,8 +132,8 @@ def _fence_value(dtype: torch.dtype) -> float:
     return math.nan if dtype.is_floating_point else min(_INT_FENCE, torch.iinfo(dtype).max)
 
 
-def _with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
-    """x with NaN between its rows."""
+def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
+    """x, put in its place with NaN between its rows."""
     gap = torch.full((x_TH.shape[0], 16), math.nan, dtype=x_TH.dtype)
     return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 

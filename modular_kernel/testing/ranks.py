@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ from modular_kernel.settings import read_settings
 Backend = Literal["gloo", "nccl"]
 R = TypeVar("R")
 
-_PRELOAD = ["numpy", "torch", "torch.distributed", "modular_kernel.testing.prove"]
+_PRELOAD = ["modular_kernel.testing.preload"]
 _STOP = b""  # instead of a task: end
 
 
@@ -115,9 +116,7 @@ class RankPool:
             raise ConfigurationError("GPUs", got=torch.cuda.device_count(), need=need)
         self.world_size, self.backend, self.grace = world_size, backend, grace
         self._group_timeout = group_timeout
-        # A thread of this process may hold a lock at any time, so it is not forked itself.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOAD)
+        self._context = _context(backend)
         self._folder: tempfile.TemporaryDirectory[str] | None = tempfile.TemporaryDirectory(
             prefix="mk-ranks-"
         )
@@ -267,6 +266,15 @@ class RankPool:
         for rank in self._ranks:
             rank.end()
         self._ranks = []
+
+
+def _context(backend: Backend) -> ForkServerContext | SpawnContext:
+    """How ranks are started. This process is not forked itself: a thread of it may hold a lock."""
+    if backend == "nccl":  # what is imported in advance may have touched the driver
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
 
 
 def _pickled(value: object) -> bytes:

@@ -1,0 +1,8 @@
+"""What every rank needs, imported once: ranks are forked from a process that imported this."""
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.testing import prove_ranks
+
+__all__ = ["prove_ranks"]
+
+load_catalog()

@@ -1,0 +1,91 @@
+"""The plainest parts over ranks, in a few lines: whatever they fail, the harness got wrong."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from modular_kernel.contracts import PrepareAndFinalize
+from modular_kernel.placement import pairs_to_slots
+from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    DispatchedRouting,
+    ExpertRows,
+    Handle,
+)
+from modular_kernel.types import ActivationFormat, IdSpace, Reduce
+from topk_reduce import TopKWeightAndReduceContiguous
+
+
+@dataclass(frozen=True)
+class SumHandle(Handle):
+    topk_weights_TK: torch.Tensor | None
+
+
+class SumOverRanks(PrepareAndFinalize):
+    """Every rank has the same tokens and computes the pairs of its experts; the sums are added."""
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        localises_ids=True,
+        world_sizes=(2, None),
+        replicated_input=True,
+        inplace=False,
+    )
+
+    def dispatch_shape(self, tokens):
+        return ContiguousShape(tokens, self.problem.top_k)
+
+    def workspace_shapes(self, tokens):
+        return {}
+
+    def prepare(self, x_TH, routing, *, weights, call):
+        tables = self.problem.placement.tables(x_TH.device)
+        rank_TK, slot_TK, invalid = pairs_to_slots(routing.topk_ids_TK, tables)
+        call.invalid_ids.add_(invalid)
+        here = rank_TK == self.problem.parallel.rank
+        ids_TK = torch.where(here, slot_TK, -1).to(routing.topk_ids_TK.dtype)
+        local = DispatchedRouting(
+            topk_weights_TK=routing.topk_weights_TK,
+            topk_ids_TK=ids_TK,
+            space=IdSpace.LOCAL,
+            num_experts=self.problem.e,
+            expert_map=None,
+            invalid_ids=torch.zeros_like(call.invalid_ids),
+        )
+        on_input = self.problem.apply_router_weight_on_input
+        handle = SumHandle(None if on_input else routing.topk_weights_TK)
+        return ContiguousTokens(x_TH, local), handle
+
+    def finalize(self, expert_output, *, handle, reduce, out):
+        if reduce.kind is Reduce.DELEGATE:
+            reduce = TopKWeightAndReduceContiguous()
+        scale = self.problem.routed_scaling_factor
+        reduce.apply(ExpertRows(expert_output, None, handle.topk_weights_TK, scale), out)
+        total = out.float()
+        dist.all_reduce(total, group=self.group)
+        out.copy_(total)
+
+
+class WrongOnRankOne(SumOverRanks):
+    """Raises on rank 1 alone, before the ranks meet."""
+
+    requires = SumOverRanks.requires
+
+    def prepare(self, x_TH, routing, *, weights, call):
+        if self.problem.parallel.rank == 1:
+            raise ValueError("only here")
+        return super().prepare(x_TH, routing, weights=weights, call=call)
+
+
+class Unsummed(SumOverRanks):
+    """Forgets to add the ranks' sums."""
+
+    requires = SumOverRanks.requires
+
+    def finalize(self, expert_output, *, handle, reduce, out):
+        scale = self.problem.routed_scaling_factor
+        reduce.apply(ExpertRows(expert_output, None, handle.topk_weights_TK, scale), out)
