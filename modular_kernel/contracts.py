@@ -66,6 +66,9 @@ class PrepareAndFinalize(ABC):
         """Rules of this part alone that `requires` has no word for; the rule is named after it."""
         return ()
 
+    def check_machine(self, machine: Machine) -> None:  # noqa: B027  most have nothing to check
+        """Raise the InputError of a part whose group, say, cannot serve `machine`."""
+
     @property
     def activation_format(self) -> ActivationFormat:
         """The format prepare produces and finalize takes back."""
@@ -89,7 +92,10 @@ class PrepareAndFinalize(ABC):
 
     @abstractmethod
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        """The most that can arrive when every rank passes at most `tokens` tokens."""
+        """The most that can arrive in a call that passes `tokens` tokens here.
+
+        Other ranks may pass up to problem.tokens then.
+        """
 
     @abstractmethod
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
@@ -191,14 +197,21 @@ class Call:
 
     workspace: the buffers declared by both parts. invalid_ids: int32 (1,) counter of ids outside
     [-1, E), shared by all calls of a kernel and only ever added to. defer_quant: dispatch
-    activations unquantised, because these experts quantise them themselves.
+    activations unquantised, because these experts quantise them themselves. pairing: the names of
+    the kernel's parts, which ranks that take part in one call must have in common.
     """
 
-    __slots__ = ("defer_quant", "invalid_ids", "workspace")
+    __slots__ = ("defer_quant", "invalid_ids", "pairing", "workspace")
 
     def __init__(
-        self, workspace: Workspace, invalid_ids: torch.Tensor, *, defer_quant: bool = False
+        self,
+        workspace: Workspace,
+        invalid_ids: torch.Tensor,
+        *,
+        defer_quant: bool = False,
+        pairing: str = "",
     ) -> None:
         self.workspace = workspace
         self.invalid_ids = invalid_ids
         self.defer_quant = defer_quant
+        self.pairing = pairing

@@ -78,3 +78,28 @@ class IncompatibleError(ModularKernelError, ValueError):
         self.pairing, self.rejections = pairing, tuple(rejections)
         reasons = "\n".join(f"  - {rejection}" for rejection in self.rejections)
         super().__init__(f"{pairing} is refused for {len(self.rejections)} reason(s):\n{reasons}")
+
+
+class CommunicationError(ModularKernelError):
+    """Ranks that had to take part in an exchange did not in time, went away, or disagree.
+
+    rank: where it was raised. phase: "construct", "counts", "dispatch" or "combine". step: the
+    call, counted from 1 by every rank. peers: the ranks to look at, () if nothing tells.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: object,
+        need: object,
+        rank: int,
+        phase: str,
+        step: int = 0,
+        peers: Sequence[int] = (),
+    ) -> None:
+        self.what, self.got, self.need = what, got, need
+        self.rank, self.phase, self.step, self.peers = rank, phase, step, tuple(peers)
+        named = ", ".join(map(str, self.peers)) or "unknown"
+        where = f"rank {rank}, {phase} of step {step}, peer(s) {named}"
+        super().__init__(f"{what}: got {got}, need {need} ({where})")

@@ -24,8 +24,11 @@ from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
 from modular_kernel.rules import judge
 from modular_kernel.tensors import (
+    BatchedShape,
+    ContiguousShape,
     ContiguousTokens,
     Dispatched,
+    DispatchShape,
     ExpertWeights,
     Handle,
     Routing,
@@ -66,13 +69,17 @@ class FusedMoEModularKernel:
         verdict = judge(type(prepare_finalize), type(experts), self.problem, self.machine)
         if not verdict.ok:
             raise IncompatibleError(verdict.pairing, verdict.rejections)
+        prepare_finalize.check_machine(self.machine)
         self.prepare_finalize = prepare_finalize
         self.experts = experts
         self.reduce = _reduce_of(experts)
         # The experts' output is the layer's own where finalize has nothing left to move.
         standard = experts.requires.activation_format is ActivationFormat.STANDARD
-        self._experts_write_out = self.reduce.kind is Reduce.NOOP or (
-            self.reduce.kind is None and standard
+        self._moves_rows = (
+            self.problem.parallel.world_size > 1 and not prepare_finalize.requires.replicated_input
+        )
+        self._experts_write_out = not self._moves_rows and (
+            self.reduce.kind is Reduce.NOOP or (self.reduce.kind is None and standard)
         )
         self.checked = checked
         self.poison = poison
@@ -181,8 +188,8 @@ class FusedMoEModularKernel:
         shape = self.prepare_finalize.dispatch_shape(tokens)
         chunk = self.problem.chunk_tokens
         piece = shape
-        if chunk is not None and tokens > chunk:
-            piece = self.prepare_finalize.dispatch_shape(chunk)
+        if chunk is not None and isinstance(shape, ContiguousShape) and shape.tokens > chunk:
+            piece = replace(shape, tokens=chunk)
         specs = {**own, **self.experts.workspace_shapes(piece).buffers()}
         if not self._experts_write_out:
             specs[_EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
@@ -210,6 +217,8 @@ class FusedMoEModularKernel:
         part, chunk = self.prepare_finalize, self.problem.chunk_tokens
         if not part.requires.can_defer_quant or (chunk is not None and tokens > chunk):
             return False
+        if self._moves_rows:  # fewer bytes travel quantised
+            return False
         return self.experts.takes_unquantised(part.dispatch_shape(tokens))
 
     def poison_output(self, out: torch.Tensor) -> None:
@@ -230,6 +239,7 @@ class FusedMoEModularKernel:
             workspace,
             self.count_invalid_ids_on(x_TH.device),
             defer_quant=self._defers_quant(x_TH.shape[0]),
+            pairing=self.pairing,
         )
         part = self.prepare_finalize
         with stages.stage(stages.PREPARE):
@@ -248,9 +258,8 @@ class FusedMoEModularKernel:
         tokens, handle = pending.receive()
         output = pending.out
         if not self._experts_write_out:
-            shape = self.prepare_finalize.dispatch_shape(pending.tokens)
             output = pending.workspace.take(
-                _EXPERT_OUTPUT, self.experts.workspace_shapes(shape).output.shape
+                _EXPERT_OUTPUT, self.experts.workspace_shapes(_shape_of(tokens)).output.shape
             )
         with stages.stage(stages.EXPERTS):
             self._apply_experts(tokens, pending, output)
@@ -301,6 +310,13 @@ def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
         name = f"{type(experts).__name__}.finalize_weight_and_reduce_impl()"
         raise ConfigurationError(name, got=reduce.kind, need=f"{declared}, as it declares")
     return reduce
+
+
+def _shape_of(tokens: Dispatched) -> DispatchShape:
+    """What arrived, which may be less than what can arrive."""
+    if isinstance(tokens, ContiguousTokens):
+        return ContiguousShape(*tokens.routing.topk_ids_TK.shape)
+    return BatchedShape(*tokens.x_eCH.shape[:2])
 
 
 def _slice(tokens: ContiguousTokens, start: int, stop: int) -> ContiguousTokens:

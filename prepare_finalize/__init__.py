@@ -1,12 +1,24 @@
 """PrepareAndFinalize parts: quantise and dispatch, then combine. One scheme or vendor a file."""
 
+from prepare_finalize.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.batched import BatchedPrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
+from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
+from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
 
-COMPONENTS = (MoEPrepareAndFinalizeNoEP, BatchedPrepareAndFinalize)
+COMPONENTS = (
+    MoEPrepareAndFinalizeNoEP,
+    BatchedPrepareAndFinalize,
+    ReplicatedEPPrepareAndFinalize,
+    AllGatherReduceScatterPrepareAndFinalize,
+    TorchAll2AllPrepareAndFinalize,
+)
 
 __all__ = [
     "COMPONENTS",
+    "AllGatherReduceScatterPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
+    "ReplicatedEPPrepareAndFinalize",
+    "TorchAll2AllPrepareAndFinalize",
 ]

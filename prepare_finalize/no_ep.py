@@ -7,12 +7,7 @@ import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.ops.quantise import (
-    quantise_rejections,
-    quantise_rows,
-    quantise_specs,
-    take_quantised,
-)
+from modular_kernel.ops.quantise import quantise_rejections, quantise_specs
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
@@ -20,14 +15,13 @@ from modular_kernel.tensors import (
     ContiguousTokens,
     Dispatched,
     DispatchedRouting,
-    ExpertRows,
     ExpertWeights,
     Handle,
     Routing,
 )
 from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
-from topk_reduce import TopKWeightAndReduceContiguous
+from prepare_finalize.tokens import quantise_tokens, weight_and_reduce
 
 
 @dataclass(frozen=True)
@@ -76,13 +70,8 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         )
         on_input = self.problem.apply_router_weight_on_input
         handle = NoEPHandle(None if on_input else routing.topk_weights_TK)
-        scheme, shape = self.problem.scheme, (x_TH.shape[0], self.problem.hidden)
-        if not scheme.quantises_activations or call.defer_quant:
-            return ContiguousTokens(x_TH, dispatched), handle
-        static = weights.a1_scale if scheme.static else None
-        out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
-        quantise_rows(x_TH, scheme, out=out)
-        return ContiguousTokens(out.q_RK, dispatched, out.scale), handle
+        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        return ContiguousTokens(rows, dispatched, scale), handle
 
     def finalize(
         self,
@@ -94,7 +83,5 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
     ) -> None:
         if not isinstance(handle, NoEPHandle):
             raise UnsupportedError("handle", got=type(handle).__name__, need="NoEPHandle")
-        if reduce.kind is Reduce.DELEGATE:
-            reduce = TopKWeightAndReduceContiguous()
-        scale = self.problem.routed_scaling_factor
-        reduce.apply(ExpertRows(expert_output, None, handle.topk_weights_TK, scale), out)
+        weights_TK = handle.topk_weights_TK
+        weight_and_reduce(expert_output, weights_TK, self.problem, reduce=reduce, out=out)

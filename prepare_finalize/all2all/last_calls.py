@@ -1,0 +1,120 @@
+"""What a rank did last, and what failed where: records that help to find a culprit.
+
+Nothing here costs a call more than a line in a ring buffer: the store is written and read only
+after something failed.
+"""
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+PHASES = ("construct", "counts", "dispatch", "combine")
+_POLL_S = 0.02
+
+
+class LastCalls:
+    """The last exchanges of one rank, oldest first.
+
+    A record is {rank, step, phase, bytes, started_s, ended_s, state}: bytes sent, wall-clock
+    seconds, and state "under way", "done" or what went wrong.
+    """
+
+    def __init__(self, rank: int, most: int) -> None:
+        self._rank = rank
+        self._records: deque[dict[str, Any]] = deque(maxlen=most)
+
+    def begin(self, step: int, phase: str, nbytes: int) -> dict[str, Any]:
+        """Note an exchange; the record returned is `end`ed by who waits for it."""
+        record: dict[str, Any] = {
+            "rank": self._rank,
+            "step": step,
+            "phase": phase,
+            "bytes": nbytes,
+            "started_s": time.time(),
+            "ended_s": None,
+            "state": "under way",
+        }
+        self._records.append(record)
+        return record
+
+    @staticmethod
+    def end(record: dict[str, Any], state: str = "done") -> None:
+        record["ended_s"], record["state"] = time.time(), state
+
+    def json_lines(self) -> str:
+        """One JSON object a line."""
+        return "".join(json.dumps(record) + "\n" for record in self._records)
+
+    def write(self, path: str | Path) -> None:
+        """Write `json_lines` to a file of this rank."""
+        Path(path).write_text(self.json_lines(), encoding="utf-8")
+
+
+class FailureBoard:
+    """Where a rank that failed says so, and sees who else did: who is missing is the culprit.
+
+    store: of the process group; with a TCPStore, its host must be alive to name anybody.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+
+    def post(self, record: Mapping[str, Any], until_s: float) -> dict[int, dict[str, Any]] | None:
+        """Publish a record; every rank's, as far as known at `until_s` (time.monotonic).
+
+        None if the store cannot be reached: a stopped host answers nobody, so a thread asks it.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        published = threading.Event()
+
+        def ask() -> None:
+            try:
+                self._store.set(f"failed/{self._rank}", json.dumps(record))
+                published.set()
+                while len(found) < self._world_size and time.monotonic() < until_s:
+                    self._look(found)
+                    time.sleep(_POLL_S)
+            except RuntimeError:  # the store's host is gone; what was found counts
+                return
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(max(0.2, until_s - time.monotonic() + 0.2))
+        return dict(found) if published.is_set() else None
+
+    def _look(self, found: dict[int, dict[str, Any]]) -> None:
+        for rank in range(self._world_size):
+            if rank not in found and self._store.check([f"failed/{rank}"]):
+                found[rank] = json.loads(self._store.get(f"failed/{rank}"))
+
+
+def culprits(
+    rank: int, world_size: int, failed: Mapping[int, Mapping[str, Any]], deadline_s: float
+) -> tuple[tuple[int, ...], str]:
+    """The ranks to look at, and why, by what every rank published after a failure.
+
+    First those that published nothing; then those in an earlier exchange than others; then those
+    that came to it late. If that is this rank alone, those that gave it up.
+    """
+    missing = tuple(r for r in range(world_size) if r not in failed)
+    if missing:
+        return missing, "no sign of life"
+    others = tuple(r for r in range(world_size) if r != rank)
+    place = {r: (record["step"], PHASES.index(record["phase"])) for r, record in failed.items()}
+    behind = [r for r in others if place[r] < max(place.values())]
+    if behind:
+        return tuple(behind), "still in an earlier exchange"
+    first = min(record["started_s"] for record in failed.values())
+    late = {r: record["started_s"] - first for r, record in failed.items()}
+    tardy = tuple(r for r in others if late[r] > deadline_s / 2)
+    if tardy:
+        return tardy, f"{max(late[r] for r in tardy):.1f} s late"
+    if late[rank] > deadline_s / 2:
+        return others, f"gave up: this rank came {late[rank]:.1f} s late"
+    return others, "failed too"

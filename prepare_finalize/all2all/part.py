@@ -1,0 +1,193 @@
+"""GroupPart: what the PrepareAndFinalize parts over torch.distributed have in common."""
+
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.contracts import Call, PrepareAndFinalize
+from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.ops.quantise import quantise_rejections, scale_shape
+from modular_kernel.placement import PlacementTables
+from modular_kernel.quant import STORAGE
+from modular_kernel.support import Rejection
+from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, Handle
+from modular_kernel.types import IdSpace, Machine, Problem
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.all2all.agreement import Agreement
+from prepare_finalize.all2all.packed_rows import RowLayout
+from prepare_finalize.all2all.torch_group import TorchGroup, place_in
+from prepare_finalize.tokens import one_scale_for_all, quantises
+
+
+@dataclass(frozen=True)
+class GroupHandle(Handle):
+    """What finalize needs: the part it is of, the call, and the rows' weights still to apply."""
+
+    part: "GroupPart"
+    call: Call
+    agreed: Agreement
+    topk_weights_RK: torch.Tensor | None
+
+
+class GroupPart(PrepareAndFinalize):
+    """A part that exchanges through a TorchGroup.
+
+    group: a TorchGroup of the caller's, or a ProcessGroup (None: the default one) to make one of
+    with a default deadline. The part owns the manager it makes, and `destroy` closes that.
+    ConfigurationError if the group's size or this process's rank in it is not the problem's.
+    """
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        parallel = problem.parallel
+        rank, world_size = place_in(group)
+        if world_size != parallel.world_size:
+            need = f"{parallel.world_size}, the problem's world_size"
+            raise ConfigurationError("process group's size", got=world_size, need=need)
+        if rank != parallel.rank:
+            need = f"{parallel.rank}, the problem's parallel.rank"
+            raise ConfigurationError("rank in the process group", got=rank, need=need)
+        self._owns_manager = not isinstance(group, TorchGroup)
+        self.manager = group if isinstance(group, TorchGroup) else TorchGroup(group)
+        self._tables: dict[torch.device, PlacementTables] = {}
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found = list(quantise_rejections(cls.__name__, problem, machine))
+        held = len(problem.placement.slots[problem.parallel.rank])
+        parties = (cls.__name__, "problem")
+        if problem.expert_map:
+            hint = "ids are localised by Parallel(placement=...)"
+            found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
+        if problem.e != held:
+            need = f"{held}, as the placement says"
+            found.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
+        return tuple(found)
+
+    def check_machine(self, machine: Machine) -> None:
+        self.manager.check_device(machine.device)
+
+    def destroy(self) -> None:
+        """Close the manager if this part made it; the part serves no more then."""
+        if self._owns_manager:
+            self.manager.destroy()
+
+    def tables(self, device: torch.device) -> PlacementTables:
+        """The placement on `device`."""
+        if device not in self._tables:
+            self._tables[device] = self.problem.placement.tables(device)
+        return self._tables[device]
+
+    def local_tokens(
+        self,
+        call: Call,
+        x_RH: torch.Tensor,
+        scale: torch.Tensor | None,
+        slots_RK: torch.Tensor,
+        weights_RK: torch.Tensor,
+    ) -> ContiguousTokens:
+        """Rows with local ids (int32, -1: not for this rank), as experts take them."""
+        routing = DispatchedRouting(
+            topk_weights_TK=weights_RK,
+            topk_ids_TK=slots_RK,
+            space=IdSpace.LOCAL,
+            num_experts=self.problem.e,
+            expert_map=None,
+            invalid_ids=call.invalid_ids,
+        )
+        return ContiguousTokens(x_RH, routing, scale)
+
+    def own_handle(self, handle: Handle) -> GroupHandle:
+        """UnsupportedError unless `handle` is of this very part."""
+        if not isinstance(handle, GroupHandle) or handle.part is not self:
+            got, need = type(handle).__name__, f"one of this {type(self).__name__}"
+            raise UnsupportedError("handle", got=got, need=need)
+        return handle
+
+    def largest_is_local(self, call: Call) -> bool:
+        """Whether no scale depends on other ranks' tokens."""
+        return not (quantises(self.problem, call) and one_scale_for_all(self.problem))
+
+    def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
+        """This rank's share of what one scale for all ranks' tokens is computed from, (1,)."""
+        if self.largest_is_local(call):
+            return None
+        if x_TH.numel() == 0:
+            return x_TH.new_zeros(1, dtype=torch.float32)
+        return x_TH.abs().amax().float().reshape(1)
+
+
+class RowBuffers:
+    """Layout and buffers of rows that travel, for one problem.
+
+    Rows carry K ids each, int32: experts of the model or slots, as the part likes.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def layout(self, *, quantised: bool) -> RowLayout:
+        """What a row holds; scales only where each row has its own."""
+        problem, scales = self.problem, 0
+        if quantised and problem.scheme.activation_granularity != "tensor":
+            scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
+        return RowLayout.of(
+            x=(problem.hidden, self._dtype(quantised)),
+            scale=(scales, torch.float32),
+            ids=(problem.top_k, torch.int32),
+            weights=(problem.top_k, torch.float32),
+        )
+
+    def most_bytes(self) -> int:
+        """Of a row, quantised or not."""
+        plain = self.layout(quantised=False).nbytes
+        if not self.problem.scheme.quantises_activations:
+            return plain
+        return max(plain, self.layout(quantised=True).nbytes)
+
+    def specs(self, rows: int) -> dict[str, BufferSpec]:
+        """The buffers of `unpack`, of the experts' sums and of the combine, for `rows` arriving."""
+        problem = self.problem
+        hidden, k = problem.hidden, problem.top_k
+        specs = {
+            "rows_x": BufferSpec((rows, hidden * problem.dtype.itemsize), torch.uint8),
+            "rows_ids": BufferSpec((rows, k), torch.int32),
+            "rows_weights": BufferSpec((rows, k), torch.float32),
+            "rows_sum": BufferSpec((rows, hidden), problem.dtype),
+            "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
+        }
+        if problem.scheme.quantises_activations:
+            scales = scale_shape(problem.scheme, rows, hidden)
+            specs["rows_scale"] = BufferSpec(scales, torch.float32)
+        return specs
+
+    def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "Unpacked":
+        """The sections of packed rows, one block behind another, each contiguous."""
+        quantised = quantises(self.problem, call)
+        layout, rows = self.layout(quantised=quantised), sum(map(len, blocks))
+        hidden, k = self.problem.hidden, self.problem.top_k
+        dtype = self._dtype(quantised)
+        x = call.workspace.take("rows_x", (rows, hidden * dtype.itemsize)).view(dtype)
+        ids = call.workspace.take("rows_ids", (rows, k))
+        weights = call.workspace.take("rows_weights", (rows, k))
+        layout.take(blocks, "x", x)
+        layout.take(blocks, "ids", ids)
+        layout.take(blocks, "weights", weights)
+        scale = None
+        if "scale" in layout.sections:
+            scale = call.workspace.take("rows_scale", (rows, layout.sections["scale"][1]))
+            layout.take(blocks, "scale", scale)
+        return Unpacked(x, scale, ids, weights)
+
+    def _dtype(self, quantised: bool) -> torch.dtype:
+        return STORAGE[self.problem.scheme.activation] if quantised else self.problem.dtype
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """x_RH, scale (R, G) float32 or None, ids_RK int32, weights_RK float32."""
+
+    x_RH: torch.Tensor
+    scale: torch.Tensor | None
+    ids_RK: torch.Tensor
+    weights_RK: torch.Tensor

@@ -1,0 +1,282 @@
+"""TorchGroup: what the parts on torch.distributed keep for one process group.
+
+    manager = TorchGroup(group, deadline_s=2.0)
+    kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
+    ...
+    manager.destroy()
+
+It owns a communicator of its own, so that neither the caller's traffic nor its timeout mix with
+the toolkit's. Making and destroying one is collective: every rank of the group does, in one order.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from modular_kernel.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DeviceError,
+    UnsupportedError,
+)
+from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
+
+DEADLINE_S = 10.0
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
+_POLL_S = 20e-6
+
+
+class TorchGroup:
+    """Exchanges over one process group, each with a deadline.
+
+    group: a ProcessGroup of torch.distributed, None for the default one. deadline_s: the longest
+    an exchange may take from its start. device: "cpu" (a gloo backend) or "cuda" (NCCL); None
+    takes what the group serves, a GPU first. history: exchanges that `last_calls` remembers.
+
+    ConfigurationError where the group cannot serve. CommunicationError where a rank stays away:
+    then this manager serves no more, and the caller's own group is as it was.
+    """
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+        device: str | None = None,
+        history: int = 1024,
+    ) -> None:
+        if not 0 < deadline_s < float("inf"):
+            raise ConfigurationError("deadline_s", got=deadline_s, need="seconds > 0")
+        process_group = _member_group(group)
+        self.rank, self.world_size = process_group.rank(), process_group.size()
+        self.device = _served_device(process_group, device)
+        self.deadline_s = deadline_s
+        self.step = 0
+        self.last_calls = LastCalls(self.rank, history)
+        self._failure: CommunicationError | None = None
+        self._destroyed = False
+        store = distributed_c10d._get_process_group_store(process_group)
+        # The n-th manager of this rank meets the n-th of the others, under keys of its own.
+        number = store.add(f"modular_kernel/managers/{self.rank}", 1)
+        own = PrefixStore(f"modular_kernel/{number}", store)
+        self._board = FailureBoard(own, self.rank, self.world_size)
+        self._group = self._connect(own)
+
+    def _connect(self, store: Store) -> Any:
+        record = self.last_calls.begin(0, "construct", 0)
+        started = time.monotonic()
+        try:
+            group = _BACKEND_GROUPS[self.device](store, self.rank, self.world_size, self.deadline_s)
+        except RuntimeError as error:
+            raise self._failed(record, started, error) from error
+        self.last_calls.end(record)
+        return group
+
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError unless tensors on `device` can be exchanged."""
+        kind = torch.device(device).type
+        if kind != self.device:
+            need = f"{self.device}: the group's backend is {_BACKENDS[self.device]}"
+            raise DeviceError("tensors of an exchange", got=kind, need=need)
+
+    def next_step(self) -> int:
+        """Number of the call that begins now; every rank counts alike."""
+        self._check_open()
+        self.step += 1
+        return self.step
+
+    def all_gather(
+        self, out: torch.Tensor, given: torch.Tensor, *, step: int, phase: str
+    ) -> "Exchange":
+        """out (W * n, ...) = given (n, ...) of every rank, one behind another."""
+        return self._start(
+            lambda: self._group._allgather_base(out, given), (out, given), step, phase
+        )
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        *,
+        out_rows: Sequence[int],
+        given_rows: Sequence[int],
+        step: int,
+        phase: str,
+    ) -> "Exchange":
+        """Rows of `given`, given_rows[r] of them for rank r, to `out`, out_rows[r] from rank r."""
+        splits = list(out_rows), list(given_rows)
+        return self._start(
+            lambda: self._group.alltoall_base(out, given, *splits), (out, given), step, phase
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, *, step: int, phase: str) -> "Exchange":
+        """Sum over ranks, in place."""
+        return self._start(lambda: self._group.allreduce([tensor]), (tensor,), step, phase)
+
+    def disagreement(
+        self, got: str, need: str, *, step: int, peers: Sequence[int]
+    ) -> CommunicationError:
+        """What a rank raises that learnt from the counts that the call cannot go on.
+
+        Every rank learns the same, so nobody waits and the manager goes on serving.
+        """
+        what = "ranks of one call"
+        return CommunicationError(
+            what, got=got, need=need, rank=self.rank, phase="counts", step=step, peers=peers
+        )
+
+    def write_last_calls(self, path: str | Path) -> None:
+        """This rank's last exchanges as JSON lines."""
+        self.last_calls.write(path)
+
+    def destroy(self) -> None:
+        """Close the communicator; whatever is asked of the manager after it is refused."""
+        self._destroyed = True
+        self._group = None
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            before = self._failure
+            raise CommunicationError(
+                "exchange between ranks",
+                got=f"a manager that failed before: {before.got}",
+                need="a new one",
+                rank=self.rank,
+                phase=before.phase,
+                step=before.step,
+                peers=before.peers,
+            )
+        if self._destroyed:
+            raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
+
+    def _start(
+        self,
+        launch: Callable[[], Any],
+        tensors: tuple[torch.Tensor, ...],
+        step: int,
+        phase: str,
+    ) -> "Exchange":
+        self._check_open()
+        record = self.last_calls.begin(step, phase, tensors[-1].nbytes)
+        started = time.monotonic()
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise self._failed(record, started, error) from error
+        return Exchange(self, work, tensors, record, started)
+
+    def _wait(self, exchange: "Exchange") -> None:
+        self._check_open()
+        try:
+            self._wait_for(exchange.work, exchange.started_s + self.deadline_s)
+        except RuntimeError as error:
+            raise self._failed(exchange.record, exchange.started_s, error) from error
+        self.last_calls.end(exchange.record)
+
+    def _wait_for(self, work: Any, until_s: float) -> None:
+        """RuntimeError when the exchange failed, or was not over in time."""
+        if self.device == "cpu":
+            # A little longer than gloo's own timeout, which frees its threads as it ends.
+            left = max(0.0, until_s - time.monotonic()) + 0.25
+            work.wait(timedelta(seconds=left))
+            return
+        while not work.is_completed():
+            if time.monotonic() > until_s:
+                raise RuntimeError("the exchange did not end in time")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def _failed(
+        self, record: dict[str, Any], started_s: float, error: RuntimeError
+    ) -> CommunicationError:
+        """Close, ask who else failed, and say who is to blame."""
+        took = time.monotonic() - started_s
+        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        self.last_calls.end(record, f"failed: {reason}")
+        group, self._group = getattr(self, "_group", None), None
+        if self.device == "cuda" and group is not None:
+            group.abort()
+        until = max(time.monotonic(), started_s + self.deadline_s) + _GRACE_S
+        failed = self._board.post(record, until)
+        peers: tuple[int, ...] = ()
+        why = "the group's store does not answer"
+        if failed is not None:
+            failed.setdefault(self.rank, record)
+            peers, why = culprits(self.rank, self.world_size, failed, self.deadline_s)
+        self._failure = CommunicationError(
+            "exchange between ranks",
+            got=f"{why}; after {took:.2f} s: {reason}",
+            need=f"every rank within {self.deadline_s:g} s",
+            rank=self.rank,
+            phase=record["phase"],
+            step=record["step"],
+            peers=peers,
+        )
+        return self._failure
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange under way; its tensors are kept until it was waited for."""
+
+    manager: TorchGroup
+    work: Any
+    tensors: tuple[torch.Tensor, ...]
+    record: dict[str, Any]
+    started_s: float
+
+    def wait(self) -> None:
+        """Return when the tensors may be used; CommunicationError if that fails."""
+        self.manager._wait(self)
+
+
+def place_in(group: object | None) -> tuple[int, int]:
+    """Rank and size in a TorchGroup or ProcessGroup; ConfigurationError if it is neither."""
+    if isinstance(group, TorchGroup):
+        return group.rank, group.world_size
+    member = _member_group(group)
+    return member.rank(), member.size()
+
+
+def _member_group(group: object | None) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        need = "torch.distributed.init_process_group first"
+        raise ConfigurationError("process group", got="none in this process", need=need)
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        need = "a ProcessGroup that this rank is a member of"
+        raise ConfigurationError("process group", got=type(group).__name__, need=need)
+    return group
+
+
+def _served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
+    config = dist.get_backend_config(group)
+    backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    served = [device for device in ("cuda", "cpu") if backends.get(device) == _BACKENDS[device]]
+    if not served or (wanted is not None and wanted not in served):
+        need = " or ".join(f"{_BACKENDS[d]} for {d}" for d in ([wanted] if wanted else _BACKENDS))
+        raise ConfigurationError("process group's backend", got=config, need=need)
+    return wanted or served[0]
+
+
+def _gloo(store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
+    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
+
+
+def _nccl(store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
+    # torch's own watchdog ends the process; the deadline here raises instead, and long before.
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+_BACKEND_GROUPS = {"cpu": _gloo, "cuda": _nccl}

@@ -1,0 +1,86 @@
+"""Every rank sees every token: no dispatch, and one all-reduce at the end."""
+
+from collections.abc import Mapping
+
+import torch
+
+from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.ops.quantise import quantise_specs
+from modular_kernel.placement import pairs_to_slots
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.types import ActivationFormat, Reduce
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.all2all.agreement import agree, refuse_unequal_tokens
+from prepare_finalize.all2all.part import GroupHandle, GroupPart
+from prepare_finalize.tokens import quantise_tokens, weight_and_reduce
+
+
+class ReplicatedEPPrepareAndFinalize(GroupPart):
+    """Each rank computes the pairs of its own experts, and the sums of all ranks are added.
+
+    x and routing must be the same on all ranks, and so is the output. The sums meet in float32
+    and are rounded to the problem's dtype once; how the all-reduce orders them is the backend's
+    affair, so nothing is promised about the last bits.
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        localises_ids=True,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        world_sizes=(2, None),
+        replicated_input=True,
+        deterministic=False,
+    )
+
+    def num_dispatchers(self) -> int:
+        return 1
+
+    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+        return ContiguousShape(tokens, self.problem.top_k)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem, quantised = self.problem, dict[str, BufferSpec]()
+        if problem.scheme.quantises_activations:
+            quantised = quantise_specs("x", problem.scheme, tokens, problem.hidden)
+        return {
+            **quantised,
+            "tokens_sum": BufferSpec((tokens, problem.hidden), torch.float32),
+        }
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        self.manager.check_device(x_TH.device)
+        nothing = [0] * self.manager.world_size
+        agreed = agree(self.manager, self.problem, call, tokens=x_TH.shape[0], rows_W=nothing)
+        refuse_unequal_tokens(self.manager, agreed)
+        tables = self.tables(x_TH.device)
+        rank_TK, slot_TK, invalid = pairs_to_slots(routing.topk_ids_TK, tables)
+        call.invalid_ids.add_(invalid)
+        here = rank_TK == self.manager.rank
+        slots_TK = torch.where(here, slot_TK, -1).to(torch.int32)
+        weights_TK = torch.where(here, routing.topk_weights_TK, 0)
+        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        left = None if self.problem.apply_router_weight_on_input else weights_TK
+        handle = GroupHandle(self, call, agreed, left)
+        return self.local_tokens(call, rows, scale, slots_TK, weights_TK), handle
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        own = self.own_handle(handle)
+        sum_TH = own.call.workspace.take("tokens_sum", tuple(out.shape))
+        weight_and_reduce(
+            expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH
+        )
+        if out.numel():  # as every rank finds: T is the same on all
+            self.manager.all_reduce(sum_TH, step=own.agreed.step, phase="combine").wait()
+        out.copy_(sum_TH)

@@ -1,0 +1,67 @@
+"""Shared by the parts that hand over contiguous tokens: quantise before, weight and sum after."""
+
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.ops.quantise import quantise_rows, take_quantised
+from modular_kernel.quant import LARGEST, MIN_SCALE
+from modular_kernel.tensors import ExpertRows, ExpertWeights
+from modular_kernel.types import Problem, Reduce
+from topk_reduce import TopKWeightAndReduceContiguous
+
+
+def quantises(problem: Problem, call: Call) -> bool:
+    """Whether tokens are dispatched quantised in this call."""
+    return problem.scheme.quantises_activations and not call.defer_quant
+
+
+def one_scale_for_all(problem: Problem) -> bool:
+    """Whether a call's tokens share one scale that is computed from all of them."""
+    scheme = problem.scheme
+    computed = scheme.quantises_activations and not scheme.static
+    return computed and scheme.activation_granularity == "tensor"
+
+
+def quantise_tokens(
+    x_TH: torch.Tensor,
+    problem: Problem,
+    *,
+    weights: ExpertWeights,
+    call: Call,
+    largest: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The tokens as they are dispatched and their scales: as they are and None if unquantised.
+
+    Takes the buffers of `quantise_specs("x", ...)`. largest: the greatest magnitude among the
+    tokens of all ranks, where one scale serves them all.
+    """
+    if not quantises(problem, call):
+        return x_TH, None
+    scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
+    static = weights.a1_scale if scheme.static else None
+    out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+    if largest is not None:
+        amax = out.scale.new_full((1,), largest)
+        # By a tensor, as `quantise_rows` does: one rounding, the same everywhere.
+        amax /= amax.new_tensor(LARGEST[scheme.activation])
+        out.scale.copy_(amax.clamp_(min=MIN_SCALE))
+        scheme = replace(scheme, static=True)
+    quantise_rows(x_TH, scheme, out=out)
+    return out.q_RK, out.scale
+
+
+def weight_and_reduce(
+    expert_output: torch.Tensor,
+    topk_weights_TK: torch.Tensor | None,
+    problem: Problem,
+    *,
+    reduce: TopKWeightAndReduce,
+    out: torch.Tensor,
+) -> None:
+    """Apply what the experts left to do, or the contiguous reducer if they leave the choice."""
+    if reduce.kind is Reduce.DELEGATE:
+        reduce = TopKWeightAndReduceContiguous()
+    scale = problem.routed_scaling_factor
+    reduce.apply(ExpertRows(expert_output, None, topk_weights_TK, scale), out)
