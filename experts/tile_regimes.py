@@ -120,6 +120,12 @@ _W4A16: tuple[_Row, ...] = (
     (24, 16, (64, 128, 4, 4), (128, 128, 4, 4), 1),
     (None, 32, (64, 64, 4, 4), (128, 64, 4, 3), 1),
 )
+_W4A16_STEP = 128  # of the deepest tiles above
+# Masks along the depth, and zero points, take registers from four warps of larger tiles.
+_W4A16_UNEVEN: tuple[_Row, ...] = (
+    (24, 16, (32, 64, 4, 4), (64, 64, 4, 4), 1),
+    (None, 32, (64, 64, 8, 3), (128, 64, 8, 3), 1),
+)
 _MXFP4: tuple[_Row, ...] = (
     (24, 16, (64, 32, 4, 6), (64, 32, 4, 8), 1),
     (None, 32, (64, 32, 4, 4), (128, 32, 8, 6), 1),
@@ -141,8 +147,11 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
         return {"block": _W8A8_BLOCK, "tensor": _W8A8_TENSOR}.get(scheme.granularity, _W8A8)
     if scheme.weight == "float4_e2m1":
         return _MXFP4
+    if scheme.packed:
+        even = all(gemm.depth % _W4A16_STEP == 0 for gemm in gemms(problem))
+        return _W4A16 if even else _W4A16_UNEVEN
     if scheme.quantised:
-        return _W4A16 if scheme.packed else _W8A16
+        return _W8A16
     return _HALF
 
 

@@ -1,7 +1,10 @@
 """The aligned path: sort pairs into blocks of an expert, two grouped GEMMs over them, sum."""
 
+from operator import attrgetter
+
 import torch
 
+from experts import triton_four_bit
 from experts.tile_shapes import ALIGNED, Tile
 from experts.triton_gemm import Product, first_product, second_product
 from experts.triton_path import PathCall
@@ -27,6 +30,7 @@ class AlignedPath:
         self.problem = problem
         self._kernel = grouped_gemm_kernel
         self._sums = problem.combine is Combine.SUM
+        self._four_bit = triton_four_bit.serves(problem)
 
     def takes(self, weights: ExpertWeights) -> bool:
         """Any."""
@@ -39,6 +43,9 @@ class AlignedPath:
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
             **align_specs(pairs, block_m, problem.e),
         }
+        if self._four_bit:
+            for name, spec in triton_four_bit.specs(problem, pairs).items():
+                specs[name] = max(specs[name], spec, key=attrgetter("numel"))
         if self._sums:
             specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype)
         if problem.scheme.quantises_activations:
@@ -49,10 +56,14 @@ class AlignedPath:
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         num_tokens, top_k = routing.topk_ids_TK.shape
         pairs = num_tokens * top_k
+        tiles: tuple[Tile | None, Tile | None] = (call.tiles.gemm1, call.tiles.gemm2)
+        block_m = call.tiles.gemm1.block_m
+        if self._four_bit and triton_four_bit.takes(problem, call):
+            tiles, block_m = (None, None), triton_four_bit.block_m(problem, pairs)
         with stages.stage(stages.PERMUTE):
             aligned = align(
                 routing,
-                block_size=call.tiles.gemm1.block_m,
+                block_size=block_m,
                 num_local=problem.e,
                 workspace=workspace,
                 ignore_invalid=self._sums,
@@ -62,14 +73,14 @@ class AlignedPath:
         with stages.stage(stages.GEMM1):
             product = first_product(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
-            self._multiply(rows, product, call.tiles.gemm1, aligned, h_PI, on_input)
+            self._multiply(rows, product, tiles[0], aligned, h_PI, on_input)
         h_rows = self._quantised(h_PI, call)
         rows_PH = call.output
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
             product = second_product(call.weights, problem)
-            self._multiply(h_rows, product, call.tiles.gemm2, aligned, rows_PH, None)
+            self._multiply(h_rows, product, tiles[1], aligned, rows_PH, None)
         if self._sums:
             with stages.stage(stages.REDUCE):
                 weight_and_sum(
@@ -100,14 +111,22 @@ class AlignedPath:
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: Product,
-        tile: Tile,
+        tile: Tile | None,
         aligned: Aligned,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
     ) -> None:
         """One grouped GEMM. rows: (T, H) tokens, or (P, I) one row per pair, and their scales;
-        out: a row per pair."""
+        out: a row per pair. tile: None for the kernel of a few rows and 4-bit weights."""
         a, a_scale = rows
+        if tile is None:
+            block_m = triton_four_bit.block_m(self.problem, out.numel() // product.columns)
+            triton_four_bit.multiply(
+                *(a, product, aligned, out, row_weights_TK),
+                block_m=block_m,
+                write_zeros=not self._sums,
+            )
+            return
         pairs = out.numel() // product.columns
         blocks = aligned.expert_ids.numel()
         num_n = -(-product.columns // tile.block_n)

@@ -1,0 +1,79 @@
+"""Products of few rows and 4-bit weights compile for sm_90: wide copies, no spills."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts import triton_four_bit
+from experts.triton_gemm import Product, first_product, second_product
+from modular_kernel import ExpertWeights, Problem
+from modular_kernel.ops.align import Aligned, align_specs
+from modular_kernel.quant import weight_specs
+from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+
+META = torch.device("meta")
+MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
+QWEN3 = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
+# Depths of 22.5 groups of 128, biases in both products.
+GPT_OSS = Problem(
+    tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, bias=True,
+    activation="swiglu_oai",
+)  # fmt: skip
+ZEROS = "zero_points=true"
+
+
+def compiled(problem: Problem) -> list[CompileRecord]:
+    """Both products of a call, for weights and rows that have no memory."""
+    pairs = problem.tokens * problem.top_k
+    tensors = {
+        name: torch.empty(spec.shape, dtype=spec.dtypes[-1], device=META)
+        for name, spec in weight_specs(problem).items()
+    }
+    if problem.bias:
+        tensors["b1"] = torch.empty(problem.e, problem.w1_rows, dtype=problem.dtype, device=META)
+        tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
+    weights = ExpertWeights(**tensors)
+    block_m = triton_four_bit.block_m(problem, pairs)
+    specs = align_specs(pairs, block_m, problem.e)
+    buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
+    aligned = Aligned(*list(buffers)[:3])
+
+    def multiply(rows: int, product: Product) -> None:
+        a = torch.empty(rows, product.depth, dtype=problem.dtype, device=META)
+        out = torch.empty(pairs, product.columns, dtype=problem.dtype, device=META)
+        triton_four_bit.multiply(a, product, aligned, out, None, block_m=block_m, write_zeros=False)
+
+    with record_compiles("sm_90") as records:
+        multiply(problem.tokens, first_product(weights, problem))
+        multiply(pairs, second_product(weights, problem))
+    return records
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+@pytest.mark.parametrize("model", [MIXTRAL, QWEN3, GPT_OSS], ids=["mixtral", "qwen3", "gpt-oss"])
+@pytest.mark.parametrize("quant", ["int4_w4a16_group", f"int4_w4a16_group:{ZEROS}", "mxfp4_w4a16"])
+def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
+    for record in compiled(replace(model, quant=quant, tokens=tokens)):
+        assert record.config["BLOCK_M"] == 8
+        assert check(record, expect="HMMA") == ()
+        assert Counter(record.instructions)["LDGSTS"] > 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"quant": "int4_w4a16_group", "tokens": 48},
+        {"quant": f"int4_w4a16_group:{ZEROS}", "tokens": 48},
+        {"quant": "mxfp4_w4a16", "tokens": 48},
+        {"quant": f"int4_w4a16_group:group=32,{ZEROS}", "tokens": 16},
+        {"quant": f"int4_w4a16_group:group=32,{ZEROS}", "tokens": 48},
+        {"quant": "int4_w4a16_group:group=64", "tokens": 16, "dtype": torch.float16},
+        {"quant": "mxfp4_w4a16", "tokens": 16, "dtype": torch.float16, "activation": "relu2"},
+    ],
+    ids=str,
+)
+def test_more_rows_and_smaller_groups(change: dict[str, object]) -> None:
+    for record in compiled(replace(MIXTRAL, **change)):  # type: ignore[arg-type]
+        assert check(record, expect="HMMA") == ()

@@ -1,0 +1,110 @@
+"""The kernel of few rows and 4-bit weights: proven in blocks of 8 and of 16 rows."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import triton_four_bit
+from modular_kernel.catalog import make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.quant import quantise_weights
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import BASE
+from modular_kernel.types import Combine, Machine, Problem
+
+_NO_EP = "MoEPrepareAndFinalizeNoEP"
+_OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+_INT4 = "int4_w4a16_group"
+# Widths that are no multiple of a block, depths that are no multiple of a step.
+_BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
+
+_CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
+    ({"tokens": 1}, "uniform", 8),
+    ({"tokens": 7, "hidden": 256, "intermediate": 384}, "uniform", 8),
+    ({"tokens": 5, "quant": f"{_INT4}:zero_points=true", "hidden": 384, "intermediate": 128},
+     "skips", 8),
+    ({"tokens": 4, "quant": f"{_INT4}:group=64,zero_points=true", "hidden": 192,
+      "intermediate": 64, "activation": _OAI, "bias": True}, "duplicates", 8),
+    ({"tokens": 6, "quant": f"{_INT4}:group=32", "dtype": torch.float16, "activation": "relu2",
+      "bias": True}, "out_of_range", 8),
+    ({"tokens": 3, "quant": f"{_INT4}:group=32,zero_points=true", "dtype": torch.float16},
+     "uniform", 8),
+    ({"tokens": 7, "quant": "mxfp4_w4a16"}, "uniform", 8),
+    ({"tokens": 7, "quant": "mxfp4_w4a16", "dtype": torch.float16, "activation": _OAI,
+      "bias": True}, "skips", 8),
+    ({"tokens": 5, "quant": "mxfp4_w4a16", "combine": Combine.TOPK_WEIGHTED}, "all_skipped", 8),
+    ({"tokens": 5, "combine": Combine.TOPK_UNWEIGHTED, "expert_map": True, "local_experts": 3},
+     "skips", 8),
+    ({"tokens": 4, "top_k": 1, "apply_router_weight_on_input": True, "bias": True}, "uniform", 8),
+    ({"tokens": 14, "quant": "mxfp4_w4a16"}, "all_to_one", 8),
+    ({"tokens": 19, "quant": f"{_INT4}:zero_points=true"}, "zipf", 16),
+    ({"tokens": 21, "quant": "mxfp4_w4a16", "activation": _OAI}, "all_to_one", 16),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "routing", "block_m"), _CASES)
+def test_proven(
+    changes: dict[str, Any],
+    routing: str,
+    block_m: int,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    blocks = set[int]()
+    monkeypatch.setattr(triton_four_bit, "multiply", _noting(blocks))
+    case = Case(_NO_EP, "TritonExperts", replace(_BASE, **changes), routing)
+    proof = prove(case, machine)
+    assert proof.passed, str(proof)
+    assert block_m in blocks
+
+
+def _noting(blocks: set[int]) -> Callable[..., None]:
+    multiply = triton_four_bit.multiply
+
+    def noting(*args: Any, block_m: int, **named: Any) -> None:
+        blocks.add(block_m)
+        multiply(*args, block_m=block_m, **named)
+
+    return noting
+
+
+def test_who_is_served() -> None:
+    assert triton_four_bit.serves(_BASE)
+    assert triton_four_bit.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
+    for changes in (
+        {"quant": "none"},
+        {"quant": "int8_w8a16_group:group=32"},
+        {"dtype": torch.float32},
+        {"hidden": 176},  # 5.5 products of 32
+        {"quant": f"{_INT4}:group=48", "hidden": 192},
+    ):
+        assert not triton_four_bit.serves(replace(_BASE, **changes)), changes
+
+
+def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compute the same layer."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    problem = replace(_BASE, tokens=3)
+    x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
+    weights = quantise_weights(plain, problem)
+    blocks = set[int]()
+    monkeypatch.setattr(triton_four_bit, "multiply", _noting(blocks))
+    expected = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, weights, routing)
+    assert blocks == {8}
+    blocks.clear()
+    storage = torch.empty(weights.w1.numel() + 1, dtype=torch.uint8, device=device)
+    shifted = storage[1:].view_as(weights.w1).copy_(weights.w1)
+    moved = replace(weights, w1=shifted)
+    found = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, moved, routing)
+    assert not blocks
+    torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_more_rows_take_taller_blocks() -> None:
+    mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
+    assert triton_four_bit.block_m(mixtral, pairs=1) == 8
+    assert triton_four_bit.block_m(mixtral, pairs=48) == 8
+    assert triton_four_bit.block_m(mixtral, pairs=49) == 16
