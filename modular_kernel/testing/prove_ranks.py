@@ -27,6 +27,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase
 from modular_kernel.testing.checks import CHECKS, Build, Sample, Trial
+from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
 from modular_kernel.testing.prove import Proof
@@ -74,31 +75,44 @@ class RankSample(Sample):
 
     @cached_property
     def exact(self) -> torch.Tensor:
-        return self._reference(reference.oracle, self._routing)
+        return self.exact_of_all[self.mine].to(self.device)
 
     @cached_property
     def recipe(self) -> torch.Tensor:
-        if self.problem.combine is not Combine.SUM:
-            return self._reference(reference.recipe, self._routing)
-        ids = self._routing.topk_ids_TK
-        home_TK, _, _ = pairs_to_slots(ids, self.problem.placement.tables())
-        total = torch.zeros(len(ids), self.problem.hidden)
+        return self.recipe_of_all[self.mine].to(self.device)
+
+    @cached_property
+    def exact_of_all(self) -> torch.Tensor:
+        """The oracle's output for every rank's tokens."""
+        return self._reference(reference.oracle, self.world.routing)
+
+    @cached_property
+    def recipe_of_all(self) -> torch.Tensor:
+        """Plain torch's output over ranks for every rank's tokens."""
+        routing, problem = self.world.routing, self.problem
+        if problem.combine is not Combine.SUM:
+            return self._reference(reference.recipe, routing)
+        ids = routing.topk_ids_TK
+        home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
+        total = torch.zeros(len(ids), problem.hidden)
         for rank in range(self.all.world_size):
             # A pair of an invalid id is nobody's, here as in the oracle.
-            there = replace(self._routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
-            total += self._reference(reference.recipe, there).float().cpu()
-        return total.to(self.problem.dtype).double().to(self.device)
+            there = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
+            total += self._reference(reference.recipe, there).float()
+        return total.to(problem.dtype).double()
 
-    @property
-    def _routing(self) -> Routing:
-        """This rank's, on the CPU."""
-        routing, mine = self.world.routing, self.mine
-        return Routing(routing.topk_weights_TK[mine], routing.topk_ids_TK[mine])
+    def compare(self, out: torch.Tensor) -> Comparison:
+        """`out` against the oracle. How inexact plain torch is, is measured over the tokens of all
+        ranks: one rank may have too few of them to tell."""
+        size = self.exact_of_all.norm()
+        fair = float((self.recipe_of_all - self.exact_of_all).norm() / size) if size else 0.0
+        return compare(out, self.exact, self.recipe, self.problem, fair=fair)
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
-        """`function` of the whole layer's weights and this rank's tokens."""
-        world, whole = self.world, self.all.whole.with_tokens(self.problem.tokens)
-        return function(world.x_TH[self.mine], world.weights, routing, whole).to(self.device)
+        """`function` of all tokens and all experts."""
+        world = self.world
+        whole = self.all.whole.with_tokens(len(world.x_TH))
+        return function(world.x_TH, world.weights, routing, whole)
 
 
 class RankTrial(Trial):

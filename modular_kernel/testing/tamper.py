@@ -101,11 +101,13 @@ class Mutant:
         told = self.problem(case.problem) if self.problem else case.problem
         return self.pairs(pf.requires, experts.requires) and check(pf, experts, told, machine).ok
 
-    def build(self, case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
-        """The case's kernel with this defect in it."""
+    def build(
+        self, case: Case, machine: Machine, poison: bool, group: object | None = None
+    ) -> FusedMoEModularKernel:
+        """The case's kernel with this defect in it. group: where ranks take part."""
         catalog = load_catalog()
         told = self.problem(case.problem) if self.problem else case.problem
-        pf = catalog.prepare_finalize(case.prepare_finalize)(told)
+        pf = catalog.prepare_finalize(case.prepare_finalize)(told, group)
         experts = catalog.experts(case.experts)(told)
         return MutatedKernel(
             self,

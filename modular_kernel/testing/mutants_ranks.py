@@ -1,0 +1,40 @@
+"""Proof that the checks over ranks find every defect of their battery, in every pairing."""
+
+from collections.abc import Sequence
+from functools import partial
+
+from modular_kernel.testing.battery_ranks import RANK_MUTANTS, RankMutant, build_mutant
+from modular_kernel.testing.cases import Case
+from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
+from modular_kernel.testing.mutants import Kill
+from modular_kernel.testing.prove_ranks import machine_of, prove_ranks
+from modular_kernel.testing.ranks import RankPool
+
+__all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
+
+
+def sensitivity_ranks(
+    prepare_finalize: str,
+    experts: str,
+    pool: RankPool,
+    *,
+    mutants: Sequence[RankMutant] = RANK_MUTANTS,
+    cases_each: int = 1,
+    proven: dict[Case, bool] | None = None,
+) -> tuple[Kill, ...]:
+    """For each mutant that can occur in the pairing over the pool's ranks: is it killed?
+
+    As `sensitivity` does it on one rank, on smoke cases.
+    """
+    proven = {} if proven is None else proven
+    machine = machine_of(pool)
+    cases = rank_cases_for(prepare_finalize, experts, machine, pool.world_size).cases
+    kills = []
+    for mutant in mutants:
+        few: list[RankCase] = [case for case in cases if mutant.applies(case)]
+        for case in few[:cases_each]:
+            if case not in proven:
+                proven[case] = prove_ranks(case, pool, machine).passed
+            proof = prove_ranks(case, pool, machine, partial(build_mutant, mutant.name))
+            kills.append(Kill(mutant.name, case, proven[case], next(iter(proof.failures), None)))
+    return tuple(kills)
