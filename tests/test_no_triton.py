@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # As if the package were not installed: finding it fails, importing it raises ImportError.
 BLOCK = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
-TRITON_PARTS = {"TritonExperts", "BatchedTritonExperts"}
+TRITON_PARTS = {"TritonExperts", "GroupedGemmExperts", "BatchedTritonExperts"}
 
 
 def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:

@@ -36,11 +36,13 @@ def verify(
     order = [p for e in range(experts) for p, i in enumerate(flat) if i == e]
     rows = [order.index(p) if i >= 0 else -1 for p, i in enumerate(flat)]
     assert got.row_of_pair_TK.flatten().tolist() == rows
-    tiles, start = [], 0
+    starts, tiles, start = [0], [], 0
     for expert in range(experts):
         end = start + flat.count(expert)
+        starts.append(end)
         tiles += [[expert, row, end] for row in range(start, end, block_m)]
         start = end
+    assert got.starts.tolist() == starts
     assert len(tiles) <= got.max_tiles == most_tiles(ids_TK.numel(), block_m, experts)
     assert got.tiles[-1] == len(tiles)
     named = got.tiles[: 3 * got.max_tiles].view(3, -1)[:, : len(tiles)]

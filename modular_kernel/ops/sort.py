@@ -26,10 +26,12 @@ class Sorted:
     tiles: (3 * max_tiles + 1,) int32: of each tile of at most block_m rows of one expert its local
     expert, then of each its first row, then the row past the expert's last; last, how many tiles
     there are. What lies past them is undefined.
+    starts: (e + 1,) int32, each expert's first row; last, how many rows there are.
     """
 
     row_of_pair_TK: torch.Tensor
     tiles: torch.Tensor
+    starts: torch.Tensor
 
     @property
     def max_tiles(self) -> int:
@@ -49,6 +51,7 @@ def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping
     return {
         "sort_rows": BufferSpec((tokens, top_k), torch.int32),
         "sort_tiles": BufferSpec((3 * tiles + 1,), torch.int32),
+        "sort_starts": BufferSpec((num_local + 1,), torch.int32),
         "sort_scratch": counts_spec(numel, num_local),
     }
 
@@ -62,8 +65,9 @@ def sort_pairs(
     """
     tokens, top_k = routing.topk_ids_TK.shape
     specs = sort_specs(tokens, top_k, block_m, num_local)
-    rows, tiles, scratch = (workspace.take(name, spec.shape) for name, spec in specs.items())
-    result = Sorted(rows, tiles)
+    taken = [workspace.take(name, spec.shape) for name, spec in specs.items()]
+    rows, tiles, starts, scratch = taken
+    result = Sorted(rows, tiles, starts)
     if not use_triton(rows):
         sort_pairs_ref(routing, block_m, num_local, out=result)
         return result
@@ -76,12 +80,13 @@ def sort_pairs(
         totals_ptr=counts.totals,
         row_of_pair_ptr=rows,
         tiles_ptr=tiles,
+        starts_ptr=starts,
         numel=rows.numel(),
         num_chunks=counts.num_chunks,
         max_tiles=result.max_tiles,
         CHUNK=CHUNK,
         BINS=counts.bins,
-        BLOCK_M=block_m,
+        TILE_M=block_m,
         FILL=_FILL,
         **id_arguments(routing, num_local),
     )
@@ -101,8 +106,10 @@ def sort_pairs_ref(
         pairs = (ids == expert).nonzero()[:, 0]
         end = start + pairs.numel()
         rows[pairs] = torch.arange(start, end, dtype=torch.int32, device=rows.device)
+        out.starts[expert] = start
         named += [(expert, row, end) for row in range(start, end, block_m)]
         start = end
+    out.starts[-1] = start
     columns = out.tiles[: 3 * out.max_tiles].view(3, -1)
     columns[:, : len(named)] = torch.tensor(named, dtype=torch.int32).reshape(-1, 3).T
     out.tiles[-1] = len(named)

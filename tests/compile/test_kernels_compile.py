@@ -32,8 +32,10 @@ def test_every_kernel_of_the_project_was_compiled(rows: list[Row]) -> None:
         "permute_tokens_kernel",
         "quantise_rows_kernel",
         "scan_counts_kernel",
+        "segment_gemm_kernel",
         "single_down_kernel",
         "single_up_kernel",
+        "sort_place_kernel",
         "weight_and_sum_kernel",
     }
 

@@ -8,6 +8,7 @@ from experts.tile_shapes import Device, Tile
 from experts.tiles import this_store
 from experts.triton_gemm import first_product, second_product
 from experts.triton_permuted import PermutedPath
+from experts.triton_sorted import Rows
 from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import dequantise_rows, quantised
@@ -31,7 +32,8 @@ def sorted_rows(counts: tuple[int, ...]) -> Sorted:
     named = torch.full((3 * most + 1,), 0x3F3F3F3F, dtype=torch.int32)
     named[: 3 * most].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
     named[-1] = len(tiles)
-    return Sorted(torch.empty(0, 1, dtype=torch.int32), named.cuda())
+    nothing = torch.empty(0, 1, dtype=torch.int32)
+    return Sorted(nothing, named.cuda(), nothing)
 
 
 def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias: bool) -> Problem:
@@ -77,7 +79,7 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
     out = torch.full((len(values), product.columns), float("nan"), device="cuda").bfloat16()
     pair = tile_permuted.default(problem)
     tile: Tile = pair.gemm1 if which == 1 else pair.gemm2
-    PermutedPath(problem)._multiply((a, scale), product, tile, sorted_rows(ROWS), out)
+    PermutedPath(problem).multiply(Rows(a, scale), product, tile, sorted_rows(ROWS), out)
     w, b = product.w, product.bias
     if product.scale is not None:
         w = dequantise(w, product.scale, None, problem.scheme)

@@ -18,10 +18,10 @@ def _expert_rows(totals_ptr, num_local, BINS: tl.constexpr):
 @triton.jit
 def _name_tiles(
     first_tile, rows, starts, tiles_ptr, max_tiles,
-    BLOCK_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
+    TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Expert, first row and the row past the expert's last, for FILL tiles of those in use."""
-    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    tiles = (rows + TILE_M - 1) // TILE_M
     past = tl.cumsum(tiles, axis=0)
     tile = first_tile + tl.arange(0, FILL)
     expert = tl.sum((past[None, :] <= tile[:, None]).to(tl.int32), axis=1)
@@ -30,18 +30,21 @@ def _name_tiles(
     within = tile - tl.gather(past - tiles, expert, 0)
     start = tl.gather(starts, expert, 0)
     tl.store(tiles_ptr + tile, expert, mask=used)
-    tl.store(tiles_ptr + max_tiles + tile, start + within * BLOCK_M, mask=used)
+    tl.store(tiles_ptr + max_tiles + tile, start + within * TILE_M, mask=used)
     tl.store(tiles_ptr + 2 * max_tiles + tile, start + tl.gather(rows, expert, 0), mask=used)
 
 
 @triton.jit
 def sort_place_kernel(
-    ids_ptr, map_ptr, prefix_ptr, totals_ptr, row_of_pair_ptr, tiles_ptr,
+    ids_ptr, map_ptr, prefix_ptr, totals_ptr, row_of_pair_ptr, tiles_ptr, starts_ptr,
     numel, num_experts, num_local, num_chunks, max_tiles,
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
-    BLOCK_M: tl.constexpr, FILL: tl.constexpr,
+    TILE_M: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Programs below num_chunks place one chunk's pairs; the others name FILL tiles each."""
+    """Programs below num_chunks place one chunk's pairs; the others name FILL tiles each.
+
+    The first of those also stores where each expert starts, and how many rows and tiles there are.
+    """
     pid = tl.program_id(0)
     rows, starts = _expert_rows(totals_ptr, num_local, BINS)
     if pid < num_chunks:
@@ -54,7 +57,9 @@ def sort_place_kernel(
         tl.store(row_of_pair_ptr + pairs, tl.where(local >= 0, row, -1), mask=mask)
     else:
         first = (pid - num_chunks) * FILL
-        _name_tiles(first, rows, starts, tiles_ptr, max_tiles, BLOCK_M, BINS, FILL)
+        _name_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
         if first == 0:
-            used = tl.sum((rows + BLOCK_M - 1) // BLOCK_M, axis=0)
+            used = tl.sum((rows + TILE_M - 1) // TILE_M, axis=0)
             tl.store(tiles_ptr + 3 * max_tiles, used)
+            expert = tl.arange(0, BINS)
+            tl.store(starts_ptr + expert, starts, mask=expert <= num_local)

@@ -1,0 +1,94 @@
+"""GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder."""
+
+from operator import attrgetter
+
+import torch
+
+from experts.tile_search import TileSpace
+from experts.tiles import choose_tiles, regimes_up_to
+from experts.triton_gemm import group_rejections
+from experts.triton_path import PathCall
+from experts.triton_segments import SegmentProducts
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
+
+# Weights that are dequantised in the product gain nothing by rows that were moved: TritonExperts.
+_SCHEMES = ACTIVATION_SCHEMES | {"none"}
+
+
+class GroupedGemmExperts(PermuteExpertsUnpermute):
+    """Contiguous tokens, copied into the order of experts; weights and sums over top-k itself.
+
+    The experts of this rank get segments that follow each other; pairs of other ranks' experts get
+    no row. A token without an expert here becomes a row of zeros, so over ranks outputs sum up.
+    Bitwise repeatable.
+    """
+
+    replayable = True
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        packages=("triton",),
+        triton=True,
+        min_arch=(8, 0),
+        graph_capturable=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        tf32=True,
+        schemes=_SCHEMES,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._products = SegmentProducts(problem)
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> TileSpace:
+        return TileSpace(problem, cls.__name__)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return group_rejections(cls.__name__, problem)
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""
+        assert isinstance(shape, ContiguousShape)
+        problem, largest = self.problem, dict[str, BufferSpec]()
+        for most, _, block_m in regimes_up_to(problem, shape.tokens):
+            for name, spec in self._products.specs(most, block_m).items():
+                largest[name] = max(largest.get(name, spec), spec, key=attrgetter("nbytes"))
+        top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
+        nothing = BufferSpec((0,), problem.dtype)
+        return WorkspaceShapes(
+            workspace13=largest.pop("workspace13", nothing),
+            workspace2=largest.pop("workspace2", nothing),
+            output=BufferSpec((shape.tokens, *top_k, problem.hidden), problem.dtype),
+            extra=largest,
+        )
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        tiles = choose_tiles(self.problem, tokens.x_TH.shape[0])
+        self._products.run(PathCall(tokens, weights, workspace, output, tiles))
