@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from modular_kernel.errors import ConfigurationError
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -12,11 +14,14 @@ class Settings:
     triton_interpret: TRITON_INTERPRET is set, so Triton kernels run in its CPU interpreter.
     cache_dir: MK_CACHE_DIR, or the user's cache folder; never created here.
     config_dir: MK_CONFIG_DIR, or the user's configuration folder: tuned tiles; never created here.
+    deadline_s: MK_DEADLINE_S, or 10: seconds that an exchange between ranks may take, where its
+        manager was not told otherwise.
     """
 
     triton_interpret: bool
     cache_dir: Path
     config_dir: Path
+    deadline_s: float
 
 
 def read_settings() -> Settings:
@@ -26,7 +31,24 @@ def read_settings() -> Settings:
     home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     config = os.environ.get("MK_CONFIG_DIR") or str(Path(home) / "modular_kernel")
     interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
-    return Settings(triton_interpret=interpret, cache_dir=Path(cache), config_dir=Path(config))
+    return Settings(
+        triton_interpret=interpret,
+        cache_dir=Path(cache),
+        config_dir=Path(config),
+        deadline_s=_seconds("MK_DEADLINE_S", 10.0),
+    )
+
+
+def _seconds(name: str, default: float) -> float:
+    """ConfigurationError unless the variable, if set, is a finite number above 0."""
+    text = os.environ.get(name) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ConfigurationError(name, got=text, need="seconds > 0")
+    return seconds
 
 
 def hide_gpus() -> None:

@@ -112,8 +112,8 @@ def call_layer(rank: int, world: int, group: object, layer: Layer) -> tuple[torc
         assert out is given.x_TH
         before.pop("x")
     for name, tensor in before.items():
-        now = given.tensors()[name]
-        assert torch.equal(now.view(torch.uint8), tensor.view(torch.uint8)), f"{name} was written"
+        now = given.tensors()[name].contiguous().view(torch.uint8)
+        assert torch.equal(now, tensor.contiguous().view(torch.uint8)), f"{name} was written"
     result = out.clone(), kernel.invalid_ids
     kernel.prepare_finalize.destroy()
     return result

@@ -75,7 +75,7 @@ class FailureBoard:
 
         def ask() -> None:
             try:
-                self._store.set(f"failed/{self._rank}", json.dumps(record))
+                self._store.set(failure_key(self._rank), json.dumps(record))
                 published.set()
                 while len(found) < self._world_size and time.monotonic() < until_s:
                     self._look(found)
@@ -90,8 +90,13 @@ class FailureBoard:
 
     def _look(self, found: dict[int, dict[str, Any]]) -> None:
         for rank in range(self._world_size):
-            if rank not in found and self._store.check([f"failed/{rank}"]):
-                found[rank] = json.loads(self._store.get(f"failed/{rank}"))
+            if rank not in found and self._store.check([failure_key(rank)]):
+                found[rank] = json.loads(self._store.get(failure_key(rank)))
+
+
+def failure_key(rank: int) -> str:
+    """Where a rank posts its failure."""
+    return f"failed/{rank}"
 
 
 def culprits(

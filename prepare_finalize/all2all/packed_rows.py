@@ -29,7 +29,10 @@ class RowLayout:
 
     def put(self, rows_RB: torch.Tensor, name: str, values: torch.Tensor) -> None:
         """Write a section of every row; values (R, columns) of the section's dtype."""
-        self._part(rows_RB, name).copy_(values.contiguous().view(torch.uint8))
+        if values.numel():
+            # A single value may have any stride; its bytes have one.
+            flat = values.contiguous().as_strided((values.numel(),), (1,))
+            self._part(rows_RB, name).copy_(flat.view(torch.uint8).view(len(values), -1))
 
     def take(self, blocks: Sequence[torch.Tensor], name: str, out: torch.Tensor) -> None:
         """out (R, columns), contiguous = a section of the blocks' rows, one behind another."""

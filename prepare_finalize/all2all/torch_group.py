@@ -27,11 +27,12 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
+from modular_kernel.settings import read_settings
+from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits, failure_key
 
-DEADLINE_S = 10.0
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
+_LEAST_S = 0.3  # and at least this, where an exchange itself ended after its deadline
 _POLL_S = 20e-6
 
 
@@ -39,8 +40,9 @@ class TorchGroup:
     """Exchanges over one process group, each with a deadline.
 
     group: a ProcessGroup of torch.distributed, None for the default one. deadline_s: the longest
-    an exchange may take from its start. device: "cpu" (a gloo backend) or "cuda" (NCCL); None
-    takes what the group serves, a GPU first. history: exchanges that `last_calls` remembers.
+    an exchange may take from its start; None: MK_DEADLINE_S, or 10 s. device: "cpu" (a gloo
+    backend) or "cuda" (NCCL); None takes what the group serves, a GPU first. history: how many
+    exchanges `last_calls` remembers.
 
     ConfigurationError where the group cannot serve. CommunicationError where a rank stays away:
     then this manager serves no more, and the caller's own group is as it was.
@@ -50,10 +52,12 @@ class TorchGroup:
         self,
         group: object | None = None,
         *,
-        deadline_s: float = DEADLINE_S,
+        deadline_s: float | None = None,
         device: str | None = None,
         history: int = 1024,
     ) -> None:
+        if deadline_s is None:
+            deadline_s = read_settings().deadline_s
         if not 0 < deadline_s < float("inf"):
             raise ConfigurationError("deadline_s", got=deadline_s, need="seconds > 0")
         process_group = _member_group(group)
@@ -65,9 +69,7 @@ class TorchGroup:
         self._failure: CommunicationError | None = None
         self._destroyed = False
         store = distributed_c10d._get_process_group_store(process_group)
-        # The n-th manager of this rank meets the n-th of the others, under keys of its own.
-        number = store.add(f"modular_kernel/managers/{self.rank}", 1)
-        own = PrefixStore(f"modular_kernel/{number}", store)
+        own = PrefixStore(_attempt(store, self.rank, self.world_size), store)
         self._board = FailureBoard(own, self.rank, self.world_size)
         self._group = self._connect(own)
 
@@ -205,7 +207,7 @@ class TorchGroup:
         group, self._group = getattr(self, "_group", None), None
         if self.device == "cuda" and group is not None:
             group.abort()
-        until = max(time.monotonic(), started_s + self.deadline_s) + _GRACE_S
+        until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)
         failed = self._board.post(record, until)
         peers: tuple[int, ...] = ()
         why = "the group's store does not answer"
@@ -237,6 +239,22 @@ class Exchange:
     def wait(self) -> None:
         """Return when the tensors may be used; CommunicationError if that fails."""
         self.manager._wait(self)
+
+
+def _attempt(store: Store, rank: int, world_size: int) -> str:
+    """The keys under which ranks meet that now make a manager; each of them finds the same.
+
+    Ranks count their attempts. A rank that missed one, because it was refused before it came so
+    far, joins the latest of the others, unless that has failed.
+    """
+    keys = [f"modular_kernel/attempts/{each}" for each in range(world_size)]
+    last_W = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+    number = max(last_W)
+    failed = [f"modular_kernel/{number}/{failure_key(each)}" for each in range(world_size)]
+    if number == last_W[rank] or any(store.check([key]) for key in failed):
+        number += 1
+    store.set(keys[rank], str(number))
+    return f"modular_kernel/{number}"
 
 
 def place_in(group: object | None) -> tuple[int, int]:

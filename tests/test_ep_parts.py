@@ -1,0 +1,373 @@
+"""The parts over torch.distributed, on gloo ranks: together they give what one rank gives."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ep_layers import ALL2ALL, GATHERED, PARTS, REPLICATED, Layer, call_layer, call_layers
+
+from modular_kernel.catalog import check, make_kernel, this_machine
+from modular_kernel.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DeviceError,
+    ModularKernelError,
+    UnsupportedError,
+)
+from modular_kernel.placement import Placement
+from modular_kernel.testing.ranks import RankPool
+from modular_kernel.types import Combine, Machine, Parallel, Problem
+from prepare_finalize.all2all import TorchGroup
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def pool(request) -> Iterator[RankPool]:
+    with RankPool(request.param, grace=15) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    with RankPool(2, grace=15) as ranks:
+        yield ranks
+
+
+def tokens_of(part: str, world: int) -> tuple[tuple[int, ...], ...]:
+    """T by rank: uneven, with and without ranks that have none."""
+    if part == REPLICATED:
+        return (6,) * world, (1,) * world, (0,) * world
+    uneven = tuple(range(3, 3 + world))
+    return uneven, (0, *uneven[1:]), (*[0] * (world - 1), 5), (0,) * world
+
+
+def prove(pool: RankPool, layers: list[Layer]) -> None:
+    """Every output is as exact as on one rank, and each rank counts its own invalid ids."""
+    reports = pool.run(call_layers, tuple(layers))
+    for index, layer in enumerate(layers):
+        outputs = [reports[rank][index][0] for rank in range(layer.world_size)]
+        comparison = layer.judge(outputs)
+        assert comparison.ok, (layer, comparison)
+        for rank in range(layer.world_size):
+            assert reports[rank][index][1] == layer.invalid(rank), layer
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_uneven_ranks_and_ranks_without_tokens(pool: RankPool, part: str) -> None:
+    counts = tokens_of(part, pool.world_size)
+    prove(pool, [Layer(part, tokens_W) for tokens_W in counts])
+    prove(pool, [Layer(part, counts[0], strided=True, fields={"ids_dtype": torch.int64})])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_placements(pool: RankPool, part: str) -> None:
+    world = pool.world_size
+    tokens_W = tokens_of(part, world)[0]
+    linear = Placement.linear(world + 3, world)
+    shuffled = Placement.of_table(
+        [(i % world, i // world) for i in reversed(range(3 * world))], world
+    )
+    copies = {0: (world - 1,), world + 2: tuple(range(world - 1))}
+    everywhere = Placement(tuple(tuple(range(world + 3)) for _ in range(world)))
+    placements = (
+        linear,  # uneven: the first three ranks hold one more
+        Placement.round_robin(world + 3, world),
+        shuffled,
+        linear.with_copies(copies),
+        everywhere,
+    )
+    prove(
+        pool,
+        [
+            Layer(part, tokens_W, placement, fields={"experts": placement.experts, "top_k": 3})
+            for placement in placements
+        ],
+    )
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_routings(pool: RankPool, part: str) -> None:
+    tokens_W = tokens_of(part, pool.world_size)[0]
+    names = ("skips", "all_skipped", "out_of_range", "duplicates", "all_to_one", "empty_experts")
+    prove(pool, [Layer(part, tokens_W, routing=name) for name in names])
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "quant",
+    [
+        "fp8_w8a8_tensor",
+        "fp8_w8a8_tensor:static=true",
+        "fp8_w8a8_channel",
+        "fp8_w8a8_block:block=16x16",
+        "int8_w8a8_channel",
+        "int4_w4a16_group:group=8",
+    ],
+)
+def test_quantised_rows_travel(pair: RankPool, part: str, quant: str) -> None:
+    fields = {"dtype": BF16, "quant": quant}
+    prove(pair, [Layer(part, counts, fields=fields) for counts in tokens_of(part, 2)[:2]])
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_other_properties(pair: RankPool, part: str) -> None:
+    tokens_W = tokens_of(part, 2)[0]
+    changes = (
+        {"inplace": True},
+        {"bias": True, "routed_scaling_factor": 2.5},
+        {"dtype": torch.float16},
+        {"apply_router_weight_on_input": True, "top_k": 1},
+        {"chunk_tokens": 2},
+    )
+    prove(pair, [Layer(part, tokens_W, fields=change) for change in changes])
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
+def test_one_scale_for_all_ranks_is_the_one_rank_s(pair: RankPool, part: str) -> None:
+    """Activations are rounded by the largest of all ranks, bit for bit as one rank does."""
+    fields = {"quant": "fp8_w8a8_tensor", "dtype": BF16}
+    scales = pair.run(scale_of, Layer(part, (3, 5), fields=fields))
+    assert torch.equal(scales[0], scales[1])
+    x_TH = Layer(part, (3, 5), fields=fields).inputs().x_TH
+    assert torch.equal(scales[0], x_TH.abs().amax().float().reshape(1) / torch.tensor(448.0))
+
+
+def scale_of(rank: int, world: int, group: object, layer: Layer) -> torch.Tensor:
+    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+    pending = kernel.start(given.x_TH, given.weights, given.routing)
+    tokens, _ = pending.receive()
+    return tokens.scale.clone()
+
+
+# -------------------------------------------------------------------------- asynchronous, in flight
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_two_calls_in_flight_on_one_kernel(pair: RankPool, part: str) -> None:
+    layers = tuple(Layer(part, counts, seed=i) for i, counts in enumerate(tokens_of(part, 2)[:2]))
+    reports = pair.run(in_flight, layers)
+    for index, layer in enumerate(layers):
+        comparison = layer.judge([report[index] for report in reports])
+        assert comparison.ok, comparison
+
+
+def in_flight(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> list:
+    """Both dispatched, then finished in the other order, work of its own in between."""
+    most = replace(layers[0].problem(rank), tokens=16)
+    kernel = make_kernel(layers[0].part, "TorchExperts", most, group=group, poison=True)
+    given = [layer.inputs_of(rank) for layer in layers]
+    pending = [kernel.start(each.x_TH, each.weights, each.routing) for each in given]
+    shared = given[0].x_TH @ given[0].x_TH.T  # a shared expert, say
+    assert shared.isfinite().all()
+    results = [each.finish() for each in reversed(pending)]
+    return results[::-1]
+
+
+def test_the_receiver_waits_and_not_the_sender(pair: RankPool) -> None:
+    for part in (GATHERED, ALL2ALL):
+        states = pair.run(dispatch_states, Layer(part, (3, 4)))
+        assert states == [("under way", "done")] * 2
+
+
+def dispatch_states(rank: int, world: int, group: object, layer: Layer) -> tuple[str, str]:
+    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+    assert kernel.prepare_finalize.has_prepare_no_receive()
+    pending = kernel.start(given.x_TH, given.weights, given.routing)
+    records = kernel.prepare_finalize.manager.last_calls._records
+    before = records[-1]["state"]
+    assert records[-1]["phase"] == "dispatch"
+    dispatch = records[-1]
+    pending.finish()
+    return before, dispatch["state"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_plans_serve_many_calls(pair: RankPool, part: str) -> None:
+    layers = tuple(Layer(part, counts, seed=5) for counts in tokens_of(part, 2))
+    reports = pair.run(planned, layers)
+    for index, layer in enumerate(layers):
+        assert layer.judge([report[index] for report in reports]).ok
+
+
+def planned(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> list:
+    most = replace(layers[0].problem(rank), tokens=16)
+    kernel = make_kernel(layers[0].part, "TorchExperts", most, group=group, poison=True)
+    plan = kernel.plan()
+    results = []
+    for layer in layers:
+        given = layer.inputs_of(rank)
+        results.append(plan(given.x_TH, given.weights, given.routing).clone())
+    return results
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
+def test_equal_input_gives_equal_bits(pool: RankPool, part: str) -> None:
+    layer = Layer(part, tokens_of(part, pool.world_size)[0], fields={"dtype": BF16})
+    once, again = pool.run(call_layer, layer), pool.run(call_layer, layer)
+    for first, second in zip(once, again, strict=True):
+        assert torch.equal(first[0], second[0])
+
+
+def test_a_row_travels_once_to_each_rank_that_needs_it(pair: RankPool) -> None:
+    """However many of a token's pairs go there; and not at all where none does."""
+    rows = pair.run(rows_sent, Layer(ALL2ALL, (3, 2), fields={"experts": 4, "top_k": 2}))
+    assert rows == [((2, 2), (2, 1))] * 2  # [from][to]
+
+
+def rows_sent(rank: int, world: int, group: object, layer: Layer) -> tuple:
+    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+    ids = [[[0, 1], [1, 2], [3, 2]], [[1, 2], [0, -1]]][rank]  # experts 0 and 1 are rank 0's
+    topk_ids_TK = torch.tensor(ids, dtype=torch.int32)
+    routing = replace(given.routing, topk_ids_TK=topk_ids_TK)
+    _, handle = kernel.start(given.x_TH, given.weights, routing).receive()
+    return handle.agreed.rows_WW
+
+
+# ------------------------------------------------------------------------------------------- misuse
+
+
+def raised_by(function) -> ModularKernelError | None:
+    try:
+        function()
+    except ModularKernelError as error:
+        return error
+    return None
+
+
+def test_use_after_destroy(pair: RankPool) -> None:
+    for part in PARTS:
+        assert pair.run(after_destroy, Layer(part, (3, 3))) == [UnsupportedError.__name__] * 2
+
+
+def after_destroy(rank: int, world: int, group: object, layer: Layer) -> str:
+    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+    kernel(given.x_TH, given.weights, given.routing)
+    kernel.prepare_finalize.destroy()
+    kernel.prepare_finalize.destroy()
+    error = raised_by(lambda: kernel(given.x_TH, given.weights, given.routing))
+    return type(error).__name__
+
+
+def test_a_part_leaves_a_manager_that_it_was_given(pair: RankPool) -> None:
+    pair.run(shared_manager, Layer(ALL2ALL, (3, 3)))
+
+
+def shared_manager(rank: int, world: int, group: object, layer: Layer) -> None:
+    manager = TorchGroup(group)
+    given = layer.inputs_of(rank)
+    first, second = layer.kernel(rank, manager), layer.kernel(rank, manager)
+    want = first(given.x_TH, given.weights, given.routing)
+    first.prepare_finalize.destroy()
+    assert torch.equal(second(given.x_TH, given.weights, given.routing), want)
+    manager.destroy()
+    assert isinstance(raised_by(manager.next_step), UnsupportedError)
+
+
+def test_wrong_groups_are_refused_before_anything_is_connected(pair: RankPool) -> None:
+    for texts in pair.run(wrong_groups, Layer(ALL2ALL, (3, 3))):
+        size, rank, kind, device, backend = texts
+        assert "process group's size: got 2, need 3" in size
+        assert "rank in the process group" in rank
+        assert "process group: got int, need a ProcessGroup" in kind
+        assert "tensors of an exchange: got cuda, need cpu: the group's backend is gloo" in device
+        assert "process group's backend: got cpu:gloo,cuda:gloo, need nccl for cuda" in backend
+
+
+def wrong_groups(rank: int, world: int, group: object, layer: Layer) -> list[str]:
+    problem = layer.problem(rank)
+    three = replace(problem, parallel=Parallel(3, rank=rank))
+    other = replace(problem, parallel=Parallel(2, rank=1 - rank))
+    manager = TorchGroup(group)
+    cuda = Machine("cuda", (9, 0))
+
+    def build(given: Problem, to: object, machine: Machine | None = None):
+        return make_kernel(ALL2ALL, "TorchExperts", given, group=to, machine=machine)
+
+    errors = [
+        raised_by(lambda: build(three, group)),
+        raised_by(lambda: build(other, group)),
+        raised_by(lambda: build(problem, 7)),
+        raised_by(lambda: build(problem, manager, cuda)),
+        raised_by(lambda: TorchGroup(group, device="cuda")),
+    ]
+    kinds = [ConfigurationError, ConfigurationError, ConfigurationError, DeviceError]
+    assert [type(error) for error in errors] == [*kinds, ConfigurationError]
+    return [str(error) for error in errors]
+
+
+def test_a_group_is_needed() -> None:
+    assert not dist.is_initialized()
+    problem = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
+    for part in PARTS:
+        with pytest.raises(ConfigurationError, match="init_process_group first"):
+            make_kernel(part, "TorchExperts", problem, machine=Machine())
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0, float("inf"), float("nan")])
+def test_deadlines_are_seconds(deadline: float) -> None:
+    with pytest.raises(ConfigurationError, match="deadline_s"):
+        TorchGroup(None, deadline_s=deadline)
+
+
+def test_a_handle_of_another_kernel_is_refused(pair: RankPool) -> None:
+    assert pair.run(foreign_handle, Layer(ALL2ALL, (3, 3))) == ["UnsupportedError"] * 2
+
+
+def foreign_handle(rank: int, world: int, group: object, layer: Layer) -> str:
+    manager, given = TorchGroup(group), layer.inputs_of(rank)
+    one, two = layer.kernel(rank, manager), layer.kernel(rank, manager)
+    _, handle = one.start(given.x_TH, given.weights, given.routing).receive()
+    out = torch.empty(3, 48)
+    error = raised_by(
+        lambda: two.prepare_finalize.finalize(out, handle=handle, reduce=two.reduce, out=out)
+    )
+    return type(error).__name__
+
+
+def test_a_rank_that_does_not_come_to_the_construction(pair: RankPool) -> None:
+    """The other one says so in time, and the next attempt of both succeeds."""
+    error, seconds = pair.run(come_alone, Layer(ALL2ALL, (3, 3)))[0]
+    assert "construct of step 0, peer(s) 1" in error
+    assert seconds < 1.0 + 2.0
+
+
+def come_alone(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
+    start, text = time.monotonic(), ""
+    if rank == 0:
+        error = raised_by(lambda: TorchGroup(group, deadline_s=1.0))
+        assert isinstance(error, CommunicationError)
+        text = str(error)
+    seconds = time.monotonic() - start
+    dist.barrier(group)
+    given = layer.inputs_of(rank)
+    layer.kernel(rank, group)(given.x_TH, given.weights, given.routing)
+    return text, seconds
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_refused_before_anything_is_built(part: str) -> None:
+    two = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
+
+    def rules(problem: Problem) -> set[str]:
+        found = check(part, "TorchExperts", problem, this_machine(device="cpu")).rejections
+        return {rejection.rule for rejection in found}
+
+    assert rules(two) == set()
+    assert rules(replace(two, parallel=Parallel())) == {"world_size"}
+    assert rules(replace(two, combine=Combine.TOPK_WEIGHTED)) == {"keep_topk"}
+    assert rules(replace(two, graph=True)) >= {"graph"}
+    assert rules(replace(two, expert_map=True)) == {"expert_map"}
+    assert rules(replace(two, local_experts=3)) == {"placement"}
+    assert rules(replace(two, deterministic=True)) == (
+        {"deterministic"} if part == REPLICATED else set()
+    )
+    assert rules(replace(two, asynchronous=True)) == (
+        {"asynchronous"} if part == REPLICATED else set()
+    )
