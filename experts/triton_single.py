@@ -178,6 +178,8 @@ def _arguments(product: Product, tile: Tile, columns: int) -> dict[str, object]:
     strides = () if product.scale is None else product.scale.stride()
     zeros = (0, 0, 0) if product.zero_point is None else product.zero_point.stride()
     group_n, group_k = scale_group(scheme, product.depth)
+    if not group_k:  # one group is all of the depth: its zero point is everybody's
+        zeros = (*zeros[:2], 0)
     kind = scheme.activation
     return {
         "b_ptr": w,

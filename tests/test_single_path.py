@@ -52,6 +52,10 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 2, "quant": "int8_w8a16_group:group=32,zero_points=true", **_WIDE}, "uniform",
      _TWO),
     ({"tokens": 2, "quant": "int8_w8a16_group:group=64", **_WIDE}, "all_to_one", _ONE),
+    # One group is all of a depth: of GEMM 2's, then of GEMM 1's.
+    ({"tokens": 2, "quant": "int8_w8a16_group:zero_points=true", **_WIDE}, "uniform", _ONE),
+    ({"tokens": 1, "quant": "int8_w8a16_group:zero_points=true", **_WIDE, "hidden": 96}, "uniform",
+     _TWO),
 )  # fmt: skip
 
 
