@@ -6,7 +6,10 @@ machine without a GPU, `tests/compile` is left out.
 """
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
@@ -16,6 +19,9 @@ import torch
 
 from modular_kernel.settings import enable_interpreter, read_settings
 from modular_kernel.types import Machine
+
+if TYPE_CHECKING:
+    from modular_kernel.testing.ranks import RankPool
 
 torch.set_num_threads(1)
 
@@ -56,3 +62,19 @@ def machine() -> Machine:
     from modular_kernel.catalog import this_machine
 
     return this_machine()
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> "Iterator[Callable[[int], RankPool]]":
+    """rank_pool(n): the session's pool of n ranks on the CPU, over gloo."""
+    from modular_kernel.testing.ranks import RankPool
+
+    pools: dict[int, RankPool] = {}
+    with ExitStack() as stack:
+
+        def pool(world_size: int) -> RankPool:
+            if world_size not in pools:
+                pools[world_size] = stack.enter_context(RankPool(world_size))
+            return pools[world_size]
+
+        yield pool

@@ -1,6 +1,6 @@
 """The plainest parts over ranks, in a few lines: whatever they fail, the harness got wrong."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -89,3 +89,21 @@ class Unsummed(SumOverRanks):
     def finalize(self, expert_output, *, handle, reduce, out):
         scale = self.problem.routed_scaling_factor
         reduce.apply(ExpertRows(expert_output, None, handle.topk_weights_TK, scale), out)
+
+
+class CountsTwice(SumOverRanks):
+    """Counts each invalid id once for itself, and once for its neighbour."""
+
+    requires = SumOverRanks.requires
+
+    def prepare(self, x_TH, routing, *, weights, call):
+        before = call.invalid_ids.clone()
+        arrived = super().prepare(x_TH, routing, weights=weights, call=call)
+        call.invalid_ids.add_(call.invalid_ids - before)
+        return arrived
+
+
+class AtMostTwo(SumOverRanks):
+    """Two ranks, blocks of equal size."""
+
+    requires = replace(SumOverRanks.requires, world_sizes=(2, 2), linear_placement=True)

@@ -8,6 +8,7 @@ import pytest
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing import Case, Proof, cases_for, check_proofs, machine_kind, pairings
 from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases_ranks import rank_cases_for, rank_pairings
 from modular_kernel.testing.ledger import KINDS, broken_promises, parse_ledger, read_ledger
 from modular_kernel.types import Machine
 
@@ -27,6 +28,12 @@ def counts_on(machine: Machine) -> Counter[tuple[str, str]]:
     return Counter({pair: len(cases_for(*pair, machine).cases) for pair in pairs})
 
 
+def counts_over_ranks(machine: Machine, world_size: int) -> Counter[tuple[str, str]]:
+    """The same over ranks."""
+    pairs = rank_pairings(machine, world_size)
+    return Counter({p: len(rank_cases_for(*p, machine, world_size).cases) for p in pairs})
+
+
 def proof(machine: Machine, *, passed: bool = True) -> Proof:
     failures = () if passed else ("numeric: wrong",)
     return Proof(Case(*PAIR, BASE), machine, 0.0, 0.0, failures, 0.0)
@@ -36,6 +43,16 @@ def proof(machine: Machine, *, passed: bool = True) -> Proof:
 def test_promises_are_kept(kind: str) -> None:
     """Whoever runs these cases proves them, for a case that fails is an error of its own."""
     assert broken_promises(LEDGER, counts_on(MACHINES[kind]), kind) == ()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_promises_over_ranks_are_kept(kind: str, world_size: int) -> None:
+    machine = MACHINES[kind]
+    over_ranks = machine_kind(machine, world_size)
+    assert any(promise.machine == over_ranks for promise in LEDGER)
+    counts = counts_over_ranks(machine, world_size)
+    assert broken_promises(LEDGER, counts, over_ranks) == ()
 
 
 def test_promises_are_kept_on_this_machine(machine: Machine) -> None:
@@ -78,7 +95,7 @@ def test_comments_and_blank_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["cpu A B", "cpu A B many", "tpu A B 3", "cpu A B 3 4", "cpu A B -1"]
+    "line", ["cpu A B", "cpu A B many", "tpu A B 3", "cpu A B 3 4", "cpu A B -1", "cpu:1 A B 3"]
 )
 def test_a_line_that_is_not_understood_is_an_error(line: str) -> None:
     with pytest.raises(ConfigurationError, match="ledger line 2"):

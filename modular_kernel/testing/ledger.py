@@ -5,6 +5,7 @@ it says, for each kind of machine, which pairings have to be proven and in how m
 
     # machine         prepare_finalize            experts         cases
     cpu               MoEPrepareAndFinalizeNoEP   TorchExperts    100
+    cpu:2             TorchAll2AllPrepareAndFinalize   TorchExperts   10     # two ranks
 """
 
 from collections import Counter
@@ -33,11 +34,12 @@ class Promise:
         return self.prepare_finalize, self.experts
 
 
-def machine_kind(machine: Machine) -> str:
-    """One of KINDS."""
-    if machine.device == "cuda":
-        return "cuda"
-    return "cpu-interpreter" if machine.interpreter else "cpu"
+def machine_kind(machine: Machine, world_size: int = 1) -> str:
+    """One of KINDS; of more than one rank "KIND:ranks"."""
+    kind = "cuda"
+    if machine.device != "cuda":
+        kind = "cpu-interpreter" if machine.interpreter else "cpu"
+    return kind if world_size == 1 else f"{kind}:{world_size}"
 
 
 def parse_ledger(text: str) -> tuple[Promise, ...]:
@@ -47,11 +49,17 @@ def parse_ledger(text: str) -> tuple[Promise, ...]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        if len(words) != 4 or words[0] not in KINDS or not words[3].isdecimal():
-            need = f"MACHINE PREPARE_FINALIZE EXPERTS CASES, MACHINE one of {', '.join(KINDS)}"
+        if len(words) != 4 or not _is_kind(words[0]) or not words[3].isdecimal():
+            kinds = f"MACHINE one of {', '.join(KINDS)}, or with ranks such as {KINDS[0]}:2"
+            need = f"MACHINE PREPARE_FINALIZE EXPERTS CASES, {kinds}"
             raise ConfigurationError(f"ledger line {number}", got=line.strip(), need=need)
         promises.append(Promise(words[0], words[1], words[2], int(words[3])))
     return tuple(promises)
+
+
+def _is_kind(word: str) -> bool:
+    kind, colon, ranks = word.partition(":")
+    return kind in KINDS and (not colon or (ranks.isdecimal() and int(ranks) > 1))
 
 
 def read_ledger(path: Path) -> tuple[Promise, ...]:
@@ -85,7 +93,8 @@ def check_proofs(ledger: Iterable[Promise], proofs: Iterable[Proof]) -> tuple[st
     """What the ledger demands beyond the cases that `proofs` proved, for each kind they ran on."""
     counts: dict[str, Counter[tuple[str, str]]] = {}
     for proof in proofs:
-        counter = counts.setdefault(machine_kind(proof.machine), Counter())
+        world_size = proof.case.problem.parallel.world_size
+        counter = counts.setdefault(machine_kind(proof.machine, world_size), Counter())
         if proof.passed:
             counter[proof.case.prepare_finalize, proof.case.experts] += 1
     ledger = tuple(ledger)

@@ -6,9 +6,13 @@ from functools import partial
 from modular_kernel.testing.battery_ranks import RANK_MUTANTS, RankMutant, build_mutant
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
+from modular_kernel.testing.checks import CHECKS, plan_reused
 from modular_kernel.testing.mutants import Kill
 from modular_kernel.testing.prove_ranks import machine_of, prove_ranks
 from modular_kernel.testing.ranks import RankPool
+
+# The first ones of all: whoever fails these fails, and they make half of the calls.
+EARLY = CHECKS[: CHECKS.index(plan_reused) + 1]
 
 __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
 
@@ -35,6 +39,7 @@ def sensitivity_ranks(
         for case in few[:cases_each]:
             if case not in proven:
                 proven[case] = prove_ranks(case, pool, machine).passed
-            proof = prove_ranks(case, pool, machine, partial(build_mutant, mutant.name))
+            build = partial(build_mutant, mutant.name)
+            proof = prove_ranks(case, pool, machine, build, checks=EARLY)
             kills.append(Kill(mutant.name, case, proven[case], next(iter(proof.failures), None)))
     return tuple(kills)

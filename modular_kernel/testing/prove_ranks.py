@@ -12,7 +12,7 @@ once. On one rank the recipe rounds once, here it does so as often as a sum cros
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -26,7 +26,7 @@ from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import CHECKS, Build, Sample, Trial
+from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
@@ -161,14 +161,20 @@ def build_kernel(
 
 
 def examine(
-    rank: int, _world_size: int, group: object, case: RankCase, machine: Machine, build: RankBuild
+    rank: int,
+    _world_size: int,
+    group: object,
+    case: RankCase,
+    machine: Machine,
+    build: RankBuild,
+    checks: tuple[Check, ...],
 ) -> RankReport:
-    """All checks of a case on one rank; runs in a RankPool. CheckError where one raises."""
+    """Run checks of a case on one rank, in a RankPool. CheckError where one raises."""
     trial = RankTrial(
         case, rank, machine, lambda *given: build(given[0], given[1], given[2], group)
     )
     found: list[str] = []
-    for check in CHECKS:
+    for check in checks:
         name = check.__name__
         try:
             for finding in check(trial):
@@ -187,13 +193,14 @@ def prove_ranks(
     machine: Machine | None = None,
     build: RankBuild = build_kernel,
     *,
+    checks: Sequence[Check] = CHECKS,
     timeout: float = 300,
 ) -> Proof:
-    """Run all checks on every rank. IncompatibleError if the pairing is refused for this case.
+    """Run the checks on every rank. IncompatibleError if the pairing is refused for this case.
 
     pool: of as many ranks. machine: None means this one, as far as the pool's backend uses it.
-    build: makes a rank's kernel from (case, machine, poison, group); must be picklable. timeout:
-    seconds until a rank that does not answer counts as a failure.
+    build: makes a rank's kernel from (case, machine, poison, group); must be picklable. checks:
+    which, in order. timeout: seconds until a rank that does not answer counts as a failure.
     """
     if pool.world_size != case.world_size:
         need = f"{case.world_size} ranks, as the case says"
@@ -205,7 +212,8 @@ def prove_ranks(
     start = time.perf_counter()
     failures: list[str] = []
     try:
-        reports = dict(enumerate(pool.run(examine, case, machine, build, timeout=timeout)))
+        task = case, machine, build, tuple(checks)
+        reports = dict(enumerate(pool.run(examine, *task, timeout=timeout)))
     except RankError as error:
         reports = error.results
         for rank, text in error.failures.items():

@@ -1,0 +1,89 @@
+"""The harness can see across ranks: every defect of its battery is killed in every pairing."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.testing import Case
+from modular_kernel.testing.battery_ranks import RANK_MUTANTS, RankMutant, build_mutant
+from modular_kernel.testing.cases_ranks import rank_cases_for, rank_pairings
+from modular_kernel.testing.mutants_ranks import sensitivity_ranks
+from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.ranks import RankPool
+
+MACHINE = this_machine(device="cpu")
+PAIRINGS = rank_pairings(MACHINE, 2)
+# More ranks than two make a difference to who has it and whose rows are whose.
+OF_FOUR = ("rank_block_offset", "peer_counts_swapped", "contribution_twice", "idle_rank_rests")
+# Where input is replicated nothing is counted, and no rank is without tokens alone.
+NEEDS_OWN_TOKENS = ("peer_counts_swapped", "idle_rank_rests")
+
+Pool = Callable[[int], RankPool]
+
+
+@pytest.fixture(scope="module")
+def proven() -> dict[Case, bool]:
+    """Cases that were proven without a mutant, and whether they passed."""
+    return {}
+
+
+def occurs(pairing: tuple[str, str], mutant: RankMutant) -> bool:
+    part = load_catalog().prepare_finalize(pairing[0])
+    return not (part.requires.replicated_input and mutant.name in NEEDS_OWN_TOKENS)
+
+
+def triples(world_size: int) -> list[object]:
+    """Every pairing with every defect that it can have; on four ranks in plain torch alone."""
+    found = [
+        (pairing, mutant)
+        for pairing in PAIRINGS
+        for mutant in RANK_MUTANTS
+        if occurs(pairing, mutant)
+        and (world_size == 2 or (mutant.name in OF_FOUR and pairing[1] == "TorchExperts"))
+    ]
+    return [pytest.param(*pair, id=f"{'+'.join(pair[0])}-{pair[1].name}") for pair in found]
+
+
+def survivors(
+    pairing: tuple[str, str], mutant: RankMutant, pool: RankPool, proven: dict[Case, bool]
+) -> list[str]:
+    kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], proven=proven)
+    assert kills, "no case shows it"
+    return [str(kill) for kill in kills if not kill.ok]
+
+
+@pytest.mark.parametrize(("pairing", "mutant"), triples(2))
+def test_killed_on_two_ranks(
+    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, bool]
+) -> None:
+    assert survivors(pairing, mutant, rank_pool(2), proven) == []
+
+
+@pytest.mark.parametrize(("pairing", "mutant"), triples(4))
+def test_killed_on_four_ranks(
+    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, bool]
+) -> None:
+    assert survivors(pairing, mutant, rank_pool(4), proven) == []
+
+
+def test_defects_occur_exactly_where_they_can() -> None:
+    for pairing in PAIRINGS:
+        cases = rank_cases_for(*pairing, MACHINE, 2).cases
+        for mutant in RANK_MUTANTS:
+            assert any(map(mutant.applies, cases)) == occurs(pairing, mutant), mutant.name
+
+
+def test_the_battery_names_its_defects() -> None:
+    names = [mutant.name for mutant in RANK_MUTANTS]
+    assert len(names) == len(set(names)) >= 8
+    assert set(OF_FOUR) | set(NEEDS_OWN_TOKENS) <= set(names)
+    assert all(mutant.description for mutant in RANK_MUTANTS)
+
+
+def test_a_rank_without_the_defect_finds_it_in_what_it_gets(rank_pool: Pool) -> None:
+    pairing = "TorchAll2AllPrepareAndFinalize", "TorchExperts"
+    case = rank_cases_for(*pairing, MACHINE, 2).cases[0]
+    proof = prove_ranks(case, rank_pool(2), MACHINE, partial(build_mutant, "contribution_twice"))
+    assert any(failure.startswith("rank 0: numeric: ") for failure in proof.failures)
