@@ -53,9 +53,6 @@ def some_ids(tokens: int, top_k: int, experts: int) -> torch.Tensor:
     return torch.randint(-1, experts, (tokens, top_k), generator=generator).to(DEVICE)
 
 
-# ------------------------------------------------------------------------------ the example
-
-
 def test_the_example_s_order() -> None:
     ids = torch.tensor(IDS, device=DEVICE)[:, None]
     reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(ids, 4)
@@ -122,9 +119,6 @@ def ep_moe(
     out = poison(tokens, hidden, dtype=dtype)
     post_reorder(down_output, out, src2dst, ids_TK, weights_TK, start, end)
     return out
-
-
-# ------------------------------------------------------------------------- the steps, alone
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -263,9 +257,6 @@ def test_no_token_launches_nothing() -> None:
     assert out.shape == (0, 48)
 
 
-# ----------------------------------------------------------------------------- ranks sum up
-
-
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ranks_of_experts_equal_ranks_of_columns(world: int, dtype: torch.dtype) -> None:
@@ -339,9 +330,6 @@ def test_local_ids_need_no_map() -> None:
     workspace = Workspace(specs, DEVICE, poison=True)
     part.apply(ContiguousTokens(x_TH, arrived), weights=weights, workspace=workspace, output=out)
     assert error(out, want) < 2.0**-8
-
-
-# -------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def test_every_kernel_of_the_project_was_compiled(rows: list[Row]) -> None:
         "assign_rows_kernel",
         "batched_gemm_kernel",
         "count_pairs_kernel",
+        "four_bit_gemm_kernel",
         "gather_rows_kernel",
         "grouped_gemm_kernel",
         "permute_and_quantise_kernel",
