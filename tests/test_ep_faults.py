@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from experts.torch_experts import TorchExperts
@@ -82,9 +83,11 @@ def suffer(rank: int, world: int, group: object, fault: Fault) -> Report:
     """A good call, then up to two of which the victim breaks one."""
     layer = fault.layer
     given = layer.inputs_of(rank)
+    dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
     manager = TorchGroup(group, deadline_s=DEADLINE_S)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     good = kernel(given.x_TH, given.weights, given.routing).clone()
+    dist.barrier(group)
     if rank == VICTIM:
         arm(kernel, manager, fault)
     report = outcome(lambda: kernel(given.x_TH, given.weights, given.routing), good, manager)
@@ -175,6 +178,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> Report:
     tokens_W = options.pop("tokens_W", layer.tokens_W)
     mine = replace(layer, part=part, tokens_W=tokens_W, fields=options)
     given = mine.inputs_of(rank)
+    dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
     manager = TorchGroup(group, deadline_s=DEADLINE_S)
     kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
     report = outcome(
@@ -192,6 +196,7 @@ def overflow(rank: int, world: int, group: object, fault: Fault) -> Report:
     """The victim passes more tokens than its problem says."""
     layer = fault.layer
     given = layer.inputs_of(rank)
+    dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
     manager = TorchGroup(group, deadline_s=DEADLINE_S)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     if rank == VICTIM:
@@ -245,9 +250,9 @@ def test_a_rank_that_goes_away(
         assert_survivor(reports[rank], POINTS[point])
         assert reports[rank].serves_again is (kind != "killed")
     if kind != "killed":
-        # It finds that the others have given it up.
+        # It finds that the others have given it up, or the one that did so first.
         assert reports[VICTIM].error == "CommunicationError", reports[VICTIM]
-        assert reports[VICTIM].peers == (0, 2)
+        assert reports[VICTIM].peers in ((0, 2), (0,), (2,))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
