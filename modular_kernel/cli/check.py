@@ -1,5 +1,6 @@
 """`mk check`: can this pair serve this problem on that machine, and if not, why?"""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,14 +67,22 @@ def judged(
     problem: "Problem",
     machine: "Machine",
 ) -> "list[Verdict]":
-    """Verdicts on every pair that the two names, where given, leave."""
+    """Verdicts on every pair that the two names, where given, leave; of several ranks the first
+    that is refused, or rank 0's."""
     from modular_kernel.rules import judge
 
+    ranks = range(problem.parallel.world_size)
+    problems = [replace(problem, parallel=replace(problem.parallel, rank=r)) for r in ranks]
     pf_names = [pf_type] if pf_type is not None else catalog.names("prepare_finalize")
     experts_names = [experts_type] if experts_type is not None else catalog.names("experts")
     pfs = [catalog.prepare_finalize(name) for name in pf_names]
     experts = [catalog.experts(name) for name in experts_names]
-    return [judge(pf, ex, problem, machine) for pf in pfs for ex in experts]
+    found = []
+    for pf in pfs:
+        for ex in experts:
+            verdicts = [judge(pf, ex, of_rank, machine) for of_rank in problems]
+            found.append(next((verdict for verdict in verdicts if not verdict.ok), verdicts[0]))
+    return found
 
 
 def _record(verdict: "Verdict") -> dict[str, object]:

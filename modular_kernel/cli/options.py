@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_type_hints
 
 import typer
 
@@ -12,6 +12,7 @@ from modular_kernel.cli.presets import MODELS, facts
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from modular_kernel.placement import Placement
     from modular_kernel.types import Problem
 
 # A layer small enough to be computed at once on any machine.
@@ -55,6 +56,10 @@ class ProblemOptions:
         _option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),
     ] = None
     world_size: Annotated[int | None, _option("Ranks that share the experts.")] = None
+    placement: Annotated[
+        str | None,
+        _option("linear, round_robin, copies, or experts by rank: 0,2/1,3.  [default: linear]"),
+    ] = None
     model: Annotated[str | None, _option(f"Sizes of {', '.join(MODELS)}.")] = None
     local_experts: Annotated[int | None, _option("Experts on this rank.")] = None
     ids_dtype: Annotated[str | None, _option("int32 or int64; either if not given.")] = None
@@ -82,12 +87,22 @@ class ProblemOptions:
         values |= {name: value for name, value in given.items() if value is not None}
         values.pop("model", None)
         values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
-        values["parallel"] = Parallel(world_size=values.pop("world_size", 1))
+        world_size = values.pop("world_size", 1)
+        placement = _placement(values.pop("placement", "linear"), values["experts"], world_size)
+        values["parallel"] = Parallel(world_size, placement)
         if "combine" in values:
             values["combine"] = _combine(values["combine"])
         if "ids_dtype" in values:
             values["ids_dtype"] = _ids_dtype(values["ids_dtype"])
         return Problem(**values)
+
+
+def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":
+    if text == "linear":
+        return "linear"
+    from modular_kernel.testing.cases_ranks import parse_placement
+
+    return parse_placement(text, experts, world_size)
 
 
 def _combine(text: str) -> object:

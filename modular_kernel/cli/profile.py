@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +12,12 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
+from modular_kernel.cli.ranks import Backend, host_of
+from modular_kernel.errors import IncompatibleError
 
 if TYPE_CHECKING:
     from modular_kernel.kernel import FusedMoEModularKernel
-    from modular_kernel.types import Problem
+    from modular_kernel.types import Machine, Problem
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LONGEST_NAME = 200  # file systems allow 255 bytes
@@ -36,10 +38,12 @@ def profile(
     options: ProblemOptions,
     pf_type: Annotated[str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")],
     experts_type: Annotated[str, typer.Option(help="Name of an experts part (see mk list).")],
-    out: Annotated[Path, typer.Option(help="Folder for the trace.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for the traces.")] = Path("out"),
+    backend: Backend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Profile one call of a pair: a Chrome trace (for Perfetto) and a table of its stages.
+    """Profile one call of a pair: a Chrome trace (for Perfetto) of each rank, and a table of its
+    stages.
 
     Exits with 1, and every reason, if the pair is refused.
     """
@@ -47,19 +51,63 @@ def profile(
     prepare_host()
     from modular_kernel.catalog import make_kernel
 
-    kernel = make_kernel(pf_type, experts_type, problem)
     out.mkdir(parents=True, exist_ok=True)
-    path = out / trace_name(kernel.pairing, problem, rank=0)
-    _write_trace(kernel, path)
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    times = stage_times(trace["traceEvents"], on_gpu=kernel.machine.device == "cuda")
+    with host_of(options.world_size, backend) as host:
+        machine, pool = host.machine, host.pool
+        if pool is None:
+            kernel = make_kernel(pf_type, experts_type, problem, machine=machine)
+            paths = [_traced(kernel, out, rank=0)]
+        else:
+            refuse_unless_valid(pf_type, experts_type, problem, machine)
+            paths = pool.run(profile_rank, pf_type, experts_type, problem, machine, out)
+    traces = [json.loads(path.read_text(encoding="utf-8"))["traceEvents"] for path in paths]
+    times = [stage_times(events, on_gpu=machine.device == "cuda") for events in traces]
+    pairing = f"{pf_type} x {experts_type}"
     if as_json:
-        record = {"pairing": kernel.pairing, "problem": problem, "machine": kernel.machine}
-        output.print_json({**record, "traces": [str(path)], "stages": times})
+        record = {"pairing": pairing, "problem": problem, **host.facts}
+        record |= {"traces": list(map(str, paths)), "stages": times[0]}
+        if pool is not None:
+            record["stages_by_rank"] = times
+        output.print_json(record)
         return
-    output.line(f"{kernel.pairing}, {problem} on {kernel.machine}")
-    _print_times(times)
-    output.line(f"trace of rank 0 (open it at https://ui.perfetto.dev): {path}")
+    output.line(f"{pairing}, {problem} on {machine}")
+    for rank, path in enumerate(paths):
+        _print_times(times[rank])
+        output.line(f"trace of rank {rank} (open it at https://ui.perfetto.dev): {path}")
+
+
+def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
+    """IncompatibleError with every reason of the first rank that has one."""
+    from modular_kernel.catalog import load_catalog
+    from modular_kernel.cli.check import judged
+
+    (verdict,) = judged(load_catalog(), pf, experts, problem, machine)
+    if not verdict.ok:
+        raise IncompatibleError(verdict.pairing, verdict.rejections)
+
+
+def profile_rank(
+    rank: int,
+    _world_size: int,
+    group: object,
+    pf: str,
+    experts: str,
+    problem: "Problem",
+    machine: "Machine",
+    out: Path,
+) -> Path:
+    """What one rank of a pool does: as many tokens as the problem has, the same on all ranks."""
+    from modular_kernel.catalog import make_kernel
+
+    mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
+    return _traced(make_kernel(pf, experts, mine, group=group, machine=machine), out, rank=rank)
+
+
+def _traced(kernel: "FusedMoEModularKernel", out: Path, *, rank: int) -> Path:
+    """Profile a kernel into a file of its own."""
+    path = out / trace_name(kernel.pairing, kernel.problem, rank=rank)
+    _write_trace(kernel, path)
+    return path
 
 
 def trace_name(pairing: str, problem: "Problem", *, rank: int) -> str:

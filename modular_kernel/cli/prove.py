@@ -1,7 +1,7 @@
 """`mk test`: prove one pairing, every pairing, or one case; and prove that the proofs can see."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -9,13 +9,13 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.ranks import Backend, Host, host_of, over_ranks
 from modular_kernel.cli.sensitivity import run_sensitivity
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
     from modular_kernel.testing.cases import Case
     from modular_kernel.testing.prove import Proof
-    from modular_kernel.types import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,24 @@ class OneCase:
     ] = False
     routing: Annotated[str, typer.Option(help="With --one: the kind of routing.")] = "uniform"
     seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
+    rank_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="With --one and --world-size: tokens of each rank, such as 7,0.",
+            show_default=False,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How cases are chosen and run."""
+
+    level: Annotated[str, typer.Option(help="smoke: some cases; full: every case.")] = "smoke"
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Break the pairs on purpose: is it noticed?")
+    ] = False
+    backend: Backend = None
 
 
 @dataclass(frozen=True)
@@ -60,36 +78,35 @@ def prove(
     *,
     replay: OneCase,
     options: ProblemOptions,
+    manner: Manner,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
-    level: Annotated[str, typer.Option(help="smoke: some cases; full: every case.")] = "smoke",
-    sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Break the pairs on purpose: is it noticed?")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prove that pairs are right: against a float64 oracle, on hostile inputs and memory.
 
+    --world-size N proves, over N ranks, every pair that is valid for so many: one GPU a rank, or
+    processes on the CPU.
+
     Exits with 1 if a check fails, or if the pair named is refused, with every reason.
     """
-    if not replay.one and (options, replay) != (ProblemOptions(), OneCase()):
+    alone = replace(options, world_size=None), replay
+    if not replay.one and alone != (ProblemOptions(), OneCase()):
         need = "--one beside them: otherwise the cases choose their own problems"
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
-    if replay.one and sensitivity:
+    if replay.one and manner.sensitivity:
         raise ConfigurationError("--sensitivity", got="--one", need="cases of its own choice")
     prepare_host()
-    from modular_kernel.catalog import this_machine
-
-    machine = this_machine()
-    if replay.one:
-        jobs = [_single_case(options, replay, pf_type, experts_type)]
-    else:
-        jobs = _jobs(machine, pf_type, experts_type, _level(level))
-    if sensitivity:
-        pairs = [(job.prepare_finalize, job.experts) for job in jobs]
-        ok = run_sensitivity(pairs, machine, as_json=as_json)
-    else:
-        ok = _prove(jobs, machine, as_json=as_json)
+    with host_of(options.world_size, manner.backend) as host:
+        if replay.one:
+            jobs = [_single_case(options, replay, pf_type, experts_type)]
+        else:
+            jobs = _jobs(host, pf_type, experts_type, _level(manner.level))
+        if manner.sensitivity:
+            pairs = [(job.prepare_finalize, job.experts) for job in jobs]
+            ok = run_sensitivity(pairs, host, as_json=as_json)
+        else:
+            ok = _prove(jobs, host, as_json=as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -114,15 +131,18 @@ def _single_case(
         need = f"one of {', '.join(ROUTINGS)}"
         raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
     case = Case(pf, experts, options.problem(), replay.routing, replay.seed)
+    if (options.world_size or 1) > 1:
+        case = over_ranks(case, replay.rank_tokens)
+    elif replay.rank_tokens is not None:
+        raise ConfigurationError("--rank-tokens", got="one rank", need="--world-size beside it")
     return Job(pf, experts, (case,), 0)
 
 
 def _jobs(
-    machine: "Machine", pf: str | None, experts: str | None, level: Literal["smoke", "full"]
+    host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[Job]:
     """A job for each pair that the names leave and that has a case; a named pair must have one."""
     from modular_kernel.catalog import load_catalog
-    from modular_kernel.testing.cases import cases_for
 
     catalog = load_catalog()
     pfs = [pf] if pf is not None else catalog.names("prepare_finalize")
@@ -130,7 +150,7 @@ def _jobs(
     jobs = []
     for pf_name in pfs:
         for experts_name in all_experts:
-            selection = cases_for(pf_name, experts_name, machine, level)
+            selection = host.cases(pf_name, experts_name, level)
             if pf is not None and experts is not None and not selection.cases:
                 verdict = selection.refused[0][1]
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
@@ -140,21 +160,19 @@ def _jobs(
     return jobs
 
 
-def _prove(jobs: Sequence[Job], machine: "Machine", *, as_json: bool) -> bool:
-    from modular_kernel.testing.prove import prove as prove_case
-
+def _prove(jobs: Sequence[Job], host: Host, *, as_json: bool) -> bool:
     results = []
     with output.progress(sum(len(job.cases) for job in jobs)) as advance:
         for job in jobs:
             proofs = []
             for case in job.cases:
-                proofs.append(prove_case(case, machine))
+                proofs.append(host.prove(case))
                 advance()
             results.append(Result(job, tuple(proofs)))
     ok = bool(results) and not any(result.failed for result in results)
     if as_json:
         records = [_record(result) for result in results]
-        output.print_json({"ok": ok, "machine": machine, "pairs": records})
+        output.print_json({"ok": ok, **host.facts, "pairs": records})
     else:
         _print_text(results)
     return ok

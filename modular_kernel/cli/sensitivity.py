@@ -4,28 +4,24 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
+from modular_kernel.cli.ranks import Host
 
 if TYPE_CHECKING:
     from modular_kernel.testing.mutants import Kill
-    from modular_kernel.types import Machine
 
 Pair = tuple[str, str]
 
 
-def run_sensitivity(pairs: Sequence[Pair], machine: "Machine", *, as_json: bool) -> bool:
+def run_sensitivity(pairs: Sequence[Pair], host: Host, *, as_json: bool) -> bool:
     """Print one line for each defect in each pair; returns whether every one was noticed."""
-    from modular_kernel.testing.mutants import sensitivity
-
     found: list[Kill] = []
     with output.progress(len(pairs)) as advance:
         for pair in pairs:
-            found += sensitivity(*pair, machine)
+            found += host.sensitivity(*pair)
             advance()
     ok = bool(found) and all(kill.ok for kill in found)
     if as_json:
-        output.print_json(
-            {"ok": ok, "machine": machine, "mutants": [_record(kill) for kill in found]}
-        )
+        output.print_json({"ok": ok, **host.facts, "mutants": [_record(kill) for kill in found]})
     else:
         _print_text(found)
     return ok

@@ -1,0 +1,153 @@
+"""`mk test`, `mk check` and `mk profile` over ranks."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli import main
+from modular_kernel.placement import Placement
+from modular_kernel.testing.cases import command
+from modular_kernel.testing.cases_ranks import rank_cases_for
+from modular_kernel.types import Parallel, Problem
+
+PAIR = ("--pf-type", "TorchAll2AllPrepareAndFinalize", "--experts-type", "TorchExperts")
+ALONE = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+ON_CPU = ("--backend", "gloo")
+Capture = pytest.CaptureFixture[str]
+
+
+def mk(capsys: Capture, *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of one command."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main.run(list(words))
+    assert isinstance(ended.value.code, int | None)
+    return ended.value.code or 0, *capsys.readouterr()
+
+
+def test_every_pairing_valid_for_two_ranks_is_proven(capsys: Capture) -> None:
+    words = ("test", "--world-size", "2", *ON_CPU, "--experts-type", "TorchExperts", "--json")
+    code, shown, _ = mk(capsys, *words)
+    record = json.loads(shown)
+    assert code == 0
+    assert (record["ok"], record["world_size"], record["backend"]) == (True, 2, "gloo")
+    proven = {pair["prepare_finalize"]: pair for pair in record["pairs"]}
+    assert {
+        "ReplicatedEPPrepareAndFinalize",
+        "AllGatherReduceScatterPrepareAndFinalize",
+        "TorchAll2AllPrepareAndFinalize",
+    } <= set(proven)
+    assert "MoEPrepareAndFinalizeNoEP" not in proven
+    for pair in proven.values():
+        assert pair["cases"] >= 8
+        assert (pair["failed"], pair["failures"]) == (0, [])
+
+
+def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
+    cases = rank_cases_for(PAIR[1], PAIR[3], this_machine(device="cpu"), 2).cases
+    (case,) = (case for case in cases if case.routing == "out_of_range")
+    words = shlex.split(command(case))
+    assert "--rank-tokens 5,0 --placement copies" in command(case)
+    code, shown, _ = mk(capsys, *words[1:], *ON_CPU)
+    assert code == 0
+    assert "1 case(s) of 1 pair(s): 1 proven, 0 failed" in shown
+
+
+@pytest.mark.parametrize("verb", ["test", "profile"])
+def test_a_pair_for_one_rank_is_refused(capsys: Capture, verb: str, tmp_path: Path) -> None:
+    words = (*ALONE, "--world-size", "2", *ON_CPU)
+    where = ("--out", str(tmp_path)) if verb == "profile" else ()
+    code, shown, told = mk(capsys, verb, *words, *where)
+    assert code == 1
+    assert re.search(r"world_size +MoEPrepareAndFinalizeNoEP / problem +2 +1 to 1", shown + told)
+
+
+def test_check_judges_for_so_many_ranks(capsys: Capture) -> None:
+    assert mk(capsys, "check", *PAIR, "--world-size", "2")[0] == 0
+    code, shown, _ = mk(capsys, "check", *PAIR)
+    assert code == 1
+    assert re.search(r"world_size +TorchAll2AllPrepareAndFinalize / problem +1 +>= 2", shown)
+    code, shown, _ = mk(capsys, "check", "--world-size", "2", "--json")
+    verdicts = {(v["prepare_finalize"], v["experts"]): v for v in json.loads(shown)["pairs"]}
+    assert verdicts[PAIR[1], PAIR[3]]["ok"]
+    assert not verdicts[ALONE[1], ALONE[3]]["ok"]
+
+
+def test_check_judges_every_rank(capsys: Capture) -> None:
+    """Of 3 experts rank 0 holds two and rank 1 one: so many local experts fit rank 0 alone."""
+    sizes = ("--world-size", "2", "--experts", "3", "--local-experts", "2")
+    code, shown, _ = mk(capsys, "check", *PAIR, *sizes)
+    assert code == 1
+    assert re.search(r"placement +TorchAll2AllPrepareAndFinalize / problem +local_experts=2", shown)
+
+
+def test_placement_as_an_option(capsys: Capture) -> None:
+    words = ("check", *PAIR, "--world-size", "2", "--experts", "4", "--json", "--placement")
+    for text, need in (
+        ("round_robin", Placement.round_robin(4, 2)),
+        ("3,0/1,2", Placement(((3, 0), (1, 2)))),
+    ):
+        code, shown, _ = mk(capsys, *words, text)
+        assert code == 0
+        slots = json.loads(shown)["problem"]["parallel"]["placement"]["slots"]
+        assert slots == [list(held) for held in need.slots]
+    problem = Problem(4, 32, 32, 4, 2, parallel=Parallel(2, Placement.round_robin(4, 2)))
+    assert problem.placement.slots == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("test --world-size 0 --backend gloo", "world_size: got 0"),
+        ("test --backend gloo", "--backend: got gloo, need --world-size N"),
+        ("test --world-size 2 --backend mpi", "--backend: got 'mpi', need nccl or gloo"),
+        ("test --world-size 200 --backend nccl", "GPUs: got"),
+        ("test --one --rank-tokens 3", "--rank-tokens: got one rank"),
+        ("test --one --world-size 2 --rank-tokens 3,x", "--rank-tokens: got '3,x'"),
+        ("test --one --world-size 2 --rank-tokens 3", "tokens: got 1 numbers"),
+        ("test --one --world-size 2 --rank-tokens 3,17", "tokens: got (3, 17)"),
+        ("test --one --world-size 2 --placement spiral", "placement: got 'spiral'"),
+        ("test --world-size 2 --placement copies", "--one beside them"),
+        ("check --world-size 3 --experts 2", "placement: experts: got 2"),
+    ],
+)
+def test_bad_options(capsys: Capture, words: str, message: str) -> None:
+    line = words.split()
+    if "--one" in line:
+        line += [*PAIR, *(() if "--world-size" not in line else ON_CPU)]
+    code, _, told = mk(capsys, *line)
+    assert code == 2
+    assert message in told
+
+
+def test_defects_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from modular_kernel.testing import mutants_ranks
+
+    few = [m for m in mutants_ranks.RANK_MUTANTS if m.name == "last_expert_lost"]
+    whole = mutants_ranks.sensitivity_ranks
+    monkeypatch.setattr(
+        mutants_ranks, "sensitivity_ranks", lambda *given: whole(*given, mutants=few)
+    )
+    words = ("test", "--sensitivity", "--world-size", "2", *ON_CPU, *PAIR, "--json")
+    code, shown, _ = mk(capsys, *words)
+    assert code == 0
+    (mutant,) = json.loads(shown)["mutants"]
+    assert (mutant["mutant"], mutant["ok"]) == ("last_expert_lost", True)
+
+
+def test_one_trace_for_each_rank(capsys: Capture, tmp_path: Path) -> None:
+    words = ("profile", "--world-size", "2", *ON_CPU, *PAIR, "--out", str(tmp_path), "--json")
+    code, shown, _ = mk(capsys, *words)
+    assert code == 0
+    record = json.loads(shown)
+    traces = [Path(trace) for trace in record["traces"]]
+    assert [re.search(r"rank\d", trace.name)[0] for trace in traces] == ["rank0", "rank1"]  # type: ignore[index]
+    assert sorted(traces) == sorted(tmp_path.iterdir())
+    assert all(json.loads(trace.read_text())["traceEvents"] for trace in traces)
+    for times in record["stages_by_rank"]:
+        stages = {time["stage"] for time in times}
+        assert {"mk::prepare", "mk::experts", "mk::finalize"} <= stages
