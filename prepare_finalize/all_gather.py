@@ -76,6 +76,7 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart):
             call,
             tokens=tokens,
             rows_W=[tokens] * manager.world_size,
+            device=x_TH.device,
             largest=self.largest(x_TH, call),
         )
         call.invalid_ids.add_(invalid)

@@ -55,7 +55,14 @@ class ReplicatedEPPrepareAndFinalize(GroupPart):
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
         nothing = [0] * self.manager.world_size
-        agreed = agree(self.manager, self.problem, call, tokens=x_TH.shape[0], rows_W=nothing)
+        agreed = agree(
+            self.manager,
+            self.problem,
+            call,
+            tokens=x_TH.shape[0],
+            rows_W=nothing,
+            device=x_TH.device,
+        )
         refuse_unequal_tokens(self.manager, agreed)
         tables = self.tables(x_TH.device)
         rank_TK, slot_TK, invalid = pairs_to_slots(routing.topk_ids_TK, tables)

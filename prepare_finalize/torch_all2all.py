@@ -90,6 +90,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart):
             call,
             tokens=x_TH.shape[0],
             rows_W=wanted_WT.sum(1).tolist(),
+            device=x_TH.device,
             largest=self.largest(x_TH, call),
         )
         call.invalid_ids.add_(invalid)

@@ -18,6 +18,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CapacityError, CommunicationError
 from modular_kernel.testing.ranks import RankError, RankPool
 from prepare_finalize.all2all import TorchGroup
+from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
 
 WORLD, VICTIM = 3, 1
 DEADLINE_S = 1.0
@@ -309,3 +310,115 @@ def test_replicated_ranks_pass_as_many_tokens(pool: RankPool) -> None:
     reports = pool.run(disagree, Fault(REPLICATED, "", other=other), timeout=30)
     assert {report.error for report in reports} == {"CommunicationError"}
     assert all("tokens 5, 4, 5" in report.message for report in reports)
+
+
+def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
+    """The second call of a manager that failed raises at once, and names the same rank."""
+    reports = pool.run(second_of_two, Fault(ALL2ALL, ""), timeout=30)
+    assert reports[VICTIM] is None
+    for rank in (0, 2):
+        first, second = reports[rank]
+        assert_survivor(first, {"combine"})
+        assert second.error == "CommunicationError"
+        assert second.peers == (VICTIM,)
+        assert second.seconds < 0.5
+
+
+def second_of_two(
+    rank: int, world: int, group: object, fault: Fault
+) -> tuple[Report, Report] | None:
+    given = fault.layer.inputs_of(rank)
+    dist.barrier(group)
+    manager = TorchGroup(group, deadline_s=DEADLINE_S)
+    kernel = make_kernel(fault.part, "TorchExperts", fault.layer.problem(rank), group=manager)
+    pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
+    if rank == VICTIM:
+        return None  # and finishes neither
+    first, second = (outcome(each.finish, torch.empty(0), manager) for each in pending)
+    return first, second
+
+
+def test_ranks_that_finish_in_another_order_are_told_with_the_next_call(pool: RankPool) -> None:
+    reports = pool.run(another_order, Fault(ALL2ALL, ""), timeout=30)
+    for rank, report in enumerate(reports):
+        assert report.error == "CommunicationError", report
+        assert "the exchanges before it in another order" in report.message
+        assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
+
+
+def another_order(rank: int, world: int, group: object, fault: Fault) -> Report:
+    layer = replace(fault.layer, tokens_W=(4, 4, 4), routing="all_to_one")
+    given = layer.inputs_of(rank)
+    dist.barrier(group)
+    manager = TorchGroup(group, deadline_s=DEADLINE_S)
+    kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
+    pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
+    for each in reversed(pending) if rank == VICTIM else pending:
+        each.finish()
+    call = lambda: kernel(given.x_TH, given.weights, given.routing)  # noqa: E731
+    return outcome(call, torch.empty(0), manager)
+
+
+# -------------------------------------------------------------------------------- without ranks
+
+
+def failed(step: int, phase: str, started_s: float) -> dict[str, object]:
+    return {"step": step, "phase": phase, "started_s": started_s}
+
+
+@pytest.mark.parametrize(
+    ("rank", "records", "peers", "why"),
+    [
+        (0, {0: (2, "counts", 0.0), 1: (2, "counts", 0.0)}, (2,), "no sign of life"),
+        (0, {0: (2, "counts", 0), 1: (2, "counts", 0), 2: (1, "combine", 0)}, (2,), "earlier"),
+        (0, {0: (2, "combine", 0), 1: (2, "dispatch", 0), 2: (2, "combine", 0)}, (1,), "earlier"),
+        (
+            0,
+            {0: (1, "counts", 0), 1: (1, "counts", 0.1), 2: (1, "counts", 1.4)},
+            (2,),
+            "1.4 s late",
+        ),
+        (2, {0: (1, "counts", 0), 1: (1, "counts", 0.1), 2: (1, "counts", 1.4)}, (0, 1), "gave up"),
+        (0, {0: (1, "counts", 0), 1: (1, "counts", 0), 2: (1, "counts", 0)}, (1, 2), "failed too"),
+    ],
+)
+def test_who_is_to_blame(
+    rank: int, records: dict[int, tuple[int, str, float]], peers: tuple[int, ...], why: str
+) -> None:
+    told = {each: failed(*record) for each, record in records.items()}
+    blamed, reason = culprits(rank, 3, told, deadline_s=1.0)
+    assert blamed == peers
+    assert why in reason
+
+
+class SilentStore:
+    """Its host takes what it is sent, and never answers."""
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return False
+
+
+def test_a_store_that_does_not_answer_holds_nobody_up() -> None:
+    start = time.monotonic()
+    board = FailureBoard(SilentStore(), 0, 2)
+    assert board.post(failed(1, "counts", 0.0), start + 0.8) is None
+    assert time.monotonic() - start < 1.5
+
+
+def test_last_calls_are_json_lines_of_the_latest(tmp_path: Path) -> None:
+    calls = LastCalls(rank=3, most=2)
+    for step in (1, 2, 3):
+        calls.end(calls.begin(step, "dispatch", 100 * step))
+    calls.begin(4, "combine", 7)
+    calls.write(tmp_path / "calls.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    assert [(r["rank"], r["step"], r["phase"], r["bytes"], r["state"]) for r in records] == [
+        (3, 3, "dispatch", 300, "done"),
+        (3, 4, "combine", 7, "under way"),
+    ]
+    assert records[0]["ended_s"] >= records[0]["started_s"] > 0
+    assert records[1]["ended_s"] is None

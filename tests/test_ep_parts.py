@@ -18,6 +18,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.placement import Placement
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 from prepare_finalize.all2all import TorchGroup
@@ -141,6 +142,22 @@ def scale_of(rank: int, world: int, group: object, layer: Layer) -> torch.Tensor
     pending = kernel.start(given.x_TH, given.weights, given.routing)
     tokens, _ = pending.receive()
     return tokens.scale.clone()
+
+
+def test_sharing_experts_out_equals_cutting_each_of_them(pair: RankPool) -> None:
+    """Expert parallel over two ranks, and tensor parallel: each rank half of every expert."""
+    layer = Layer(REPLICATED, (6, 6))
+    shared_out = pair.run(call_layer, layer)[0][0]
+    whole, half = layer.inputs(), layer.whole.intermediate // 2
+    problem = replace(layer.whole, intermediate=half)
+    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    cut = torch.zeros_like(shared_out)
+    for start in (0, half):
+        gate_and_up = whole.weights.w1.unflatten(1, (2, -1))[:, :, start : start + half]
+        w2 = whole.weights.w2[:, :, start : start + half]
+        weights = ExpertWeights(w1=gate_and_up.flatten(1, 2), w2=w2)
+        cut += kernel(whole.x_TH, weights, whole.routing)
+    torch.testing.assert_close(shared_out, cut, rtol=1e-5, atol=1e-5)
 
 
 # -------------------------------------------------------------------------- asynchronous, in flight

@@ -12,7 +12,11 @@ from modular_kernel.types import Problem
 from prepare_finalize.all2all.torch_group import TorchGroup
 
 _SHARED = ("tokens", "hidden", "experts", "top_k")
-_FIELDS = (*_SHARED, "the layer's other properties", "step")
+_FIELDS = (*_SHARED, "step", "order", "others")
+_IN_WORDS = {
+    "order": "the exchanges before it in another order",
+    "others": "another dtype, scheme, placement, activation or pairing",
+}
 
 
 @dataclass(frozen=True)
@@ -36,16 +40,19 @@ def agree(
     *,
     tokens: int,
     rows_W: Sequence[int],
+    device: torch.device,
     largest: torch.Tensor | None = None,
 ) -> Agreement:
     """Exchange T, the rows for each rank, and the largest activation magnitude (float32, (1,)).
 
-    CommunicationError on every rank alike, and before anything else is sent, if ranks disagree on
-    the layer, the pairing or the step, or if one passes more tokens than buffers are made for.
+    device: where tensors are. CommunicationError on every rank alike, and before anything else is
+    sent, if ranks disagree on the layer, the pairing, the step or what was exchanged before, or
+    if one passes more tokens than buffers are made for.
     """
     step = manager.next_step()
-    world, device = manager.world_size, manager.device
-    mine = [*(getattr(problem, name) for name in _SHARED), _other_properties(problem, call), step]
+    world = manager.world_size
+    shared = [getattr(problem, name) for name in _SHARED]
+    mine = [*shared, step, manager.order, _other_properties(problem, call)]
     told = torch.tensor([*mine, tokens, *rows_W, 0], dtype=torch.int64).to(device)
     if largest is not None:
         told[-1:] = largest.view(torch.int32)
@@ -74,14 +81,13 @@ def _same(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
     peers = [rank for rank, theirs in enumerate(fields) if theirs != mine]
     if not peers:
         return
-    differ = [i for i in range(len(mine)) if any(theirs[i] != mine[i] for theirs in fields)]
-    shown = [
-        f"{_FIELDS[i]} {', '.join(str(theirs[i]) for theirs in fields)}"
-        for i in differ
-        if _FIELDS[i] != _FIELDS[-2]
-    ] or ["another dtype, scheme, placement, activation or pairing"]
-    got = f"{'; '.join(shown)} by rank"
-    raise manager.disagreement(got, "one layer, pairing and step", step=step, peers=peers)
+    shown = []
+    for name, *values in zip(_FIELDS, *fields, strict=True):
+        if len(set(values)) > 1:
+            by_rank = f"{name} {', '.join(map(str, values))} by rank"
+            shown.append(_IN_WORDS.get(name, by_rank))
+    got = "; ".join(shown)
+    raise manager.disagreement(got, "one layer, pairing, step and order", step=step, peers=peers)
 
 
 def _bounded(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -> None:

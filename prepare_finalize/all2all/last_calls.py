@@ -5,6 +5,7 @@ after something failed.
 """
 
 import json
+import math
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 PHASES = ("construct", "counts", "dispatch", "combine")
 _POLL_S = 0.02
+_SILENCE_S = 0.5  # after which a store is taken for dead
 
 
 class LastCalls:
@@ -57,10 +59,7 @@ class LastCalls:
 
 
 class FailureBoard:
-    """Where a rank that failed says so, and sees who else did: who is missing is the culprit.
-
-    store: of the process group; with a TCPStore, its host must be alive to name anybody.
-    """
+    """Where a rank that failed says so, and sees who else did: who is missing is the culprit."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
@@ -68,25 +67,27 @@ class FailureBoard:
     def post(self, record: Mapping[str, Any], until_s: float) -> dict[int, dict[str, Any]] | None:
         """Publish a record; every rank's, as far as known at `until_s` (time.monotonic).
 
-        None if the store cannot be reached: a stopped host answers nobody, so a thread asks it.
+        None if the store does not answer: its host may be what failed, and asking it may take
+        for ever, so a thread does that.
         """
         found: dict[int, dict[str, Any]] = {}
-        published = threading.Event()
+        answered_s = [-math.inf]
 
         def ask() -> None:
             try:
                 self._store.set(failure_key(self._rank), json.dumps(record))
-                published.set()
                 while len(found) < self._world_size and time.monotonic() < until_s:
                     self._look(found)
+                    answered_s[0] = time.monotonic()
                     time.sleep(_POLL_S)
-            except RuntimeError:  # the store's host is gone; what was found counts
-                return
+            except RuntimeError:
+                answered_s[0] = -math.inf
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(max(0.2, until_s - time.monotonic() + 0.2))
-        return dict(found) if published.is_set() else None
+        thread.join(max(_SILENCE_S, until_s - time.monotonic() + _POLL_S))
+        silent = time.monotonic() - answered_s[0] > _SILENCE_S
+        return None if silent else dict(found)
 
     def _look(self, found: dict[int, dict[str, Any]]) -> None:
         for rank in range(self._world_size):

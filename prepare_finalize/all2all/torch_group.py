@@ -9,7 +9,10 @@ It owns a communicator of its own, so that neither the caller's traffic nor its 
 the toolkit's. Making and destroying one is collective: every rank of the group does, in one order.
 """
 
+import re
+import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,13 +68,37 @@ class TorchGroup:
         self.device = _served_device(process_group, device)
         self.deadline_s = deadline_s
         self.step = 0
+        self.order = 0  # a digest of the exchanges so far: which, and in what order
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
         self._destroyed = False
         store = distributed_c10d._get_process_group_store(process_group)
-        own = PrefixStore(_attempt(store, self.rank, self.world_size), store)
+        # Without a launcher of its own, a job's first rank keeps the store for all.
+        ranks = dist.get_process_group_ranks(process_group)
+        self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
+        own = PrefixStore(self._attempt(store), store)
         self._board = FailureBoard(own, self.rank, self.world_size)
         self._group = self._connect(own)
+
+    def _attempt(self, store: Store) -> str:
+        """`_attempt_of`, but no longer than the deadline: the store may be what is lost."""
+        found: list[str] = []
+        thread = threading.Thread(
+            target=lambda: found.append(_attempt_of(store, self.rank, self.world_size)),
+            daemon=True,
+        )
+        thread.start()
+        thread.join(self.deadline_s)
+        if not found:
+            raise CommunicationError(
+                "exchange between ranks",
+                got="no answer from the group's store",
+                need=f"one within {self.deadline_s:g} s",
+                rank=self.rank,
+                phase="construct",
+                peers=self._keeper,
+            )
+        return found[0]
 
     def _connect(self, store: Store) -> Any:
         record = self.last_calls.begin(0, "construct", 0)
@@ -168,6 +195,7 @@ class TorchGroup:
         phase: str,
     ) -> "Exchange":
         self._check_open()
+        self.order = zlib.crc32(f"{step} {phase}".encode(), self.order)
         record = self.last_calls.begin(step, phase, tensors[-1].nbytes)
         started = time.monotonic()
         try:
@@ -202,15 +230,15 @@ class TorchGroup:
     ) -> CommunicationError:
         """Close, ask who else failed, and say who is to blame."""
         took = time.monotonic() - started_s
-        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        reason = _in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
         group, self._group = getattr(self, "_group", None), None
         if self.device == "cuda" and group is not None:
             group.abort()
         until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)
         failed = self._board.post(record, until)
-        peers: tuple[int, ...] = ()
-        why = "the group's store does not answer"
+        peers = self._keeper
+        why = "the group's store, which that rank may keep, does not answer"
         if failed is not None:
             failed.setdefault(self.rank, record)
             peers, why = culprits(self.rank, self.world_size, failed, self.deadline_s)
@@ -241,7 +269,13 @@ class Exchange:
         self.manager._wait(self)
 
 
-def _attempt(store: Store, rank: int, world_size: int) -> str:
+def _in_short(error: RuntimeError) -> str:
+    """The first sentence, without the place in torch's sources."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]
+
+
+def _attempt_of(store: Store, rank: int, world_size: int) -> str:
     """The keys under which ranks meet that now make a manager; each of them finds the same.
 
     Ranks count their attempts. A rank that missed one, because it was refused before it came so
