@@ -17,7 +17,7 @@ from modular_kernel.testing.ranks import RankError, RankPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(2, grace=1) as made:
+    with RankPool(2) as made:
         yield made
 
 
@@ -86,7 +86,7 @@ def test_an_exception_names_its_rank_and_carries_its_traceback(pool: RankPool, w
 def test_ranks_that_wait_for_one_that_raised_are_not_waited_for(pool: RankPool) -> None:
     start = time.monotonic()
     error = failure(pool, samples.fail, 1, "meet")
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20
     assert error.rank == 1
     assert "did not answer after another rank failed" in error.failures[0]
     assert "barrier" in error.failures[0]
@@ -117,15 +117,15 @@ def test_a_rank_killed_between_runs(pool: RankPool) -> None:
 
 def test_a_hanging_rank_is_named_with_the_place_where_it_is(pool: RankPool) -> None:
     start = time.monotonic()
-    error = failure(pool, samples.hang, 0, 60, timeout=1)
-    assert time.monotonic() - start < 5
+    error = failure(pool, samples.hang, 0, 60, timeout=3)
+    assert time.monotonic() - start < 20
     assert list(error.failures) == [0]
     assert error.failures[0].startswith("did not answer\n")
     assert "in oversleep" in error.failures[0]
 
 
 def test_a_stopped_rank(pool: RankPool) -> None:
-    error = failure(pool, samples.die, 0, signal.SIGSTOP, timeout=2)
+    error = failure(pool, samples.die, 0, signal.SIGSTOP, timeout=3)
     assert set(error.failures) == {0, 1}
     assert error.failures[0].endswith("(no trace: it does not take signals)")
     assert "barrier" in error.failures[1]
@@ -166,10 +166,10 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_nothing_is_left_behind_by_a_failure_in_the_with_block() -> None:
-    with RankPool(2, grace=0.5) as pool:
+    with RankPool(2) as pool:
         pool.run(samples.facts)
         pids, folder = pool.pids, Path(str(pool._folder and pool._folder.name))
-        failure(pool, samples.hang, 1, 60, timeout=0.5)
+        failure(pool, samples.hang, 1, 60, timeout=2)
         assert not any(alive(pid) for pid in pids)
     assert not folder.exists()
 

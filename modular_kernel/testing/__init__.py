@@ -9,6 +9,13 @@
 `cases` says what is tried, `inputs` makes the tensors, `compare` holds the tolerance, `checks` the
 promises, `mutants` the defects that the checks must find, `ledger` what must have been proven.
 Needs no GPU, and runs unchanged on one.
+
+Over ranks: `ranks` holds the pool of processes, `cases_ranks`, `prove_ranks` and `mutants_ranks` do
+there what the modules above do in one.
+
+    with RankPool(4) as pool:
+        for case in rank_cases_for("TheirDispatch", "MyExperts", machine, world_size=4).cases:
+            assert prove_ranks(case, pool, machine).passed
 """
 
 from modular_kernel.testing.cases import Case, cases_for, command, pairings

@@ -20,17 +20,19 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 from modular_kernel.settings import read_settings
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext  # not everywhere
 
 Backend = Literal["gloo", "nccl"]
 R = TypeVar("R")
@@ -268,7 +270,7 @@ class RankPool:
         self._ranks = []
 
 
-def _context(backend: Backend) -> ForkServerContext | SpawnContext:
+def _context(backend: Backend) -> "ForkServerContext | SpawnContext":
     """How ranks are started. This process is not forked itself: a thread of it may hold a lock."""
     if backend == "nccl":  # what is imported in advance may have touched the driver
         return multiprocessing.get_context("spawn")
@@ -291,6 +293,7 @@ def _trace_path(folder: str, rank: int) -> Path:
 
 def _serve(place: _Place, pipe: Connection) -> None:
     """The life of a rank: a task, an answer, and again."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair, who ends us
     torch.set_num_threads(1)
     generation: int | None = None
     with _trace_path(place.folder, place.rank).open("w") as traces:

@@ -1,0 +1,76 @@
+"""Pairings over ranks on GPUs, one for each rank, over NCCL."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.testing.battery_ranks import RANK_MUTANTS
+from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for, rank_pairings
+from modular_kernel.testing.mutants_ranks import sensitivity_ranks
+from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.ranks import RankError, RankPool
+
+GPUS = torch.cuda.device_count()
+WORLDS = [world for world in (2, 4) if world <= GPUS]
+CASES = [
+    case
+    for world in WORLDS
+    for pair in rank_pairings(this_machine(), world)
+    for case in rank_cases_for(*pair, this_machine(), world).cases
+]
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, RankPool]]:
+    made = {world: RankPool(world, "nccl") for world in WORLDS}
+    yield made
+    for pool in made.values():
+        pool.close()
+
+
+def sum_of_ranks(rank: int, world_size: int, group: dist.ProcessGroup) -> tuple[float, str, int]:
+    """An all-reduce, the group's backend, and the GPU in use."""
+    value = torch.tensor([float(rank)], device="cuda")
+    dist.all_reduce(value, group=group)
+    return float(value), dist.get_backend(group), torch.cuda.current_device()
+
+
+def fail_on_one(rank: int, world_size: int, group: dist.ProcessGroup) -> None:
+    """Rank 1 stays away from an all-reduce."""
+    if rank == 1:
+        raise ValueError("only here")
+    sum_of_ranks(rank, world_size, group)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_each_rank_has_its_gpu(world_size: int, pools: dict[int, RankPool]) -> None:
+    total = float(sum(range(world_size)))
+    expected = [(total, "nccl", rank) for rank in range(world_size)]
+    assert pools[world_size].run(sum_of_ranks) == expected
+
+
+def test_a_rank_that_stays_away_is_named_and_the_next_run_is_right(
+    pools: dict[int, RankPool],
+) -> None:
+    with pytest.raises(RankError, match="rank 1: Traceback") as caught:
+        pools[2].run(fail_on_one)
+    assert caught.value.rank == 1
+    assert [total for total, *_ in pools[2].run(sum_of_ranks)] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_proven(case: RankCase, pools: dict[int, RankPool]) -> None:
+    proof = prove_ranks(case, pools[case.world_size])
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("pairing", rank_pairings(this_machine(), 2), ids="+".join)
+def test_defects_are_found(pairing: tuple[str, str], pools: dict[int, RankPool]) -> None:
+    requires = load_catalog().prepare_finalize(pairing[0]).requires
+    kills = sensitivity_ranks(*pairing, pools[2])
+    assert [str(kill) for kill in kills if not kill.ok] == []
+    assert len(kills) >= len(RANK_MUTANTS) - (2 if requires.replicated_input else 0)
