@@ -1,13 +1,19 @@
 """The harness can see across ranks: every defect of its battery is killed in every pairing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.testing import Case
-from modular_kernel.testing.battery_ranks import RANK_MUTANTS, RankMutant, build_mutant
+from modular_kernel.testing.battery_ranks import (
+    RANK_MUTANTS,
+    RankMutant,
+    build_mutant,
+    build_on_last_rank,
+)
 from modular_kernel.testing.cases_ranks import rank_cases_for, rank_pairings
 from modular_kernel.testing.mutants_ranks import sensitivity_ranks
 from modular_kernel.testing.prove_ranks import prove_ranks
@@ -87,3 +93,35 @@ def test_a_rank_without_the_defect_finds_it_in_what_it_gets(rank_pool: Pool) -> 
     case = rank_cases_for(*pairing, MACHINE, 2).cases[0]
     proof = prove_ranks(case, rank_pool(2), MACHINE, partial(build_mutant, "contribution_twice"))
     assert any(failure.startswith("rank 0: numeric: ") for failure in proof.failures)
+
+
+# Promises besides the numbers, broken by the last rank alone: the defect, the routing of the case
+# that shows it, and the check that finds it there.
+PROMISES = (
+    ("workspace_overrun", "uniform", "red_zones"),
+    ("output_overrun", "uniform", "out_given"),
+    ("another_tensor_returned", "uniform", "out_given"),
+    ("x_written", "uniform", "inputs_unchanged"),
+    ("ids_written", "uniform", "inputs_unchanged"),
+    ("sentinel_written", "skips", "inputs_unchanged"),
+    ("stale_output", "uniform", "plan_reused"),
+    ("accumulates", "uniform", "numeric"),
+    ("last_token_unwritten", "uniform", "numeric"),
+    ("smaller_plan_call", "uniform", "plan_shrunk"),
+    ("dispatch_on_self", "uniform", "interleaved"),
+    ("out_of_range_uncounted", "out_of_range", "invalid_ids"),
+    ("empty_call_fails", "out_of_range", "numeric"),
+)
+
+
+@pytest.mark.parametrize(("name", "routing", "check"), PROMISES)
+def test_a_promise_broken_on_one_rank_is_found_there(
+    name: str, routing: str, check: str, rank_pool: Pool
+) -> None:
+    pairing = "AllGatherReduceScatterPrepareAndFinalize", "TorchExperts"
+    cases = rank_cases_for(*pairing, MACHINE, 2).cases
+    case = next(case for case in cases if case.routing == routing)
+    if name == "out_of_range_uncounted":  # the last rank has no tokens in the smoke case
+        case = replace(case, tokens=case.tokens[::-1])
+    proof = prove_ranks(case, rank_pool(2), MACHINE, partial(build_on_last_rank, name))
+    assert any(failure.startswith(f"rank 1: {check}: ") for failure in proof.failures), str(proof)

@@ -11,6 +11,7 @@ import torch
 
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
+from modular_kernel.testing.battery import MUTANTS
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase
 from modular_kernel.testing.defects_given import square_weights
@@ -36,6 +37,20 @@ def build_mutant(
     """A rank's kernel with the defect of that name; `partial(build_mutant, name)` is a build."""
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
     return mutant.make(case.problem).build(case, machine, poison, group)
+
+
+def build_on_last_rank(
+    name: str, case: Case, machine: Machine, poison: bool, group: object
+) -> FusedMoEModularKernel:
+    """A rank's kernel; the last rank's has the defect of that name from the battery of one rank.
+
+    Only one that does not change what the parts are told: ranks would notice that they differ.
+    """
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == name)
+    parallel = case.problem.parallel
+    if parallel.rank < parallel.world_size - 1:
+        mutant = _nothing(name)
+    return mutant.build(case, machine, poison, group)
 
 
 def _spread_out(case: RankCase) -> bool:

@@ -78,8 +78,13 @@ def _run(check: Check, trial: Trial) -> Iterator[str]:
     try:
         for finding in check(trial):
             yield f"{name}: {finding}"
-    except CorruptionError as error:
-        yield f"red_zones: {error}"
     # A faulty part can fail in any way; that is a finding about it, not the end of the proof.
     except Exception as error:  # noqa: BLE001
-        yield f"{name}: raised {type(error).__name__}: {error}"
+        yield raised(name, error)
+
+
+def raised(check: str, error: Exception) -> str:
+    """The finding that a check raised."""
+    if isinstance(error, CorruptionError):
+        return f"red_zones: {error}"
+    return f"{check}: raised {type(error).__name__}: {error}"

@@ -30,7 +30,7 @@ from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
-from modular_kernel.testing.prove import Proof
+from modular_kernel.testing.prove import Proof, raised
 from modular_kernel.testing.ranks import RankError, RankPool
 from modular_kernel.types import Combine, Machine, Problem
 
@@ -180,8 +180,7 @@ def examine(
             for finding in check(trial):
                 found.append(f"{name}: {finding}")
         except Exception as error:
-            last = f"{name}: raised {type(error).__name__}: {error}"
-            raise CheckError("\n".join([*found, last])) from error
+            raise CheckError("\n".join([*found, raised(name, error)])) from error
     comparison = trial.first.compare(trial.eager)
     unique = tuple(dict.fromkeys(found))
     return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
