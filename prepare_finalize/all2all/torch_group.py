@@ -10,7 +10,6 @@ the toolkit's. Making and destroying one is collective: every rank of the group 
 """
 
 import re
-import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,7 +30,8 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.settings import read_settings
-from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits, failure_key
+from prepare_finalize.all2all.connect import connect, in_time, meeting_place
+from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
@@ -76,35 +76,31 @@ class TorchGroup:
         # Without a launcher of its own, a job's first rank keeps the store for all.
         ranks = dist.get_process_group_ranks(process_group)
         self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
-        own = PrefixStore(self._attempt(store), store)
+        own = PrefixStore(self._meet(store), store)
         self._board = FailureBoard(own, self.rank, self.world_size)
         self._group = self._connect(own)
 
-    def _attempt(self, store: Store) -> str:
-        """`_attempt_of`, but no longer than the deadline: the store may be what is lost."""
-        found: list[str] = []
-        thread = threading.Thread(
-            target=lambda: found.append(_attempt_of(store, self.rank, self.world_size)),
-            daemon=True,
-        )
-        thread.start()
-        thread.join(self.deadline_s)
-        if not found:
+    def _meet(self, store: Store) -> str:
+        """`meeting_place`, but no longer than the deadline: the store may be what is lost."""
+        try:
+            return in_time(
+                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
+            )
+        except RuntimeError as error:
             raise CommunicationError(
-                "exchange between ranks",
-                got="no answer from the group's store",
-                need=f"one within {self.deadline_s:g} s",
+                "process group's store",
+                got=_in_short(error),
+                need=f"an answer within {self.deadline_s:g} s",
                 rank=self.rank,
                 phase="construct",
                 peers=self._keeper,
-            )
-        return found[0]
+            ) from error
 
     def _connect(self, store: Store) -> Any:
         record = self.last_calls.begin(0, "construct", 0)
         started = time.monotonic()
         try:
-            group = _BACKEND_GROUPS[self.device](store, self.rank, self.world_size, self.deadline_s)
+            group = connect(self.device, store, self.rank, self.world_size, self.deadline_s)
         except RuntimeError as error:
             raise self._failed(record, started, error) from error
         self.last_calls.end(record)
@@ -169,8 +165,10 @@ class TorchGroup:
 
     def destroy(self) -> None:
         """Close the communicator; whatever is asked of the manager after it is refused."""
+        group, self._group = self._group, None
+        if self.device == "cuda" and group is not None and not self._destroyed:
+            group.shutdown()
         self._destroyed = True
-        self._group = None
 
     def _check_open(self) -> None:
         if self._failure is not None:
@@ -275,22 +273,6 @@ def _in_short(error: RuntimeError) -> str:
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]
 
 
-def _attempt_of(store: Store, rank: int, world_size: int) -> str:
-    """The keys under which ranks meet that now make a manager; each of them finds the same.
-
-    Ranks count their attempts. A rank that missed one, because it was refused before it came so
-    far, joins the latest of the others, unless that has failed.
-    """
-    keys = [f"modular_kernel/attempts/{each}" for each in range(world_size)]
-    last_W = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
-    number = max(last_W)
-    failed = [f"modular_kernel/{number}/{failure_key(each)}" for each in range(world_size)]
-    if number == last_W[rank] or any(store.check([key]) for key in failed):
-        number += 1
-    store.set(keys[rank], str(number))
-    return f"modular_kernel/{number}"
-
-
 def place_in(group: object | None) -> tuple[int, int]:
     """Rank and size in a TorchGroup or ProcessGroup; ConfigurationError if it is neither."""
     if isinstance(group, TorchGroup):
@@ -318,17 +300,3 @@ def _served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
         need = " or ".join(f"{_BACKENDS[d]} for {d}" for d in ([wanted] if wanted else _BACKENDS))
         raise ConfigurationError("process group's backend", got=config, need=need)
     return wanted or served[0]
-
-
-def _gloo(store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
-    return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
-
-
-def _nccl(store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
-    # torch's own watchdog ends the process; the deadline here raises instead, and long before.
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-_BACKEND_GROUPS = {"cpu": _gloo, "cuda": _nccl}

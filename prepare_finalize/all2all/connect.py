@@ -1,0 +1,73 @@
+"""How the ranks of a group meet to make a communicator, and none of them waits for ever."""
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from prepare_finalize.all2all.last_calls import failure_key
+
+R = TypeVar("R")
+_NCCL_CONNECT_S = 30.0  # NCCL takes seconds to connect ranks, however short later waits may be
+
+
+def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
+    """A communicator of its own over `store`: gloo for "cpu", NCCL for "cuda".
+
+    RuntimeError if a rank stays away for `deadline_s`; over NCCL at least half a minute.
+    """
+    if device == "cpu":
+        return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
+    # A thread has a current device of its own, so it is told ours.
+    ours = torch.device("cuda", torch.cuda.current_device())
+
+    def meet() -> Any:
+        # torch's own watchdog ends the process; the deadline here raises, and long before.
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        group.eager_connect_single_device(ours)
+        return group
+
+    return in_time(meet, max(deadline_s, _NCCL_CONNECT_S))
+
+
+def in_time(function: Callable[[], R], seconds: float) -> R:
+    """What `function` returns, or RuntimeError after `seconds`; it is left to itself then."""
+    results: list[R] = []
+    errors: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RuntimeError(f"no answer within {seconds:g} s")
+    return results[0]
+
+
+def meeting_place(store: Store, rank: int, world_size: int) -> str:
+    """The keys under which ranks meet that now make a manager; each of them finds the same.
+
+    Ranks count their attempts. A rank that missed one, because it was refused before it came so
+    far, joins the latest of the others, unless that has failed.
+    """
+    keys = [f"modular_kernel/attempts/{each}" for each in range(world_size)]
+    last_W = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+    number = max(last_W)
+    failed = [f"modular_kernel/{number}/{failure_key(each)}" for each in range(world_size)]
+    if number == last_W[rank] or any(store.check([key]) for key in failed):
+        number += 1
+    store.set(keys[rank], str(number))
+    return f"modular_kernel/{number}"
