@@ -70,10 +70,15 @@ class Layer:
             self.part, self.experts_part, self.problem(rank), group=group, poison=True, **options
         )
 
+    def exact(self) -> torch.Tensor:
+        """One rank's oracle, of all tokens."""
+        whole = self.inputs()
+        return oracle(whole.x_TH, whole.weights, whole.routing, self.whole)
+
     def judge(self, outputs: list[torch.Tensor]) -> Comparison:
         """Every rank's output against one rank's oracle."""
         whole = self.inputs()
-        exact = oracle(whole.x_TH, whole.weights, whole.routing, self.whole)
+        exact = self.exact()
         plain = recipe(whole.x_TH, whole.weights, whole.routing, self.whole)
         if self.part == REPLICATED:
             for other in outputs[1:]:

@@ -1,5 +1,6 @@
 """The parts over torch.distributed, on gloo ranks: together they give what one rank gives."""
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +19,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.placement import Placement
-from modular_kernel.tensors import ExpertWeights
+from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 from prepare_finalize.all2all import TorchGroup
@@ -219,6 +220,28 @@ def planned(rank: int, world: int, group: object, layers: tuple[Layer, ...]) -> 
         given = layer.inputs_of(rank)
         results.append(plan(given.x_TH, given.weights, given.routing).clone())
     return results
+
+
+@pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
+def test_many_steps_with_tokens_at_random(pair: RankPool, part: str) -> None:
+    wrong = pair.run(many_steps, Layer(part, (8, 8)))
+    assert wrong == [[], []]
+
+
+def many_steps(rank: int, world: int, group: object, layer: Layer, steps: int = 150) -> list[int]:
+    """Kernel and plan mixed; the steps whose output is not the oracle's."""
+    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
+    plan, exact = kernel.plan(), layer.exact()[layer.rows(rank)]
+    drawn, wrong = random.Random(0), []
+    for step in range(steps):
+        counts = [drawn.choice((0, 1, drawn.randrange(9))) for _ in range(world)]
+        mine = slice(0, counts[rank])
+        weights_TK, ids_TK = given.routing.topk_weights_TK, given.routing.topk_ids_TK
+        call = plan if step % 3 else kernel
+        out = call(given.x_TH[mine], given.weights, Routing(weights_TK[mine], ids_TK[mine]))
+        if not torch.allclose(out.double(), exact[mine], rtol=1e-5, atol=1e-5):
+            wrong.append(step)
+    return wrong
 
 
 @pytest.mark.parametrize("part", [GATHERED, ALL2ALL])
