@@ -181,3 +181,12 @@ def test_refused_before_anything_starts() -> None:
         RankPool(2, "mpi")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="GPUs: got"):
         RankPool(torch.cuda.device_count() + 1, "nccl")
+
+
+def test_ranks_that_would_run_triton_otherwise_than_this_process_do_not_run(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(samples.facts)
+    with monkeypatch.context() as other, RankPool(2) as late:
+        other.setenv("TRITON_INTERPRET", "0" if read_settings().triton_interpret else "1")
+        assert "TRITON_INTERPRET: got" in str(failure(late, samples.facts))
