@@ -19,6 +19,7 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.placement import Placement
+from modular_kernel.settings import read_settings
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
@@ -411,3 +412,14 @@ def test_refused_before_anything_is_built(part: str) -> None:
     assert rules(replace(two, asynchronous=True)) == (
         {"asynchronous"} if part == REPLICATED else set()
     )
+
+
+def test_the_environment_may_set_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MK_DEADLINE_S", raising=False)
+    assert read_settings().deadline_s == 10.0
+    monkeypatch.setenv("MK_DEADLINE_S", "2.5")
+    assert read_settings().deadline_s == 2.5
+    for text in ("0", "-1", "inf", "nan", "soon"):
+        monkeypatch.setenv("MK_DEADLINE_S", text)
+        with pytest.raises(ConfigurationError, match="MK_DEADLINE_S"):
+            read_settings()
