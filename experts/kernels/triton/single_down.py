@@ -6,7 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.kernels.triton.single_rows import quantised_groups, requantised, step_sums
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.quantise import _scale_of
+from modular_kernel.ops.kernels.quantise import scale_of
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def _pair_scales(
             other = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
             most = tl.maximum(most, other)
         largest = tl.zeros((S,), tl.float32) + tl.max(most, axis=0)
-    return _scale_of(largest, LARGEST, MIN_SCALE)
+    return scale_of(largest, LARGEST, MIN_SCALE)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ Reading the weights is all that takes time, so what counts is how many bytes are
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.quantise import _quantised, _scale_of
+from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def quantised_groups(
 ):  # fmt: skip
     """x (S, K) quantised with one scale for each GROUP columns, as float32; scales (S, K / VEC)."""
     groups = tl.reshape(x, (S, K // GROUP, GROUP))
-    scale = _scale_of(tl.max(tl.abs(groups), axis=2), LARGEST, MIN_SCALE)
+    scale = scale_of(tl.max(tl.abs(groups), axis=2), LARGEST, MIN_SCALE)
     q = requantised(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
     scales = tl.broadcast_to(scale[:, :, None], (S, K // GROUP, GROUP // VEC))
     return tl.reshape(q, (S, K)), tl.reshape(scales, (S, K // VEC))
@@ -62,5 +62,5 @@ def quantised_groups(
 @triton.jit
 def requantised(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
     """Float32 x as `quantise_rows` would store it with this scale, as float32 again."""
-    q = _quantised(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
+    q = quantised_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
     return q.to(TYPE).to(tl.float32)

@@ -7,7 +7,7 @@ from experts.kernels.triton.single_rows import quantised_groups, requantised, st
 from experts.kernels.triton.tile import finish_tile
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.overlap import after_predecessor
-from modular_kernel.ops.kernels.quantise import _scale_of
+from modular_kernel.ops.kernels.quantise import scale_of
 
 
 @triton.jit
@@ -154,11 +154,11 @@ def single_up_kernel(
     x_scale = 1.0
     if QUANT == "token":
         largest = _largest(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
-        x_scale = _scale_of(largest, LARGEST, MIN_SCALE)
+        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
     elif QUANT == "tensor":
         first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
         largest = _largest(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
-        x_scale = _scale_of(largest, LARGEST, MIN_SCALE)
+        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
     elif QUANT == "static" or (QUANT == "given" and GROUP_K == 0):
         x_scale = tl.load(x_scale_ptr)
     # Scales and zero points: of each row, or one for all of them.

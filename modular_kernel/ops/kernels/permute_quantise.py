@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from modular_kernel.ops.kernels.quantise import _quantised, _scale_of
+from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def permute_and_quantise_kernel(
             weight = tl.load(weights_ptr + pair)
         if COMPUTED:
             # Rounding keeps order: the largest product is that of the largest value.
-            scale = _scale_of(largest * tl.abs(weight), LARGEST, MIN_SCALE)
+            scale = scale_of(largest * tl.abs(weight), LARGEST, MIN_SCALE)
             scale_ptrs = scale_ptr + row * num_groups + groups
             tl.store(scale_ptrs, scale, mask=(groups < num_groups) & (row >= 0))
         inverse = tl.div_rn(1.0, scale)[:, None]
@@ -62,6 +62,6 @@ def permute_and_quantise_kernel(
             moved = value
             if not WHOLE:
                 moved = _load_tile(x_row_ptr, columns + start, inside, num_columns)
-            q = _quantised(moved * weight, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
+            q = quantised_values(moved * weight, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
             mask = inside & (columns + start < num_columns) & (row >= 0)
             tl.store(q_row_ptr + columns + start, q, mask=mask)

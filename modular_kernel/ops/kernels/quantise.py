@@ -13,13 +13,13 @@ from modular_kernel.ops.kernels.overlap import after_predecessor
 
 
 @triton.jit
-def _scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
+def scale_of(amax, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr):
     """Division rounds to nearest: `/` would not on a GPU, and the twin could not follow."""
     return tl.maximum(tl.div_rn(amax, LARGEST), MIN_SCALE)
 
 
 @triton.jit
-def _quantised(value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr):
+def quantised_values(value, inverse, LARGEST: tl.constexpr, ROUND: tl.constexpr):
     """value * inverse, saturated; to the nearest integer, ties to even, if ROUND."""
     value = tl.minimum(tl.maximum(value * inverse, -LARGEST), LARGEST)
     if ROUND:
@@ -123,7 +123,7 @@ def quantise_rows_kernel(
     elif SCALE == "partials":
         index = tl.arange(0, BLOCK_P)
         amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
-        one = _scale_of(tl.max(amax, axis=0), LARGEST, MIN_SCALE)
+        one = scale_of(tl.max(amax, axis=0), LARGEST, MIN_SCALE)
         scale += one
         if tl.program_id(0) + which == 0:
             tl.store(scale_ptr, one)
@@ -146,11 +146,11 @@ def quantise_rows_kernel(
                         stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                     )  # fmt: skip
                     largest = tl.maximum(largest, tl.max(tl.abs(other), axis=1))
-            scale = _scale_of(largest, LARGEST, MIN_SCALE)
+            scale = scale_of(largest, LARGEST, MIN_SCALE)
             tl.store(scale_ptr + rows * num_groups + which, scale, mask=live)
         inverse = tl.div_rn(1.0, scale)[:, None]
         q_ptrs = q_ptr + rows[:, None] * num_columns
-        q = _quantised(value, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
+        q = quantised_values(value, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
         mask = live[:, None] & (columns < end)[None, :]
         tl.store(q_ptrs + columns[None, :], q, mask=mask)
         if not WHOLE:
@@ -160,6 +160,6 @@ def quantise_rows_kernel(
                     x_ptr, weights_ptr, rows, columns, live, end,
                     stride_x, up_offset, HAS_WEIGHTS, KIND, ALPHA, LIMIT, STEP,
                 )  # fmt: skip
-                q = _quantised(other, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
+                q = quantised_values(other, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
                 mask = live[:, None] & (columns < end)[None, :]
                 tl.store(q_ptrs + columns[None, :], q, mask=mask)
