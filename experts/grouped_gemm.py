@@ -1,13 +1,11 @@
 """GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder."""
 
-from operator import attrgetter
-
 import torch
 
 from experts.tile_search import TileSpace
 from experts.tiles import choose_tiles, regimes_up_to
 from experts.triton_gemm import group_rejections
-from experts.triton_path import PathCall
+from experts.triton_path import PathCall, room_for
 from experts.triton_segments import SegmentProducts
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.quant import ACTIVATION_SCHEMES
@@ -19,8 +17,8 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
-from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.workspace import Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
 # Weights that are dequantised in the product gain nothing by rows that were moved: TritonExperts.
@@ -65,18 +63,9 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""
         assert isinstance(shape, ContiguousShape)
-        problem, largest = self.problem, dict[str, BufferSpec]()
-        for most, _, block_m in regimes_up_to(problem, shape.tokens):
-            for name, spec in self._products.specs(most, block_m).items():
-                largest[name] = max(largest.get(name, spec), spec, key=attrgetter("nbytes"))
-        top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
-        nothing = BufferSpec((0,), problem.dtype)
-        return WorkspaceShapes(
-            workspace13=largest.pop("workspace13", nothing),
-            workspace2=largest.pop("workspace2", nothing),
-            output=BufferSpec((shape.tokens, *top_k, problem.hidden), problem.dtype),
-            extra=largest,
-        )
+        regimes = regimes_up_to(self.problem, shape.tokens)
+        kinds = (self._products.specs(most, block_m) for most, _, block_m in regimes)
+        return room_for(self.problem, shape, kinds)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())

@@ -3,7 +3,19 @@
 from collections.abc import Iterator
 
 from experts import tile_permuted, tile_single
-from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE, Device, Gemm, Tile, Violation, violations
+from experts.tile_shapes import (
+    ALIGNED,
+    PERMUTED,
+    SINGLE,
+    Device,
+    Gemm,
+    Tile,
+    TilePair,
+    Violation,
+    gemms,
+    violations,
+)
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
 
@@ -20,3 +32,11 @@ def path_violations(
         yield from tile_permuted.violations(tile, gemm, mode, device)
     else:
         yield Violation("path", path, f"one that serves {problem.quant}")
+
+
+def require_pair(pair: TilePair, problem: Problem, device: Device, origin: str) -> None:
+    """ConfigurationError with origin, got and need if `pair` cannot be launched on its path."""
+    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+        for violation in path_violations(tile, gemm, pair.path, problem, device):
+            what = f"{origin}: {gemm} {violation.what}"
+            raise ConfigurationError(what, got=violation.got, need=violation.need)

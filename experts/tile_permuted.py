@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from experts.tile_shapes import PERMUTED, Device, Gemm, Tile, TilePair, Violation, gemms
-from modular_kernel.errors import ConfigurationError
+from experts.tile_shapes import PERMUTED, Device, Gemm, Tile, TilePair, Violation
 from modular_kernel.types import Problem
 
 BOX_BYTES = 128  # of the depth that one step covers: the widest swizzle of a TMA box
@@ -67,20 +66,6 @@ def violations(tile: Tile, gemm: Gemm, mode: str, device: Device) -> Iterator[Vi
     shared = tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES + _STAGING
     if shared > device.shared:
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
-
-
-def require(pair: TilePair, problem: Problem, device: Device, origin: str) -> None:
-    """ConfigurationError with origin, got and need if `pair` cannot be launched on this path.
-
-    Where the path does not serve the problem its tiles are not taken, so they may be anything.
-    """
-    if not serves(problem, device):
-        return
-    mode = MODES[problem.scheme.name]
-    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-        for violation in violations(tile, gemm, mode, device):
-            what = f"{origin}: {gemm} {violation.what}"
-            raise ConfigurationError(what, got=violation.got, need=violation.need)
 
 
 def default(problem: Problem) -> TilePair:

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from experts import tile_permuted, tile_single
+from experts.tile_bounds import require_pair
 from experts.tile_files import Recipe, read_recipe
 from experts.tile_names import TileKey, names_for
 from experts.tile_neighbours import Known, borrow, steps_of
@@ -226,8 +227,9 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
                 notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None
             tiles.append(fitted)
         pair = TilePair(tiles[0], tiles[1], path)
-        if pair.path == PERMUTED:
-            tile_permuted.require(pair, problem, device, f"{recipe.origin}, tokens {tokens}")
+        # Where that path does not serve the problem its tiles are not taken: see Steps.within.
+        if pair.path == PERMUTED and tile_permuted.serves(problem, device):
+            require_pair(pair, problem, device, f"{recipe.origin}, tokens {tokens}")
         pairs.append(pair)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, notes=_few(list(notes)))

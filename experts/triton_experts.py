@@ -8,7 +8,7 @@ from experts.tile_shapes import SINGLE
 from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_gemm import SCHEMES, group_rejections
-from experts.triton_path import Path, PathCall
+from experts.triton_path import Path, PathCall, room_for
 from experts.triton_permuted import PermutedPath
 from experts.triton_single import SinglePath
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
@@ -20,11 +20,9 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
-from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.workspace import Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
-
-_EMPTY = (0,)
 
 
 class TritonExperts(PermuteExpertsUnpermute):
@@ -74,22 +72,11 @@ class TritonExperts(PermuteExpertsUnpermute):
         """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
         they take other paths and smaller blocks."""
         assert isinstance(shape, ContiguousShape)
-        problem, largest = self.problem, dict[str, BufferSpec]()
-        regimes = regimes_up_to(problem, shape.tokens, tuple(self._paths))
+        regimes = regimes_up_to(self.problem, shape.tokens, tuple(self._paths))
         if len(self._paths) > 1:  # for weights that only the aligned path takes
-            regimes += regimes_up_to(problem, shape.tokens)
-        for most, path, block_m in regimes:
-            for name, spec in self._paths[path].specs(most, block_m).items():
-                if name not in largest or spec.nbytes > largest[name].nbytes:
-                    largest[name] = spec
-        top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
-        nothing = BufferSpec(_EMPTY, problem.dtype)
-        return WorkspaceShapes(
-            workspace13=largest.pop("workspace13", nothing),
-            workspace2=largest.pop("workspace2", nothing),
-            output=BufferSpec((shape.tokens, *top_k, problem.hidden), problem.dtype),
-            extra=largest,
-        )
+            regimes += regimes_up_to(self.problem, shape.tokens)
+        kinds = (self._paths[path].specs(most, block_m) for most, path, block_m in regimes)
+        return room_for(self.problem, shape, kinds)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())

@@ -1,13 +1,15 @@
 """A path of TritonExperts: one way from arrived tokens to the layer's output."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from experts.tile_shapes import TilePair
-from modular_kernel.tensors import ContiguousTokens, ExpertWeights
-from modular_kernel.workspace import BufferSpec, Workspace
+from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeights
+from modular_kernel.types import Combine, Problem
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 
 @dataclass(frozen=True)
@@ -34,3 +36,22 @@ class Path(Protocol):
 
     def run(self, call: PathCall) -> None:
         """Write every element of call.output."""
+
+
+def room_for(
+    problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
+) -> WorkspaceShapes:
+    """Room for any of the kinds of call whose buffers are given: of each name the largest."""
+    largest: dict[str, BufferSpec] = {}
+    for specs in kinds:
+        for name, spec in specs.items():
+            if name not in largest or spec.nbytes > largest[name].nbytes:
+                largest[name] = spec
+    nothing = BufferSpec((0,), problem.dtype)
+    top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
+    return WorkspaceShapes(
+        workspace13=largest.pop("workspace13", nothing),
+        workspace2=largest.pop("workspace2", nothing),
+        output=BufferSpec((shape.tokens, *top_k, problem.hidden), problem.dtype),
+        extra=largest,
+    )

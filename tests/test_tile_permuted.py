@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from experts import tile_permuted
+from experts.tile_bounds import require_pair
 from experts.tile_files import override_recipe
 from experts.tile_regimes import regimes
 from experts.tile_shapes import ALIGNED, PERMUTED, Device, Tile, TilePair, gemms
@@ -26,7 +27,7 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     pair = steps.choose(least)
     assert pair.path == PERMUTED
     assert pair == steps.choose(1 << 40)
-    tile_permuted.require(pair, problem, H200, "regimes")
+    require_pair(pair, problem, H200, "regimes")
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
         mode = tile_permuted.MODES[quant]
         assert not list(tile_permuted.violations(tile, gemm, mode, H200))
