@@ -233,7 +233,11 @@ def test_grouped_gemm_in_float8(block_shape: list[int] | None) -> None:
         weights = scale_b.repeat_interleave(32, 1)[:, :40].repeat_interleave(64, 2)[..., :96]
     left, right = a.double() * rows, b.double() * weights
     want = torch.cat([left[:5] @ right[3].T, left[5:] @ right[1].T])
-    assert bool(((c.double() - want).abs() <= 2.0**-8 * want.abs() + 1e-4).all())
+    size = torch.cat([left[:5].abs() @ right[3].T.abs(), left[5:].abs() @ right[1].T.abs()])
+    # Tensor cores cut fp8 products about 13 bits below the largest of them before they add.
+    cut = 2.0**-13 if DEVICE.type == "cuda" else 0.0
+    bound = 2.0**-8 * want.abs() + cut * size + 1e-4
+    assert bool(((c.double() - want).abs() <= bound).all())
 
 
 def test_post_reorder_reads_only_rows_of_its_own() -> None:

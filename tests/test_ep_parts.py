@@ -152,7 +152,8 @@ def test_sharing_experts_out_equals_cutting_each_of_them(pair: RankPool) -> None
     shared_out = pair.run(call_layer, layer)[0][0]
     whole, half = layer.inputs(), layer.whole.intermediate // 2
     problem = replace(layer.whole, intermediate=half)
-    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    pairing = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    kernel = make_kernel(*pairing, problem, machine=this_machine(device="cpu"))
     cut = torch.zeros_like(shared_out)
     for start in (0, half):
         gate_and_up = whole.weights.w1.unflatten(1, (2, -1))[:, :, start : start + half]

@@ -33,7 +33,7 @@ from experts.tile_files import read_recipe
 from experts.tile_names import TileKey
 from experts.tile_shapes import ALIGNED, Device, Tile, TilePair, gemms
 from experts.tile_store import TileStore, fit
-from experts.tiles import choose_tiles, explain, override_config, regimes_up_to
+from experts.tiles import choose_tiles, explain, on_device, override_config, regimes_up_to
 from experts.triton_experts import TritonExperts
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.composer import random_inputs
@@ -196,8 +196,9 @@ def test_without_a_file_tiles_are_those_of_the_regimes(
     for hidden, intermediate in SHAPES:
         for activation in ("silu", "relu2"):
             problem = Problem(1, hidden, intermediate, experts, top_k, dtype, activation=activation)
-            for tokens in numbers:
-                assert choose_tiles(problem, tokens) == old_tiles(problem, tokens)
+            with on_device(Device()):  # for which there is no file
+                found = {tokens: choose_tiles(problem, tokens) for tokens in numbers}
+            assert found == {tokens: old_tiles(problem, tokens) for tokens in numbers}
 
 
 @pytest.mark.parametrize("quant", sorted(set(QUANT_SCHEMES) - {"nvfp4_w4a4"}))
@@ -211,14 +212,15 @@ def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) 
 
 
 def test_every_block_m_is_listed_with_the_most_tokens_it_serves() -> None:
-    assert regimes_up_to(MIXTRAL, 512) == [
-        (40, ALIGNED, 16),
-        (96, ALIGNED, 32),
-        (192, ALIGNED, 64),
-        (512, ALIGNED, 128),
-    ]
-    assert regimes_up_to(MIXTRAL, 60) == [(40, ALIGNED, 16), (60, ALIGNED, 32)]
-    assert regimes_up_to(MIXTRAL, 0) == [(0, ALIGNED, 16)]
+    with on_device(Device()):  # for which there is no file
+        assert regimes_up_to(MIXTRAL, 512) == [
+            (40, ALIGNED, 16),
+            (96, ALIGNED, 32),
+            (192, ALIGNED, 64),
+            (512, ALIGNED, 128),
+        ]
+        assert regimes_up_to(MIXTRAL, 60) == [(40, ALIGNED, 16), (60, ALIGNED, 32)]
+        assert regimes_up_to(MIXTRAL, 0) == [(0, ALIGNED, 16)]
     file = {"1": launch(64), "9": launch(16), "21": launch(64), "61": launch(128, 64, 64)}
     with override_config(file):
         assert {m: t for t, _, m in regimes_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError
-from modular_kernel.settings import read_settings
+from modular_kernel.settings import hide_gpus, read_settings
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext  # not everywhere
@@ -295,6 +295,8 @@ def _serve(place: _Place, pipe: Connection) -> None:
     """The life of a rank: a task, an answer, and again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair, who ends us
     torch.set_num_threads(1)
+    if place.backend == "gloo":
+        hide_gpus()  # ranks on the CPU, also on a machine that has GPUs
     generation: int | None = None
     with _trace_path(place.folder, place.rank).open("w") as traces:
         faulthandler.register(signal.SIGUSR1, file=traces)
