@@ -56,6 +56,7 @@ class PrepareAndFinalize(ABC):
 
     requires: ClassVar[PrepareFinalizeRequirements]
     replayable: ClassVar[bool] = False
+    keeps_expert_output: ClassVar[bool] = False  # memory that other ranks read, say
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         self.problem = problem
@@ -116,6 +117,15 @@ class PrepareAndFinalize(ABC):
         """Start prepare and return what waits for it. Raises UnsupportedError if not declared."""
         name = type(self).__name__
         raise UnsupportedError("prepare_no_receive", got=name, need="a part declared asynchronous")
+
+    def expert_output(self, handle: Handle) -> torch.Tensor:
+        """Where the experts of this call write their sums, if `keeps_expert_output`."""
+        name = type(self).__name__
+        need = "a part that keeps the experts' output"
+        raise UnsupportedError("expert_output", got=name, need=need)
+
+    def check(self) -> None:  # noqa: B027  most have raised already
+        """Wait for the device, and raise what went wrong there in calls that have returned."""
 
     @abstractmethod
     def finalize(

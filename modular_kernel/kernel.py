@@ -81,6 +81,9 @@ class FusedMoEModularKernel:
         self._experts_write_out = not self._moves_rows and (
             self.reduce.kind is Reduce.NOOP or (self.reduce.kind is None and standard)
         )
+        self._part_keeps_output = (
+            prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
+        )
         self.checked = checked
         self.poison = poison
         self._invalid_ids: torch.Tensor | None = None
@@ -191,7 +194,7 @@ class FusedMoEModularKernel:
         if chunk is not None and isinstance(shape, ContiguousShape) and shape.tokens > chunk:
             piece = replace(shape, tokens=chunk)
         specs = {**own, **self.experts.workspace_shapes(piece).buffers()}
-        if not self._experts_write_out:
+        if not self._experts_write_out and not self._part_keeps_output:
             specs[_EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
         return specs
 
@@ -256,17 +259,23 @@ class FusedMoEModularKernel:
     def finish(self, pending: "Pending") -> None:
         """The experts and the combine of `pending`, into its output."""
         tokens, handle = pending.receive()
-        output = pending.out
-        if not self._experts_write_out:
-            output = pending.workspace.take(
-                _EXPERT_OUTPUT, self.experts.workspace_shapes(_shape_of(tokens)).output.shape
-            )
+        output = self._expert_output(tokens, handle, pending)
         with stages.stage(stages.EXPERTS):
             self._apply_experts(tokens, pending, output)
         with stages.stage(stages.FINALIZE):
             self.prepare_finalize.finalize(
                 output, handle=handle, reduce=self.reduce, out=pending.out
             )
+
+    def _expert_output(
+        self, tokens: Dispatched, handle: Handle, pending: "Pending"
+    ) -> torch.Tensor:
+        if self._experts_write_out:
+            return pending.out
+        if self._part_keeps_output:
+            return self.prepare_finalize.expert_output(handle)
+        shape = self.experts.workspace_shapes(_shape_of(tokens)).output.shape
+        return pending.workspace.take(_EXPERT_OUTPUT, shape)
 
     def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
         """Run the experts, in pieces where the problem says so; not at all on zero rows."""
@@ -297,6 +306,8 @@ class Pending:
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine; returns the layer's output."""
         self.kernel.finish(self)
+        if self.kernel.checked:
+            self.kernel.prepare_finalize.check()
         if self.kernel.poison:
             self.workspace.check_red_zones()
         return self.out

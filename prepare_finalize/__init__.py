@@ -4,6 +4,7 @@ from prepare_finalize.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.batched import BatchedPrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
 from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
+from prepare_finalize.symm_mem import SymmMemPrepareAndFinalize
 from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
 
 COMPONENTS = (
@@ -12,6 +13,7 @@ COMPONENTS = (
     ReplicatedEPPrepareAndFinalize,
     AllGatherReduceScatterPrepareAndFinalize,
     TorchAll2AllPrepareAndFinalize,
+    SymmMemPrepareAndFinalize,
 )
 
 __all__ = [
@@ -20,5 +22,6 @@ __all__ = [
     "BatchedPrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
     "ReplicatedEPPrepareAndFinalize",
+    "SymmMemPrepareAndFinalize",
     "TorchAll2AllPrepareAndFinalize",
 ]

@@ -14,10 +14,11 @@ from modular_kernel.types import ActivationFormat, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import agree
 from prepare_finalize.all2all.part import GroupHandle, GroupPart, RowBuffers
+from prepare_finalize.all2all.torch_group import TorchGroup
 from prepare_finalize.tokens import quantise_tokens, quantises, weight_and_reduce
 
 
-class AllGatherReduceScatterPrepareAndFinalize(GroupPart):
+class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
     """One all-gather of packed rows, padded to the longest rank; then each owner gets W partial
     sums of each of its tokens, in the problem's dtype, and adds them in float32 in the order of
     ranks, so equal input gives equal bits.

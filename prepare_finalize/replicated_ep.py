@@ -14,10 +14,11 @@ from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import agree, refuse_unequal_tokens
 from prepare_finalize.all2all.part import GroupHandle, GroupPart
+from prepare_finalize.all2all.torch_group import TorchGroup
 from prepare_finalize.tokens import quantise_tokens, weight_and_reduce
 
 
-class ReplicatedEPPrepareAndFinalize(GroupPart):
+class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
     """Each rank computes the pairs of its own experts, and the sums of all ranks are added.
 
     x and routing must be the same on all ranks, and so is the output. The sums meet in float32

@@ -16,6 +16,7 @@ from modular_kernel.types import ActivationFormat, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement, agree
 from prepare_finalize.all2all.part import GroupHandle, GroupPart, RowBuffers
+from prepare_finalize.all2all.torch_group import TorchGroup
 from prepare_finalize.tokens import quantise_tokens, quantises, weight_and_reduce
 
 
@@ -26,7 +27,7 @@ class All2AllHandle(GroupHandle):
     token_N: torch.Tensor
 
 
-class TorchAll2AllPrepareAndFinalize(GroupPart):
+class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
     """A token's row goes once to each rank that holds one of its experts, with the K slots there
     (-1: not there) and weights; a rank adds up its pairs of a row and sends the sum back, in the
     problem's dtype, and the owner adds the sums in float32 in the order of ranks.

@@ -1,17 +1,22 @@
 """How the ranks of a group meet to make a communicator, and none of them waits for ever."""
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
 
+from modular_kernel.errors import ConfigurationError
 from prepare_finalize.all2all.last_calls import failure_key
 
 R = TypeVar("R")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_POLL_S = 2e-3
 _NCCL_CONNECT_S = 30.0  # NCCL takes seconds to connect ranks, however short later waits may be
 
 
@@ -71,3 +76,60 @@ def meeting_place(store: Store, rank: int, world_size: int) -> str:
         number += 1
     store.set(keys[rank], str(number))
     return f"modular_kernel/{number}"
+
+
+class Absent(RuntimeError):
+    """Ranks that did not come to a meeting in time."""
+
+    def __init__(self, ranks: Sequence[int], deadline_s: float) -> None:
+        self.ranks = tuple(ranks)
+        self.got = f"nothing from rank(s) {', '.join(map(str, ranks))}"
+        self.need = f"every rank within {deadline_s:g} s"
+        super().__init__(f"{self.got}, need {self.need}")
+
+
+def store_at_new_place(group: dist.ProcessGroup, deadline_s: float) -> Store:
+    """The group's store below the keys of a new meeting; Absent if it does not answer in time."""
+    store = distributed_c10d._get_process_group_store(group)
+    try:
+        place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
+    except RuntimeError as error:
+        raise Absent((), deadline_s) from error
+    return PrefixStore(place, store)
+
+
+def tell_all(
+    store: Store, group: dist.ProcessGroup, topic: str, word: str, deadline_s: float
+) -> list[str]:
+    """What each rank of the group says about `topic`, by rank; Absent where one says nothing."""
+    until = time.monotonic() + deadline_s
+    keys = [f"{topic}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], word)
+    while absent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+        if time.monotonic() > until:
+            raise Absent(absent, deadline_s)
+        time.sleep(_POLL_S)
+    return [store.get(key).decode() for key in keys]
+
+
+def member_group(group: object | None) -> dist.ProcessGroup:
+    """`group`, or the default one for None; ConfigurationError if this process is in none."""
+    if not dist.is_available() or not dist.is_initialized():
+        need = "torch.distributed.init_process_group first"
+        raise ConfigurationError("process group", got="none in this process", need=need)
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        need = "a ProcessGroup that this rank is a member of"
+        raise ConfigurationError("process group", got=type(group).__name__, need=need)
+    return group
+
+
+def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
+    """The device type that the group's backends serve, a GPU first; ConfigurationError if none."""
+    config = dist.get_backend_config(group)
+    backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    served = [device for device in ("cuda", "cpu") if backends.get(device) == BACKENDS[device]]
+    if not served or (wanted is not None and wanted not in served):
+        need = " or ".join(f"{BACKENDS[d]} for {d}" for d in ([wanted] if wanted else BACKENDS))
+        raise ConfigurationError("process group's backend", got=config, need=need)
+    return wanted or served[0]

@@ -1,6 +1,7 @@
 """GroupPart: what the PrepareAndFinalize parts over torch.distributed have in common."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -14,8 +15,9 @@ from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, Handle
 from modular_kernel.types import IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement
+from prepare_finalize.all2all.connect import member_group
 from prepare_finalize.all2all.packed_rows import RowLayout
-from prepare_finalize.all2all.torch_group import TorchGroup, place_in
+from prepare_finalize.all2all.torch_group import TorchGroup
 from prepare_finalize.tokens import one_scale_for_all, quantises
 
 
@@ -23,32 +25,55 @@ from prepare_finalize.tokens import one_scale_for_all, quantises
 class GroupHandle(Handle):
     """What finalize needs: the part it is of, the call, and the rows' weights still to apply."""
 
-    part: "GroupPart"
+    part: "GroupPart[Any]"
     call: Call
     agreed: Agreement
     topk_weights_RK: torch.Tensor | None
 
 
-class GroupPart(PrepareAndFinalize):
-    """A part that exchanges through a TorchGroup.
+class Manager(Protocol):
+    """What every manager of `prepare_finalize.all2all` has."""
 
-    group: a TorchGroup of the caller's, or a ProcessGroup (None: the default one) to make one of
-    with a default deadline. The part owns the manager it makes, and `destroy` closes that.
-    ConfigurationError if the group's size or this process's rank in it is not the problem's.
+    rank: int
+    world_size: int
+
+    def __init__(self, group: object | None = None) -> None: ...
+
+    def check_device(self, device: torch.device | str) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+M = TypeVar("M", bound=Manager)
+
+
+class GroupPart(PrepareAndFinalize, Generic[M]):
+    """A part that exchanges through a manager of its process group.
+
+    group: a manager of the caller's, of `manager_class`, or a ProcessGroup (None: the default one)
+    to make one of with a default deadline. The part owns the manager it makes, and `destroy`
+    closes that. ConfigurationError if the group's size or this process's rank in it is not the
+    problem's.
     """
+
+    manager_class: ClassVar[type[Any]] = TorchGroup
+    manager: M
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
         parallel = problem.parallel
-        rank, world_size = place_in(group)
+        given = isinstance(group, self.manager_class)
+        place: Any = group if given else member_group(group)
+        rank, world_size = (place.rank, place.world_size) if given else (place.rank(), place.size())
         if world_size != parallel.world_size:
             need = f"{parallel.world_size}, the problem's world_size"
             raise ConfigurationError("process group's size", got=world_size, need=need)
         if rank != parallel.rank:
             need = f"{parallel.rank}, the problem's parallel.rank"
             raise ConfigurationError("rank in the process group", got=rank, need=need)
-        self._owns_manager = not isinstance(group, TorchGroup)
-        self.manager = group if isinstance(group, TorchGroup) else TorchGroup(group)
+        self._owns_manager = not given
+        manager: Any = group if given else self.manager_class(group)
+        self.manager = manager
         self._tables: dict[torch.device, PlacementTables] = {}
 
     @classmethod

@@ -30,10 +30,16 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.settings import read_settings
-from prepare_finalize.all2all.connect import connect, in_time, meeting_place
+from prepare_finalize.all2all.connect import (
+    BACKENDS,
+    connect,
+    in_time,
+    meeting_place,
+    member_group,
+    served_device,
+)
 from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
 _LEAST_S = 0.3  # and at least this, where an exchange itself ended after its deadline
 _POLL_S = 20e-6
@@ -63,9 +69,9 @@ class TorchGroup:
             deadline_s = read_settings().deadline_s
         if not 0 < deadline_s < float("inf"):
             raise ConfigurationError("deadline_s", got=deadline_s, need="seconds > 0")
-        process_group = _member_group(group)
+        process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.device = _served_device(process_group, device)
+        self.device = served_device(process_group, device)
         self.deadline_s = deadline_s
         self.step = 0
         self.order = 0  # a digest of the exchanges so far: which, and in what order
@@ -110,7 +116,7 @@ class TorchGroup:
         """DeviceError unless tensors on `device` can be exchanged."""
         kind = torch.device(device).type
         if kind != self.device:
-            need = f"{self.device}: the group's backend is {_BACKENDS[self.device]}"
+            need = f"{self.device}: the group's backend is {BACKENDS[self.device]}"
             raise DeviceError("tensors of an exchange", got=kind, need=need)
 
     def next_step(self) -> int:
@@ -271,32 +277,3 @@ def _in_short(error: RuntimeError) -> str:
     """The first sentence, without the place in torch's sources."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]
-
-
-def place_in(group: object | None) -> tuple[int, int]:
-    """Rank and size in a TorchGroup or ProcessGroup; ConfigurationError if it is neither."""
-    if isinstance(group, TorchGroup):
-        return group.rank, group.world_size
-    member = _member_group(group)
-    return member.rank(), member.size()
-
-
-def _member_group(group: object | None) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        need = "torch.distributed.init_process_group first"
-        raise ConfigurationError("process group", got="none in this process", need=need)
-    group = dist.group.WORLD if group is None else group
-    if not isinstance(group, dist.ProcessGroup):
-        need = "a ProcessGroup that this rank is a member of"
-        raise ConfigurationError("process group", got=type(group).__name__, need=need)
-    return group
-
-
-def _served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
-    config = dist.get_backend_config(group)
-    backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
-    served = [device for device in ("cuda", "cpu") if backends.get(device) == _BACKENDS[device]]
-    if not served or (wanted is not None and wanted not in served):
-        need = " or ".join(f"{_BACKENDS[d]} for {d}" for d in ([wanted] if wanted else _BACKENDS))
-        raise ConfigurationError("process group's backend", got=config, need=need)
-    return wanted or served[0]

@@ -1,0 +1,1 @@
+"""Triton kernels of the PrepareAndFinalize parts: leaves, launched by `prepare_finalize`."""
