@@ -8,7 +8,11 @@ from collections.abc import Sequence
 
 
 class ModularKernelError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose. Can be pickled: errors cross processes."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Not by calling the class: what a subclass is made from is not in `args`.
+        return _restored, (type(self), self.args), self.__dict__
 
 
 class InputError(ModularKernelError, ValueError):
@@ -103,3 +107,7 @@ class CommunicationError(ModularKernelError):
         named = ", ".join(map(str, self.peers)) or "unknown"
         where = f"rank {rank}, {phase} of step {step}, peer(s) {named}"
         super().__init__(f"{what}: got {got}, need {need} ({where})")
+
+
+def _restored(cls: type[ModularKernelError], args: tuple[object, ...]) -> ModularKernelError:
+    return cls.__new__(cls, *args)

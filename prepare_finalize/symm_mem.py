@@ -187,6 +187,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         own.exchange.combine(out)
         manager.last_calls.end(record, "launched")
         self._held.pop(own.place)()
+        manager.check_open()  # what is known by now
 
     def _own(self, handle: Handle) -> SymmMemHandle:
         """UnsupportedError unless `handle` is of a call of this part that was not finished."""

@@ -52,8 +52,8 @@ def _send_routing(
 @triton.jit
 def _send_columns(
     x_ptr, x_there_ptr, scale_there_ptr, deltas_ptr, row, sent, inverse, first,
-    HIDDEN: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr,
-    MIN_SCALE: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
+    HIDDEN: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of a row, to the ranks whose bits are set in `sent`."""
     TYPE: tl.constexpr = x_there_ptr.dtype.element_ty

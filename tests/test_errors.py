@@ -1,0 +1,27 @@
+"""Errors cross processes: what arrives is what was raised."""
+
+import pickle
+
+import pytest
+
+from modular_kernel import errors
+
+WORDS = {"got": (1, "x"), "need": "y"}
+RAISED = [
+    *(
+        cls("w", **WORDS)
+        for cls in vars(errors).values()
+        if isinstance(cls, type) and issubclass(cls, errors.InputError)
+    ),
+    errors.CommunicationError("w", **WORDS, rank=1, phase="dispatch", step=3, peers=(0, 2)),
+    errors.IncompatibleError("A x B", ["one", "two"]),
+    errors.CorruptionError("overrun"),
+]
+
+
+@pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
+def test_pickled_and_back(error: errors.ModularKernelError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert vars(found) == vars(error)

@@ -1,0 +1,180 @@
+"""SymmMemPrepareAndFinalize on ranks of one machine: slots, faults, and what is refused."""
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from ep_layers import Layer
+
+from modular_kernel.catalog import check, make_kernel, this_machine
+from modular_kernel.errors import CommunicationError, ModularKernelError, UnsupportedError
+from modular_kernel.testing.ranks import RankPool
+from modular_kernel.types import Parallel, Problem
+from prepare_finalize.all2all import SymmetricGroup
+
+PART = "SymmMemPrepareAndFinalize"
+MACHINE = this_machine(device="cpu")
+pytestmark = pytest.mark.skipif(not MACHINE.interpreter, reason="interpreted ranks on a CPU")
+Pool = Callable[[int], RankPool]
+LAYER = Layer(PART, (3, 4))
+
+
+def error_of(call: Callable[[], object]) -> ModularKernelError | None:
+    try:
+        call()
+    except ModularKernelError as error:
+        return error
+    return None
+
+
+def made(rank: int, group: object, deadline_s: float = 5.0):
+    manager = SymmetricGroup(group, deadline_s=deadline_s)
+    kernel = make_kernel(PART, "TorchExperts", LAYER.problem(rank), group=manager, machine=MACHINE)
+    given = LAYER.inputs_of(rank)
+    return kernel, (given.x_TH, given.weights, given.routing)
+
+
+# -------------------------------------------------------------------------------- calls and slots
+
+
+def two_and_then_three(rank: int, world: int, group: object) -> list:
+    kernel, given = made(rank, group)
+    first, second = kernel.start(*given), kernel.start(*given)
+    refused = error_of(lambda: kernel.start(*given))
+    results = [second.finish().clone(), first.finish().clone()]
+    handle = first.receive()[1]
+    again = error_of(
+        lambda: kernel.prepare_finalize.finalize(
+            results[0], handle=handle, reduce=kernel.reduce, out=results[0]
+        )
+    )
+    return [*results, kernel(*given), refused, again]
+
+
+def test_two_calls_are_in_flight_and_a_third_is_refused(rank_pool: Pool) -> None:
+    reports = rank_pool(2).run(two_and_then_three)
+    for index in range(3):
+        assert LAYER.judge([report[index] for report in reports]).ok
+    for report in reports:
+        assert isinstance(report[3], UnsupportedError)
+        assert "got 3" in str(report[3])
+        assert isinstance(report[4], UnsupportedError)
+        assert "a finished call's" in str(report[4])
+
+
+def broken_experts(rank: int, world: int, group: object) -> list:
+    """On every rank experts raise, more often than there are slots; then they work again."""
+    kernel, given = made(rank, group)
+    right = kernel.experts.apply
+
+    def broken(*_args: object, **_kwargs: object) -> None:
+        raise ZeroDivisionError
+
+    kernel.experts.apply = broken
+    for _ in range(3):
+        try:
+            kernel(*given)
+        except ZeroDivisionError:
+            gc.collect()
+        else:
+            raise AssertionError("no error")
+    kernel.experts.apply = right
+    return [kernel(*given)]
+
+
+def test_calls_that_are_never_finished_give_their_slots_back(rank_pool: Pool) -> None:
+    reports = rank_pool(2).run(broken_experts)
+    assert LAYER.judge([report[0] for report in reports]).ok
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+def absent(rank: int, world: int, group: object, phase: str) -> list:
+    """A good call; then rank 1 takes no part in one, or only in its dispatch."""
+    kernel, given = made(rank, group, deadline_s=0.5)
+    good = kernel(*given).clone()
+    if rank == 1:
+        if phase == "combine":
+            kernel.start(*given).receive()
+        return [good]
+    out, start = torch.zeros_like(good), time.monotonic()
+    first = error_of(lambda: kernel(*given, out=out))
+    seconds = time.monotonic() - start
+    again = error_of(lambda: kernel(*given))
+    manager = kernel.prepare_finalize.manager
+    return [good, first, again, seconds, bool(out.isnan().all()), manager.last_calls.json_lines()]
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_rank_that_stays_away_is_named_and_the_output_is_nan(rank_pool: Pool, phase: str) -> None:
+    reports = rank_pool(2).run(absent, phase)
+    good, first, again, seconds, nan, lines = reports[0]
+    assert LAYER.judge([good, reports[1][0]]).ok
+    assert isinstance(first, CommunicationError)
+    assert (first.phase, first.peers, first.rank) == (phase, (1,), 0)
+    assert str(again) == str(first)
+    assert nan
+    assert seconds < 10
+    assert phase in lines
+
+
+def disagreeing(rank: int, world: int, group: object) -> ModularKernelError | None:
+    problem = replace(LAYER.problem(rank), hidden=48 if rank else 64)
+    manager = SymmetricGroup(group, deadline_s=5)
+    return error_of(
+        lambda: make_kernel(PART, "TorchExperts", problem, group=manager, machine=MACHINE)
+    )
+
+
+def test_ranks_that_mean_another_layer_are_told_before_anything_is_sent(rank_pool: Pool) -> None:
+    for rank, error in enumerate(rank_pool(2).run(disagreeing)):
+        assert isinstance(error, CommunicationError)
+        assert (error.phase, error.peers) == ("construct", (1 - rank,))
+        assert "H64" in str(error)
+        assert "H48" in str(error)
+
+
+def destroyed(rank: int, world: int, group: object) -> ModularKernelError | None:
+    kernel, given = made(rank, group)
+    kernel.prepare_finalize.manager.destroy()
+    return error_of(lambda: kernel(*given))
+
+
+def test_no_use_after_destroy(rank_pool: Pool) -> None:
+    assert all("a destroyed manager" in str(error) for error in rank_pool(2).run(destroyed))
+
+
+def lonely(rank: int, world: int, group: object) -> ModularKernelError | None:
+    if rank == 1:
+        return None
+    manager = SymmetricGroup(group, deadline_s=0.3)
+    return error_of(lambda: manager.heap(256, "nothing", lambda _heap: None))
+
+
+def test_memory_is_made_together_or_not_at_all(rank_pool: Pool) -> None:
+    error = rank_pool(2).run(lonely)[0]
+    assert isinstance(error, CommunicationError)
+    assert (error.phase, error.peers) == ("construct", (1,))
+
+
+# ----------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"quant": "fp8_w8a8_tensor"}, "scale_of_all_ranks"),
+        ({"parallel": Parallel(1)}, "world_size"),
+        ({"parallel": Parallel(16)}, "world_size"),
+        ({"expert_map": True}, "expert_map"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(change: dict[str, object], rule: str) -> None:
+    problem = Problem(4, 256, 256, experts=16, top_k=2, parallel=Parallel(2))
+    assert check(PART, "TritonExperts", problem, MACHINE).ok
+    found = check(PART, "TritonExperts", replace(problem, **change), MACHINE).rejections
+    assert rule in [rejection.rule for rejection in found]
