@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 
-# Every mask below takes two nibbles out of the word $8, or of it shifted by 8, at once: nibble 4i of
-# each half by 0x000F000F, nibble 4i + 1 by 0x00F000F0.
+# A mask takes two nibbles out of the word $8, or of it shifted by 8, at once: the lowest of each
+# half by 0x000F000F, the next one by 0x00F000F0.
 def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
     """pair(i): instructions for nibbles i and i + 4 of word W, into the halves of t."""
     code = "shr.b32 w, $8, 8; "
@@ -96,9 +96,9 @@ def rows_in_word_order(a, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.con
     return tl.permute(in_word_order(rows, STEPS, ROWS, DEPTH), (0, 2, 1))
 
 
-# Weights in bf16 and e2m1 values in fp16 come as their bits read, subnormals included: e2m1 times
-# 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's range,
-# so that the rows they meet are `boosted` first. These are log2 of what the products then lack.
+# Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1
+# times 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's
+# range, so that the rows they meet are `boosted` first, by two to these powers.
 _BOOST_E2M1: tl.constexpr = tl.constexpr(48)
 _BOOST_COUNTS: tl.constexpr = tl.constexpr(64)
 
@@ -156,8 +156,10 @@ def unpack_words(
     words, E2M1: tl.constexpr, dtype: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """int32 (STEPS, ROWS, DEPTH / 8) to q or q - 8 (`counts_from_zero`) or to e2m1 values, exact but
-    for the factor that they lack, in the order of `in_word_order`."""
+    """int32 (STEPS, ROWS, DEPTH / 8) to q or q - 8 (`counts_from_zero`), or to e2m1 values.
+
+    Exact but for a factor (`lacking`), in the order of `in_word_order`.
+    """
     if _ASSEMBLE and dtype == tl.bfloat16:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
             _E2M1_BF16 if E2M1 else _INTEGER_BF16,
