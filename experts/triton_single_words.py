@@ -14,6 +14,7 @@ from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 _IDS = 128  # looked at at once
+_AHEAD = 4  # lines of 128 bytes of a row of w2 that are sent for while GEMM 1 ends
 
 
 class SingleWordsPath:
@@ -82,6 +83,7 @@ class SingleWordsPath:
                 factor=float(problem.routed_scaling_factor) if self._sums else 1.0,
                 SLOTS=slots,
                 S=held,
+                AHEAD=_AHEAD,
                 HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
                 **_arguments(
                     second_product(call.weights, problem),

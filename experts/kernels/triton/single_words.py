@@ -92,3 +92,25 @@ def word_sums(
         w_ptrs += STEP_K // 8
         x_ptrs += STEP_K * stride_xk
     return tl.sum(total, axis=2)
+
+
+@triton.jit
+def fetch_ahead(
+    w_ptrs, row_mask, live, first_k, depth,
+    STEP_K: tl.constexpr, PART_K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    LINES: tl.constexpr,
+):  # fmt: skip
+    """Send for the first steps' weights of every part, to the L2 cache, and wait for nothing.
+
+    w_ptrs, row_mask, live, first_k: as in word_sums. LINES: of 128 bytes, of each row at most.
+    """
+    PER_STEP: tl.constexpr = (PART_K + 255) // 256
+    line = tl.arange(0, LINES)[None, None, :]
+    k = first_k + line // PER_STEP * STEP_K + line % PER_STEP * 256
+    inside = row_mask & live & (k < depth)
+    # A pointer that is masked out falls on the row's beginning.
+    address = (w_ptrs + tl.where(inside, k // 8, 0)).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

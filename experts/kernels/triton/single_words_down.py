@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from experts.kernels.triton.single_words import word_sums
+from experts.kernels.triton.single_words import fetch_ahead, word_sums
 from modular_kernel.ops.kernels.ids import load_local_ids
 
 
@@ -16,13 +16,14 @@ def single_words_down_kernel(
     SLOTS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
     EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, S: tl.constexpr, PARTS: tl.constexpr,
-    PART_K: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    PART_K: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
     As single_down_kernel, with weights as in single_words_up_kernel. S slots are held at once, and
-    PARTS / S warps share the depth of each.
+    PARTS / S warps share the depth of each. AHEAD: lines of a row that are sent for before h is
+    waited for.
     """
     rows = num_pairs // SLOTS
     token = tl.program_id(0) % rows
@@ -43,12 +44,18 @@ def single_words_down_kernel(
         live = local >= 0
         of_part = tl.maximum(local, 0).to(tl.int64)
         expert = of_part[:, None, None]
+        w_ptrs = words_ptr + expert * (stride_be // 4)
         # GEMM 1 has waited for the ids when this kernel may begin; h is what it waits for itself.
         if OVERLAP:
+            if AHEAD > 0:
+                fetch_ahead(
+                    w_ptrs, column_mask[None, :, None], live[:, None, None], first_k, depth,
+                    SPLITS * PART_K, PART_K, PARTS, BLOCK_N, AHEAD,
+                )  # fmt: skip
             gdc_wait()
             gdc_launch_dependents()
         sums = word_sums(
-            words_ptr + expert * (stride_be // 4),
+            w_ptrs,
             h_ptr + pairs.to(tl.int64)[:, None, None] * depth,
             b_scale_ptr + expert * stride_bse + row * stride_bsn,
             zero_ptr + expert * stride_bze + (row // 2) * stride_bzn, (row % 2) * 4,
