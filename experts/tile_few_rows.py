@@ -77,7 +77,7 @@ def serves(problem: Problem) -> bool:
     if not problem.scheme.packed or problem.dtype is torch.float32:
         return False
     return all(
-        product_depth(problem.scheme, k) >= _LEAST_DEPTH
+        k % _LEAST_DEPTH == 0 and product_depth(problem.scheme, k) >= _LEAST_DEPTH
         for k in (problem.hidden, problem.intermediate)
     )
 
@@ -150,7 +150,7 @@ def _registers(found: Shape, product: FewRows, block_m: int) -> int:
 
 
 def product_depth(scheme: QuantScheme, k: int) -> int:
-    """The depth of one product: within a group, and a divisor of all of the depth k."""
+    """The depth of one product: within a group, if that is not all of the depth k."""
     (group,) = scheme.group
     group = 0 if group >= k else group
-    return math.gcd(group, DEPTH, k)
+    return math.gcd(group, DEPTH)

@@ -89,6 +89,14 @@ def word_order_offsets(DEPTH: tl.constexpr):
 
 
 @triton.jit
+def first_of_eight(DEPTH: tl.constexpr):
+    """`word_order_offsets` rounded down to multiples of eight: the same for all values of a word."""
+    word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
+    k = tl.arange(0, 32)[None, None, None, :]
+    return word + (k // 8) * (DEPTH // 4)
+
+
+@triton.jit
 def rows_in_word_order(a, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """(STEPS, DEPTH / 32, ROWS, 32) read at `word_order_offsets` to (STEPS, DEPTH, ROWS)."""
     lanes = tl.reshape(a, (STEPS, DEPTH // 32, ROWS, 4, 8))

@@ -6,6 +6,7 @@ import triton.language as tl
 from experts.kernels.triton.four_bit import (
     boosted,
     counts_from_zero,
+    first_of_eight,
     lacking,
     load_scale,
     load_zero,
@@ -35,7 +36,7 @@ def four_bit_gemm_kernel(
     As grouped_gemm_kernel, with weights in bytes, read as int32 words of eight. The weights
     are the left operand, so that they go from a word to the product within a thread. A step is
     PARTS * GROUPS products of DEPTH, a part being a warp's: each adds up a share of the depth.
-    DEPTH divides GROUP_K, the depth of one scale, and the depth of the product.
+    DEPTH divides GROUP_K, the depth of one scale; 32 divides the depth of the product.
     """
     after_predecessor(OVERLAP)
     num_n = tl.cdiv(columns, BLOCK_N)
@@ -87,8 +88,9 @@ def four_bit_gemm_kernel(
         words_mask = inside_n
         a_inside = a_mask
         if not EVEN_K:
-            words_mask = inside_n & (word // (DEPTH // 8) * DEPTH < depth - start)
-            a_inside = a_mask & (step_k[:, :, :, None] < depth - start)
+            # A copy of 16 bytes holds 32 weights.
+            words_mask = inside_n & (word // 4 * 32 < depth - start)
+            a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
         words = tl.load(words_ptrs, mask=words_mask, other=0)
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         group = (start + STEP_K + step_k) // GROUP_K

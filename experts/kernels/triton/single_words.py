@@ -13,6 +13,7 @@ import triton.language as tl
 from experts.kernels.triton.four_bit import (
     boosted,
     counts_from_zero,
+    first_of_eight,
     lacking,
     load_scale,
     load_zero,
@@ -22,14 +23,6 @@ from experts.kernels.triton.four_bit import (
 )
 
 _COLUMNS: tl.constexpr = tl.constexpr(8)  # of the narrowest product
-
-
-@triton.jit
-def _first_of_eight(PART_K: tl.constexpr):
-    """`word_order_offsets` rounded down to words: the same for the eight values of one."""
-    word = tl.arange(0, PART_K // 32)[None, :, None, None] * 8
-    k = tl.arange(0, 32)[None, None, None, :]
-    return word + (k // 8) * (PART_K // 4)
 
 
 @triton.jit
@@ -51,7 +44,7 @@ def word_sums(
     FROM_ZERO: tl.constexpr = counts_from_zero(E2M1, dtype)
     GROUPS: tl.constexpr = PART_K // GROUP_K if GROUP_K < PART_K else 1
     column = tl.arange(0, _COLUMNS)[None, None, :, None]
-    eight = _first_of_eight(PART_K)
+    eight = first_of_eight(PART_K)
     if GROUPS > 1:
         x_mask = live[:, :, :, None] & (eight // GROUP_K == column)
         group = tl.arange(0, _COLUMNS)[None, None, :]
