@@ -90,7 +90,7 @@ def word_order_offsets(DEPTH: tl.constexpr):
 
 @triton.jit
 def first_of_eight(DEPTH: tl.constexpr):
-    """`word_order_offsets` rounded down to multiples of eight: the same for all values of a word."""
+    """`word_order_offsets` rounded down to words: the same for the eight values of one."""
     word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
     k = tl.arange(0, 32)[None, None, None, :]
     return word + (k // 8) * (DEPTH // 4)
