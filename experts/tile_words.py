@@ -35,11 +35,13 @@ _DOWN: dict[str, tuple[_Row, ...]] = {
     "uint4": (
         (math.inf, 1024, (16, 128, 8, 8, 3)),
         (math.inf, 2048, (32, 128, 8, 8, 3)),
-        (math.inf, math.inf, (32, 512, 8, 4, 3)),
+        (65, math.inf, (16, 512, 8, 4, 2)),
+        (math.inf, math.inf, (32, 512, 8, 4, 2)),
     ),
     "float4_e2m1": (
         (math.inf, 1024, (16, 256, 8, 8, 2)),
         (math.inf, 2048, (32, 256, 8, 8, 2)),
+        (65, math.inf, (16, 512, 8, 4, 2)),
         (math.inf, math.inf, (32, 512, 8, 4, 2)),
     ),
 }

@@ -27,14 +27,15 @@ _COLUMNS: tl.constexpr = tl.constexpr(8)  # of the narrowest product
 
 @triton.jit
 def word_sums(
-    w_ptrs, x_ptrs, scale_ptrs, zero_ptrs, shift, row_mask, live, first_k, depth, stride_xk,
+    w_ptrs, w_rows, x_ptrs, scale_ptrs, zero_ptrs, shift, row_mask, live, first_k, depth, stride_xk,
     E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr,
     STEP_K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, PART_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, ROWS): scaled sums of every part.
 
-    w_ptrs: int32 (PARTS or 1, ROWS, 1), a row's first word; x_ptrs (PARTS or 1, 1, 1), its vector;
+    w_ptrs: int32 (PARTS, 1, 1), an expert's first word, and w_rows (1, ROWS, 1) words further that
+    of a row (32 bits, cheaper to add to a pointer than 64); x_ptrs (PARTS, 1, 1), its vector;
     scale_ptrs, zero_ptrs, shift, row_mask: (PARTS or 1, ROWS, 1); live, first_k: (PARTS, 1, 1),
     whether a part has anything to add, and where its first step begins. GROUP_K divides PART_K into
     eight groups at most, or PART_K divides it.
@@ -53,10 +54,9 @@ def word_sums(
         group = tl.zeros((1, 1, 1), tl.int32)
     mask = row_mask & live
     word = tl.arange(0, PART_K // 8)[None, None, :]
-    w_ptrs = w_ptrs + (first_k // 8 + word)
-    x_ptrs = (
-        x_ptrs[:, :, :, None] + (first_k[:, :, :, None] + word_order_offsets(PART_K)) * stride_xk
-    )
+    w_offsets = w_rows + first_k // 8 + word
+    x_ptrs = x_ptrs[:, :, :, None]
+    x_offsets = (first_k[:, :, :, None] + word_order_offsets(PART_K)) * stride_xk
     # Scales and zero points are loaded a step ahead: nothing else hides their way from memory.
     scale_mask = mask & (group < GROUPS) & (first_k + group * GROUP_K < depth)
     offsets = first_k // GROUP_K + group
@@ -70,8 +70,8 @@ def word_sums(
             left = depth - start - first_k
             w_mask = mask & (word // 4 * 32 < left)
             x_inside = x_mask & (eight < left[:, :, :, None])
-        words = tl.load(w_ptrs, mask=w_mask, other=0)
-        x = tl.load(x_ptrs, mask=x_inside, other=0.0)
+        words = tl.load(w_ptrs + w_offsets, mask=w_mask, other=0)
+        x = tl.load(x_ptrs + x_offsets, mask=x_inside, other=0.0)
         k = start + STEP_K + first_k
         scale_mask = mask & (group < GROUPS) & (k + group * GROUP_K < depth)
         offsets = k // GROUP_K + group
@@ -89,20 +89,20 @@ def word_sums(
 
 @triton.jit
 def fetch_ahead(
-    w_ptrs, row_mask, live, first_k, depth,
+    w_ptrs, w_rows, row_mask, live, first_k, depth,
     STEP_K: tl.constexpr, PART_K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
     LINES: tl.constexpr,
 ):  # fmt: skip
     """Send for the first steps' weights of every part, to the L2 cache, and wait for nothing.
 
-    w_ptrs, row_mask, live, first_k: as in word_sums. LINES: of 128 bytes, of each row at most.
+    w_ptrs, w_rows, row_mask, live, first_k: as in word_sums. LINES: of 128 bytes, most of a row.
     """
     PER_STEP: tl.constexpr = (PART_K + 255) // 256
     line = tl.arange(0, LINES)[None, None, :]
     k = first_k + line // PER_STEP * STEP_K + line % PER_STEP * 256
     inside = row_mask & live & (k < depth)
-    # A pointer that is masked out falls on the row's beginning.
-    address = (w_ptrs + tl.where(inside, k // 8, 0)).to(tl.int64)
+    # What is masked out falls on an expert's beginning.
+    address = (w_ptrs + tl.where(inside, w_rows + k // 8, 0)).to(tl.int64)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address],
         dtype=tl.int32, is_pure=False, pack=1,

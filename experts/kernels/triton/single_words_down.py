@@ -33,7 +33,7 @@ def single_words_down_kernel(
     part = tl.arange(0, PARTS)
     first_k = (part % SPLITS * PART_K)[:, None, None]
     row = column[None, :, None]
-    words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + row.to(tl.int64) * (stride_bn // 4)
+    w_rows = row * (stride_bn // 4)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, SLOTS, S):
         slot = first + part // SPLITS
@@ -44,18 +44,18 @@ def single_words_down_kernel(
         live = local >= 0
         of_part = tl.maximum(local, 0).to(tl.int64)
         expert = of_part[:, None, None]
-        w_ptrs = words_ptr + expert * (stride_be // 4)
+        w_ptrs = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
         # GEMM 1 has waited for the ids when this kernel may begin; h is what it waits for itself.
         if OVERLAP:
             if AHEAD > 0:
                 fetch_ahead(
-                    w_ptrs, column_mask[None, :, None], live[:, None, None], first_k, depth,
+                    w_ptrs, w_rows, column_mask[None, :, None], live[:, None, None], first_k, depth,
                     SPLITS * PART_K, PART_K, PARTS, BLOCK_N, AHEAD,
                 )  # fmt: skip
             gdc_wait()
             gdc_launch_dependents()
         sums = word_sums(
-            w_ptrs,
+            w_ptrs, w_rows,
             h_ptr + pairs.to(tl.int64)[:, None, None] * depth,
             b_scale_ptr + expert * stride_bse + row * stride_bsn,
             zero_ptr + expert * stride_bze + (row // 2) * stride_bzn, (row % 2) * 4,

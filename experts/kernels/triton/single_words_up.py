@@ -45,7 +45,7 @@ def single_words_up_kernel(
     part = tl.arange(0, PARTS)[:, None, None]
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     sums = word_sums(
-        words_ptr + row.to(tl.int64) * (stride_bn // 4),
+        words_ptr + part * 0, row * (stride_bn // 4),
         x_ptr + token * stride_xm + part * 0,
         b_scale_ptr + expert * stride_bse + row * stride_bsn,
         zero_ptr + expert * stride_bze + (row // 2) * stride_bzn, (row % 2) * 4,
