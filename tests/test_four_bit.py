@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from experts import tile_few_rows, triton_four_bit
+from experts.batched_triton import BatchedTritonExperts
 from experts.tiles import choose_tiles, override_config
+from experts.triton_experts import TritonExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.quant import quantise_weights
@@ -110,3 +112,17 @@ def test_more_rows_take_taller_blocks() -> None:
     assert tile_few_rows.block_m(mixtral, pairs=1) == 8
     assert tile_few_rows.block_m(mixtral, pairs=48) == 8
     assert tile_few_rows.block_m(mixtral, pairs=49) == 16
+
+
+def test_explain_says_what_is_launched() -> None:
+    problem = replace(_BASE, tokens=7, hidden=256, intermediate=384)
+    tiles = choose_tiles(problem, 7)
+    shapes = tile_few_rows.launched(problem, 7, tiles)
+    assert shapes is not None
+    text = TritonExperts.tunable(problem).explain(7)
+    assert "not launched" in text
+    for index, shape in enumerate(shapes, 1):
+        assert f"GEMM {index}: block_m=8 {shape}" in text
+    assert tile_few_rows.launched(problem, 70, choose_tiles(problem, 70)) is None
+    assert "not launched" not in TritonExperts.tunable(problem).explain(70)
+    assert "not launched" not in BatchedTritonExperts.tunable(problem).explain(7)
