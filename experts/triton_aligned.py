@@ -119,15 +119,14 @@ class AlignedPath:
         """One grouped GEMM. rows: (T, H) tokens, or (P, I) one row per pair, and their scales;
         out: a row per pair. tile: None for the kernel of a few rows and 4-bit weights."""
         a, a_scale = rows
+        pairs = out.numel() // product.columns
         if tile is None:
-            block_m = tile_few_rows.block_m(self.problem, out.numel() // product.columns)
             triton_four_bit.multiply(
                 *(a, product, aligned, out, row_weights_TK),
-                block_m=block_m,
+                spread=tile_few_rows.Spread.of(self.problem, pairs),
                 write_zeros=not self._sums,
             )
             return
-        pairs = out.numel() // product.columns
         blocks = aligned.expert_ids.numel()
         num_n = -(-product.columns // tile.block_n)
         launch(

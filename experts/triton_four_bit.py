@@ -10,6 +10,7 @@ from experts.tile_few_rows import (
     LEAST_M,
     FewRows,
     Shape,
+    Spread,
     few,
     product_depth,
     shape,
@@ -53,10 +54,10 @@ def multiply(
     out: torch.Tensor,
     row_weights_TK: torch.Tensor | None,
     *,
-    block_m: int,
+    spread: Spread,
     write_zeros: bool,
 ) -> None:
-    """One grouped GEMM over pairs aligned in blocks of rows.
+    """One grouped GEMM over pairs aligned in blocks of spread.block_m rows.
 
     a: (T, H) tokens, or (P, I) one row per pair, values of a row side by side; out: a row per pair.
     """
@@ -66,7 +67,7 @@ def multiply(
     blocks = aligned.expert_ids.numel()
     gated, zeros = bool(product.constants["GATED"]), product.zero_point is not None
     rows = FewRows(product.scheme, product.columns, product.depth, gated, zeros)
-    found = shape(rows, min(pairs, product.w.shape[0]), block_m)
+    found = shape(rows, spread)
     launch(
         four_bit_gemm_kernel,
         (blocks * -(-product.columns // found.block_n),),
@@ -82,7 +83,7 @@ def multiply(
         A_TOP_K=pairs // a.shape[0],
         WRITE_ZEROS=write_zeros,
         HAS_ROW_WEIGHTS=row_weights_TK is not None,
-        BLOCK_M=block_m,
+        BLOCK_M=spread.block_m,
         **_arguments(product, found),
         **overlap(),
     )

@@ -67,9 +67,9 @@ def test_proven(
 def _noting(blocks: set[int]) -> Callable[..., None]:
     multiply = triton_four_bit.multiply
 
-    def noting(*args: Any, block_m: int, **named: Any) -> None:
-        blocks.add(block_m)
-        multiply(*args, block_m=block_m, **named)
+    def noting(*args: Any, spread: tile_few_rows.Spread, **named: Any) -> None:
+        blocks.add(spread.block_m)
+        multiply(*args, spread=spread, **named)
 
     return noting
 
@@ -111,6 +111,16 @@ def test_more_rows_take_taller_blocks() -> None:
     assert tile_few_rows.block_m(mixtral, pairs=1) == 8
     assert tile_few_rows.block_m(mixtral, pairs=48) == 8
     assert tile_few_rows.block_m(mixtral, pairs=49) == 16
+
+
+def test_experts_that_have_a_row() -> None:
+    mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
+    spread = tile_few_rows.Spread.of
+    assert spread(mixtral, pairs=2).experts == pytest.approx(2)
+    assert spread(mixtral, pairs=4).experts == pytest.approx(3.5)
+    half = replace(mixtral, expert_map=True, local_experts=4)
+    assert spread(half, pairs=4).experts == pytest.approx(1.75)
+    assert spread(replace(mixtral, top_k=8), pairs=8).experts == 8
 
 
 def test_explain_says_what_is_launched() -> None:

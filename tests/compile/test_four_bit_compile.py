@@ -15,12 +15,14 @@ from modular_kernel.testing.compile import CompileRecord, check, record_compiles
 
 META = torch.device("meta")
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
+DEEPSEEK = Problem(tokens=1, hidden=7168, intermediate=2048, experts=32, top_k=8)
 QWEN3 = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
 # Depths of 22.5 groups of 128, biases in both products.
 GPT_OSS = Problem(
     tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, bias=True,
     activation="swiglu_oai",
 )  # fmt: skip
+MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 ZEROS = "zero_points=true"
 
 
@@ -35,15 +37,19 @@ def compiled(problem: Problem) -> list[CompileRecord]:
         tensors["b1"] = torch.empty(problem.e, problem.w1_rows, dtype=problem.dtype, device=META)
         tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
     weights = ExpertWeights(**tensors)
-    block_m = tile_few_rows.block_m(problem, pairs)
-    specs = align_specs(pairs, block_m, problem.e)
+    spread = tile_few_rows.Spread.of(problem, pairs)
+    specs = align_specs(pairs, spread.block_m, problem.e)
     buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
     aligned = Aligned(*list(buffers)[:3])
 
     def multiply(rows: int, product: Product) -> None:
         a = torch.empty(rows, product.depth, dtype=problem.dtype, device=META)
         out = torch.empty(pairs, product.columns, dtype=problem.dtype, device=META)
-        triton_four_bit.multiply(a, product, aligned, out, None, block_m=block_m, write_zeros=False)
+        triton_four_bit.multiply(
+            *(a, product, aligned, out, None),
+            spread=spread,
+            write_zeros=False,
+        )
 
     with record_compiles("sm_90") as records:
         multiply(problem.tokens, first_product(weights, problem))
@@ -51,8 +57,8 @@ def compiled(problem: Problem) -> list[CompileRecord]:
     return records
 
 
-@pytest.mark.parametrize("tokens", [1, 16])
-@pytest.mark.parametrize("model", [MIXTRAL, QWEN3, GPT_OSS], ids=["mixtral", "qwen3", "gpt-oss"])
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize("quant", ["int4_w4a16_group", f"int4_w4a16_group:{ZEROS}", "mxfp4_w4a16"])
 def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
     for record in compiled(replace(model, quant=quant, tokens=tokens)):
