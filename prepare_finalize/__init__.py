@@ -5,6 +5,7 @@ from prepare_finalize.batched import BatchedPrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
 from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
 from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
+from prepare_finalize.torch_all2all_batched import TorchAll2AllBatchedPrepareAndFinalize
 
 COMPONENTS = (
     MoEPrepareAndFinalizeNoEP,
@@ -12,6 +13,7 @@ COMPONENTS = (
     ReplicatedEPPrepareAndFinalize,
     AllGatherReduceScatterPrepareAndFinalize,
     TorchAll2AllPrepareAndFinalize,
+    TorchAll2AllBatchedPrepareAndFinalize,
 )
 
 __all__ = [
@@ -20,5 +22,6 @@ __all__ = [
     "BatchedPrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
     "ReplicatedEPPrepareAndFinalize",
+    "TorchAll2AllBatchedPrepareAndFinalize",
     "TorchAll2AllPrepareAndFinalize",
 ]
