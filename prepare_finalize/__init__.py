@@ -3,6 +3,7 @@
 from prepare_finalize.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.batched import BatchedPrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
+from prepare_finalize.pplx import PplxPrepareAndFinalize
 from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
 from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
 from prepare_finalize.torch_all2all_batched import TorchAll2AllBatchedPrepareAndFinalize
@@ -14,6 +15,7 @@ COMPONENTS = (
     AllGatherReduceScatterPrepareAndFinalize,
     TorchAll2AllPrepareAndFinalize,
     TorchAll2AllBatchedPrepareAndFinalize,
+    PplxPrepareAndFinalize,
 )
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "AllGatherReduceScatterPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
+    "PplxPrepareAndFinalize",
     "ReplicatedEPPrepareAndFinalize",
     "TorchAll2AllBatchedPrepareAndFinalize",
     "TorchAll2AllPrepareAndFinalize",
