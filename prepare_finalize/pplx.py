@@ -127,14 +127,13 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
             need = "a static scale, or one for each row"
             found.append(Rejection("dispatch_quant", (name, "problem"), got, need))
         row, scales = _row_bytes(problem)
-        for what, nbytes, most in (
-            ("activations", row, _MOST_ROW_BYTES),
-            ("scales", scales, row),
-            ("activations and scales", row + scales + _UNIT, _MOST_ROW_BYTES),
+        whole = row + scales + _UNIT  # with the row's number
+        for wrong, got, need in (
+            (row % _UNIT, f"{row} bytes a row", f"a multiple of {_UNIT} bytes"),
+            (scales > row, f"{scales} bytes of scales a row", f"at most its {row} bytes"),
+            (whole > _MOST_ROW_BYTES, f"{whole} bytes a row", f"at most {_MOST_ROW_BYTES} bytes"),
         ):
-            if nbytes % _UNIT or nbytes > most:
-                need = f"a multiple of {_UNIT} bytes, {most} at most"
-                got = f"{nbytes} bytes of {what} a row"
+            if wrong:
                 found.append(Rejection("hidden", (name, "problem"), got, need))
         return tuple(found)
 
