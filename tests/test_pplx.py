@@ -226,6 +226,20 @@ def test_a_rank_that_stays_away_is_named_in_time(rank_pool: Pool) -> None:
     assert max(rank_pool(2).run(come_alone)) < 3
 
 
+def leave_late(rank: int, world: int, group: object) -> float:
+    """Seconds until the buffers are freed; rank 1 comes to that late."""
+    manager = PplxGroup(group, library=stand_in.Library)
+    manager.reserve(PplxShape(4, 4, 2, 64, row_bytes=128, scale_bytes=0))
+    time.sleep(0.4 * rank)
+    start = time.monotonic()
+    manager.destroy()
+    return time.monotonic() - start
+
+
+def test_no_buffer_is_freed_while_a_peer_may_write_to_it(rank_pool: Pool) -> None:
+    assert rank_pool(2).run(leave_late)[0] > 0.2
+
+
 def without_library(rank: int, world: int, group: object) -> None:
     PplxGroup(group)
 
