@@ -8,8 +8,9 @@ import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
+from modular_kernel.ops.places import SlotLayout, place_pairs
 from modular_kernel.ops.quantise import quantise_rejections, quantise_specs, scale_shape
-from modular_kernel.placement import PlacementTables, pairs_to_slots
+from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
@@ -47,32 +48,15 @@ class PplxHandle(Handle):
     weights_TK: torch.Tensor
 
 
-@dataclass(frozen=True)
-class SlotLayout:
-    """Expert slots as the library numbers them: `each` a rank, `real` for experts, then sinks.
-
-    The library sends exactly K rows for a token, to K experts that exist. A sink takes the row of
-    a pair that is skipped, or whose expert the token names twice; its output is zero.
-    """
-
-    world_size: int
-    real: int
-    each: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> "SlotLayout":
-        """As many sinks as let all K pairs of a token be skipped: a slot gets no token twice."""
-        world_size = problem.parallel.world_size
-        real = max(map(len, problem.placement.slots))
-        return cls(world_size, real, real + ceil(problem.top_k / world_size))
-
-
 class PplxPrepareAndFinalize(PrepareAndFinalize):
     """(T, H) tokens -> (e, W * problem.tokens, H) rows, one per token and expert, in any order
     among the rows of an expert; the combine applies the router weights and sums in float32.
 
     Activations are quantised before they travel where the scheme quantises them. Nothing is read
     on the host. The GPU waits for its peers: a rank that does not come stops the others for good.
+    The library sends exactly K rows for a token, to K places that exist: `SlotLayout` has sinks
+    for pairs that are skipped. A captured call uses its buffers in every replay, so no other call
+    of that shape may be in flight then.
     group: a PplxGroup of the caller's, or a ProcessGroup to make one of.
     """
 
@@ -90,6 +74,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         can_defer_quant=False,
         world_sizes=(2, 8),
         asynchronous=True,
+        graph_capturable=True,
         deterministic=False,  # the order of an expert's rows is that of arrival
     )
 
@@ -155,6 +140,8 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
             specs["batched_scale"] = BufferSpec((*rows, columns), torch.float32)
         return {
             **specs,
+            "places": BufferSpec((tokens, problem.top_k), torch.int32),
+            "place_weights": BufferSpec((tokens, problem.top_k), torch.float32),
             "sent_x": BufferSpec((tokens, problem.hidden), dtype),
             "batched_x": BufferSpec((*rows, problem.hidden), dtype),
             "expert_counts": BufferSpec((shape.experts,), torch.int32),
@@ -172,8 +159,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
             need = f"<= {self._shape.max_tokens}, as the buffers are made for"
             raise CapacityError("tokens", got=len(x_TH), need=need)
         check_current_device(x_TH.device)
-        slots_TK, weights_TK, invalid = self._places(routing)
-        call.invalid_ids.add_(invalid)
+        slots_TK, weights_TK = self._places(routing, call)
         rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
         arrived = self._arriving(call)
         sent = (_dense(rows, call), self._sent_scale(scale, call))
@@ -216,18 +202,24 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         handle.exchange.all_to_all.combine(out, handle.slots_TK, handle.weights_TK, whole, None)
         self.manager.give_back(handle.exchange)
 
-    def _places(self, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        device = routing.topk_ids_TK.device
-        if device not in self._tables:
-            self._tables[device] = self.problem.placement.tables(device)
-        rank = self.manager.rank
-        rank_TK, slot_TK, invalid = pairs_to_slots(
-            routing.topk_ids_TK, self._tables[device], first_token=rank
+    def _places(self, routing: Routing, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, K) places as the library takes them, uint32, and their weights, float32."""
+        ids_TK = routing.topk_ids_TK
+        if ids_TK.device not in self._tables:
+            self._tables[ids_TK.device] = self.problem.placement.tables(ids_TK.device)
+        take = call.workspace.take
+        places_TK = take("places", tuple(ids_TK.shape))
+        weights_TK = take("place_weights", tuple(ids_TK.shape))
+        place_pairs(
+            ids_TK,
+            routing.topk_weights_TK,
+            self._tables[ids_TK.device],
+            self._layout,
+            rank=self.manager.rank,
+            factor=self.problem.routed_scaling_factor,
+            out=(places_TK, weights_TK, call.invalid_ids),
         )
-        factor = self.problem.routed_scaling_factor
-        weights_TK = routing.topk_weights_TK * factor
-        slots_TK, weights_TK = whole_rows(rank_TK, slot_TK, weights_TK, self._layout, rank=rank)
-        return slots_TK, weights_TK, invalid
+        return places_TK.view(torch.uint32), weights_TK
 
     def _arriving(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Where the library writes: counts, rows and their scales, of every slot."""
@@ -248,32 +240,6 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         sent = call.workspace.take("sent_scale", (len(scale), columns))
         sent[:, : scale.shape[1]].copy_(scale)
         return sent
-
-
-def whole_rows(
-    rank_TK: torch.Tensor,
-    slot_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
-    layout: SlotLayout,
-    *,
-    rank: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K different slots of the library for every token, uint32, and the weight of each, float32.
-
-    rank_TK, slot_TK: as `pairs_to_slots` gives them. The first pair of an expert carries the
-    weights of all of them; the others and skipped pairs go to sinks with weight 0, on this rank
-    first.
-    """
-    valid_TK = rank_TK >= 0
-    place_TK = torch.where(valid_TK, rank_TK * layout.each + slot_TK, -1)
-    same_TKK = (place_TK[:, :, None] == place_TK[:, None, :]) & valid_TK[:, :, None]
-    live_TK = valid_TK & ~same_TKK.tril(-1).any(2)
-    weights_TK = torch.where(same_TKK, weights_TK[:, None, :], 0).sum(2)
-    sink_TK = (~live_TK).cumsum(1) - 1
-    sink_rank, sink_slot = (sink_TK + rank) % layout.world_size, sink_TK // layout.world_size
-    sink_TK = sink_rank * layout.each + layout.real + sink_slot
-    place_TK = torch.where(live_TK, place_TK, sink_TK).to(torch.int32)
-    return place_TK.view(torch.uint32), torch.where(live_TK, weights_TK, 0)
 
 
 def _row_bytes(problem: Problem) -> tuple[int, int]:

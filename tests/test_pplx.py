@@ -15,6 +15,7 @@ from modular_kernel.errors import (
     ConfigurationError,
     UnsupportedError,
 )
+from modular_kernel.ops.places import SlotLayout
 from modular_kernel.placement import Placement
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.battery_ranks import RANK_MUTANTS
@@ -26,7 +27,6 @@ from modular_kernel.testing.prove_ranks import prove_ranks
 from modular_kernel.testing.ranks import RankError, RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 from prepare_finalize.all2all.pplx import PplxGroup, PplxShape
-from prepare_finalize.pplx import SlotLayout, whole_rows
 
 PART = stand_in.PplxOverGloo
 MACHINE = this_machine(device="cpu")
@@ -66,18 +66,6 @@ def test_defects_are_found(name: str, rank_pool: Pool) -> None:
     kills = sensitivity_ranks(PART, "NaiveBatchedExperts", rank_pool(2), mutants=mutants)
     assert [str(kill) for kill in kills if not kill.ok] == []
     assert kills
-
-
-def test_every_token_has_k_places_of_its_own() -> None:
-    """Skipped pairs and second pairs of an expert go to sinks, this rank's first."""
-    layout = SlotLayout(world_size=2, real=3, each=5)
-    rank_TK = torch.tensor([[0, 1, 0], [-1, 1, -1], [-1, -1, -1]])
-    slot_TK = torch.tensor([[2, 0, 2], [-1, 1, -1], [-1, -1, -1]])
-    weights_TK = torch.tensor([[1.0, 2.0, 4.0], [torch.nan, 8.0, torch.inf], [torch.nan] * 3])
-    places, weights = whole_rows(rank_TK, slot_TK, weights_TK, layout, rank=1)
-    assert places.dtype == torch.uint32
-    assert places.tolist() == [[2, 5, 8], [8, 6, 3], [8, 3, 9]]
-    assert weights.tolist() == [[5.0, 2.0, 0.0], [0.0, 8.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_there_are_sinks_for_all_pairs_of_a_token() -> None:

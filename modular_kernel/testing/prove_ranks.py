@@ -26,7 +26,7 @@ from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial
+from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial, call
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
@@ -130,6 +130,16 @@ class RankTrial(Trial):
         self.first = sample(counts=counts, salt=0)
         self.second = sample(counts=turned, salt=1)
         self.other = sample(counts=half, salt=2, strided=True)
+        self._like_first = partial(sample, counts=counts)
+
+    def first_again(self) -> Sample:
+        return self._like_first(salt=0)
+
+    @property
+    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+        # The second call's tokens are another rank's number, and a graph is for one.
+        fresh = self._like_first(salt=3)
+        return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
 
 
 @dataclass(frozen=True)
