@@ -3,7 +3,7 @@
 What the interpreter runs is slow, so the parts of Triton get the cases that differ most.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import rank_parts as parts
@@ -23,7 +23,7 @@ from modular_kernel.testing.cases_ranks import (
     rank_pairings,
 )
 from modular_kernel.testing.fit_ranks import difference
-from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.prove_ranks import RankTrial, prove_ranks
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Parallel, Problem
 
@@ -169,6 +169,25 @@ def test_refusals_name_the_placement() -> None:
     dealt = refused(parts.AtMostTwo, 2, placement=Placement.round_robin(8, 2))
     assert "[placement] AtMostTwo / problem: got another placement, need linear" in dealt
     assert refused(parts.SumOverRanks, 2, experts=7).endswith("valid")
+
+
+def other_values(trial: RankTrial) -> Iterator[str]:
+    """What a graph captured on the first call would be replayed on: as many tokens on each rank."""
+    again = trial.first_again()
+    for sample, want in trial.replayed:
+        yield from sample.compare(want).problems
+        for name, tensor in sample.inputs.tensors().items():
+            if tensor.shape != again.inputs.tensors()[name].shape:
+                yield f"{name} has another shape"
+    new, _ = trial.replayed[0]
+    if torch.equal(new.inputs.x_TH, again.inputs.x_TH):
+        yield "the same values"
+
+
+def test_a_graph_over_ranks_is_replayed_on_other_values(rank_pool: Pool) -> None:
+    cases = rank_cases_for("TorchAll2AllPrepareAndFinalize", "TorchExperts", MACHINE, 2).cases
+    proof = prove_ranks(cases[0], rank_pool(2), MACHINE, checks=[other_values])
+    assert proof.passed, str(proof)
 
 
 def test_a_refused_pairing_is_no_proof(rank_pool: Pool) -> None:
