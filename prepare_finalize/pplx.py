@@ -33,6 +33,10 @@ from prepare_finalize.all2all.pplx import (
 from prepare_finalize.all2all.torch_group import place_in
 from prepare_finalize.tokens import one_scale_for_all, quantise_tokens
 
+_SHARED = (
+    *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
+    *("activation", "bias", "routed_scaling_factor"),
+)
 _UNIT = 16  # bytes: the library moves rows and their scales in such pieces
 _MOST_ROW_BYTES = 48 << 10  # a row, its scales and its number pass through shared memory
 
@@ -88,9 +92,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         self._layout = SlotLayout.of(problem)
         self._shape = _shape(problem, self._layout)
         self._tables: dict[torch.device, PlacementTables] = {}
-        placed = problem.placement.slots
-        facts = {"dtype": problem.dtype, "quant": problem.quant, "placement": placed}
-        self.manager.agree({"tokens": problem.tokens, "experts": problem.experts, **facts})
+        self.manager.agree({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
     def make_manager(self, group: object | None) -> PplxGroup:

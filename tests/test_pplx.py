@@ -7,6 +7,7 @@ from dataclasses import replace
 import pplx_stand_in as stand_in
 import pytest
 import torch
+import torch.distributed as dist
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import (
@@ -210,12 +211,31 @@ def come_alone(rank: int, world: int, group: object) -> float:
     return time.monotonic() - start
 
 
+def try_again(rank: int, world: int, group: object) -> None:
+    """Rank 1 misses the first attempt; then both make a manager that works."""
+    dist.barrier(group)  # whoever imported this later
+    if rank == 0:
+        with pytest.raises(CommunicationError, match="no sign of life") as caught:
+            PplxGroup(group, library=stand_in.Library, deadline_s=0.3)
+        assert caught.value.peers == (1,)
+    else:
+        time.sleep(0.8)
+    manager = PplxGroup(group, library=stand_in.Library)
+    layer(rank, manager)(*inputs(rank))
+    manager.destroy()
+
+
 def test_a_rank_that_stays_away_is_named_in_time(rank_pool: Pool) -> None:
     assert max(rank_pool(2).run(come_alone)) < 3
 
 
+def test_ranks_that_missed_each_other_meet_at_the_next_attempt(rank_pool: Pool) -> None:
+    rank_pool(2).run(try_again)
+
+
 def leave_late(rank: int, world: int, group: object) -> float:
     """Seconds until the buffers are freed; rank 1 comes to that late."""
+    dist.barrier(group)
     manager = PplxGroup(group, library=stand_in.Library)
     manager.reserve(PplxShape(4, 4, 2, 64, row_bytes=128, scale_bytes=0))
     time.sleep(0.4 * rank)

@@ -296,6 +296,7 @@ def _serve(place: _Place, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair, who ends us
     torch.set_num_threads(1)
     generation: int | None = None
+    failed: list[BaseException] = []
     with _trace_path(place.folder, place.rank).open("w") as traces:
         faulthandler.register(signal.SIGUSR1, file=traces)
         while message := _next(pipe):
@@ -309,12 +310,15 @@ def _serve(place: _Place, pipe: Connection) -> None:
                 )
                 answer = pickle.dumps((True, value))
             # Whatever it is, the parent is told, and this rank goes on.
-            except BaseException:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
+                # Kept until that is sent: what its frames hold may hang as it is freed.
+                failed.append(error)
                 answer = pickle.dumps((False, traceback.format_exc()))
             try:
                 pipe.send_bytes(answer)
             except OSError:
                 break  # nobody is there to hear it
+            failed.clear()
         faulthandler.unregister(signal.SIGUSR1)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -3,19 +3,21 @@
 import json
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from modular_kernel.errors import CommunicationError
+from prepare_finalize.all2all.last_calls import failure_key
 
 Facts = Mapping[str, object]
+_POLL_S = 0.005  # a store's own wait may count in whole seconds
 
 
 class Meeting:
     """Rounds over a store: each rank tells its facts and hears those of all, or nobody goes on.
 
-    Every rank makes the same rounds in the same order. deadline_s: of each round.
+    store: under the prefix that `meeting_place` gives. Every rank makes the same rounds in the
+    same order. deadline_s: of each round.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, deadline_s: float) -> None:
@@ -27,21 +29,28 @@ class Meeting:
         self._round += 1
         until = time.monotonic() + self._deadline_s
         told = json.dumps({name: str(value) for name, value in facts.items()})
-        missing, heard = [], dict[int, dict[str, str]]()
+        heard: dict[int, dict[str, str]] = {}
         try:
             self._store.set(self._key(self._rank), told)
-        except RuntimeError as error:  # its host is gone
+            while len(heard) < self._world_size and time.monotonic() < until:
+                self._listen(heard)
+            missing = [rank for rank in range(self._world_size) if rank not in heard]
+            if missing:
+                # Ranks that try again then meet elsewhere, see `meeting_place`.
+                self._store.set(failure_key(self._rank), "{}")
+        except RuntimeError as error:  # the store's host is gone
             raise self._error(f"a store that fails: {error}", ()) from error
-        for rank in range(self._world_size):
-            left = timedelta(seconds=max(0.05, until - time.monotonic()))
-            try:
-                self._store.wait([self._key(rank)], left)
-                heard[rank] = json.loads(self._store.get(self._key(rank)))
-            except RuntimeError:
-                missing.append(rank)
         if missing:
             raise self._error("no sign of life", missing)
         return tuple(heard[rank] for rank in range(self._world_size))
+
+    def _listen(self, heard: dict[int, dict[str, str]]) -> None:
+        """Note who has spoken by now; a moment later where somebody has not."""
+        for rank in range(self._world_size):
+            if rank not in heard and self._store.check([self._key(rank)]):
+                heard[rank] = json.loads(self._store.get(self._key(rank)))
+        if len(heard) < self._world_size:
+            time.sleep(_POLL_S)
 
     def agree(self, facts: Facts) -> None:
         """CommunicationError on every rank alike if they do not all tell the same."""

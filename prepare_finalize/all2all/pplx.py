@@ -9,7 +9,7 @@ Layers of one shape share its buffers, which are large: a model has one manager,
 """
 
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
@@ -31,6 +31,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.settings import read_settings
 from prepare_finalize.all2all.connect import connect, in_time, meeting_place
+from prepare_finalize.all2all.last_calls import failure_key
 from prepare_finalize.all2all.meeting import Facts, Meeting
 from prepare_finalize.all2all.torch_group import in_short, member_group
 
@@ -103,7 +104,7 @@ class PplxGroup:
             place = in_time(lambda: meeting_place(store, self.rank, self.world_size), deadline_s)
         except RuntimeError as error:
             raise self._error(in_short(error), "the group's store to answer") from error
-        own = PrefixStore(f"{place}/pplx", store)
+        own = PrefixStore(place, store)
         self._meeting = Meeting(own, self.rank, self.world_size, deadline_s)
         _check_neighbours(self._meeting.tell(_whereabouts()), self.rank)
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
@@ -168,6 +169,7 @@ class PplxGroup:
         try:
             backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
         except RuntimeError as error:
+            store.set(failure_key(self.rank), "{}")
             raise self._error(in_short(error), f"every rank within {deadline_s:g} s") from error
         group: Any = dist.ProcessGroup(store, self.rank, self.world_size)
         gloo = dist.ProcessGroup.BackendType.GLOO
@@ -181,7 +183,7 @@ class PplxGroup:
         """One more AllToAll of a shape, on all ranks."""
         made = self._exchanges[shape]
         _check_memory(shape, self.world_size)  # the library ends the process where it finds none
-        self._meeting.agree({"buffers": len(made) + 1, **asdict(shape)})
+        self._meeting.agree({"buffers": len(made) + 1, "shape": shape})
         try:
             all_to_all = self._library.AllToAll.intranode(
                 max_num_tokens=shape.max_tokens,
