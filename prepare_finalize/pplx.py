@@ -43,11 +43,13 @@ _MOST_ROW_BYTES = 48 << 10  # a row, its scales and its number pass through shar
 
 @dataclass(frozen=True)
 class PplxHandle(Handle):
-    """slots_TK uint32 and weights_TK float32, as the library was and will be told them."""
+    """turn: of the exchange, in which this call has it. slots_TK uint32 and weights_TK float32, as
+    the library was and will be told them."""
 
     part: "PplxPrepareAndFinalize"
     call: Call
     exchange: PplxExchange
+    turn: int
     slots_TK: torch.Tensor
     weights_TK: torch.Tensor
 
@@ -166,7 +168,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         arrived = self._arriving(call)
         sent = (_dense(rows, call), self._sent_scale(scale, call))
         exchange = self.manager.take(self._shape)
-        arguments = (*arrived, *sent, slots_TK, None)
+        turn, arguments = exchange.turn, (*arrived, *sent, slots_TK, None)
         exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=False)
 
         def receive() -> tuple[Dispatched, Handle]:
@@ -177,7 +179,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
             if scales is not None and scale is not None:
                 scales = scales[..., : scale.shape[1]]  # without what made whole units
             tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
-            return tokens, PplxHandle(self, call, exchange, slots_TK, weights_TK)
+            return tokens, PplxHandle(self, call, exchange, turn, slots_TK, weights_TK)
 
         return receive
 
@@ -192,7 +194,8 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         if not isinstance(handle, PplxHandle) or handle.part is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
-        if not handle.exchange.busy:
+        exchange = handle.exchange
+        if not exchange.busy or exchange.turn != handle.turn:
             raise UnsupportedError("handle", got="one that was combined", need="one for each call")
         shape = self.dispatch_shape(len(out))
         whole = handle.call.workspace.take(
@@ -201,8 +204,8 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         if expert_output.data_ptr() != whole.data_ptr():
             whole[: len(expert_output)].copy_(expert_output)
         whole[self._layout.real :].zero_()
-        handle.exchange.all_to_all.combine(out, handle.slots_TK, handle.weights_TK, whole, None)
-        self.manager.give_back(handle.exchange)
+        exchange.all_to_all.combine(out, handle.slots_TK, handle.weights_TK, whole, None)
+        self.manager.give_back(exchange)
 
     def _places(self, routing: Routing, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """(T, K) places as the library takes them, uint32, and their weights, float32."""

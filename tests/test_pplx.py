@@ -150,6 +150,10 @@ def share_and_close(rank: int, world: int, group: object) -> tuple[int, list[str
     assert not ours["out"].any()
     with pytest.raises(UnsupportedError, match="one that was combined"):
         part.finalize(output, **ours)
+    next_call = first.start(*given)  # takes the same buffers
+    with pytest.raises(UnsupportedError, match="one that was combined"):
+        part.finalize(output, **ours)
+    assert torch.equal(next_call.finish(), alone)
     made = stand_in.AllToAll.made - made
     first.prepare_finalize.destroy()  # not its own manager
     second(*given)

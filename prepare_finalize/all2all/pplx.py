@@ -66,6 +66,7 @@ class PplxExchange:
     def __init__(self, all_to_all: Any, shape: PplxShape) -> None:
         self.all_to_all, self.shape = all_to_all, shape
         self.busy = False
+        self.turn = 0  # counts the calls that took it
 
 
 class PplxGroup:
@@ -137,6 +138,7 @@ class PplxGroup:
                 raise UnsupportedError("calls in flight", got=len(made) + 1, need=need)
             exchange = self._make(shape)
         exchange.busy = True
+        exchange.turn += 1
         return exchange
 
     def give_back(self, exchange: PplxExchange) -> None:
