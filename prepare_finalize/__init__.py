@@ -3,9 +3,11 @@
 from prepare_finalize.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.batched import BatchedPrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
+from prepare_finalize.pplx import PplxPrepareAndFinalize
 from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
 from prepare_finalize.symm_mem import SymmMemPrepareAndFinalize
 from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
+from prepare_finalize.torch_all2all_batched import TorchAll2AllBatchedPrepareAndFinalize
 
 COMPONENTS = (
     MoEPrepareAndFinalizeNoEP,
@@ -14,6 +16,8 @@ COMPONENTS = (
     AllGatherReduceScatterPrepareAndFinalize,
     TorchAll2AllPrepareAndFinalize,
     SymmMemPrepareAndFinalize,
+    TorchAll2AllBatchedPrepareAndFinalize,
+    PplxPrepareAndFinalize,
 )
 
 __all__ = [
@@ -21,7 +25,9 @@ __all__ = [
     "AllGatherReduceScatterPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
+    "PplxPrepareAndFinalize",
     "ReplicatedEPPrepareAndFinalize",
     "SymmMemPrepareAndFinalize",
+    "TorchAll2AllBatchedPrepareAndFinalize",
     "TorchAll2AllPrepareAndFinalize",
 ]

@@ -26,7 +26,7 @@ from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial
+from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial, call
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
@@ -130,6 +130,16 @@ class RankTrial(Trial):
         self.first = sample(counts=counts, salt=0)
         self.second = sample(counts=turned, salt=1)
         self.other = sample(counts=half, salt=2, strided=True)
+        self._like_first = partial(sample, counts=counts)
+
+    def first_again(self) -> Sample:
+        return self._like_first(salt=0)
+
+    @property
+    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+        # The second call's tokens are another rank's number, and a graph is for one.
+        fresh = self._like_first(salt=3)
+        return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
 
 
 @dataclass(frozen=True)
@@ -170,9 +180,13 @@ def examine(
     checks: tuple[Check, ...],
 ) -> RankReport:
     """Run checks of a case on one rank, in a RankPool. CheckError where one raises."""
-    trial = RankTrial(
-        case, rank, machine, lambda *given: build(given[0], given[1], given[2], group)
-    )
+    built: list[FusedMoEModularKernel] = []
+
+    def build_here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+        built.append(build(of_rank, machine, poison, group))
+        return built[-1]
+
+    trial = RankTrial(case, rank, machine, build_here)
     found: list[str] = []
     for check in checks:
         name = check.__name__
@@ -183,6 +197,8 @@ def examine(
             raise CheckError("\n".join([*found, raised(name, error)])) from error
     comparison = trial.first.compare(trial.eager)
     unique = tuple(dict.fromkeys(found))
+    for kernel in built:  # where a check raised, a peer may never come to this
+        kernel.prepare_finalize.destroy()
     return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
 
 
