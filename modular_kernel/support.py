@@ -63,6 +63,8 @@ class PrepareFinalizeRequirements(Requirements):
     bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
     replicated_input: every rank passes the same tokens and routing, and every rank gets the
     output of all of them; otherwise each rank passes its own tokens, as many as it likes.
+    allocates: a library behind it takes memory from torch's allocator in every call, in a plan's
+    and in a captured one too.
     """
 
     reduces: frozenset[Reduce]
@@ -80,6 +82,7 @@ class PrepareFinalizeRequirements(Requirements):
     asynchronous: bool = False
     output_is_reduced: bool = True
     replicated_input: bool = False
+    allocates: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,9 @@
 
 from prepare_finalize.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.batched import BatchedPrepareAndFinalize
+from prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
+from prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
+from prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
 from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
 from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
@@ -12,12 +15,18 @@ COMPONENTS = (
     ReplicatedEPPrepareAndFinalize,
     AllGatherReduceScatterPrepareAndFinalize,
     TorchAll2AllPrepareAndFinalize,
+    DeepEPHTPrepareAndFinalize,
+    DeepEPLLPrepareAndFinalize,
+    DeepEPV2PrepareAndFinalize,
 )
 
 __all__ = [
     "COMPONENTS",
     "AllGatherReduceScatterPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
+    "DeepEPHTPrepareAndFinalize",
+    "DeepEPLLPrepareAndFinalize",
+    "DeepEPV2PrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
     "ReplicatedEPPrepareAndFinalize",
     "TorchAll2AllPrepareAndFinalize",

@@ -5,16 +5,17 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize
-from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantise import quantise_rejections, scale_shape
 from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import STORAGE
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, Handle
-from modular_kernel.types import IdSpace, Machine, Problem
+from modular_kernel.tensors import ContiguousTokens, Handle
+from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement
 from prepare_finalize.all2all.packed_rows import RowLayout
+from prepare_finalize.all2all.place import check_place, local_tokens, placement_rejections
 from prepare_finalize.all2all.torch_group import TorchGroup, place_in
 from prepare_finalize.tokens import one_scale_for_all, quantises
 
@@ -39,30 +40,15 @@ class GroupPart(PrepareAndFinalize):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        parallel = problem.parallel
-        rank, world_size = place_in(group)
-        if world_size != parallel.world_size:
-            need = f"{parallel.world_size}, the problem's world_size"
-            raise ConfigurationError("process group's size", got=world_size, need=need)
-        if rank != parallel.rank:
-            need = f"{parallel.rank}, the problem's parallel.rank"
-            raise ConfigurationError("rank in the process group", got=rank, need=need)
+        check_place(problem, *place_in(group))
         self._owns_manager = not isinstance(group, TorchGroup)
         self.manager = group if isinstance(group, TorchGroup) else TorchGroup(group)
         self._tables: dict[torch.device, PlacementTables] = {}
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(quantise_rejections(cls.__name__, problem, machine))
-        held = len(problem.placement.slots[problem.parallel.rank])
-        parties = (cls.__name__, "problem")
-        if problem.expert_map:
-            hint = "ids are localised by Parallel(placement=...)"
-            found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
-        if problem.e != held:
-            need = f"{held}, as the placement says"
-            found.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
-        return tuple(found)
+        found = quantise_rejections(cls.__name__, problem, machine)
+        return found + placement_rejections(cls.__name__, problem)
 
     def check_machine(self, machine: Machine) -> None:
         self.manager.check_device(machine.device)
@@ -87,15 +73,7 @@ class GroupPart(PrepareAndFinalize):
         weights_RK: torch.Tensor,
     ) -> ContiguousTokens:
         """Rows with local ids (int32, -1: not for this rank), as experts take them."""
-        routing = DispatchedRouting(
-            topk_weights_TK=weights_RK,
-            topk_ids_TK=slots_RK,
-            space=IdSpace.LOCAL,
-            num_experts=self.problem.e,
-            expert_map=None,
-            invalid_ids=call.invalid_ids,
-        )
-        return ContiguousTokens(x_RH, routing, scale)
+        return local_tokens(self.problem, call, x_RH, scale, slots_RK, weights_RK)
 
     def own_handle(self, handle: Handle) -> GroupHandle:
         """UnsupportedError unless `handle` is of this very part."""

@@ -26,12 +26,12 @@ from torch.distributed import distributed_c10d
 from modular_kernel.errors import (
     CommunicationError,
     ConfigurationError,
-    DeviceError,
     UnsupportedError,
 )
 from modular_kernel.settings import read_settings
 from prepare_finalize.all2all.connect import connect, in_time, meeting_place
 from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
+from prepare_finalize.all2all.place import check_device
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
@@ -108,10 +108,7 @@ class TorchGroup:
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged."""
-        kind = torch.device(device).type
-        if kind != self.device:
-            need = f"{self.device}: the group's backend is {_BACKENDS[self.device]}"
-            raise DeviceError("tensors of an exchange", got=kind, need=need)
+        check_device(device, self.device, _BACKENDS[self.device])
 
     def next_step(self) -> int:
         """Number of the call that begins now; every rank counts alike."""
