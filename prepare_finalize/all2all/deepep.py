@@ -93,6 +93,8 @@ class DeepEPGroup:
         self._destroyed = False
         store = distributed_c10d._get_process_group_store(self.process_group)
         self._store: Store = PrefixStore(self._meet(store), store)
+        # Ranks that meet again must not meet those that are still about to meet for this.
+        self.agree({"num_sms": num_sms})
 
     def _meet(self, store: Store) -> str:
         def meet() -> str:
