@@ -44,6 +44,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(_WORLD_SIZES[0], _WORLD_SIZES[-1]),
         asynchronous=True,
+        received_by_library=True,
     )
     most_slots = 128
 
@@ -110,7 +111,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
             event.current_stream_wait()
             x_RH, scales = got_x if travels else (got_x, scale)
             arrived = local_tokens(self.problem, call, x_RH, scales, got_ids, got_weights)
-            return arrived, DeepEPHandle(self, call, (given, got_weights))
+            return arrived, DeepEPHandle(self, call, given, got_weights)
 
         return receive
 
@@ -123,11 +124,9 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         out: torch.Tensor,
     ) -> None:
         own = self.own_handle(handle)
-        assert isinstance(own.given, tuple)
-        given, weights_RK = own.given
         made = self.manager.high_throughput(self.problem.hidden)
-        rows_RH = reduced_rows(expert_output, weights_RK, self.problem, own.call, reduce)
-        combined_TH, _, _ = made.buffer.combine(rows_RH, given, config=made.combine_config)
+        rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
+        combined_TH, _, _ = made.buffer.combine(rows_RH, own.given, config=made.combine_config)
         out.copy_(combined_TH)
 
     def _lost(self, error: RuntimeError) -> CommunicationError:

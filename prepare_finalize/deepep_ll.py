@@ -32,22 +32,23 @@ from prepare_finalize.all2all.deepep_part import (
     DeepEPHandle,
     DeepEPPart,
     joined_pairs,
+    slots_of,
 )
 from prepare_finalize.tokens import quantises
 
 _GROUP = 128  # values that share a scale in what the library quantises
 # Rows of all ranks for an expert must be a multiple of 4; so are a rank's then.
 _TOKENS_MULTIPLE = 4
+_MOST_EXPERTS = 14 * 114  # of the Hopper GPU that has the fewest multiprocessors
 # The kernels are compiled for these.
 _HIDDEN = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
 
 
 @dataclass(frozen=True)
 class LowLatencyHandle(DeepEPHandle):
-    """ids_TK, weights_TK: the pairs as they were sent, with what the combine multiplies by."""
+    """ids_TK: the pairs as they were sent."""
 
     ids_TK: torch.Tensor
-    weights_TK: torch.Tensor
 
 
 class DeepEPLLPrepareAndFinalize(DeepEPPart):
@@ -75,13 +76,19 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, 8),
         asynchronous=True,
-        allocates=True,
+        received_by_library=True,
     )
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         found = list(super().extra_rejections(problem, machine))
         held = sorted({len(slots) for slots in problem.placement.slots})
+        numbers = slots_of(problem) * problem.parallel.world_size
+        if numbers > _MOST_EXPERTS:
+            need = f"<= {_MOST_EXPERTS}: 14 for each multiprocessor"
+            found.append(
+                Rejection("max_experts", (cls.__name__, "problem"), f"{numbers} in all", need)
+            )
         if len(held) > 1:
             got, need = f"{held[0]} to {held[-1]} experts on a rank", "as many on each"
             found.append(Rejection("placement", (cls.__name__, "problem"), got, need))
@@ -123,7 +130,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
 
         def receive() -> tuple[Dispatched, Handle]:
             arrival.receive()
-            handle = LowLatencyHandle(self, call, arrival.handle, ids_TK, weights_TK)
+            handle = LowLatencyHandle(self, call, arrival.handle, weights_TK, ids_TK)
             return self._arrived(arrival, weights, call), handle
 
         return receive
@@ -138,11 +145,10 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     ) -> None:
         own = self.own_handle(handle)
         assert isinstance(own, LowLatencyHandle)
-        assert isinstance(own.given, tuple)
-        given = out if out.is_contiguous() else torch.empty_like(out).contiguous()
-        self._buffer().combine(expert_output, own.ids_TK, own.weights_TK, own.given, given)
-        if given is not out:
-            out.copy_(given)
+        into = out if out.is_contiguous() else out.new_empty(out.shape)
+        self._buffer().combine(expert_output, own.ids_TK, own.weights, own.given, into)
+        if into is not out:
+            out.copy_(into)
 
     def _arrived(self, arrival: Arrival, weights: ExpertWeights, call: Call) -> BatchedTokens:
         """The rows as experts take them: quantised if they are to be, their scales in rows."""

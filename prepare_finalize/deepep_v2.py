@@ -1,5 +1,6 @@
 """DeepEP's second generation: one buffer for training, prefill and decode."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,13 +24,15 @@ from prepare_finalize.all2all.deepep_part import (
 from prepare_finalize.all2all.place import local_tokens
 from prepare_finalize.tokens import quantise_tokens, reduced_rows
 
+_LEAST_TOKENS, _STEP = 8, 128
+
 
 class DeepEPV2PrepareAndFinalize(DeepEPPart):
     """A token's row goes once to each rank that holds one of its experts; that rank weights and
     adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
 
-    The host waits for nothing: a call has world_size * problem.tokens rows, of which those that
-    stand for no token have only ids of -1 and are never read. Activations are quantised before
+    The host waits for nothing: a call has the most rows that can come, of which those that stand
+    for no token have only ids of -1 and are never read. Activations are quantised before
     they travel, where the scheme quantises them. The library compiles its kernels for the layer's
     sizes at the first call, for some seconds.
     """
@@ -50,7 +53,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, 8),
         asynchronous=True,
-        allocates=True,
+        received_by_library=True,
     )
     generation = 2
     most_slots = 256
@@ -60,13 +63,15 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         self._buffer()
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        return ContiguousShape(self.world_size * self._most(), self.problem.top_k)
+        return ContiguousShape(
+            self.world_size * buffer_tokens(self.problem.tokens), self.problem.top_k
+        )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, specs = self.problem, dict[str, BufferSpec]()
         if problem.scheme.quantises_activations:
             specs = quantise_specs("x", problem.scheme, tokens, problem.hidden)
-        rows = self.world_size * self._most()
+        rows = self.world_size * buffer_tokens(self.problem.tokens)
         return {**specs, "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype)}
 
     def prepare(
@@ -101,7 +106,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
             count = given.psum_num_recv_tokens_per_scaleup_rank[-1]
             slots_RK, weights_RK = live_pairs(got_ids, got_weights, count)
             arrived = local_tokens(self.problem, call, x_RH, scales, slots_RK, weights_RK)
-            return arrived, DeepEPHandle(self, call, (given, weights_RK))
+            return arrived, DeepEPHandle(self, call, given, weights_RK)
 
         return receive
 
@@ -114,19 +119,23 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         out: torch.Tensor,
     ) -> None:
         own = self.own_handle(handle)
-        assert isinstance(own.given, tuple)
-        given, weights_RK = own.given
-        rows_RH = reduced_rows(expert_output, weights_RK, self.problem, own.call, reduce)
-        combined_TH, _, _ = self._buffer().combine(rows_RH, given)
+        rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
+        combined_TH, _, _ = self._buffer().combine(rows_RH, own.given)
         out.copy_(combined_TH)
 
     def _buffer(self) -> Any:
         problem = self.problem
-        return self.manager.elastic(self._most(), problem.hidden, problem.top_k)
+        return self.manager.elastic(
+            buffer_tokens(self.problem.tokens), problem.hidden, problem.top_k
+        )
 
-    def _most(self) -> int:
-        """Tokens of a rank that the buffer is made for; the library wants one at least."""
-        return max(1, self.problem.tokens)
+
+def buffer_tokens(tokens: int) -> int:
+    """Tokens of a rank that a buffer for `tokens` is made for. Kernels are compiled for each such
+    number, so there are few: powers of two, then multiples of 128."""
+    if tokens > _STEP:
+        return math.ceil(tokens / _STEP) * _STEP
+    return max(_LEAST_TOKENS, 1 << max(0, tokens - 1).bit_length())
 
 
 def live_pairs(

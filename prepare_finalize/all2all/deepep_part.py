@@ -6,6 +6,7 @@ rank * slots + slot. Numbers that no expert has are never sent to.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,11 +28,13 @@ HOPPER = (9, 0)  # the library's kernels use the bulk copy engine
 
 @dataclass(frozen=True)
 class DeepEPHandle(Handle):
-    """What finalize needs: the part it is of, the call, and what the library gave."""
+    """What finalize needs: the part it is of, the call, what the library gave to be given back,
+    and the weights still to be applied: of the rows that came, or of this rank's tokens."""
 
     part: "DeepEPPart"
     call: Call
-    given: object
+    given: Any
+    weights: torch.Tensor
 
 
 class DeepEPPart(PrepareAndFinalize):
@@ -57,6 +60,8 @@ class DeepEPPart(PrepareAndFinalize):
         self.manager = group if isinstance(group, DeepEPGroup) else DeepEPGroup(group)
         self._owns_manager = owned
         self.slots = slots_of(problem)
+        # Blocks of equal size: an expert's number is its id.
+        self._is_plain = problem.placement.is_linear and self.numbers == problem.experts
         self._tables: dict[torch.device, PlacementTables] = {}
         self.manager.agree(_shared(type(self).__name__, problem))
         self.make_buffer()
@@ -106,12 +111,16 @@ class DeepEPPart(PrepareAndFinalize):
     def numbered(self, routing: Routing, call: Call) -> torch.Tensor:
         """(T, K) int64, contiguous: where each pair goes; -1 where skipped or invalid. Counts
         what is invalid."""
-        device = routing.topk_ids_TK.device
+        ids_TK, experts = routing.topk_ids_TK, self.problem.experts
+        if self._is_plain:
+            call.invalid_ids.add_(((ids_TK < -1) | (ids_TK >= experts)).sum())
+            return torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1).long()
+        device = ids_TK.device
         if device not in self._tables:
             self._tables[device] = self.problem.placement.tables(device)
         # Ranks take turns with the copies of an expert.
         rank_TK, slot_TK, invalid = pairs_to_slots(
-            routing.topk_ids_TK, self._tables[device], first_token=self.manager.rank
+            ids_TK, self._tables[device], first_token=self.manager.rank
         )
         call.invalid_ids.add_(invalid)
         return torch.where(rank_TK >= 0, rank_TK * self.slots + slot_TK, -1)
