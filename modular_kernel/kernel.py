@@ -34,11 +34,9 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
-from modular_kernel.workspace import BufferSpec, Workspace, poison_tensor
+from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace, poison_tensor
 
 __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
-
-_EXPERT_OUTPUT = "expert_output"
 
 
 class FusedMoEModularKernel:
@@ -192,7 +190,7 @@ class FusedMoEModularKernel:
             piece = replace(shape, tokens=chunk)
         specs = {**own, **self.experts.workspace_shapes(piece).buffers()}
         if not self._experts_write_out:
-            specs[_EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
+            specs[EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
         return specs
 
     def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -259,7 +257,7 @@ class FusedMoEModularKernel:
         output = pending.out
         if not self._experts_write_out:
             output = pending.workspace.take(
-                _EXPERT_OUTPUT, self.experts.workspace_shapes(_shape_of(tokens)).output.shape
+                EXPERT_OUTPUT, self.experts.workspace_shapes(_shape_of(tokens)).output.shape
             )
         with stages.stage(stages.EXPERTS):
             self._apply_experts(tokens, pending, output)

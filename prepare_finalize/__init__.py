@@ -6,8 +6,10 @@ from prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
 from prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
 from prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
+from prepare_finalize.pplx import PplxPrepareAndFinalize
 from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
 from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
+from prepare_finalize.torch_all2all_batched import TorchAll2AllBatchedPrepareAndFinalize
 
 COMPONENTS = (
     MoEPrepareAndFinalizeNoEP,
@@ -15,6 +17,8 @@ COMPONENTS = (
     ReplicatedEPPrepareAndFinalize,
     AllGatherReduceScatterPrepareAndFinalize,
     TorchAll2AllPrepareAndFinalize,
+    TorchAll2AllBatchedPrepareAndFinalize,
+    PplxPrepareAndFinalize,
     DeepEPHTPrepareAndFinalize,
     DeepEPLLPrepareAndFinalize,
     DeepEPV2PrepareAndFinalize,
@@ -28,6 +32,8 @@ __all__ = [
     "DeepEPLLPrepareAndFinalize",
     "DeepEPV2PrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
+    "PplxPrepareAndFinalize",
     "ReplicatedEPPrepareAndFinalize",
+    "TorchAll2AllBatchedPrepareAndFinalize",
     "TorchAll2AllPrepareAndFinalize",
 ]

@@ -13,7 +13,7 @@ from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, H
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.deepep_part import BF16, HOPPER, DeepEPHandle, DeepEPPart
-from prepare_finalize.all2all.place import local_tokens
+from prepare_finalize.all2all.part import local_tokens
 from prepare_finalize.tokens import quantise_tokens, reduced_rows
 
 _WORLD_SIZES = (2, 4, 8)

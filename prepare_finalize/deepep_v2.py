@@ -21,7 +21,7 @@ from prepare_finalize.all2all.deepep_part import (
     DeepEPPart,
     joined_pairs,
 )
-from prepare_finalize.all2all.place import local_tokens
+from prepare_finalize.all2all.part import local_tokens
 from prepare_finalize.tokens import quantise_tokens, reduced_rows
 
 _LEAST_TOKENS, _STEP = 8, 128

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import rank_parts as parts
+import torch
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -21,6 +22,7 @@ from modular_kernel.testing.cases_ranks import (
     rank_cases_for,
     rank_pairings,
 )
+from modular_kernel.testing.fit_ranks import difference
 from modular_kernel.testing.prove_ranks import prove_ranks
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Parallel, Problem
@@ -85,6 +87,39 @@ def proof_of(name: str, rank_pool: Pool, number: int = 0) -> Proof:
 def test_the_plainest_part_is_proven(number: int, rank_pool: Pool) -> None:
     proof = proof_of("SumOverRanks", rank_pool, number)
     assert proof.passed, str(proof)
+
+
+def test_a_choosy_part_gets_cases_of_its_own_shapes(rank_pool: Pool) -> None:
+    found = rank_cases_for(parts.Choosy, "TorchExperts", MACHINE, 2)
+    plain = rank_cases_for(parts.SumOverRanks, "TorchExperts", MACHINE, 2)
+    assert len(found.cases) == len(plain.cases)
+    for case in found.cases:
+        problem = case.problem
+        assert (problem.hidden, problem.dtype) == (256, torch.bfloat16)
+        assert problem.placement.is_linear
+        assert problem.experts in (4, 6)
+    assert {case.routing for case in found.cases} == {case.routing for case in plain.cases}
+    proof = prove_ranks(found.cases[-1], rank_pool(2), MACHINE)
+    assert proof.passed, str(proof)
+
+
+def test_what_another_shape_stands_for_is_told() -> None:
+    found = rank_cases_for(parts.Choosy, "TorchExperts", MACHINE, 2)
+    assert all(not verdict.ok for _, verdict in found.refused)
+    fitted = dict(found.instead)
+    first, _ = found.refused[0]
+    assert difference(first.problem, fitted[first].problem) == (
+        "hidden 48 -> 256, experts 5 -> 6, dtype torch.float32 -> torch.bfloat16"
+    )
+    # What no shape mends is refused, and nothing stands for it.
+    for case, verdict in found.refused:
+        if case not in fitted:
+            assert {each.rule for each in verdict.rejections} - {"hidden", "dtype", "placement"}
+
+
+def test_other_reasons_are_not_mended() -> None:
+    one = rank_cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE, 2)
+    assert (one.cases, one.instead) == ((), ())
 
 
 def test_a_part_that_forgets_the_other_ranks_is_found_on_each(rank_pool: Pool) -> None:

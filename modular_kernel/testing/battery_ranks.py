@@ -143,7 +143,14 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         told: Handle = swapped(given)
         return told
 
-    return {"handle": handle}
+    return {"handle": handle, "dispatched": _roll_counts}
+
+
+def _roll_counts(tokens: Dispatched) -> Dispatched:
+    """Where rows come by expert: each expert's count is its neighbour's."""
+    if not isinstance(tokens, BatchedTokens):
+        return tokens
+    return replace(tokens, counts_e=tokens.counts_e.roll(1))
 
 
 def _double(_problem: Problem) -> dict[str, Any]:
@@ -221,7 +228,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     ),
     RankMutant(
         "peer_counts_swapped",
-        "the last rank takes the counts of ranks 0 and 1 for each other's",
+        "the last rank takes the counts of ranks 0 and 1, or of its experts, for each other's",
         _uneven,
         _on_last_rank("peer_counts_swapped", _swap_counts),
     ),

@@ -170,9 +170,13 @@ def examine(
     checks: tuple[Check, ...],
 ) -> RankReport:
     """Run checks of a case on one rank, in a RankPool. CheckError where one raises."""
-    trial = RankTrial(
-        case, rank, machine, lambda *given: build(given[0], given[1], given[2], group)
-    )
+    built: list[FusedMoEModularKernel] = []
+
+    def build_here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+        built.append(build(of_rank, machine, poison, group))
+        return built[-1]
+
+    trial = RankTrial(case, rank, machine, build_here)
     found: list[str] = []
     for check in checks:
         name = check.__name__
@@ -183,6 +187,8 @@ def examine(
             raise CheckError("\n".join([*found, raised(name, error)])) from error
     comparison = trial.first.compare(trial.eager)
     unique = tuple(dict.fromkeys(found))
+    for kernel in built:  # where a check raised, a peer may never come to this
+        kernel.prepare_finalize.destroy()
     return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
 
 

@@ -12,28 +12,30 @@ device's work for good, so what ranks must have in common is compared through th
 before anything is launched.
 """
 
-import json
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
+from modular_kernel.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DeviceError,
+    UnsupportedError,
+)
 from modular_kernel.settings import nvshmem_asks_for_ibgda, read_settings
 from prepare_finalize.all2all.connect import in_time, meeting_place
 from prepare_finalize.all2all.deepep_low_latency import LowLatency
-from prepare_finalize.all2all.place import check_device
-from prepare_finalize.all2all.torch_group import place_in
+from prepare_finalize.all2all.meeting import Facts, Meeting
+from prepare_finalize.all2all.torch_group import in_short, member_group
 
 R = TypeVar("R")
-_POLL_S = 0.002
 _LIBRARY_S = 100.0  # the library's own patience on the GPU, where it can be told
 _ALIGNMENT = 128  # bytes, of a high-throughput buffer
 _NICS = Path("/sys/class/infiniband")
@@ -84,74 +86,47 @@ class DeepEPGroup:
     ) -> None:
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
-        self.rank, self.world_size = place_in(group)
         self.process_group = _nccl_group(group)
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.deadline_s = read_settings().deadline_s if deadline_s is None else deadline_s
         self.num_sms = num_sms
         self._buffers: dict[tuple[object, ...], Any] = {}
-        self._asked = 0
         self._destroyed = False
         store = distributed_c10d._get_process_group_store(self.process_group)
-        self._store: Store = PrefixStore(self._meet(store), store)
-        # Ranks that meet again must not meet those that are still about to meet for this.
-        self.agree({"num_sms": num_sms})
-
-    def _meet(self, store: Store) -> str:
-        def meet() -> str:
-            return meeting_place(store, self.rank, self.world_size)
-
-        return self._in_time(meet, "process group's store")
-
-    def _in_time(self, function: Callable[[], R], what: str) -> R:
-        """`function`'s result; CommunicationError where it fails or takes too long."""
         try:
-            return in_time(function, self.deadline_s)
+            place = in_time(
+                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
+            )
         except RuntimeError as error:
             need = f"an answer within {self.deadline_s:g} s"
             raise CommunicationError(
-                what, got=_in_short(error), need=need, rank=self.rank, phase="construct"
+                "process group's store",
+                got=in_short(error),
+                need=need,
+                rank=self.rank,
+                phase="construct",
             ) from error
+        own = PrefixStore(f"{place}/deepep", store)
+        self._meeting = Meeting(own, self.rank, self.world_size, self.deadline_s)
+        # Ranks that meet again must not meet those that are still about to meet for this.
+        self.agree({"num_sms": num_sms})
 
     def check_device(self, device: torch.device | str) -> None:
-        """DeviceError unless tensors on `device` can be exchanged."""
-        check_device(device, self.device, "nccl")
+        """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""
+        given = torch.device(device)
+        if given.type != self.device or given.index not in (None, torch.cuda.current_device()):
+            need = f"{self.device}, the process's current one: the buffers are there"
+            raise DeviceError("tensors of an exchange", got=given, need=need)
 
     def check_open(self) -> None:
         """UnsupportedError after `destroy`."""
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
-    def agree(self, told: Mapping[str, object]) -> None:
+    def agree(self, facts: Facts) -> None:
         """CommunicationError on every rank unless all tell the same; nothing is launched."""
         self.check_open()
-        number, self._asked = self._asked, self._asked + 1
-        mine = {name: str(value) for name, value in told.items()}
-        heard = self._in_time(lambda: self._exchange(number, mine), "ranks of one part")
-        missing = [rank for rank in range(self.world_size) if rank not in heard]
-        if missing:
-            need = f"every rank within {self.deadline_s:g} s"
-            raise self._disagreement("no word from some", need, missing)
-        others = [rank for rank in heard if heard[rank] != mine]
-        if others:
-            raise self._disagreement(differences(heard), "one layer and one part", others)
-
-    def _exchange(self, number: int, mine: dict[str, str]) -> dict[int, dict[str, str]]:
-        """What each rank told, of those that did in time."""
-        until_s = time.monotonic() + 0.9 * self.deadline_s
-        self._store.set(f"{number}/{self.rank}", json.dumps(mine))
-        heard: dict[int, dict[str, str]] = {}
-        while len(heard) < self.world_size and time.monotonic() < until_s:
-            for rank in range(self.world_size):
-                if rank not in heard and self._store.check([f"{number}/{rank}"]):
-                    heard[rank] = json.loads(self._store.get(f"{number}/{rank}"))
-            time.sleep(_POLL_S)
-        return heard
-
-    def _disagreement(self, got: str, need: str, peers: list[int]) -> CommunicationError:
-        what = "ranks of one part"
-        return CommunicationError(
-            what, got=got, need=need, rank=self.rank, phase="construct", peers=peers
-        )
+        self._meeting.agree(facts)
 
     def high_throughput(self, hidden: int) -> "HighThroughput":
         """The buffer of the kernels for many tokens, for rows of `hidden` bfloat16 values."""
@@ -169,11 +144,18 @@ class DeepEPGroup:
         return self._kept(("elastic", *sizes), lambda: self._make_elastic(*sizes))
 
     def destroy(self) -> None:
-        """Free the buffers, on every rank; whatever is asked of the manager after it is refused."""
-        while self._buffers:
-            _, buffer = self._buffers.popitem()
-            buffer.destroy()
+        """Free the buffers once every rank is here; whatever is asked of the manager after it is
+        refused. CommunicationError where a rank stays away: then they are kept, because that rank
+        may be writing to them."""
+        buffers, self._buffers = self._buffers, {}
+        if self._destroyed or not buffers:
+            self._destroyed = True
+            return
         self._destroyed = True
+        torch.cuda.synchronize()
+        self._meeting.agree({"destroy": list(buffers)})
+        for buffer in reversed(buffers.values()):
+            buffer.destroy()
 
     def _kept(self, key: tuple[object, ...], make: Callable[[], R]) -> R:
         self.check_open()
@@ -274,15 +256,6 @@ def no_queue_pairs(got: str) -> ConfigurationError:
     return ConfigurationError("DeepEP's low latency buffer", got=got, need=need)
 
 
-def differences(heard: Mapping[int, Mapping[str, str]]) -> str:
-    """The properties that ranks do not have in common, each with its values by rank."""
-    by_rank = [heard[rank] for rank in sorted(heard)]
-    names = dict.fromkeys(name for told in by_rank for name in told)
-    values = {name: [told.get(name, "none") for told in by_rank] for name in names}
-    unlike = [name for name in names if len(set(values[name])) > 1]
-    return "; ".join(f"{name} {', '.join(v[:60] for v in values[name])} by rank" for name in unlike)
-
-
 def _config(kind: Any, method: str, world_size: int, num_sms: int | None) -> Any:
     """The library's configuration, with `num_sms` if given: it takes that from its class."""
     before = kind.num_sms
@@ -296,8 +269,7 @@ def _config(kind: Any, method: str, world_size: int, num_sms: int | None) -> Any
 
 def _nccl_group(group: object | None) -> dist.ProcessGroup:
     """`group` itself, or the default one; ConfigurationError unless NCCL serves its GPUs."""
-    member = dist.group.WORLD if group is None else group
-    assert isinstance(member, dist.ProcessGroup), "place_in saw to it"
+    member = member_group(group)
     config = dist.get_backend_config(member)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     if backends.get("cuda") != "nccl":
@@ -306,5 +278,4 @@ def _nccl_group(group: object | None) -> dist.ProcessGroup:
 
 
 def _in_short(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return in_short(RuntimeError(str(error).strip() or type(error).__name__))

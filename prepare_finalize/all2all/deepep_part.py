@@ -18,7 +18,7 @@ from modular_kernel.support import Rejection
 from modular_kernel.tensors import Handle, Routing
 from modular_kernel.types import Machine, Problem
 from prepare_finalize.all2all.deepep import DeepEPGroup, load_deepep
-from prepare_finalize.all2all.place import check_place, placement_rejections
+from prepare_finalize.all2all.part import check_place, placement_rejections
 from prepare_finalize.all2all.torch_group import place_in
 from prepare_finalize.tokens import one_scale_for_all
 

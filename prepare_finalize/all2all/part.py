@@ -5,17 +5,16 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize
-from modular_kernel.errors import UnsupportedError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.ops.quantise import quantise_rejections, scale_shape
 from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import STORAGE
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import ContiguousTokens, Handle
-from modular_kernel.types import Machine, Problem
+from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, Handle
+from modular_kernel.types import IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement
 from prepare_finalize.all2all.packed_rows import RowLayout
-from prepare_finalize.all2all.place import check_place, local_tokens, placement_rejections
 from prepare_finalize.all2all.torch_group import TorchGroup, place_in
 from prepare_finalize.tokens import one_scale_for_all, quantises
 
@@ -47,8 +46,8 @@ class GroupPart(PrepareAndFinalize):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = quantise_rejections(cls.__name__, problem, machine)
-        return found + placement_rejections(cls.__name__, problem)
+        quantise = quantise_rejections(cls.__name__, problem, machine)
+        return quantise + placement_rejections(cls.__name__, problem)
 
     def check_machine(self, machine: Machine) -> None:
         self.manager.check_device(machine.device)
@@ -93,6 +92,51 @@ class GroupPart(PrepareAndFinalize):
         if x_TH.numel() == 0:
             return x_TH.new_zeros(1, dtype=torch.float32)
         return x_TH.abs().amax().float().reshape(1)
+
+
+def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
+    """Why a part that places experts by Parallel(placement=...) could not; empty if it can."""
+    found = list[Rejection]()
+    held = len(problem.placement.slots[problem.parallel.rank])
+    parties = (part, "problem")
+    if problem.expert_map:
+        hint = "ids are localised by Parallel(placement=...)"
+        found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
+    if problem.e != held:
+        need = f"{held}, as the placement says"
+        found.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
+    return tuple(found)
+
+
+def check_place(problem: Problem, rank: int, world_size: int) -> None:
+    """ConfigurationError if a group's size or this process's rank in it is not the problem's."""
+    parallel = problem.parallel
+    if world_size != parallel.world_size:
+        need = f"{parallel.world_size}, the problem's world_size"
+        raise ConfigurationError("process group's size", got=world_size, need=need)
+    if rank != parallel.rank:
+        need = f"{parallel.rank}, the problem's parallel.rank"
+        raise ConfigurationError("rank in the process group", got=rank, need=need)
+
+
+def local_tokens(
+    problem: Problem,
+    call: Call,
+    x_RH: torch.Tensor,
+    scale: torch.Tensor | None,
+    slots_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+) -> ContiguousTokens:
+    """Rows with local ids (-1: not for this rank), as experts take them."""
+    routing = DispatchedRouting(
+        topk_weights_TK=weights_RK,
+        topk_ids_TK=slots_RK,
+        space=IdSpace.LOCAL,
+        num_experts=problem.e,
+        expert_map=None,
+        invalid_ids=call.invalid_ids,
+    )
+    return ContiguousTokens(x_RH, routing, scale)
 
 
 class RowBuffers:

@@ -26,12 +26,12 @@ from torch.distributed import distributed_c10d
 from modular_kernel.errors import (
     CommunicationError,
     ConfigurationError,
+    DeviceError,
     UnsupportedError,
 )
 from modular_kernel.settings import read_settings
 from prepare_finalize.all2all.connect import connect, in_time, meeting_place
 from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
-from prepare_finalize.all2all.place import check_device
 
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
@@ -63,7 +63,7 @@ class TorchGroup:
             deadline_s = read_settings().deadline_s
         if not 0 < deadline_s < float("inf"):
             raise ConfigurationError("deadline_s", got=deadline_s, need="seconds > 0")
-        process_group = _member_group(group)
+        process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.device = _served_device(process_group, device)
         self.deadline_s = deadline_s
@@ -89,7 +89,7 @@ class TorchGroup:
         except RuntimeError as error:
             raise CommunicationError(
                 "process group's store",
-                got=_in_short(error),
+                got=in_short(error),
                 need=f"an answer within {self.deadline_s:g} s",
                 rank=self.rank,
                 phase="construct",
@@ -108,7 +108,10 @@ class TorchGroup:
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged."""
-        check_device(device, self.device, _BACKENDS[self.device])
+        kind = torch.device(device).type
+        if kind != self.device:
+            need = f"{self.device}: the group's backend is {_BACKENDS[self.device]}"
+            raise DeviceError("tensors of an exchange", got=kind, need=need)
 
     def next_step(self) -> int:
         """Number of the call that begins now; every rank counts alike."""
@@ -225,7 +228,7 @@ class TorchGroup:
     ) -> CommunicationError:
         """Close, ask who else failed, and say who is to blame."""
         took = time.monotonic() - started_s
-        reason = _in_short(error)
+        reason = in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
         group, self._group = getattr(self, "_group", None), None
         if self.device == "cuda" and group is not None:
@@ -264,7 +267,7 @@ class Exchange:
         self.manager._wait(self)
 
 
-def _in_short(error: RuntimeError) -> str:
+def in_short(error: RuntimeError) -> str:
     """The first sentence, without the place in torch's sources."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]
@@ -274,11 +277,12 @@ def place_in(group: object | None) -> tuple[int, int]:
     """Rank and size in a TorchGroup or ProcessGroup; ConfigurationError if it is neither."""
     if isinstance(group, TorchGroup):
         return group.rank, group.world_size
-    member = _member_group(group)
+    member = member_group(group)
     return member.rank(), member.size()
 
 
-def _member_group(group: object | None) -> dist.ProcessGroup:
+def member_group(group: object | None) -> dist.ProcessGroup:
+    """The group itself, or the default one for None; ConfigurationError if it is no group."""
     if not dist.is_available() or not dist.is_initialized():
         need = "torch.distributed.init_process_group first"
         raise ConfigurationError("process group", got="none in this process", need=need)
