@@ -83,7 +83,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         found = list(super().extra_rejections(problem, machine))
         held = sorted({len(slots) for slots in problem.placement.slots})
-        numbers = slots_of(problem) * problem.parallel.world_size
+        numbers = slots_of(problem.placement) * problem.parallel.world_size
         if numbers > _MOST_EXPERTS:
             need = f"<= {_MOST_EXPERTS}: 14 for each multiprocessor"
             found.append(

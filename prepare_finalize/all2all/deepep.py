@@ -68,9 +68,9 @@ class DeepEPGroup:
     """Buffers over one process group, whose backend for GPUs is NCCL.
 
     group: a ProcessGroup of torch.distributed, None for the default one. deadline_s: how long
-    ranks wait for each other while something is made; None: MK_DEADLINE_S, or 10 s, and never less
-    than half a minute where the library itself connects. num_sms: multiprocessors that the
-    kernels which take a number of them may use, even; None: the library's choice.
+    ranks wait for each other before something is made or freed; None: MK_DEADLINE_S, or 10 s. In
+    a call the library waits, for about 100 s. num_sms: multiprocessors that the kernels which
+    take a number of them may use, even; None: the library's choice.
 
     ConfigurationError where the group cannot serve; CommunicationError where a rank stays away.
     """

@@ -13,7 +13,7 @@ import torch
 from modular_kernel.contracts import Call, PrepareAndFinalize
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantise import quantise_rejections
-from modular_kernel.placement import PlacementTables, pairs_to_slots
+from modular_kernel.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import Handle, Routing
 from modular_kernel.types import Machine, Problem
@@ -59,9 +59,7 @@ class DeepEPPart(PrepareAndFinalize):
             check_place(problem, *place_in(group))
         self.manager = group if isinstance(group, DeepEPGroup) else DeepEPGroup(group)
         self._owns_manager = owned
-        self.slots = slots_of(problem)
-        # Blocks of equal size: an expert's number is its id.
-        self._is_plain = problem.placement.is_linear and self.numbers == problem.experts
+        self.slots = slots_of(problem.placement)
         self._tables: dict[torch.device, PlacementTables] = {}
         self.manager.agree(_shared(type(self).__name__, problem))
         self.make_buffer()
@@ -77,7 +75,7 @@ class DeepEPPart(PrepareAndFinalize):
             need = "a scale of each token or group, or a static one"
             hint = "a dispatch by this library exchanges no maxima"
             found.append(Rejection("dispatch_quant", parties, got, need, hint))
-        slots = slots_of(problem)
+        slots = slots_of(problem.placement)
         if cls.most_slots is not None and slots > cls.most_slots:
             need = f"<= {cls.most_slots} experts on a rank"
             found.append(Rejection("max_experts", parties, f"{slots} on one", need))
@@ -111,19 +109,15 @@ class DeepEPPart(PrepareAndFinalize):
     def numbered(self, routing: Routing, call: Call) -> torch.Tensor:
         """(T, K) int64, contiguous: where each pair goes; -1 where skipped or invalid. Counts
         what is invalid."""
-        ids_TK, experts = routing.topk_ids_TK, self.problem.experts
-        if self._is_plain:
-            call.invalid_ids.add_(((ids_TK < -1) | (ids_TK >= experts)).sum())
-            return torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1).long()
-        device = ids_TK.device
+        device = routing.topk_ids_TK.device
         if device not in self._tables:
             self._tables[device] = self.problem.placement.tables(device)
         # Ranks take turns with the copies of an expert.
-        rank_TK, slot_TK, invalid = pairs_to_slots(
-            ids_TK, self._tables[device], first_token=self.manager.rank
+        numbers_TK, invalid = pair_numbers(
+            routing.topk_ids_TK, self.problem.placement, self._tables[device], self.manager.rank
         )
         call.invalid_ids.add_(invalid)
-        return torch.where(rank_TK >= 0, rank_TK * self.slots + slot_TK, -1)
+        return numbers_TK
 
     def own_handle(self, handle: Handle) -> DeepEPHandle:
         """UnsupportedError unless `handle` is of this very part."""
@@ -133,9 +127,23 @@ class DeepEPPart(PrepareAndFinalize):
         return handle
 
 
-def slots_of(problem: Problem) -> int:
+def slots_of(placement: Placement) -> int:
     """The numbers a rank has: as many as the fullest has experts."""
-    return max(map(len, problem.placement.slots))
+    return max(map(len, placement.slots))
+
+
+def pair_numbers(
+    ids_TK: torch.Tensor, placement: Placement, tables: PlacementTables, first_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, K) int64, rank * slots + slot of each pair's expert, -1 where skipped or invalid; and
+    how many are invalid, (1,). first_token: as in `pairs_to_slots`."""
+    slots, experts = slots_of(placement), placement.experts
+    if placement.is_linear and slots * placement.world_size == experts:
+        # Blocks of equal size: an expert's number is its id.
+        invalid = ((ids_TK < -1) | (ids_TK >= experts)).sum().reshape(1)
+        return torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1).long(), invalid
+    rank_TK, slot_TK, invalid = pairs_to_slots(ids_TK, tables, first_token=first_token)
+    return torch.where(rank_TK >= 0, rank_TK * slots + slot_TK, -1), invalid
 
 
 def joined_pairs(
