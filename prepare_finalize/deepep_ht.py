@@ -75,7 +75,11 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         if problem.scheme.quantises_activations:
             specs = quantise_specs("x", problem.scheme, tokens, problem.hidden)
         rows = self.world_size * problem.tokens
-        return {**specs, "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype)}
+        return {
+            **specs,
+            **self.pair_specs(tokens),
+            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
+        }
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -87,7 +91,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
         made = self.manager.high_throughput(self.problem.hidden)
-        ids_TK = self.numbered(routing, call)
+        ids_TK, weights_TK = self.numbered(routing, call, join=False)
         rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
         travels = scale is not None and not self.problem.scheme.static
         counts_R, _, counts_E, is_there_TR, _ = made.buffer.get_dispatch_layout(
@@ -100,7 +104,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
                 is_token_in_rank=is_there_TR,
                 num_tokens_per_expert=counts_E,
                 topk_idx=ids_TK,
-                topk_weights=routing.topk_weights_TK.contiguous(),
+                topk_weights=weights_TK,
                 config=made.dispatch_config,
                 async_finish=True,
             )

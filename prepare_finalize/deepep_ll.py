@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.ops.numbers import slots_of
 from modular_kernel.ops.quantise import (
     BatchedRows,
     quantise_rows,
@@ -31,8 +32,6 @@ from prepare_finalize.all2all.deepep_part import (
     HOPPER,
     DeepEPHandle,
     DeepEPPart,
-    joined_pairs,
-    slots_of,
 )
 from prepare_finalize.tokens import quantises
 
@@ -103,14 +102,16 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, shape = self.problem, self.dispatch_shape(tokens)
+        pairs = self.pair_specs(tokens)
         if quantised_by_library(problem):
             scales = (shape.experts, shape.capacity, problem.hidden // _GROUP)
-            return {"batched_scale": BufferSpec(scales, torch.float32)}
+            return {**pairs, "batched_scale": BufferSpec(scales, torch.float32)}
         if problem.scheme.quantises_activations:
             rows = shape.experts * shape.capacity
             scheme, segments = problem.scheme, shape.experts
-            return quantise_specs("x", scheme, rows, problem.hidden, segments=segments)
-        return {}
+            specs = quantise_specs("x", scheme, rows, problem.hidden, segments=segments)
+            return {**pairs, **specs}
+        return pairs
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -121,10 +122,10 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
-        # An expert has room for one row of each token.
-        ids_TK, weights_TK = joined_pairs(self.numbered(routing, call), routing.topk_weights_TK)
-        # It applies to the weighted sum, which is where the library applies weights.
-        weights_TK = weights_TK * self.problem.routed_scaling_factor
+        # An expert has room for one row of each token. The scaling factor multiplies the weighted
+        # sum, and it is the library that weights.
+        factor = self.problem.routed_scaling_factor
+        ids_TK, weights_TK = self.numbered(routing, call, join=True, factor=factor)
         by_library = quantises(self.problem, call) and quantised_by_library(self.problem)
         arrival = self._buffer().dispatch(x_TH.contiguous(), ids_TK, quantise=by_library)
 

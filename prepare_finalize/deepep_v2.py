@@ -19,7 +19,6 @@ from prepare_finalize.all2all.deepep_part import (
     HOPPER,
     DeepEPHandle,
     DeepEPPart,
-    joined_pairs,
 )
 from prepare_finalize.all2all.part import local_tokens
 from prepare_finalize.tokens import quantise_tokens, reduced_rows
@@ -72,7 +71,11 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         if problem.scheme.quantises_activations:
             specs = quantise_specs("x", problem.scheme, tokens, problem.hidden)
         rows = self.world_size * buffer_tokens(self.problem.tokens)
-        return {**specs, "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype)}
+        return {
+            **specs,
+            **self.pair_specs(tokens),
+            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
+        }
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -84,7 +87,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
         # The library stops the device at an expert that is twice in a row.
-        ids_TK, weights_TK = joined_pairs(self.numbered(routing, call), routing.topk_weights_TK)
+        ids_TK, weights_TK = self.numbered(routing, call, join=True)
         rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
         travels = scale is not None and not self.problem.scheme.static
         # What a graph holds stays alive in its pool, and needs no stream to be recorded.

@@ -4,7 +4,6 @@ buffers, how they bring ids, weights and rows into the library's form, and in wh
 Nothing here stands in for a dispatch: that is proven on GPUs, where the library is.
 """
 
-import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from prepare_finalize import (
 from prepare_finalize.all2all import DeepEPGroup, deepep
 from prepare_finalize.all2all.deepep import has_rdma_nic, load_deepep
 from prepare_finalize.all2all.deepep_low_latency import LowLatency
-from prepare_finalize.all2all.deepep_part import joined_pairs, pair_numbers, slots_of
 
 HT, LL, V2 = (f"DeepEP{name}PrepareAndFinalize" for name in ("HT", "LL", "V2"))
 EXPERTS = {HT: "TritonExperts", LL: "BatchedTritonExperts", V2: "TritonExperts"}
@@ -279,51 +277,6 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
 
 
 # ------------------------------------------------------------------------- ids, weights and sizes
-
-
-PLACEMENTS = (
-    Placement.linear(8, 2),
-    Placement.linear(7, 2),
-    Placement.round_robin(8, 4),
-    Placement.linear(6, 3).with_copies({0: (1, 2), 5: (0,)}),
-)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("placement", PLACEMENTS, ids=range(len(PLACEMENTS)))
-def test_numbers_of_pairs(placement: Placement, dtype: torch.dtype) -> None:
-    ids = torch.randint(-1, placement.experts, (50, 3), dtype=dtype)
-    ids[3, 1], ids[4, 2], ids[5, 0] = -2, placement.experts, 1000
-    numbers, invalid = pair_numbers(ids, placement, placement.tables(), 1)
-    assert numbers.dtype is torch.int64
-    assert numbers.is_contiguous()
-    assert invalid.tolist() == [3]
-    slots, seen = slots_of(placement), set()
-    for expert, number in zip(ids.flatten().tolist(), numbers.flatten().tolist(), strict=True):
-        if 0 <= expert < placement.experts:
-            rank, slot = divmod(number, slots)
-            assert placement.slots[rank][slot] == expert
-            seen.add((expert, rank))
-        else:
-            assert number == -1
-    assert seen == {(e, r) for r, held in enumerate(placement.slots) for e in held}
-
-
-def test_pairs_of_one_expert_are_joined() -> None:
-    choose = random.Random(3)
-    ids = torch.tensor([[choose.randint(-1, 3) for _ in range(5)] for _ in range(200)])
-    weights = torch.rand(200, 5)
-    weights[ids < 0] = torch.nan
-    joined_ids, joined_weights = joined_pairs(ids, weights)
-    assert joined_weights.is_contiguous()
-    for old, w, new, v in zip(
-        ids.tolist(), weights.tolist(), joined_ids.tolist(), joined_weights.tolist(), strict=True
-    ):
-        kept = [i for i in new if i >= 0]
-        assert kept == list(dict.fromkeys(i for i in old if i >= 0))
-        for i, weight in zip(new, v, strict=True):
-            want = sum(b for a, b in zip(old, w, strict=True) if a == i) if i >= 0 else 0.0
-            assert weight == pytest.approx(want)
 
 
 def test_rows_past_the_count_have_no_pairs() -> None:

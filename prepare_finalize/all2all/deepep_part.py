@@ -1,8 +1,7 @@
 """DeepEPPart: what the three parts over DeepEP have in common.
 
-The library wants as many experts on each rank, in blocks. Any placement is brought into that form:
-each rank has as many numbers as the fullest rank has slots, and a pair is sent to number
-rank * slots + slot. Numbers that no expert has are never sent to.
+The library is told numbers of experts, as many for each rank (`modular_kernel.ops.numbers`), so
+that any placement will do.
 """
 
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize
 from modular_kernel.errors import UnsupportedError
+from modular_kernel.ops.numbers import NumberedPairs, Numbering, number_pairs, slots_of
 from modular_kernel.ops.quantise import quantise_rejections
-from modular_kernel.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import Handle, Routing
 from modular_kernel.types import Machine, Problem
+from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.deepep import DeepEPGroup, load_deepep
 from prepare_finalize.all2all.part import check_place, placement_rejections
 from prepare_finalize.all2all.torch_group import place_in
@@ -60,7 +60,7 @@ class DeepEPPart(PrepareAndFinalize):
         self.manager = group if isinstance(group, DeepEPGroup) else DeepEPGroup(group)
         self._owns_manager = owned
         self.slots = slots_of(problem.placement)
-        self._tables: dict[torch.device, PlacementTables] = {}
+        self._numberings: dict[torch.device, Numbering] = {}
         self.manager.agree(_shared(type(self).__name__, problem))
         self.make_buffer()
 
@@ -106,18 +106,36 @@ class DeepEPPart(PrepareAndFinalize):
         """How many experts the library is told of."""
         return self.world_size * self.slots
 
-    def numbered(self, routing: Routing, call: Call) -> torch.Tensor:
-        """(T, K) int64, contiguous: where each pair goes; -1 where skipped or invalid. Counts
-        what is invalid."""
-        device = routing.topk_ids_TK.device
-        if device not in self._tables:
-            self._tables[device] = self.problem.placement.tables(device)
-        # Ranks take turns with the copies of an expert.
-        numbers_TK, invalid = pair_numbers(
-            routing.topk_ids_TK, self.problem.placement, self._tables[device], self.manager.rank
+    def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
+        """The buffers of `numbered`."""
+        shape = (tokens, self.problem.top_k)
+        return {
+            "pair_numbers": BufferSpec(shape, torch.int64),
+            "pair_weights": BufferSpec(shape, torch.float32),
+        }
+
+    def numbered(
+        self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, K) numbers int64 and weights times `factor`, as `number_pairs` writes them; counts
+        invalid ids. join: no expert twice in a row."""
+        device, shape = routing.topk_ids_TK.device, tuple(routing.topk_ids_TK.shape)
+        if device not in self._numberings:
+            # Ranks take turns with the copies of an expert.
+            placement, first = self.problem.placement, self.manager.rank
+            self._numberings[device] = Numbering.of(placement, device, first)
+        out = NumberedPairs(
+            call.workspace.take("pair_numbers", shape), call.workspace.take("pair_weights", shape)
         )
-        call.invalid_ids.add_(invalid)
-        return numbers_TK
+        number_pairs(
+            routing,
+            self._numberings[device],
+            join=join,
+            factor=factor,
+            out=out,
+            invalid_ids=call.invalid_ids,
+        )
+        return out.numbers_TK, out.weights_TK
 
     def own_handle(self, handle: Handle) -> DeepEPHandle:
         """UnsupportedError unless `handle` is of this very part."""
@@ -125,39 +143,6 @@ class DeepEPPart(PrepareAndFinalize):
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
         return handle
-
-
-def slots_of(placement: Placement) -> int:
-    """The numbers a rank has: as many as the fullest has experts."""
-    return max(map(len, placement.slots))
-
-
-def pair_numbers(
-    ids_TK: torch.Tensor, placement: Placement, tables: PlacementTables, first_token: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T, K) int64, rank * slots + slot of each pair's expert, -1 where skipped or invalid; and
-    how many are invalid, (1,). first_token: as in `pairs_to_slots`."""
-    slots, experts = slots_of(placement), placement.experts
-    if placement.is_linear and slots * placement.world_size == experts:
-        # Blocks of equal size: an expert's number is its id.
-        invalid = ((ids_TK < -1) | (ids_TK >= experts)).sum().reshape(1)
-        return torch.where((ids_TK >= 0) & (ids_TK < experts), ids_TK, -1).long(), invalid
-    rank_TK, slot_TK, invalid = pairs_to_slots(ids_TK, tables, first_token=first_token)
-    return torch.where(rank_TK >= 0, rank_TK * slots + slot_TK, -1), invalid
-
-
-def joined_pairs(
-    ids_TK: torch.Tensor, weights_TK: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same sums with no expert twice in a row: its first pair has all of its weight, float32.
-
-    The others become -1 with weight 0, and so do skipped pairs, whose weight may be anything.
-    """
-    skipped_TK = ids_TK < 0
-    same_TKK = ids_TK[:, :, None] == ids_TK[:, None, :]
-    joined = torch.where(same_TKK, weights_TK[:, None, :], 0).sum(2)
-    drop = skipped_TK | same_TKK.tril(-1).any(2)
-    return ids_TK.masked_fill(drop, -1), joined.masked_fill_(drop, 0)
 
 
 def _shared(part: str, problem: Problem) -> dict[str, object]:
