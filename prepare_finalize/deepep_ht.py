@@ -19,7 +19,6 @@ from prepare_finalize.tokens import quantise_tokens, reduced_rows
 _WORLD_SIZES = (2, 4, 8)
 # A row travels in two halves, each of them and 8 bytes in 8 KiB, a multiple of 16 bytes.
 _MOST_ROW_BYTES = 2 * 8176
-_ROW_MULTIPLE = 32
 
 
 class DeepEPHTPrepareAndFinalize(DeepEPPart):
@@ -37,7 +36,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         packages=("deep_ep", "deep_ep_cpp"),
         dtypes=BF16,
         top_k=(1, 32),
-        hidden_multiple=16,
+        hidden_multiple=256,  # a warp adds up 32 times 16 bytes of a row at once
         deterministic=False,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localises_ids=True,
@@ -57,9 +56,6 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         widest = _MOST_ROW_BYTES // torch.bfloat16.itemsize
         if problem.hidden > widest:
             need = f"<= {widest}: a row in two halves of the bulk copy's buffer"
-            found.append(Rejection("hidden", parties, str(problem.hidden), need))
-        if problem.scheme.quantises_activations and problem.hidden % _ROW_MULTIPLE:
-            need = f"a multiple of {_ROW_MULTIPLE} where a value is a byte"
             found.append(Rejection("hidden", parties, str(problem.hidden), need))
         return tuple(found)
 
