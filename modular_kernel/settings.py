@@ -51,6 +51,12 @@ def _seconds(name: str, default: float) -> float:
     return seconds
 
 
+def nvshmem_asks_for_ibgda() -> bool:
+    """Whether NVSHMEM is told to reach peers over InfiniBand from the GPU. Libraries set the
+    variable while they are in use, so it is read at every call."""
+    return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
+
+
 def hide_gpus() -> None:
     """See no GPU in this process; works only before CUDA is first used."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -2,6 +2,9 @@
 
 from prepare_finalize.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.batched import BatchedPrepareAndFinalize
+from prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
+from prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
+from prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
 from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
 from prepare_finalize.pplx import PplxPrepareAndFinalize
 from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
@@ -18,12 +21,18 @@ COMPONENTS = (
     SymmMemPrepareAndFinalize,
     TorchAll2AllBatchedPrepareAndFinalize,
     PplxPrepareAndFinalize,
+    DeepEPHTPrepareAndFinalize,
+    DeepEPLLPrepareAndFinalize,
+    DeepEPV2PrepareAndFinalize,
 )
 
 __all__ = [
     "COMPONENTS",
     "AllGatherReduceScatterPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
+    "DeepEPHTPrepareAndFinalize",
+    "DeepEPLLPrepareAndFinalize",
+    "DeepEPV2PrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
     "PplxPrepareAndFinalize",
     "ReplicatedEPPrepareAndFinalize",

@@ -96,15 +96,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         weights_RK: torch.Tensor,
     ) -> ContiguousTokens:
         """Rows with local ids (int32, -1: not for this rank), as experts take them."""
-        routing = DispatchedRouting(
-            topk_weights_TK=weights_RK,
-            topk_ids_TK=slots_RK,
-            space=IdSpace.LOCAL,
-            num_experts=self.problem.e,
-            expert_map=None,
-            invalid_ids=call.invalid_ids,
-        )
-        return ContiguousTokens(x_RH, routing, scale)
+        return local_tokens(self.problem, call, x_RH, scale, slots_RK, weights_RK)
 
     def own_handle(self, handle: Handle) -> GroupHandle:
         """UnsupportedError unless `handle` is of this very part."""
@@ -149,6 +141,26 @@ def check_place(problem: Problem, rank: int, world_size: int) -> None:
     if rank != parallel.rank:
         need = f"{parallel.rank}, the problem's parallel.rank"
         raise ConfigurationError("rank in the process group", got=rank, need=need)
+
+
+def local_tokens(
+    problem: Problem,
+    call: Call,
+    x_RH: torch.Tensor,
+    scale: torch.Tensor | None,
+    slots_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+) -> ContiguousTokens:
+    """Rows with local ids (-1: not for this rank), as experts take them."""
+    routing = DispatchedRouting(
+        topk_weights_TK=weights_RK,
+        topk_ids_TK=slots_RK,
+        space=IdSpace.LOCAL,
+        num_experts=problem.e,
+        expert_map=None,
+        invalid_ids=call.invalid_ids,
+    )
+    return ContiguousTokens(x_RH, routing, scale)
 
 
 class RowBuffers:
