@@ -64,7 +64,7 @@ def row_of(
     dispatch_bytes, combine_bytes = came * cell.row_bytes, sent * 2 * cell.hidden
     worst = max(told, key=lambda one: _SEVERITY.index(one["status"]))
     notes = [one["note"] for one in told if one["status"] == worst["status"] and one["note"]]
-    notes.sort(key=lambda note: "died: " not in note)  # who lost a peer says less than how it died
+    notes.sort(key=_how_little_it_says)
     figures: dict[str, Any] = {}
     errors = [one["error"] for one in told if one.get("error") is not None]
     if worst["status"] == OK:
@@ -89,6 +89,13 @@ def row_of(
         combine_floor_us=link.floor_us(combine_bytes),
         **figures,
     )
+
+
+def _how_little_it_says(note: str) -> int:
+    """A rank that died comes before one that raised, and that before those that waited for it."""
+    if "died: " in note:
+        return 0
+    return 2 if note.startswith(("no answer", "another rank")) else 1
 
 
 @dataclass(frozen=True)

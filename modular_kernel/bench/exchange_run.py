@@ -11,9 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,7 @@ def _rows(offer: Offer, pool: Ranks, link: Link, repeats: Repeats) -> tuple[Exch
         told = [_read(Path(folder, f"{rank}.jsonl")) for rank in range(pool.world_size)]
     rows, reached = [], True
     for index, cell in enumerate(offer.cells):
-        of_ranks = [of_rank[index] for of_rank in told if index < len(of_rank)]
+        of_ranks = [of_rank[index] for of_rank in told if index in of_rank]
         if len(of_ranks) < pool.world_size:  # the first cell that is missing is what broke it
             why = {"note": trouble or "a rank told nothing", "error": None}
             of_ranks = of_ranks if reached and of_ranks else [{"status": SKIPPED, **why}]
@@ -131,15 +132,17 @@ def _gist(error: ModularKernelError) -> str:
     return (died or lines[-1:] or [type(error).__name__])[0][:300]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> dict[int, dict[str, Any]]:
+    """What a rank told of each cell first."""
+    found: dict[int, dict[str, Any]] = {}
     if not path.exists():
-        return []
-    found = []
+        return found
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            found.append(json.loads(line))
+            told = json.loads(line)
         except json.JSONDecodeError:  # its writer was ended
             break
+        found.setdefault(told["cell"], told)
     return found
 
 
@@ -152,25 +155,42 @@ def measure(rank: int, world_size: int, group: Any, task: Task) -> None:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     place = Place(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
-
-        def tell(told: dict[str, Any]) -> None:
-            file.write(json.dumps(told) + "\n")
-            file.flush()
-
-        with Watch(task.offer.seconds, tell) as watch:
+        teller = Teller(file)
+        with Watch(task.offer.seconds, teller) as watch:
             # Cells of one capacity and format share what `open` made.
             for _, cells in groupby(task.offer.cells, key=lambda one: (one.quant, one.capacity)):
-                for told in _batch(task, tuple(cells), place):
-                    tell(told)
+                for told in _batch(task, tuple(cells), place, teller):
+                    teller.tell(told)
+                    teller.cell += 1
                     watch.progress()
+
+
+class Teller:
+    """A rank's file, and the cell it is at. What it told first of a cell counts: a rank that fails
+    says so before it asks the others, who may be waiting for it somewhere else."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self.cell = 0
+
+    def tell(self, told: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"cell": self.cell, **told}) + "\n")
+        self._file.flush()
+
+    def failed(self, note: str, error: float | None = None) -> dict[str, Any]:
+        """The row of a cell that failed, told at once if this rank knows why."""
+        told = {"status": FAILED, "note": note or "another rank failed", "error": error}
+        if note:
+            self.tell(told)
+        return told
 
 
 class Watch:
     """Ends this process, a rank of a pool, when there was no progress for `seconds`: whoever waits
-    inside a library cannot be called back. tell: is told the row of the cell that hung."""
+    inside a library cannot be called back."""
 
-    def __init__(self, seconds: float, tell: Callable[[dict[str, Any]], None]) -> None:
-        self._seconds, self._tell = seconds, tell
+    def __init__(self, seconds: float, teller: Teller) -> None:
+        self._seconds, self._teller = seconds, teller
         self._until = time.monotonic() + seconds
         self._done = threading.Event()
 
@@ -187,8 +207,7 @@ class Watch:
     def _look(self) -> None:
         while not self._done.wait(0.1):
             if time.monotonic() > self._until:
-                note = f"no answer within {self._seconds:g} s"
-                self._tell({"status": FAILED, "note": note, "error": None})
+                self._teller.failed(f"no answer within {self._seconds:g} s")
                 os._exit(_CODE)
 
 
@@ -198,33 +217,40 @@ def gap(rank: int, world_size: int, group: Any) -> float | None:
     return event_gap_us(torch.device("cuda" if cuda else "cpu"))
 
 
-def _batch(task: Task, cells: Sequence[Cell], place: Place) -> Iterator[dict[str, Any]]:
-    transport, note, status = None, "", FAILED
+def _batch(
+    task: Task, cells: Sequence[Cell], place: Place, teller: Teller
+) -> Iterator[dict[str, Any]]:
+    transport, note, told = None, "", _skipped("after a failure")
     try:
         transport = task.offer.make()
         note = transport.refusal(cells[0])
-        status = REFUSED if note else FAILED
-        if not note:
+        if note:
+            told = {"status": REFUSED, "note": note, "error": None}
+        else:
             transport.open(cells[0], place)
     # A peer can fail in any way; the others shall be measured.
     except Exception as error:  # noqa: BLE001
         note = _in_short(error)
-    if not _all(place, not note):
-        for _ in cells:
-            yield {"status": status, "note": note or "another rank failed", "error": None}
+        teller.failed(note)
+    if not _all(place, not note) or transport is None:
+        if told["status"] == SKIPPED:
+            yield teller.failed("")
+            cells = cells[1:]
+        yield from (told for _ in cells)
         _close(transport)
         return
-    assert transport is not None
     broken = ""
     for cell in cells:
-        told = _skipped(broken) if broken else _cell(transport, cell, place, task.repeats)
+        told = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
         if told["status"] == FAILED:
             broken = "after a failure"
         yield told
     _close(transport)
 
 
-def _cell(transport: Transport, cell: Cell, place: Place, repeats: Repeats) -> dict[str, Any]:
+def _cell(
+    transport: Transport, cell: Cell, place: Place, task: Task, teller: Teller
+) -> dict[str, Any]:
     """Checked, then timed. Ranks agree after each step, so a rank that fails is not waited for."""
     note, error, times = "", float("inf"), None
     given = Given.of(cell, 0 if transport.replicated else place.rank, place.device)
@@ -233,19 +259,21 @@ def _cell(transport: Transport, cell: Cell, place: Place, repeats: Repeats) -> d
         error = max(_checked(transport, given) for _ in range(2))
     except Exception as failure:  # noqa: BLE001  as above
         note = _in_short(failure)
+        teller.failed(note)
     if not _all(place, not note):
-        return {"status": FAILED, "note": note or "another rank failed", "error": None}
+        return teller.failed("")
     if not _all(place, error <= cell.bound):
         why = f"a row is {error:.1e} away from x, more than {cell.bound:.1e}"
         status = WRONG if error > cell.bound else SKIPPED
         return {"status": status, "note": why if status == WRONG else "", "error": error}
     try:
-        times = time_transport(transport, given, place, repeats, lambda ok: _all(place, ok))
+        times = time_transport(transport, given, place, task.repeats, partial(_all, place))
         transport.settle()
     except Exception as failure:  # noqa: BLE001  as above
         note = _in_short(failure)
+        teller.failed(note, error)
     if not _all(place, not note):
-        return {"status": FAILED, "note": note or "another rank failed", "error": error}
+        return teller.failed("", error)
     assert times is not None
     error = max(error, times.error)
     if error > cell.bound:
