@@ -14,7 +14,16 @@ from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import CapacityError
-from modular_kernel.testing.faults_matrix import Result, markdown, run_matrix, run_scenario, summary
+from modular_kernel.testing.faults_matrix import (
+    Result,
+    as_json,
+    markdown,
+    parts_to_try,
+    run_matrix,
+    run_scenario,
+    scenarios,
+    summary,
+)
 from modular_kernel.testing.faults_ranks import (
     DEADLINE_S,
     SLACK_S,
@@ -152,6 +161,13 @@ def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
     assert len(lines) == 2 + len(wanted)
     assert lines[-1].startswith("| TorchAll2All | another hidden | 0.")
     assert summary(results).startswith("3 scenarios, 0 with findings")
+    assert json.loads(json.dumps(as_json(results)))[2]["scenario"] == "another hidden"
+
+
+def test_every_part_over_gloo_has_its_scenarios() -> None:
+    assert set(parts_to_try(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
+    wanted = scenarios(ALL2ALL, "gloo")
+    assert len(set(map(str, wanted))) == len(wanted) >= 12
 
 
 def test_a_matrix_whose_time_is_up_begins_nothing() -> None:

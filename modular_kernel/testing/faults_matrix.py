@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
+from typing import Any
 
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.testing.faults_ranks import (
     CPU_LAYER,
     GPU_LAYER,
@@ -21,6 +22,7 @@ from modular_kernel.testing.faults_ranks import (
     suffer,
 )
 from modular_kernel.testing.ranks import Backend, RankError, RankPool
+from modular_kernel.types import Parallel, Problem
 
 OTHERS: tuple[tuple[tuple[str, object], ...], ...] = (
     (("hidden", 4096),),
@@ -90,12 +92,19 @@ def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
     return tuple(made)
 
 
-def parts_over_ranks() -> tuple[str, ...]:
-    """Every part of the catalogue that is for several ranks."""
+def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
+    """Parts of the catalogue that serve the scenarios' layer over so many ranks here, but for those
+    of libraries: what a library does when a rank is lost is its own affair."""
     catalog = load_catalog()
-    most = {n: catalog.prepare_finalize(n).requires.world_sizes[1]
-            for n in catalog.names("prepare_finalize")}  # fmt: skip
-    return tuple(name for name, world in most.items() if world is None or world > 1)
+    machine = this_machine(device="cuda" if backend == "nccl" else "cpu")
+    fields: dict[str, Any] = dict(GPU_LAYER if backend == "nccl" else CPU_LAYER)
+    problem = Problem(tokens=8, parallel=Parallel(world_size), **fields)
+    return tuple(
+        name
+        for name in catalog.names("prepare_finalize")
+        if not catalog.prepare_finalize(name).requires.packages
+        and any(check(name, ex, problem, machine).ok for ex in catalog.names("experts"))
+    )
 
 
 def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> Result:
