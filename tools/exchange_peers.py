@@ -292,8 +292,8 @@ class Pplx(Peer):
     def setup(self):
         cell, place = self.cell, self.place
         # Its handles are exchanged over the CPU.
-        ranks = list(range(cell.world_size))
-        self.group = dist.new_group(ranks, backend="cpu:gloo,cuda:nccl")
+        backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
+        self.group = dist.new_group(list(range(cell.world_size)), backend=backend)
         scales = cell.hidden // BLOCK if self.fp8 else 0
         self.all2all = import_module("pplx_kernels.all_to_all").AllToAll.intranode(
             max_num_tokens=cell.capacity,
