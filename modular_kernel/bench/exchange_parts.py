@@ -11,16 +11,19 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tensors import (
+    BatchedShape,
     BatchedTokens,
     ContiguousTokens,
     Dispatched,
     DispatchedRouting,
+    DispatchShape,
     ExpertWeights,
     Routing,
 )
 from modular_kernel.types import IdSpace, Machine, Reduce
-from modular_kernel.workspace import Workspace
+from modular_kernel.workspace import BufferSpec, Workspace
 
+_EXPERT_OUTPUT = "expert_output"  # as the kernel names the buffer, which a part may look for
 # The first that a part takes over: the less finalize has to do, the more of it is the exchange.
 _PREFERRED = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 
@@ -60,7 +63,8 @@ class PartTransport(Transport):
         problem = cell.problem(place.rank)
         self._part = part = self.cls(problem, place.group)
         device = place.device
-        self._workspace = Workspace(part.workspace_shapes(cell.capacity), device)
+        output = {_EXPERT_OUTPUT: self._output_spec(part.dispatch_shape(cell.capacity))}
+        self._workspace = Workspace({**part.workspace_shapes(cell.capacity), **output}, device)
         self._invalid = torch.zeros(1, dtype=torch.int32, device=device)
         empty = torch.empty(problem.e, 1, 1, dtype=problem.dtype, device=device)
         self._weights = ExpertWeights(empty, empty)
@@ -72,6 +76,15 @@ class PartTransport(Transport):
         self._routing = Routing(given.routing.topk_weights_TK, ids)
         self._out = torch.empty_like(given.x_TH)
         self._call = Call(self._workspace, self._invalid, pairing=f"{self.name} x identity")
+
+    def _output_spec(self, shape: DispatchShape) -> BufferSpec:
+        """Of what `identity` writes, for as much as can arrive."""
+        assert self._part is not None
+        hidden, dtype = self._part.problem.hidden, self._part.problem.dtype
+        if isinstance(shape, BatchedShape):
+            return BufferSpec((shape.experts, shape.capacity, hidden), dtype)
+        each = (hidden,) if self._kind is Reduce.NOOP else (shape.top_k, hidden)
+        return BufferSpec((shape.tokens, *each), dtype)
 
     def dispatch(self) -> None:
         assert self._part is not None
@@ -86,12 +99,9 @@ class PartTransport(Transport):
             made = dequantised(tokens.x_eCH, tokens.scale, group)
         else:
             made = _standard(tokens, group, self._kind)
-        # At one address: a captured combine reads there.
-        old: torch.Tensor | None = getattr(self, "_output", None)
-        if old is not None and old.shape == made.shape:
-            old.copy_(made)
-        else:
-            self._output = made
+        # At one address, where a captured combine reads.
+        self._output = self._workspace.take(_EXPERT_OUTPUT, tuple(made.shape))
+        self._output.copy_(made)
 
     def combine(self) -> torch.Tensor:
         assert self._part is not None
@@ -144,5 +154,5 @@ def _here(routing: DispatchedRouting) -> torch.Tensor:
     ids_RK = routing.topk_ids_TK
     valid = (ids_RK >= 0) & (ids_RK < routing.num_experts)
     if routing.space is IdSpace.GLOBAL and routing.expert_map is not None:
-        return valid & (routing.expert_map[ids_RK.clamp(0).long()] >= 0)
+        return valid & (routing.expert_map[ids_RK.clamp(0, routing.num_experts - 1).long()] >= 0)
     return valid
