@@ -252,11 +252,17 @@ def test_parts_and_peers_on_the_command_line(
     assert len(json.loads(both.read_text())["rows"]) == 2 * len(report.rows)
     assert doc.read_text() == markdown(ExchangeReport.from_json(both.read_text()))
     assert "| 6 | all_to_all_single, one row a rank |" in doc.read_text()
+    assert "| all_to_all_single, one row a rank | " in doc.read_text()
+    capsys.readouterr()
+    assert mk("--load", str(one)) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1].split()
+    assert last[0] == "floor"
+    assert float(last[1]) >= 6
 
 
 def test_bad_usage() -> None:
     assert mk("--world-size", "1") == 2
-    assert mk("--parts", "Nobody", *FEW) == 2
+    assert mk("--only", "nobody", *FEW) == 2
     assert mk("--load", "/nowhere.json") == 2
 
 

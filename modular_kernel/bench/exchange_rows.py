@@ -1,7 +1,7 @@
 """The record of `mk exchange`: one row for each transport and cell, and its tables."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -166,6 +166,29 @@ def text_table(rows: Iterable[ExchangeRow]) -> tuple[tuple[str, ...], list[list[
     return _COLUMNS, [cells_of(row) for row in shown]
 
 
+def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """For each quant a title, columns and cells: a line for each transport, a column for each T,
+    in each cell microseconds of dispatch, of combine and of the pair; and the floors."""
+    for quant in dict.fromkeys(row.quant for row in rows):
+        some = [row for row in rows if row.quant == quant and row.status != REFUSED]
+        sizes = sorted({row.tokens for row in some})
+        cells: dict[str, dict[int, str]] = {"floor": {}}
+        for row in some:
+            cells.setdefault(row.transport, {})[row.tokens] = _three(row)
+            floors = row.dispatch_floor_us, row.combine_floor_us
+            cells["floor"][row.tokens] = " / ".join(map(_number, floors))
+        cells["floor"] = cells.pop("floor")  # the last line
+        lines = [[name, *(of.get(size, "") for size in sizes)] for name, of in cells.items()]
+        title = f"{'bfloat16' if quant == 'none' else quant}: dispatch / combine / pair, us"
+        yield title, ["", *(f"T={size}" for size in sizes)], lines
+
+
+def _three(row: ExchangeRow) -> str:
+    if row.status != OK:
+        return row.status.upper() if row.status in (WRONG, FAILED) else row.status
+    return " / ".join(map(_number, (row.dispatch_us, row.combine_us, row.pair_us)))
+
+
 def markdown(report: ExchangeReport) -> str:
     """A document: where it was measured, a table for each quant, and what did not run."""
     env = report.environment
@@ -182,12 +205,15 @@ def markdown(report: ExchangeReport) -> str:
     if env.get("event_gap_us") is not None:
         gap = env["event_gap_us"]
         lines.append(f"- a graph of one trivial kernel between two events takes {gap:.1f} us here")
+    for title, head, cells in short_tables(report.rows):
+        lines += ["", f"## {title}", "", _line(head), _line(["---"] * len(head))]
+        lines += map(_line, cells)
     for quant in dict.fromkeys(row.quant for row in report.rows):
-        head, cells = text_table([row for row in report.rows if row.quant == quant])
-        kept = [index for index, name in enumerate(head) if name != "quant"]
+        names, rows = text_table([row for row in report.rows if row.quant == quant])
+        kept = [index for index, name in enumerate(names) if name != "quant"]
         lines += ["", f"## Dispatch in {'bfloat16' if quant == 'none' else quant}", ""]
-        lines += [_line([head[i] for i in kept]), _line(["---"] * len(kept))]
-        lines += [_line([line[i] for i in kept]) for line in cells]
+        lines += [_line([names[i] for i in kept]), _line(["---"] * len(kept))]
+        lines += [_line([line[i] for i in kept]) for line in rows]
     refused = {row.transport: row.note for row in report.rows if row.status == REFUSED}
     if refused:
         lines += ["", "## Refused", ""]

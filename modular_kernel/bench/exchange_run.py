@@ -83,7 +83,6 @@ def run(
 ) -> Iterator[tuple[ExchangeRow, ...]]:
     """The rows of each offer in turn; those of one whose turn came after `deadline_s`, skipped."""
     started, pool = time.monotonic(), new_pool()
-    used = False
     try:
         for offer in offers:
             if deadline_s is not None and time.monotonic() - started > deadline_s:
@@ -92,14 +91,10 @@ def run(
                     row_of(offer.name, offer.origin, cell, told, link) for cell in offer.cells
                 )
                 continue
-            if offer.alone and used:
-                pool.close()
-                pool = new_pool()
-            used = True
             yield _rows(offer, pool, link, repeats)
             if offer.alone:
                 pool.close()
-                pool, used = new_pool(), False
+                pool = new_pool()
     finally:
         pool.close()
 

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,9 +50,9 @@ class Manner:
     """How it is measured, and what the floor is made of."""
 
     backend: Backend = None
-    parts: Annotated[
+    only: Annotated[
         str | None,
-        typer.Option(help="Names of PrepareAndFinalize parts; none: only peers.  [default: all]"),
+        typer.Option(help="Words: parts and peers that have one in their names.  [default: all]"),
     ] = None
     peer: Annotated[
         list[Path] | None,
@@ -65,6 +65,11 @@ class Manner:
     deadline: Annotated[float | None, typer.Option(help="Seconds after which nothing begins.")] = (
         None
     )
+
+    def wants(self, name: str) -> bool:
+        """Whether the options leave a transport of that name."""
+        words = (self.only or "").lower().split(",")
+        return any(word in name.lower() for word in words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +122,44 @@ def _check(sizes: Sizes, manner: Manner) -> None:
 
 
 def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "ExchangeReport":
-    import torch
-
     from modular_kernel.bench import exchange_run
-    from modular_kernel.bench.environment import environment
     from modular_kernel.bench.exchange_rows import ExchangeReport
     from modular_kernel.bench.exchange_time import Repeats
     from modular_kernel.testing.prove_ranks import machine_of
 
-    def new_pool() -> Any:
-        return pool_of(sizes.world_size, manner.backend)
+    first = pool_of(sizes.world_size, manner.backend)
+    ready = [first]  # the first offer finds processes that have started
 
-    with new_pool() as first:
+    def new_pool() -> Any:
+        return ready.pop() if ready else pool_of(sizes.world_size, manner.backend)
+
+    try:
         machine = machine_of(first)
+        offers = tuple(_offers(tuple(_cells(sizes)), manner, machine))
+        if not offers:
+            raise ConfigurationError("--only", got=repr(manner.only), need="a word in some name")
         gap = first.run(exchange_run.gap, timeout=120)[0]
-    facts: dict[str, Any] = {
+        report = ExchangeReport(_facts(sizes, manner, machine, gap))
+        repeats = Repeats(manner.replays, manner.rounds)
+        for rows in exchange_run.run(
+            offers, new_pool, link=link, repeats=repeats, deadline_s=manner.deadline
+        ):
+            _tell(rows)
+            report = replace(report, rows=(*report.rows, *rows))
+            if files.json is not None:
+                report.write(files.json)
+        return report
+    finally:
+        first.close()
+
+
+def _facts(sizes: Sizes, manner: Manner, machine: "Machine", gap: float | None) -> dict[str, Any]:
+    """Where and how it is measured."""
+    import torch
+
+    from modular_kernel.bench.environment import environment
+
+    return {
         **environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
         "world_size": sizes.world_size,
         "versions": {name: _version(name) for name in _LIBRARIES},
@@ -140,18 +168,6 @@ def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "Exch
         "event_gap_us": gap,
         "method": _METHOD.format(rounds=manner.rounds, replays=manner.replays),
     }
-    offers = tuple(_offers(tuple(_cells(sizes)), manner, machine))
-    report = ExchangeReport(facts)
-    repeats = Repeats(manner.replays, manner.rounds)
-    runs = exchange_run.run(
-        offers, new_pool, link=link, repeats=repeats, deadline_s=manner.deadline
-    )
-    for rows in runs:
-        _tell(rows)
-        report = ExchangeReport(facts, (*report.rows, *rows))
-        if files.json is not None:
-            report.write(files.json)
-    return report
 
 
 def _cells(sizes: Sizes) -> "Iterator[Cell]":
@@ -176,15 +192,13 @@ def _offers(cells: "tuple[Cell, ...]", manner: Manner, machine: "Machine") -> "I
 
     catalog = load_catalog()
     names = [name for name in catalog.names("prepare_finalize") if _over_ranks(catalog, name)]
-    if manner.parts is not None:
-        wanted = [word for word in manner.parts.split(",") if word != "none"]
-        names = [catalog.prepare_finalize(word).__name__ for word in wanted]
-    for name in names:
+    for name in filter(manner.wants, names):
         alone = PartTransport(name, machine).alone
         yield Offer(name, OURS, cells, machine, alone)
     for path in manner.peer or []:
         for peer in load_peers(path):
-            yield Offer(peer.name, peer.origin, cells, machine, peer.alone, path)
+            if manner.wants(peer.name):
+                yield Offer(peer.name, peer.origin, cells, machine, peer.alone, path)
 
 
 def _over_ranks(catalog: Any, name: str) -> bool:
@@ -220,6 +234,8 @@ def _finish(report: "ExchangeReport", files: Files) -> None:
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
         output.line(f"refused: {name}: {note[:200]}")
+    for title, columns, cells in exchange_rows.short_tables(report.rows):
+        output.table(columns, cells, title=title)
 
 
 def _version(distribution: str) -> str | None:
