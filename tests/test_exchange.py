@@ -1,22 +1,19 @@
 """`mk exchange`: what is wrong is not timed, what fails stops nobody, and floors by hand."""
 
 import json
-import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from modular_kernel.bench import exchange_parts, exchange_time
+from modular_kernel.bench import exchange_parts
 from modular_kernel.bench.exchange import (
     BF16_BOUND,
     Cell,
     Given,
     Link,
     Place,
-    Transport,
     dequantised,
     distance,
 )
@@ -24,8 +21,6 @@ from modular_kernel.bench.exchange_parts import PartTransport
 from modular_kernel.bench.exchange_peers import load_peers
 from modular_kernel.bench.exchange_rows import ExchangeReport, ExchangeRow, markdown, row_of
 from modular_kernel.bench.exchange_run import Offer, Repeats, run
-from modular_kernel.bench.exchange_time import time_transport
-from modular_kernel.bench.method import WallClock
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main
 from modular_kernel.errors import BrokenPartError, ConfigurationError
@@ -311,94 +306,3 @@ def test_rows_that_are_not_here_are_not_read() -> None:
 def test_a_part_that_pairs_with_nothing_is_refused_with_reasons() -> None:
     transport = PartTransport("TorchAll2AllPrepareAndFinalize", Machine())
     assert "[world_size]" in transport.refusal(Cell(1, 1, 1))
-
-
-class Slow(Transport):
-    """Takes known times; wrong from a given dispatch on."""
-
-    name = "slow"
-    wrong_from = 10**9
-    calls = 0
-
-    def open(self, cell, place): ...
-
-    def load(self, given):
-        self.x, self.out = given.x_TH, torch.empty_like(given.x_TH)
-
-    def dispatch(self):
-        time.sleep(0.002)
-        self.calls += 1
-        self.arrived = self.x * (1 if self.calls < self.wrong_from else 2)
-
-    def identity(self):
-        self.y = self.arrived
-
-    def combine(self):
-        time.sleep(0.005)
-        return self.out.copy_(self.y)
-
-
-def fake_capture(groups: list) -> list:
-    """Every call once, as when it is captured; then whenever it is replayed."""
-
-    def replay(group: list) -> torch.Tensor:
-        return [call() for call in group][-1]
-
-    for group in groups:
-        replay(group)
-    return [partial(replay, group) for group in groups]
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A place whose graphs are plain calls."""
-    monkeypatch.setattr(exchange_time, "capture", fake_capture)
-    monkeypatch.setattr(exchange_time.dist, "barrier", lambda group: None)
-    monkeypatch.setattr(exchange_time, "clock_of", lambda device: WallClock())
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return Place(0, 1, None, torch.device("cuda"))
-
-
-def slow(**fields: object) -> tuple[Slow, Given]:
-    given = Given.of(Cell(1, 3, 3, hidden=64, experts=2, top_k=1), 0, torch.device("cpu"))
-    transport = Slow()
-    vars(transport).update({"capturable": True, **fields})
-    transport.load(given)
-    transport.dispatch()
-    transport.identity()
-    return transport, given
-
-
-@pytest.mark.parametrize("capturable", [True, False])
-def test_halves_and_pairs_are_told_apart(on_a_gpu: Place, capturable: bool) -> None:
-    transport, given = slow(capturable=capturable)
-    times = time_transport(transport, given, on_a_gpu, Repeats(2, 2), lambda ok: ok)
-    assert times.mode == ("graph" if capturable else "eager")
-    assert 2000 <= times.dispatch_us < 3500
-    assert 5000 <= times.combine_us < 6500
-    assert 7000 <= times.pair_us < 9000
-    assert times.error == 0
-
-
-def test_a_replay_that_is_wrong_shows(on_a_gpu: Place) -> None:
-    # One call was eager, one captured the dispatch, four the pairs: the seventh is the replay.
-    transport, given = slow(wrong_from=7)
-    transport.identity = lambda: setattr(transport, "y", transport.x * (transport.calls < 7))
-    times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: ok)
-    assert times.error == 1
-
-
-def test_what_one_rank_cannot_capture_no_rank_replays(on_a_gpu: Place) -> None:
-    transport, given = slow()
-    times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: False)
-    assert times.mode == "eager"
-
-
-def test_the_first_turn_is_left_out(on_a_gpu: Place) -> None:
-    waits = iter([0.02, 0.001, 0.002, 0.002, 0.001, 0.002])
-    runs = [lambda: time.sleep(next(waits))] * 2
-    first, second = exchange_time._queued(runs, on_a_gpu, 2)
-    assert len(first) == len(second) == 2
-    assert first[0] > 1900
-    assert first[1] < second[1]

@@ -141,9 +141,10 @@ class Given:
 class Transport(ABC):
     """One way to bring tokens to their experts and sums back, on one rank.
 
-    capturable: both halves may be captured in a CUDA graph. alone: nothing else should
-    run in these processes after it, such as another user of its library. replicated: every rank passes rank 0's tokens. note: for the table.
-    arrived: what the last dispatch left, which `identity` and `combine` read.
+    capturable: both halves may be captured in a CUDA graph. alone: nothing else should run in
+    these processes after it, such as another user of its library. replicated: every rank passes
+    rank 0's tokens. note: for the table. arrived: what the last dispatch left, which `identity`
+    and `combine` read.
     """
 
     name: ClassVar[str]
