@@ -30,6 +30,7 @@ from modular_kernel.testing.faults_ranks import (
     VICTIM,
     Report,
     Scenario,
+    outcome,
     outcome_of,
 )
 from modular_kernel.testing.ranks import RankPool
@@ -173,6 +174,18 @@ def test_every_part_over_gloo_has_its_scenarios() -> None:
 def test_a_matrix_whose_time_is_up_begins_nothing() -> None:
     (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", seconds=-1)
     assert result.findings() == [f"rank {rank}: not begun: the time was up" for rank in (0, 1)]
+
+
+def test_a_call_that_returns_something_else_is_an_error() -> None:
+    layer = Layer(ALL2ALL, (4,))
+    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", layer.problem(0))
+    given = layer.inputs_of(0)
+    good = kernel(given.x_TH, given.weights, given.routing)
+    right = outcome(kernel, given, good)
+    assert (right.error, right.good) == ("", 2)
+    wrong = outcome(kernel, given, good + 1)
+    assert (wrong.error, wrong.message) == ("AssertionError", "a call returned, and was wrong")
+    assert outcome(kernel, given, None).error == "AssertionError"
 
 
 def test_findings_of_a_part_that_takes_a_fault_badly() -> None:

@@ -78,8 +78,9 @@ def test_time_ends_it_on_all_ranks_at_once(rank_pool: Pool) -> None:
 
 
 def test_a_wrong_row_on_one_rank(rank_pool: Pool) -> None:
-    first, second = rank_pool(2).run(soak, replace(SHORT, part=LosesARow))
+    first, second = rank_pool(2).run(soak, replace(SHORT, part=LosesARow, steps=10_000))
     assert first.findings == ()
+    assert first.steps == second.steps < 1000  # five findings are enough
     assert second.findings[0].startswith(f"step {BAD_STEP}")
     assert "1 rows far off" in second.findings[0]
 
@@ -145,5 +146,14 @@ def test_what_is_judged_wrong(scenes: list[Scenes]) -> None:
         spoil(out)
         assert judged(scene, out, problem)[1]
     assert judged(scene, good[:4], problem)[1]
+    many = replace(problem, tokens=64)
+    source = Scenes(
+        many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
+    )
+    scene_of_many = source.scene((64, 0))
+    out = recipe_over_ranks(scene_of_many.world, many).to(many.dtype)
+    assert judged(scene_of_many, out, many)[1] == ""
+    out[9] *= 1.04  # a small part of all
+    assert judged(scene_of_many, out, many)[1].endswith("1 rows far off")
     swapped = good[[1, 0, 2, 3, 4]]
     assert judged(scene, swapped, problem)[0] > 10

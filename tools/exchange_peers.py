@@ -64,15 +64,11 @@ class Peer(Transport):
         else:
             self.y = made
 
-    def weighted(self, rows, ids_RK, weights_RK, count=None):
-        """Rows times the weights of their pairs here; zero behind `count`, where one is given."""
+    def weighted(self, rows, ids_RK, weights_RK):
+        """Rows times the weights of their pairs here."""
         x_RH = dequantised(*rows, BLOCK) if isinstance(rows, tuple) else rows
         share = torch.where(ids_RK >= 0, weights_RK, 0).sum(1, keepdim=True)
-        made = (x_RH.float() * share).bfloat16()
-        if count is not None:
-            there = torch.arange(len(made), device=made.device)[:, None] < count
-            made = torch.where(there, made, 0)
-        self.keep(made)
+        self.keep((x_RH.float() * share).bfloat16())
 
 
 class Nccl(Peer):
@@ -269,9 +265,8 @@ class DeepEPV2(Peer):
         )
 
     def identity(self):
-        rows, ids, weights, handle, _ = self.arrived
-        count = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
-        self.weighted(rows, ids, weights, count)
+        rows, ids, weights, *_ = self.arrived  # behind those that came, whatever was there
+        self.weighted(rows, ids, weights)
 
     def combine(self):
         return self.buffer.combine(self.y, self.arrived[3], num_sms=self.sms)[0]

@@ -40,10 +40,7 @@ class ElasticBuffer:
         assert num_max_tokens_per_rank == self.most
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, num_experts)
         padded = [self._worst(part) for part in (rows if self.fp8 else (rows,))]
-        count = torch.tensor([0, len(places)])
-        handle = SimpleNamespace(
-            psum_num_recv_tokens_per_scaleup_rank=count, places=places, tokens=len(topk_idx)
-        )
+        handle = SimpleNamespace(places=places, tokens=len(topk_idx))
         received = tuple(padded) if self.fp8 else padded[0]
         return received, self._worst(ids), self._worst(weights), handle, None
 
