@@ -14,8 +14,8 @@ from modular_kernel.types import Parallel, Problem
 from prepare_finalize import TorchAll2AllPrepareAndFinalize
 
 Pool = Callable[[int], RankPool]
-SHORT = Soak("TorchAll2AllPrepareAndFinalize", steps=80, check_every=10, hidden=32, tokens=5)
-BAD_STEP = 40
+SHORT = Soak("TorchAll2AllPrepareAndFinalize", steps=40, check_every=5, hidden=32, tokens=5)
+BAD_STEP = 20
 
 
 class Faulty(TorchAll2AllPrepareAndFinalize):
@@ -63,12 +63,12 @@ class LosesARow(Faulty):
 def test_a_sound_part_is_found_sound(rank_pool: Pool) -> None:
     first, second = rank_pool(2).run(soak, SHORT)
     assert first.findings == second.findings == ()
-    assert first.steps == second.steps == 80
+    assert first.steps == second.steps == 40
     assert first.checked == 8
     assert first.modes == second.modes
-    assert sum(first.modes.values()) == 80
+    assert sum(first.modes.values()) == 40
     assert 0 < first.worst < 1
-    assert str(first).startswith("80 steps (")
+    assert str(first).startswith("40 steps (")
 
 
 def test_time_ends_it_on_all_ranks_at_once(rank_pool: Pool) -> None:
