@@ -78,6 +78,11 @@ class Hangs(Whole):
             time.sleep(60)
         super().dispatch()
 
+class HangsAtOnce(Hangs):
+    name = "hangs at once"
+    def open(self, cell, place):
+        time.sleep(60)
+
 class Dies(Whole):
     name = "dies"
     def open(self, cell, place):
@@ -91,7 +96,7 @@ class Refuses(Whole):
         return "not today"
 
 def transports():
-    return [Whole(), OneRowLost(), Raises(), Hangs(), Dies(), Refuses()]
+    return [Whole(), OneRowLost(), Raises(), Hangs(), HangsAtOnce(), Dies(), Refuses()]
 """
 
 
@@ -102,6 +107,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRo
     path.write_text(PEERS, encoding="utf-8")
     names = [peer.name for peer in load_peers(path)]
     cells = tuple(Cell(2, tokens, 8, hidden=128, experts=8, top_k=2) for tokens in (2, 5, 8))
+    cells += (Cell(2, 1, 4, hidden=128, experts=8, top_k=2),)  # other buffers
     offers = [
         Offer(name, "peer", cells, Machine(), path=path, seconds=1.5) for name in [*names, "whole"]
     ]
@@ -130,10 +136,11 @@ def test_one_row_that_is_a_little_wrong_on_one_rank(
 @pytest.mark.parametrize(
     ("name", "fates", "why"),
     [
-        ("raises on one rank", ["ok", "failed", "skipped"], "ValueError: broken here"),
-        ("hangs", ["ok", "failed", "skipped"], "no answer within 1.5 s"),
-        ("dies", ["failed", "skipped", "skipped"], "died: exit code 7"),
-        ("refuses", ["refused"] * 3, "not today"),
+        ("raises on one rank", ["ok", "failed", "skipped", "ok"], "ValueError: broken here"),
+        ("hangs", ["ok", "failed", "skipped", "ok"], "no answer within 1.5 s"),
+        ("hangs at once", ["failed", "skipped", "skipped", "skipped"], "no answer within 1.5 s"),
+        ("dies", ["failed", "skipped", "skipped", "failed"], "died: exit code 7"),
+        ("refuses", ["refused"] * 4, "not today"),
     ],
 )
 def test_a_peer_that_fails_keeps_what_was_measured_before(
@@ -301,6 +308,12 @@ def test_rows_that_are_not_here_are_not_read() -> None:
     )
     kept = exchange_parts._standard(replace(tokens, routing=mapped), 1, Reduce.CONTIGUOUS)
     assert kept[..., 0].tolist() == [[0, 1], [0, 0], [1, 0]]
+
+
+def test_room_for_every_expert_is_not_made_for_many_tokens() -> None:
+    transport = PartTransport("BatchedPrepareAndFinalize", Machine())
+    assert "512 at most" in transport.refusal(Cell(1, 1, 4096))
+    assert transport.refusal(Cell(1, 1, 512)) == ""
 
 
 def test_a_part_that_pairs_with_nothing_is_refused_with_reasons() -> None:

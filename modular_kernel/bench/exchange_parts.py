@@ -20,10 +20,11 @@ from modular_kernel.tensors import (
     ExpertWeights,
     Routing,
 )
-from modular_kernel.types import IdSpace, Machine, Reduce
+from modular_kernel.types import ActivationFormat, IdSpace, Machine, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _EXPERT_OUTPUT = "expert_output"  # as the kernel names the buffer, which a part may look for
+_MOST_BATCHED = 512  # tokens of a call, for which room for one row an expert is still moderate
 # The first that a part takes over: the less finalize has to do, the more of it is the exchange.
 _PREFERRED = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
 
@@ -50,6 +51,9 @@ class PartTransport(Transport):
         self._kind, self._reduce = _reducer(self.cls)
 
     def refusal(self, cell: Cell) -> str:
+        batched = self.cls.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
+        if batched and cell.capacity > _MOST_BATCHED:
+            return f"rows of {cell.capacity} tokens for each expert: {_MOST_BATCHED} at most"
         reasons: list[list[str]] = []
         for experts in load_catalog().names("experts"):
             verdict = check(self.cls, experts, cell.problem(0), self.machine)

@@ -29,6 +29,7 @@ from modular_kernel.errors import ModularKernelError
 from modular_kernel.types import Machine
 
 _START_S = 60.0  # processes, communicators; beyond what a rank's own watch ends
+_HANG = "no answer"
 _CODE = 3  # of a process that its watch ended
 
 
@@ -91,12 +92,27 @@ def run(
                     row_of(offer.name, offer.origin, cell, told, link) for cell in offer.cells
                 )
                 continue
-            yield _rows(offer, pool, link, repeats)
+            yield tuple(_by_batches(offer, pool, link, repeats))
             if offer.alone:
                 pool.close()
                 pool = new_pool()
     finally:
         pool.close()
+
+
+def _by_batches(offer: Offer, pool: Ranks, link: Link, repeats: Repeats) -> Iterator[ExchangeRow]:
+    """Cells of one capacity and format share what `open` made, and what goes wrong. After a hang
+    in the first cell of some, no others are tried: each would take as long."""
+    hung = False
+    for _, cells in groupby(offer.cells, key=lambda cell: (cell.quant, cell.capacity)):
+        part = replace(offer, cells=tuple(cells))
+        if hung:
+            told = [_skipped("after a hang")]
+            yield from (row_of(offer.name, offer.origin, cell, told, link) for cell in part.cells)
+            continue
+        rows = _rows(part, pool, link, repeats)
+        hung = rows[0].status == FAILED and rows[0].note.startswith(_HANG)
+        yield from rows
 
 
 def _rows(offer: Offer, pool: Ranks, link: Link, repeats: Repeats) -> tuple[ExchangeRow, ...]:
@@ -145,19 +161,17 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def measure(rank: int, world_size: int, group: Any, task: Task) -> None:
-    """Every cell of an offer, in order, each told as soon as it is known."""
+    """Every cell of an offer, of one capacity and format, each told as soon as it is known."""
     cuda = task.offer.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     place = Place(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
         teller = Teller(file)
         with Watch(task.offer.seconds, teller) as watch:
-            # Cells of one capacity and format share what `open` made.
-            for _, cells in groupby(task.offer.cells, key=lambda one: (one.quant, one.capacity)):
-                for told in _batch(task, tuple(cells), place, teller):
-                    teller.tell(told)
-                    teller.cell += 1
-                    watch.progress()
+            for told in _batch(task, task.offer.cells, place, teller):
+                teller.tell(told)
+                teller.cell += 1
+                watch.progress()
 
 
 class Teller:
@@ -202,7 +216,7 @@ class Watch:
     def _look(self) -> None:
         while not self._done.wait(0.1):
             if time.monotonic() > self._until:
-                self._teller.failed(f"no answer within {self._seconds:g} s")
+                self._teller.failed(f"{_HANG} within {self._seconds:g} s")
                 os._exit(_CODE)
 
 
