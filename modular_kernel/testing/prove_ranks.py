@@ -32,7 +32,7 @@ from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
 from modular_kernel.testing.prove import Proof, raised
 from modular_kernel.testing.ranks import RankError, RankPool
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 # (..., poison, process group)
 RankBuild = Callable[[Case, Machine, bool, object], FusedMoEModularKernel]
@@ -89,17 +89,7 @@ class RankSample(Sample):
     @cached_property
     def recipe_of_all(self) -> torch.Tensor:
         """Plain torch's output over ranks for every rank's tokens."""
-        routing, problem = self.world.routing, self.problem
-        if problem.combine is not Combine.SUM:
-            return self._reference(reference.recipe, routing)
-        ids = routing.topk_ids_TK
-        home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
-        total = torch.zeros(len(ids), problem.hidden)
-        for rank in range(self.all.world_size):
-            # A pair of an invalid id is nobody's, here as in the oracle.
-            there = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
-            total += self._reference(reference.recipe, there).float()
-        return total.to(problem.dtype).double()
+        return recipe_over_ranks(self.world, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """`out` against the oracle. How inexact plain torch is, is measured over the tokens of all
@@ -113,6 +103,24 @@ class RankSample(Sample):
         world = self.world
         whole = self.all.whole.with_tokens(len(world.x_TH))
         return function(world.x_TH, world.weights, routing, whole)
+
+
+def recipe_over_ranks(world: Inputs, problem: Problem) -> torch.Tensor:
+    """Plain torch's output over ranks, (T, H) or (T, K, H), for every rank's tokens and weights in
+    `world`; problem: of any rank."""
+    routing, tokens = world.routing, len(world.x_TH)
+    alone = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
+    whole = alone.with_tokens(tokens)
+    if problem.combine is not Combine.SUM:
+        return reference.recipe(world.x_TH, world.weights, routing, whole)
+    ids = routing.topk_ids_TK
+    home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
+    total = torch.zeros(tokens, problem.hidden)
+    for rank in range(problem.parallel.world_size):
+        # A pair of an invalid id is nobody's, here as in the oracle.
+        there = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
+        total += reference.recipe(world.x_TH, world.weights, there, whole).float()
+    return total.to(problem.dtype).double()
 
 
 class RankTrial(Trial):
