@@ -14,13 +14,15 @@ from experts.tile_few_rows import (
     product_depth,
     shape,
 )
-from experts.triton_gemm import Product, scale_group, words_lie_ready
+from experts.triton_gemm import Product, scale_group
 from experts.triton_path import PathCall
 from modular_kernel.ops.align import Aligned, align_specs
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.overlap import overlap
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec
+
+_ALIGNMENT = 16  # bytes of one copy
 
 
 def takes(problem: Problem, call: PathCall) -> bool:
@@ -29,8 +31,13 @@ def takes(problem: Problem, call: PathCall) -> bool:
     return (
         few(problem, call.tokens.routing.topk_ids_TK.numel(), call.tiles)
         and call.tokens.x_TH.stride(1) == 1
-        and all(words_lie_ready(w) for w in (call.weights.w1, call.weights.w2))
+        and all(_lie_ready(w) for w in (call.weights.w1, call.weights.w2))
     )
+
+
+def _lie_ready(w: torch.Tensor) -> bool:
+    starts = (w.data_ptr(), w.stride(0), w.stride(1))
+    return w.stride(2) == 1 and all(n % _ALIGNMENT == 0 for n in starts)
 
 
 def specs(problem: Problem, pairs: int) -> dict[str, BufferSpec]:

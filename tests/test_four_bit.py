@@ -9,7 +9,7 @@ import torch
 
 from experts import tile_few_rows, triton_four_bit
 from experts.batched_triton import BatchedTritonExperts
-from experts.tiles import choose_tiles, override_config
+from experts.tiles import choose_tiles
 from experts.triton_experts import TritonExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
@@ -58,9 +58,8 @@ def test_proven(
 ) -> None:
     blocks = set[int]()
     monkeypatch.setattr(triton_four_bit, "multiply", _noting(blocks))
-    problem = replace(_BASE, **changes)
-    with override_config(choose_tiles(problem, problem.tokens)):  # and not the single path
-        proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
+    case = Case(_NO_EP, "TritonExperts", replace(_BASE, **changes), routing)
+    proof = prove(case, machine)
     assert proof.passed, str(proof)
     assert block_m in blocks
 

@@ -63,9 +63,7 @@ def problems() -> tuple[Problem, ...]:
         {"hidden": 200, "intermediate": 136, "tokens": 4},
     )
     large = replace(_BASE, tokens=512)
-    # One token of packed weights: without an alignment too, by kernels of their own.
     quantised = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
-    quantised += [replace(_BASE, tokens=1, quant=q) for q in _QUANT[-2:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
     return (*half, *fp32, *flags, *quantised)
 

@@ -37,8 +37,6 @@ def test_every_kernel_of_the_project_was_compiled(rows: list[Row]) -> None:
         "segment_gemm_kernel",
         "single_down_kernel",
         "single_up_kernel",
-        "single_words_down_kernel",
-        "single_words_up_kernel",
         "sort_place_kernel",
         "weight_and_sum_kernel",
     }

@@ -224,7 +224,7 @@ def multiply_words(
     """float32 (STEPS, ROWS, M): weights less their zero points times x, without scales.
 
     words: int32 (STEPS, ROWS, DEPTH / 8); x: (STEPS, DEPTH, M) in word order, `boosted`; zero: as
-    load_zero gives it, (STEPS, ROWS, 1 or M).
+    load_zero gives it, (STEPS, ROWS, 1).
     """
     part = tl.dot(unpack_words(words, E2M1, x.dtype, STEPS, ROWS, DEPTH), x)
     if HAS_ZERO or counts_from_zero(E2M1, x.dtype):
@@ -235,7 +235,7 @@ def multiply_words(
         # By reshape: `[:, None]` would send them through shared memory.
         sums = tl.reshape(sums, (STEPS, 1, 16, M))
         if HAS_ZERO:
-            zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, zero.shape[2])) * sums
+            zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, 1)) * sums
         else:
             zeros = tl.broadcast_to(sums * 8.0, (STEPS, ROWS // 16, 16, M))
         part -= tl.reshape(zeros, (STEPS, ROWS, M))
