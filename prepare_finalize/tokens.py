@@ -75,6 +75,8 @@ def weight_and_reduce(
     """Apply what the experts left to do, or the contiguous reducer if they leave the choice."""
     if reduce.kind is Reduce.DELEGATE:
         reduce = TopKWeightAndReduceContiguous()
+    if reduce.kind is Reduce.NOOP and expert_output is out:
+        return
     scale = problem.routed_scaling_factor
     with stages.stage(stages.REDUCE):
         reduce.apply(ExpertRows(expert_output, None, topk_weights_TK, scale), out)
