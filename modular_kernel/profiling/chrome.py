@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.profiling.events import Event, end_of
+from modular_kernel.profiling.events import Event, ends_of
 
 BARRIER = "mk::barrier"
 _PHASES = frozenset("XBEiIMsftCbneNODPvRcS(),a")  # of the format's description
@@ -74,7 +74,7 @@ def merged(traces: Sequence[Trace], names: Sequence[str]) -> Trace:
 
     What torch's profiler shows as processes of a rank (the host, each GPU) become its threads.
     """
-    bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
+    bases = [_base(trace) for trace in traces]
     events: list[Event] = []
     for rank, (trace, base, name) in enumerate(zip(traces, bases, names, strict=True)):
         events += _of_rank(trace["traceEvents"], rank, name, (base - min(bases)) / 1e3)
@@ -127,18 +127,20 @@ def _metadata(kind: str, process: int, thread: int, **arguments: object) -> Even
 def barrier_spread_us(traces: Sequence[Trace]) -> float | None:
     """Microseconds between the first and the last rank that left one barrier, on the one clock.
 
-    Bounds what ranks' clocks differ by, together with how unequally the barrier let them go. None
-    for one rank, or if a rank has no such mark.
+    The least of all barriers that every rank marked: it bounds what ranks' clocks differ by,
+    together with how unequally that barrier let them go. None for one rank, or without marks.
     """
-    ends = []
-    for trace in traces:
-        end = end_of(trace["traceEvents"], BARRIER)
-        if end is None:
-            return None
-        # Whole microseconds apart first: beside 1e18 ns a float keeps no microseconds.
-        ends.append((int(trace.get("baseTimeNanoseconds", 0)), end))
-    if len(ends) < 2:
+    first = min(_base(trace) for trace in traces)
+    # Whole nanoseconds apart first: beside 1e18 ns a float keeps no microseconds.
+    ends_WB = [
+        [(_base(trace) - first) / 1e3 + end for end in ends_of(trace["traceEvents"], BARRIER)]
+        for trace in traces
+    ]
+    if len(traces) < 2:
         return None
-    first = min(base for base, _ in ends)
-    on_one_clock = [(base - first) / 1e3 + end for base, end in ends]
-    return max(on_one_clock) - min(on_one_clock)
+    spreads = [max(ends) - min(ends) for ends in zip(*ends_WB, strict=False)]
+    return min(spreads, default=None)
+
+
+def _base(trace: Trace) -> int:
+    return int(trace.get("baseTimeNanoseconds", 0))

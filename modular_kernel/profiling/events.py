@@ -99,9 +99,6 @@ class _Range:
     own_us: float
     call: "_Range | None" = None
 
-    def holds(self, moment: float, thread: tuple[Any, Any]) -> bool:
-        return self.thread == thread and self.start <= moment <= self.end
-
 
 @dataclass
 class _Work:
@@ -130,10 +127,9 @@ def middle(calls: Sequence[CallTimes]) -> CallTimes:
     return sorted(calls, key=lambda call: call.span_us)[(len(calls) - 1) // 2]
 
 
-def end_of(events: Iterable[Event], name: str) -> float | None:
-    """When the first range called `name` ended; None if there is none."""
-    ends = [e["ts"] + e["dur"] for e in events if _is_range(e) and e["name"] == name]
-    return min(ends, default=None)
+def ends_of(events: Iterable[Event], name: str) -> list[float]:
+    """When the ranges called `name` ended, in their order."""
+    return sorted(e["ts"] + e["dur"] for e in events if _is_range(e) and e["name"] == name)
 
 
 def _is_range(event: Event) -> bool:
@@ -183,8 +179,10 @@ def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
 
 
 def _innermost(ranges: Sequence[_Range], moment: float, thread: tuple[Any, Any]) -> _Range | None:
-    holding = [each for each in ranges if each.holds(moment, thread)]
-    return max(holding, key=lambda each: (each.start, -each.end), default=None)
+    """The last range entered and not left; of another thread only if none of its own is open."""
+    holding = [each for each in ranges if each.start <= moment <= each.end]
+    own = [each for each in holding if each.thread == thread]
+    return max(own or holding, key=lambda each: (each.start, -each.end), default=None)
 
 
 def _times(

@@ -12,13 +12,14 @@ _STYLE = """
   :root { --ink: #e4e8f0; --page: #161a22; --soft: #222835; --line: #3a4356; }
 }
 body { font: 15px/1.5 system-ui, "DejaVu Sans", sans-serif; color: var(--ink);
-  background: var(--page); max-width: 1060px; margin: 2rem auto; padding: 0 1rem; }
+  background: var(--page); max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dt { font-weight: 600; } dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 1rem 0; }
 th, td { padding: .25rem .6rem; border-bottom: 1px solid var(--line); text-align: right; }
 th:first-child, td:first-child { text-align: left; }
+th { white-space: nowrap; } table { font-size: .9rem; }
 tr.total td { font-weight: 600; border-top: 2px solid var(--line); }
 .wide { overflow-x: auto; }
 .tiles { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1rem 0; }

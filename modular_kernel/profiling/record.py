@@ -36,6 +36,7 @@ _CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
 _SPARE = 3.0  # times what the host takes for an eager call that nobody profiles
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-3, 0.5
 _WARM_CALLS = 3
+_BARRIERS = 5  # of which the one that let go most equally tells how far clocks agree
 _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed: ranks that wait for each other make as many
 
 
@@ -261,8 +262,9 @@ class _Bench:
 
     def _queue(self, call: Callable[[], torch.Tensor], pause: float) -> None:
         """The calls to trace, behind a pause of the GPU in which the host queues them all."""
-        with record_function(BARRIER):
-            self._barrier()
+        for _ in range(_BARRIERS):
+            with record_function(BARRIER):
+                self._barrier()
         if self.on_gpu:
             torch.cuda._sleep(int(pause * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
         for _ in range(self.job.calls):

@@ -104,13 +104,17 @@ def _total(rank: RankProfile) -> str:
 
 def _eager(rank: RankProfile) -> str:
     call, clock = rank.call, "the device" if rank.call.launches is not None else "the host"
-    launches = "" if call.launches is None else f", {call.launches} launches"
-    return (
-        f"Stages, by one eager call of {rank.calls} traced: they sum to "
-        f"{number(rank.sum_us)} us of {clock} and cover "
-        f"{rank.coverage:.1%} of its time; that is {rank.sum_to_span:.1%} of the call from first to last ({number(call.span_us)} us) and {rank.sum_to_total:.1%} of the "
-        f"total{launches}. The host took {number(call.host_us)} us for that call."
+    launches = "" if call.launches is None else f" in {call.launches} launches"
+    text = (
+        f"Stages, by one eager call of {rank.calls} traced: they sum to {number(rank.sum_us)} us "
+        f"of {clock}{launches} and cover {rank.coverage:.1%} of its time. That is "
+        f"{rank.sum_to_span:.1%} of the {number(call.span_us)} us from the call's first work to "
+        f"its last, and {rank.sum_to_total:.1%} of the total. The host took "
+        f"{number(call.host_us)} us for that call."
     )
+    if rank.load.crossing:
+        text += " Exchanges count the time that they wait for other ranks."
+    return text
 
 
 def _furthest(rank: RankProfile) -> str:
@@ -129,10 +133,10 @@ def _furthest(rank: RankProfile) -> str:
 
 def _memory(rank: RankProfile) -> str:
     memory = rank.memory
-    text = f"Workspace: {memory.workspace / 2**20:.2f} MiB held by the plan"
+    text = f"Workspace: {number(memory.workspace / 2**20)} MiB held by the plan"
     if memory.peak is None:
         return text + "."
-    return text + f"; {memory.peak / 2**20:.2f} MiB at the peak, with outputs."
+    return text + f"; {number(memory.peak / 2**20)} MiB at the peak, with outputs."
 
 
 def _clocks(pair: PairProfile) -> str:
