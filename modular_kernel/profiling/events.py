@@ -182,7 +182,8 @@ def _innermost(ranges: Sequence[_Range], moment: float, thread: tuple[Any, Any])
     """The last range entered and not left; of another thread only if none of its own is open."""
     holding = [each for each in ranges if each.start <= moment <= each.end]
     own = [each for each in holding if each.thread == thread]
-    return max(own or holding, key=lambda each: (each.start, -each.end), default=None)
+    in_calls = own or [each for each in holding if each.call is not None]
+    return max(in_calls, key=lambda each: (each.start, -each.end), default=None)
 
 
 def _times(
