@@ -18,7 +18,9 @@ it, and b of h as GEMM 2 gets it: s, or where it was quantised 1 and its share o
 
 "rows" of GEMM 1 are the P permuted ones where a stage before it permutes, else R. A fused stage
 reads what its first part reads and writes what its last part writes: nothing in between need leave
-the chip. flops are those of products; links count one way, the busier one. Without ranks R = T.
+the chip. Between two stages rows are counted as if memory held them: where the L2 cache does, a
+stage that moves them can beat its floor. flops are those of products; links count one way, the
+busier one. Without ranks R = T.
 
     floor = max(flops / rate, (read + weights + written) / bandwidth, over links / link rate)
 """
