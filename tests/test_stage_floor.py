@@ -9,6 +9,7 @@ from modular_kernel import stages
 from modular_kernel.bench.floor import Peaks, expert_bytes, floor_of, work_of
 from modular_kernel.bench.routing import Load
 from modular_kernel.bench.stage_floor import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.placement import Placement
 from modular_kernel.profiling.inputs import load_of_rank
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Parallel, Problem
@@ -62,6 +63,13 @@ def test_a_fused_stage_moves_nothing_in_between() -> None:
     assert sent == StageWork(0, 10 * 64, 0, 9 * 36, 6 * 36)
 
 
+def test_what_experts_quantise_themselves_travels_as_it_was() -> None:
+    quantises = stages.fused(stages.QUANTISE_INPUT, stages.GEMM1)
+    late = works(stages.DISPATCH, stages.PERMUTE, quantises, quant="fp8_w8a8_channel")
+    assert late[stages.DISPATCH] == StageWork(0, 10 * 64, 0, 9 * 64, 6 * 64)
+    assert late[stages.PERMUTE] == StageWork(0, 9 * 64, 0, 18 * 64)
+
+
 def test_what_is_not_known_has_no_work() -> None:
     assert works("mk::mine", stages.fused(stages.GEMM2, "mk::mine"), stages.EXPERTS) == {}
 
@@ -104,3 +112,14 @@ def test_what_a_rank_receives_and_sends() -> None:
     assert here[1] == RankLoad(tokens=3, rows=5, pairs=7, touched=2, out=2, back=3)
     same = load_of_rank([routings[0]] * 2, problem, replicated=True)
     assert same == RankLoad(tokens=4, rows=2, pairs=3, touched=2, out=0, back=4)
+
+
+def test_ranks_take_turns_with_the_copies_of_an_expert() -> None:
+    """Expert 0 is on both ranks: of their first tokens each keeps its own."""
+    one = Routing(torch.ones(1, 1), torch.tensor([[0]]))
+    placement = Placement(((0, 1), (0, 2)))
+    problem = Problem(tokens=1, hidden=32, intermediate=32, experts=3, top_k=1)
+    for rank in (0, 1):
+        own = replace(problem, parallel=Parallel(2, placement, rank))
+        load = load_of_rank([one, one], own, replicated=False)
+        assert load == RankLoad(tokens=1, rows=1, pairs=1, touched=1)
