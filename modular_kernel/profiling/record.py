@@ -152,6 +152,8 @@ class _Bench:
     ) -> None:
         self.job, self.problem, self.device, self.group = job, problem, device, group
         self.inputs = inputs
+        # An inplace layer overwrites x, so that the next pairing would find another.
+        self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
         self.on_gpu = device.type == "cuda"
         self.wipe: Wiper = wiper_of(device)
         self.clock = clock_of(device)
@@ -179,7 +181,7 @@ class _Bench:
         before = self._allocated(reset=True)
         kernel = make_kernel(pf, experts, self.problem, group=self.group, machine=self.job.machine)
         plan, given = kernel.plan(), self.inputs
-        x_TH = given.x_TH.clone() if self.problem.inplace else given.x_TH
+        x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
         output = plan(x_TH, given.weights, given.routing).clone()
         for _ in range(_WARM_CALLS if self.on_gpu else 0):
             self._call(plan)
