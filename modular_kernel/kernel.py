@@ -245,7 +245,12 @@ class FusedMoEModularKernel:
         part = self.prepare_finalize
         with stages.stage(stages.PREPARE):
             if part.has_prepare_no_receive():
-                receive = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+                arriving = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+
+                def receive() -> tuple[Dispatched, Handle]:
+                    with stages.stage(stages.RECEIVE):
+                        return arriving()
+
             else:
                 arrived = part.prepare(x_TH, routing, weights=weights, call=call)
 

@@ -41,11 +41,11 @@ class Shape(NamedTuple):
         return self._replace(block=min(self.block, least))
 
 
-# Measured on two H200 (2026-11-20, triton 3.6.0), hidden 7168: for up to so many tokens of a rank,
-# and beyond.
+# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168: for up to so many tokens of
+# a rank, and beyond.
 _FEW_TOKENS = 512
 _FEW = Shape(1024, 4, 4)
-_DISPATCH = Shape(8192, 8, 4, whole_rows=True)
+_DISPATCH = Shape(2048, 8, 4, whole_rows=True)
 _COMBINE = Shape(2048, 8, 4)
 
 

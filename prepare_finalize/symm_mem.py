@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
@@ -118,7 +119,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         arrived, handle = self._begin(x_TH, routing, weights, call, wait=False)
 
         def receive() -> tuple[Dispatched, Handle]:
-            handle.exchange.receive()
+            with stages.stage(stages.DISPATCH):
+                handle.exchange.receive()
             return arrived, handle
 
         return receive
@@ -146,7 +148,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         quantised = self._quantised(x_TH, weights, call) if self._quantises_before() else None
         manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
         tables = self.tables(x_TH.device)
-        exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
+        on_the_way = quantises_on_the_way(problem.scheme, problem.hidden)
+        with stages.stage(stages.QUANTISE_DISPATCH if on_the_way else stages.DISPATCH):
+            exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
         left = None if problem.apply_router_weight_on_input else slot.weights_RK
         scale = weights.a1_scale if problem.scheme.static else slot.scale_RG
         arrived = self.local_tokens(call, slot.x_RH, scale, slot.ids_RK, slot.weights_RK)
@@ -163,7 +167,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         static = weights.a1_scale if scheme.static else None
         shape = (x_TH.shape[0], self.problem.hidden)
         out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
-        quantise_rows(x_TH, scheme, out=out)
+        with stages.stage(stages.QUANTISE_INPUT):
+            quantise_rows(x_TH, scheme, out=out)
         return out
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
@@ -186,7 +191,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
                 expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
         record = manager.last_calls.begin(manager.step, "combine", y_RH.nbytes)
-        own.exchange.combine(out)
+        with stages.stage(stages.COMBINE):
+            own.exchange.combine(out)
         manager.last_calls.end(record, "launched")
         self._held.pop(own.place)()
         manager.check_open()  # what is known by now

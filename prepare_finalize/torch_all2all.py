@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
@@ -84,6 +85,19 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        # What is quantised in between has a range of its own inside.
+        with stages.stage(stages.DISPATCH):
+            receive = self._send(x_TH, routing, weights, call)
+
+        def received() -> tuple[Dispatched, Handle]:
+            with stages.stage(stages.DISPATCH):
+                return receive()
+
+        return received
+
+    def _send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
         manager, device = self.manager, x_TH.device
         manager.check_device(device)
@@ -174,20 +188,21 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         sum_RH = take("rows_sum", (sum(from_W), hidden))
         self.sum_rows(expert_output, own, reduce, sum_RH)
         returned = take("returned", (sum(to_W), hidden))
-        if _any_rows(own.agreed):
-            self.manager.all_to_all(
-                returned.view(torch.uint8),
-                sum_RH.view(torch.uint8),
-                out_rows=to_W,
-                given_rows=from_W,
-                step=own.agreed.step,
-                phase="combine",
-            ).wait()
-        sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
-        # A rank returns a token once, so the order of a sum is that of the ranks.
-        for start, stop in pairwise(accumulate(to_W, initial=0)):
-            sum_TH.index_add_(0, own.token_N[start:stop], returned[start:stop].float())
-        out.copy_(sum_TH)
+        with stages.stage(stages.COMBINE):
+            if _any_rows(own.agreed):
+                self.manager.all_to_all(
+                    returned.view(torch.uint8),
+                    sum_RH.view(torch.uint8),
+                    out_rows=to_W,
+                    given_rows=from_W,
+                    step=own.agreed.step,
+                    phase="combine",
+                ).wait()
+            sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
+            # A rank returns a token once, so the order of a sum is that of the ranks.
+            for start, stop in pairwise(accumulate(to_W, initial=0)):
+                sum_TH.index_add_(0, own.token_N[start:stop], returned[start:stop].float())
+            out.copy_(sum_TH)
 
 
 def _rows_out_and_in(agreed: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
