@@ -14,14 +14,16 @@ _RATIOS = ("ours / floor", "ours / best peer")
 def benchmarks_document(records: Sequence[Record], *, cells: bool) -> Document:
     """cells: with every cell as a table, not the drawings and summaries alone."""
     drawn = [record for record in records if record.report is not None and record.report.rows]
+    drawn.sort(key=_date, reverse=True)
     others = [record for record in records if record not in drawn]
     blocks: list[Block] = [
         Heading(1, "Benchmark results"),
         Text(
             "Every record in `docs/benchmarks`: microseconds of a whole layer over the number of "
-            "tokens. Each record is one run; what holds between two records also holds the "
-            "difference between two runs. [Benchmarks](benchmarks/README.md) describes the "
-            "method and how to measure; the pages beside it say what was compared, and why."
+            "tokens, the newest first: an older one tells of older kernels. Each is one run; a "
+            "ratio of two records also holds the difference between two runs. "
+            "[Benchmarks](benchmarks/README.md) describes the method and how to measure; the pages "
+            "beside it say what was compared, and why."
         ),
     ]
     for record in drawn:
@@ -35,6 +37,10 @@ def benchmarks_document(records: Sequence[Record], *, cells: bool) -> Document:
     return tuple(blocks)
 
 
+def _date(record: Record) -> str:
+    return str(record.report.environment.get("date", "")) if record.report is not None else ""
+
+
 def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
     found: list[Block] = [Heading(2, name), Text(_origin(report))]
     lines = summary(report)
@@ -42,7 +48,7 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
         found.append(Items(lines))
     svg = drawing(report)
     if svg:
-        caption = f"{name}: time over tokens; ours drawn through, others dotted, the floor dashed."
+        caption = f"{name}: ours drawn through, others dotted, the floor dashed."
         found.append(Figure(name, svg, caption))
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
@@ -53,7 +59,7 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
 
 def _origin(report: Report) -> str:
     env = report.environment
-    facts = [env.get("device"), str(env.get("date", ""))[:10]]
+    facts = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
     facts += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]
     shapes = len(dict.fromkeys(row.shape for row in report.rows))
     counts = f"{len(report.rows)} rows, {shapes} shapes"

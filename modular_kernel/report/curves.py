@@ -1,4 +1,5 @@
-"""Time over tokens as an SVG drawing, by the same panels as `mk bench --plot`, without a library.
+"""Records as SVG drawings, by the panels of `mk bench --plot`, without a library: time over tokens,
+as a multiple of the floor where each row has one. Over decades of time, a tenth cannot be seen.
 
 Numbers are written with one decimal, so that a drawing has the same bytes everywhere.
 """
@@ -13,21 +14,37 @@ from modular_kernel.bench.table import label
 
 _ACROSS = 3
 _WIDTH, _HEIGHT = 380, 300  # of a panel
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 28, 40  # room for its labels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 24, 28, 40  # room for its labels
 _LEGEND = 20  # height of a line of the legend
 _COLOURS = (
     "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e",
     "#8c564b", "#e377c2", "#17becf", "#7f7f7f", "#bcbd22",
 )  # fmt: skip
 _FLOOR = "floor"
+# Up to which ratio of the ends, and where there is a tick in each decade.
+_STEPS = (
+    (2.0, (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9)),
+    (5.0, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)),
+    (100.0, (1, 2, 5)),
+    (math.inf, (1,)),
+)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """height: what is drawn, a multiple of the floor or the microseconds."""
+
+    tokens: int
+    height: float
+    us: float
 
 
 @dataclass(frozen=True)
 class _Curve:
-    """points: (tokens, microseconds), by tokens."""
+    """points: by tokens."""
 
     name: str
-    points: Sequence[tuple[int, float]]
+    points: Sequence["_Point"]
     ours: bool
 
 
@@ -35,6 +52,7 @@ class _Curve:
 class _Panel:
     title: str
     curves: Sequence[_Curve]
+    unit: str
 
 
 def drawing(report: Report) -> str:
@@ -70,17 +88,25 @@ def _panels(report: Report) -> list[_Panel]:
     for row in report.rows:
         if row.competes:
             groups.setdefault((row.shape, row.operands, row.routing), []).append(row)
-    return [_Panel(", ".join(name), _curves(rows)) for name, rows in groups.items()]
+    return [_panel(", ".join(name), rows) for name, rows in groups.items()]
 
 
-def _curves(rows: Sequence[Row]) -> list[_Curve]:
-    floors = {row.tokens: row.floor_us for row in rows if row.floor_us}
-    curves = [_Curve(_FLOOR, sorted(floors.items()), ours=False)] if floors else []
+def _panel(title: str, rows: Sequence[Row]) -> _Panel:
+    over_floor = all(row.floor_us for row in rows)
+    curves = []
+    if over_floor:
+        floors = sorted({(row.tokens, row.floor_us or 0.0) for row in rows})
+        curves.append(_Curve(_FLOOR, [_Point(t, 1.0, us) for t, us in floors], ours=False))
     for name in dict.fromkeys(label(row) for row in rows):
-        mine = [row for row in rows if label(row) == name]
-        points = sorted((row.tokens, row.us) for row in mine if row.us)
+        mine = sorted((r for r in rows if label(r) == name), key=lambda r: r.tokens)
+        points = [_point(row, over_floor) for row in mine]
         curves.append(_Curve(name, points, mine[0].origin == OURS))
-    return curves
+    return _Panel(title, curves, "time / floor" if over_floor else "microseconds")
+
+
+def _point(row: Row, over_floor: bool) -> _Point:
+    us = row.us or 0.0  # a row that competes has a time
+    return _Point(row.tokens, us / (row.floor_us or us) if over_floor else us, us)
 
 
 def _legend(names: Sequence[str], colours: dict[str, str], ours: set[str], across: int) -> str:
@@ -125,21 +151,21 @@ class _Axis:
 
 def _drawn(panel: _Panel, colours: dict[str, str]) -> str:
     points = [point for curve in panel.curves for point in curve.points]
-    x = _Axis.over((tokens for tokens, _ in points), _LEFT, _WIDTH - _RIGHT)
-    times = [us for _, us in points]
-    y = _Axis.over((min(times) * 0.9, max(times) * 1.1), _HEIGHT - _BOTTOM, _TOP)
-    lines = [_frame(panel.title), *_grid(x, y, sorted({tokens for tokens, _ in points}))]
+    x = _Axis.over((point.tokens for point in points), _LEFT, _WIDTH - _RIGHT)
+    heights = [point.height for point in points]
+    y = _Axis.over((min(heights) * 0.95, max(heights) * 1.05), _HEIGHT - _BOTTOM, _TOP)
+    lines = [_frame(panel), *_grid(x, y, sorted({point.tokens for point in points}))]
     lines += [_curve(curve, x, y, colours[curve.name]) for curve in panel.curves]
     return "\n".join(lines)
 
 
-def _frame(title: str) -> str:
-    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+def _frame(panel: _Panel) -> str:
+    middle, title = (_LEFT + _WIDTH - _RIGHT) / 2, escape(panel.title)
     return (
-        f'<text x="{middle:.1f}" y="16" text-anchor="middle" font-weight="bold">{escape(title)}'
-        f'</text><text x="{middle:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">tokens</text>'
+        f'<text x="{middle:.1f}" y="16" text-anchor="middle" font-weight="bold">{title}</text>'
+        f'<text x="{middle:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">tokens</text>'
         f'<text x="12" y="{_HEIGHT / 2:.1f}" text-anchor="middle" '
-        f'transform="rotate(-90 12 {_HEIGHT / 2:.1f})">microseconds</text>'
+        f'transform="rotate(-90 12 {_HEIGHT / 2:.1f})">{panel.unit}</text>'
     )
 
 
@@ -152,25 +178,25 @@ def _grid(x: _Axis, y: _Axis, tokens: Sequence[int]) -> list[str]:
             f'stroke="#e4e4e4"/><text x="{at:.1f}" y="{_HEIGHT - _BOTTOM + 14}" '
             f'text-anchor="middle">{number}</text>'
         )
-    for number in _ticks(y.low, y.high):
-        at = y.at(number)
+    for height in _ticks(y.low, y.high):
+        at = y.at(height)
         lines.append(
             f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_WIDTH - _RIGHT}" y2="{at:.1f}" '
             f'stroke="#e4e4e4"/><text x="{_LEFT - 5}" y="{at + 4:.1f}" '
-            f'text-anchor="end">{number:g}</text>'
+            f'text-anchor="end">{height:g}</text>'
         )
     return lines
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten, or powers alone where that would be many."""
+    """Round numbers, the fewer the wider the range."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 100 else (1,)
+    steps = next(steps for ratio, steps in _STEPS if high / low < ratio)
     return [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
 
 
 def _curve(curve: _Curve, x: _Axis, y: _Axis, colour: str) -> str:
-    places = [(x.at(tokens), y.at(us)) for tokens, us in curve.points]
+    places = [(x.at(point.tokens), y.at(point.height)) for point in curve.points]
     path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
     dash = _dash(curve.name, curve.ours)
     drawn = f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"{dash}/>'
@@ -178,7 +204,7 @@ def _curve(curve: _Curve, x: _Axis, y: _Axis, colour: str) -> str:
         return drawn
     dots = [
         f'<circle cx="{left:.1f}" cy="{top:.1f}" r="2.2" fill="{colour}">'
-        f"<title>{escape(curve.name)}, {tokens} tokens: {us:.1f} us</title></circle>"
-        for (left, top), (tokens, us) in zip(places, curve.points, strict=True)
+        f"<title>{escape(curve.name)}, {point.tokens} tokens: {point.us:.1f} us</title></circle>"
+        for (left, top), point in zip(places, curve.points, strict=True)
     ]
     return "\n".join([drawn, *dots])

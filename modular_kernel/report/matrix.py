@@ -49,7 +49,7 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
         Heading(1, "Support matrix"),
         Text(
             "Every `PrepareAndFinalize` with every experts part, in every scheme and on "
-            f"{_listed(matrix.world_sizes)} ranks, as `mk check` judges them. A *yes* says that no "
+            f"{_listed(matrix.world_sizes)} ranks, as `mk check` judges them. A `yes` says that no "
             "rule refuses the pair; what the test suite proves, and on which machines, is listed "
             "in `tests/must_run.txt`."
         ),
@@ -110,7 +110,7 @@ def _takes(requires: Requirements) -> str:
 
 
 def _schemes(names: frozenset[str]) -> str:
-    others = QUANT_SCHEMES.keys() - names
+    others = frozenset(QUANT_SCHEMES) - names
     if len(others) < len(names):
         return f"all schemes but {numbered(others)}" if others else "all schemes"
     return numbered(names) or "nothing"

@@ -20,7 +20,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff;
        max-width: 1200px; margin: 2em auto; padding: 0 1em; }
 h1, h2, h3 { line-height: 1.2; margin: 1.6em 0 .5em; }
-nav ul { columns: 2; }
+nav ul { columns: 3; list-style: none; padding: 0; }
+nav .level-1 { font-weight: bold; }
 code, pre { font: 13px/1.4 ui-monospace, monospace; background: #f4f4f4; }
 pre { padding: .8em; overflow-x: auto; }
 .wide { overflow-x: auto; }
@@ -33,29 +34,24 @@ td.no { background: #fbeaea; }
 figure { margin: 1em 0; }
 svg { max-width: 100%; height: auto; }
 """
+_LISTED = 2  # levels of headings in the table of contents
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _CODE = re.compile(r"(`[^`]+`)")
 
 
 def page(title: str, document: Document) -> str:
     """The whole file, with a table of contents."""
-    numbered = list(enumerate(document))
-    contents = "".join(
-        f'<li><a href="#{_anchor(number)}">{_inline(block.text)}</a></li>\n'
-        for number, block in numbered
-        if isinstance(block, Heading) and block.level == 2
-    )
-    body = []
-    for number, block in numbered:
+    contents, body = [], []
+    for number, block in enumerate(document):
         body.append(_block(block, _anchor(number)))
-        if isinstance(block, Heading) and block.level == 1:
-            body.append(f"<nav><ul>\n{contents}</ul></nav>")
+        if isinstance(block, Heading) and block.level <= _LISTED:
+            link = f'<a href="#{_anchor(number)}">{_inline(block.text)}</a>'
+            contents.append(f'<li class="level-{block.level}">{link}</li>\n')
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body>\n</html>\n"
+        f"<nav><ul>\n{''.join(contents)}</ul></nav>\n" + "\n".join(body) + "\n</body>\n</html>\n"
     )
 
 
