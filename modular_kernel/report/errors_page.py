@@ -38,10 +38,10 @@ def errors_document(module: ModuleType = errors) -> Document:
     return (
         Heading(1, "Errors"),
         Text(
-            "A mistake of the caller raises one of these before anything is launched; all can be "
-            "imported from `modular_kernel.errors`, and `ModularKernelError` catches all. An "
-            "`InputError` says `what` was wrong, what it `got` and what it `need`s; most are a "
-            "`ValueError` too. An `AssertionError` is a defect of the toolkit: report it."
+            "Every exception that is raised on purpose; all are in `modular_kernel.errors`, and "
+            "`ModularKernelError` catches all. A mistake of the caller is an `InputError`: it is "
+            "raised before anything is launched, and says `what` was wrong, what it `got` and what "
+            "it `need`s. An `AssertionError` is a defect of the toolkit: report it."
         ),
         Code("python", _EXAMPLE),
         Text("On the command line a refused pair exits with 1 and bad usage with 2."),
