@@ -147,6 +147,23 @@ _SINGLE: tuple[ByBlock, ByBlock] = (
         ),
     },
 )  # fmt: skip
+# Of 4-bit weights (tile_words).
+_SINGLE_WORDS: tuple[ByBlock, ByBlock] = (
+    {
+        16: (
+            (32, 512, 4, 2), (32, 512, 4, 3), (32, 1024, 4, 2), (32, 1024, 4, 3), (32, 512, 2, 3),
+            (32, 256, 2, 4), (64, 512, 4, 2), (64, 512, 4, 3), (64, 256, 2, 3), (64, 1024, 4, 2),
+            (64, 1024, 8, 2), (128, 512, 4, 2),
+        ),
+    },
+    {
+        16: (
+            (16, 128, 8, 3, 8), (32, 128, 8, 3, 8), (64, 128, 8, 2, 8), (16, 256, 8, 2, 8),
+            (32, 256, 8, 2, 8), (32, 128, 4, 3, 4), (32, 256, 4, 2, 4), (32, 512, 8, 3, 4),
+            (32, 512, 8, 2, 2), (32, 1024, 8, 2, 2), (32, 512, 4, 3, 2), (64, 512, 4, 2, 2),
+        ),
+    },
+)  # fmt: skip
 
 
 def rows_span(problem: Problem, path: str, block_m: int) -> tuple[float, float]:
@@ -160,7 +177,7 @@ def rows_span(problem: Problem, path: str, block_m: int) -> tuple[float, float]:
 def entries(problem: Problem, path: str) -> tuple[ByBlock, ByBlock]:
     """Entries for the GEMMs of `problem` on `path`, by block_m; the regimes' come beside them."""
     if path == SINGLE:
-        return _SINGLE
+        return _SINGLE_WORDS if problem.scheme.packed else _SINGLE
     both = _both(problem, path)
     return both, both
 

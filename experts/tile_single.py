@@ -2,13 +2,14 @@
 
 A tile's block_n counts rows of weights that a program holds at once (of gate, and as many of up);
 in GEMM 2 group_m pairs of a token share them. block_k may span a scheme's groups. block_m is of no
-account.
+account. Of 4-bit weights see tile_words.
 """
 
 from dataclasses import replace
 
 import torch
 
+from experts import tile_words
 from experts.tile_shapes import SINGLE, Gemm, Tile, TilePair
 from modular_kernel.types import Problem
 
@@ -31,11 +32,11 @@ _WIDE = 4096  # hidden values from which programs of GEMM 1 share the search for
 
 
 def serves(problem: Problem) -> bool:
-    """Whether the kernels of this path can compute `problem`: weights are not packed, and groups
-    of activations are powers of two, because they are cut by halves."""
+    """Whether the kernels of this path can compute `problem`: groups of activations are powers of
+    two, because they are cut by halves."""
     scheme = problem.scheme
     if scheme.packed:
-        return False
+        return tile_words.serves_single(problem)
     group = scheme.group[-1] if scheme.activation_granularity == "group" else 1
     return group & (group - 1) == 0 or group >= max(problem.hidden, problem.intermediate)
 
@@ -46,6 +47,8 @@ def most_tokens(problem: Problem) -> int:
     Tokens read the weights of an expert they share once each, so that it pays while few do; the
     aligned path's products of 8 bits catch up sooner.
     """
+    if problem.scheme.packed:
+        return tile_words.most_tokens(problem)
     most, share = (4, 4) if problem.scheme.quantised else (8, 2)
     return min(most, max(1, problem.experts // (share * problem.top_k)))
 
@@ -57,6 +60,8 @@ def unbounded(gemm: Gemm) -> Gemm:
 
 def default(problem: Problem) -> TilePair:
     """The tiles without a tuned file."""
+    if problem.scheme.packed:
+        return tile_words.single(problem)
     narrow = problem.scheme.quantised
     rows = next(row for most, row in (_BYTES if narrow else _HALF) if problem.intermediate <= most)
     first = (32 if narrow and problem.hidden > _WIDE else 16, 512, 8)

@@ -11,6 +11,7 @@ from experts.triton_gemm import SCHEMES, group_rejections
 from experts.triton_path import Path, PathCall, room_for
 from experts.triton_permuted import PermutedPath
 from experts.triton_single import SinglePath
+from experts.triton_single_words import SingleWordsPath
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
@@ -54,7 +55,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def tunable(cls, problem: Problem) -> TileSpace:
-        return TileSpace(problem, cls.__name__, tuple(_paths(problem)))
+        return TileSpace(problem, cls.__name__, tuple(_paths(problem)), few_rows=True)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -101,7 +102,8 @@ def _paths(problem: Problem) -> dict[str, Path]:
     """The paths that can serve `problem` here, by name."""
     paths: list[Path] = [AlignedPath(problem)]
     if tile_single.serves(problem):
-        paths.append(SinglePath(problem))
+        packed = problem.scheme.packed
+        paths.append(SingleWordsPath(problem) if packed else SinglePath(problem))
     if tile_permuted.serves(problem, this_store().device):
         paths.append(PermutedPath(problem))
     return {path.name: path for path in paths}

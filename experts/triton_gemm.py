@@ -28,6 +28,7 @@ SCHEMES = frozenset(
 )
 _MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
 _LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
+_ALIGNMENT = 16  # bytes of one copy
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,12 @@ def group_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
             got = f"a group of {group_k}"
             found.append(Rejection("quant_block", (name, "problem"), got, need))
     return tuple(found)
+
+
+def words_lie_ready(w: torch.Tensor) -> bool:
+    """Whether rows of w, bytes of two weights, can be copied 16 bytes at once."""
+    starts = (w.data_ptr(), w.stride(0), w.stride(1))
+    return w.stride(2) == 1 and all(n % _ALIGNMENT == 0 for n in starts)
 
 
 def first_product(weights: ExpertWeights, problem: Problem) -> Product:

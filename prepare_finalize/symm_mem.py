@@ -178,6 +178,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         out: torch.Tensor,
     ) -> None:
         own = self._own(handle)
+        if own.place in self._free:
+            raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         y_RH, manager = own.exchange.slot.y_RH, self.manager
         if expert_output is not y_RH:
             weight_and_reduce(
@@ -190,12 +192,10 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         manager.check_open()  # what is known by now
 
     def _own(self, handle: Handle) -> SymmMemHandle:
-        """UnsupportedError unless `handle` is of a call of this part that was not finished."""
+        """UnsupportedError unless `handle` is of this very part."""
         if not isinstance(handle, SymmMemHandle) or handle.part is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
-        if handle.place in self._free:
-            raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         return handle
 
 

@@ -65,3 +65,23 @@ def weight_and_reduce(
         reduce = TopKWeightAndReduceContiguous()
     scale = problem.routed_scaling_factor
     reduce.apply(ExpertRows(expert_output, None, topk_weights_TK, scale), out)
+
+
+def reduced_rows(
+    expert_output: torch.Tensor,
+    topk_weights_RK: torch.Tensor,
+    problem: Problem,
+    call: Call,
+    reduce: TopKWeightAndReduce,
+) -> torch.Tensor:
+    """What a rank sends back for the rows that came to it: (R, H), weighted and summed here.
+
+    Takes the buffer "rows_sum" unless the experts left nothing to do.
+    """
+    rows, hidden = len(topk_weights_RK), problem.hidden
+    if reduce.kind is Reduce.NOOP:
+        return expert_output
+    sum_RH = call.workspace.take("rows_sum", (rows, hidden))
+    left = None if problem.apply_router_weight_on_input else topk_weights_RK
+    weight_and_reduce(expert_output, left, problem, reduce=reduce, out=sum_RH)
+    return sum_RH

@@ -11,7 +11,15 @@ from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
 from modular_kernel.types import ActivationFormat, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement, agree
@@ -48,7 +56,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         super().__init__(problem, group)
         self._rows = RowBuffers(problem)
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+    def dispatch_shape(self, tokens: int) -> DispatchShape:
         # Whatever this rank passes, another may pass problem.tokens.
         rows = self.problem.parallel.world_size * self.problem.tokens
         return ContiguousShape(rows, self.problem.top_k)
@@ -130,9 +138,26 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
             left = None if self.problem.apply_router_weight_on_input else here.weights_RK
             scales = scale if here.scale is None else here.scale
             arrived = self.local_tokens(call, here.x_RH, scales, here.ids_RK, here.weights_RK)
-            return arrived, All2AllHandle(self, call, agreed, left, token_N)
+            return self.arrange(arrived, All2AllHandle(self, call, agreed, left, token_N))
 
         return receive
+
+    def arrange(
+        self, tokens: ContiguousTokens, handle: All2AllHandle
+    ) -> tuple[Dispatched, All2AllHandle]:
+        """The rows that arrived, as experts take them, and what `sum_rows` needs of that."""
+        return tokens, handle
+
+    def sum_rows(
+        self,
+        expert_output: torch.Tensor,
+        handle: All2AllHandle,
+        reduce: TopKWeightAndReduce,
+        sum_RH: torch.Tensor,
+    ) -> None:
+        """sum_RH (R, H) = this rank's weighted sum of each row that arrived."""
+        weights_RK = handle.topk_weights_RK
+        weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
 
     def finalize(
         self,
@@ -147,9 +172,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         take, hidden = own.call.workspace.take, out.shape[1]
         to_W, from_W = _rows_out_and_in(own.agreed, self.manager.rank)
         sum_RH = take("rows_sum", (sum(from_W), hidden))
-        weight_and_reduce(
-            expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_RH
-        )
+        self.sum_rows(expert_output, own, reduce, sum_RH)
         returned = take("returned", (sum(to_W), hidden))
         if _any_rows(own.agreed):
             self.manager.all_to_all(

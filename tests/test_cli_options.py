@@ -21,7 +21,19 @@ from modular_kernel.testing.cases import BASE, Case, axes, command
 from modular_kernel.types import Combine, Parallel, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("list", "check", "test", "profile", "tune", "bench", "report", "compile", "doctor", "demo")
+VERBS = (
+    "list",
+    "check",
+    "test",
+    "profile",
+    "tune",
+    "bench",
+    "exchange",
+    "report",
+    "compile",
+    "doctor",
+    "demo",
+)
 HELP_SECONDS = 0.3
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 

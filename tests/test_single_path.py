@@ -94,10 +94,9 @@ def test_few_tokens_take_it() -> None:
         assert choose_tiles(problem, most).path == "aligned"
 
 
-def test_packed_weights_and_odd_groups_are_not_served() -> None:
+def test_odd_groups_are_not_served() -> None:
     assert tile_single.serves(replace(BASE, quant="fp8_w8a8_block"))
     assert tile_single.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
-    assert not tile_single.serves(replace(BASE, quant="int4_w4a16_group"))
     assert not tile_single.serves(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
 
 

@@ -9,6 +9,7 @@ from modular_kernel.cli.check import check
 from modular_kernel.cli.compile import compile_kernels
 from modular_kernel.cli.demo import demo
 from modular_kernel.cli.doctor import doctor
+from modular_kernel.cli.exchange import exchange
 from modular_kernel.cli.options import flattened
 from modular_kernel.cli.output import reports_errors
 from modular_kernel.cli.parts import list_parts
@@ -32,6 +33,7 @@ app.command("check")(reports_errors(flattened(check)))
 app.command("test")(reports_errors(flattened(prove)))
 app.command("profile")(reports_errors(flattened(profile)))
 app.command("bench")(reports_errors(flattened(bench)))
+app.command("exchange")(reports_errors(flattened(exchange)))
 app.command("tune")(reports_errors(flattened(tune)))
 app.command("report")(reports_errors(report))
 app.command("compile")(reports_errors(compile_kernels))

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from modular_kernel.catalog import Catalog, packages_of
+from modular_kernel.catalog import Catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.rules import judge
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.support import Rejection
@@ -14,6 +15,7 @@ _DISTRIBUTION = "modular-kernel "  # how the origin of a part of ours begins
 WORLD_SIZES = (1, 2, 4)
 # A layer of Qwen3-30B: no scheme's group leaves a rest, and ranks share the experts evenly.
 PROBLEM = Problem(tokens=128, hidden=2048, intermediate=768, experts=128, top_k=8)
+MACHINE = Machine("cuda", (9, 0), name="described")
 
 
 @dataclass(frozen=True)
@@ -82,32 +84,32 @@ def built_in(catalog: Catalog) -> Catalog:
     return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_DISTRIBUTION)))
 
 
-def reference_machine(catalog: Catalog) -> Machine:
-    """A GPU of compute capability 9.0 with every package that some part asks for."""
-    return Machine("cuda", (9, 0), packages_of(catalog) | {"triton"}, name="reference")
+def furnished(
+    machine: Machine, *parts: type[PrepareAndFinalize | PermuteExpertsUnpermute]
+) -> Machine:
+    """The machine with all the packages that these parts ask for, and none besides.
+
+    Two parts may want packages that exclude each other, so there is no machine with all of them.
+    """
+    packages = frozenset(package for part in parts for package in part.requires.packages)
+    return replace(machine, packages=packages)
 
 
 def judged_matrix(
     catalog: Catalog,
     *,
     problem: Problem = PROBLEM,
-    machine: Machine | None = None,
+    machine: Machine = MACHINE,
     world_sizes: Sequence[int] = WORLD_SIZES,
 ) -> Matrix:
-    """Judge all of it. machine: None means the reference machine of these parts."""
-    machine = machine or reference_machine(catalog)
+    """Judge all of it. machine: each pair finds the packages that its parts ask for there."""
     cells = [
-        Cell(
-            pf,
-            ex,
-            quant,
-            ranks,
-            _rejections(catalog, (pf, ex), machine, _ranks(problem, quant, ranks)),
-        )
+        Cell(pf, ex, quant, ranks, _rejections(catalog, (pf, ex), machine, problems))
         for ranks in world_sizes
         for pf in catalog.names("prepare_finalize")
         for ex in catalog.names("experts")
         for quant in QUANT_SCHEMES
+        for problems in [_ranks(problem, quant, ranks)]
     ]
     return Matrix(catalog, problem, machine, tuple(cells))
 
@@ -122,7 +124,8 @@ def _rejections(
     catalog: Catalog, pair: tuple[str, str], machine: Machine, problems: Iterable[Problem]
 ) -> tuple[Rejection, ...]:
     pf, experts = catalog.prepare_finalize(pair[0]), catalog.experts(pair[1])
-    found = [judge(pf, experts, problem, machine).rejections for problem in problems]
+    here = furnished(machine, pf, experts)
+    found = [judge(pf, experts, problem, here).rejections for problem in problems]
     return tuple(dict.fromkeys(rejection for of_rank in found for rejection in of_rank))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from modular_kernel.catalog import Part
 from modular_kernel.report.document import Block, Document, Heading, Items, Table, Text
-from modular_kernel.report.judged import Matrix, Reason, reasons
+from modular_kernel.report.judged import Matrix, Reason, furnished, reasons
 from modular_kernel.rules import unavailable
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.support import ALL_ACTIVATIONS, ALL_DTYPES, Requirements, numbered
@@ -36,8 +36,8 @@ def _introduction(matrix: Matrix) -> tuple[Block, ...]:
     problem, machine = matrix.problem, matrix.machine
     arch = f" of compute capability {machine.arch[0]}.{machine.arch[1]}" if machine.arch else ""
     where = (
-        f"Machine, described and not the one at hand: {machine.device}{arch}, with "
-        f"{numbered(machine.packages) or 'no optional package'}."
+        f"Machine, described and not the one at hand: {machine.device}{arch}, with the packages "
+        "that the two parts ask for."
     )
     what = (
         f"Layer: {problem.tokens} tokens, hidden size {problem.hidden}, intermediate size "
@@ -80,7 +80,7 @@ def _parts(matrix: Matrix) -> tuple[Block, ...]:
 def _needs(requires: Requirements) -> str:
     words = [" or ".join(sorted(requires.devices))]
     if requires.min_arch is not None:
-        words.append(f"compute capability {requires.min_arch[0]}.{requires.min_arch[1]}")
+        words.append("compute capability {}.{} or more".format(*requires.min_arch))
     words += requires.packages
     sizes = getattr(requires, "world_sizes", None)
     if sizes is not None:
@@ -122,22 +122,23 @@ def _can(requires: Requirements) -> str:
 
 def _machines(matrix: Matrix) -> tuple[Block, ...]:
     """Whether each part alone can run on some kinds of machine."""
-    packages = matrix.machine.packages
     machines = {
-        "compute capability 8.0": Machine("cuda", (8, 0), packages),
-        "compute capability 9.0": Machine("cuda", (9, 0), packages),
-        "CPU, Triton interpreted": Machine("cpu", None, packages, interpreter=True),
-        "CPU alone": Machine("cpu", None, packages - {"triton"}),
+        "compute capability 8.0": Machine("cuda", (8, 0)),
+        "compute capability 9.0": Machine("cuda", (9, 0)),
+        "CPU, Triton interpreted": Machine("cpu", interpreter=True),
+        "CPU alone": Machine("cpu"),
     }
     rows = [
         (f"`{p.name}`", *(_availability(p, machine) for machine in machines.values()))
         for p in _judged_parts(matrix)
     ]
-    return (Text("Whether a part can run at all."), Table(("part", *machines), rows))
+    text = "Whether a part can run at all, once the packages that it asks for are installed."
+    return (Text(text), Table(("part", *machines), rows))
 
 
 def _availability(part: Part, machine: Machine) -> str:
-    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), machine))
+    here = furnished(machine, part.cls)
+    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), here))
 
 
 def _yes_or(rules: Iterable[str]) -> str:

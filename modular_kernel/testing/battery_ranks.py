@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from modular_kernel.catalog import load_catalog
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
 from modular_kernel.testing.battery import MUTANTS
@@ -71,7 +72,10 @@ def _weighted(case: RankCase) -> bool:
 
 
 def _uneven(case: RankCase) -> bool:
-    return _busy(case) and case.tokens[0] != case.tokens[1]
+    """And a part that is told who sent how many, so that it may confuse them."""
+    part = load_catalog().prepare_finalize(case.prepare_finalize)
+    told = not part.requires.received_by_library
+    return told and _busy(case) and case.tokens[0] != case.tokens[1]
 
 
 def _idle(case: RankCase) -> bool:
@@ -139,7 +143,14 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         told: Handle = swapped(given)
         return told
 
-    return {"handle": handle}
+    return {"handle": handle, "dispatched": _roll_counts}
+
+
+def _roll_counts(tokens: Dispatched) -> Dispatched:
+    """Where rows come by expert: each expert's count is its neighbour's."""
+    if not isinstance(tokens, BatchedTokens):
+        return tokens
+    return replace(tokens, counts_e=tokens.counts_e.roll(1))
 
 
 def _double(_problem: Problem) -> dict[str, Any]:
@@ -217,7 +228,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     ),
     RankMutant(
         "peer_counts_swapped",
-        "the last rank takes the counts of ranks 0 and 1 for each other's",
+        "the last rank takes the counts of ranks 0 and 1, or of its experts, for each other's",
         _uneven,
         _on_last_rank("peer_counts_swapped", _swap_counts),
     ),

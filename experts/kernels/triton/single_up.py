@@ -11,7 +11,7 @@ from modular_kernel.ops.kernels.quantise import scale_of
 
 
 @triton.jit
-def _count_invalid(
+def count_invalid(
     ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local,
     HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def single_up_kernel(
     """
     after_predecessor(OVERLAP)
     if tl.program_id(0) == 0:
-        _count_invalid(
+        count_invalid(
             ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
         )
     pair = tl.program_id(0) % num_pairs
