@@ -13,11 +13,15 @@ myst_links_external_new_tab = False
 html_theme = "alabaster"
 html_theme_options = {
     "description": "Compose fused mixture-of-experts layers from parts.",
-    "page_width": "1180px",
+    "page_width": "1240px",
+    "body_max_width": "none",
     "sidebar_width": "230px",
+    "font_size": "15px",
+    "code_font_size": "0.85em",
     "fixed_sidebar": True,
 }
 html_title = project
+html_static_path = ["_static"]  # alabaster reads custom.css there
 html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False

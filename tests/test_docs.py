@@ -1,5 +1,6 @@
 """What the pages show runs as it stands there, or says why it does not."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,6 +118,14 @@ def test_a_command_that_fails_must_be_shown_to_fail(tmp_path: Path) -> None:
 def test_the_stages_are_described() -> None:
     text = (DOCS / "profile.md").read_text(encoding="utf-8")
     assert [name for name in STAGES if f"| `{name}` |" not in text] == []
+
+
+def test_the_site_s_packages_are_pinned() -> None:
+    """Installed without resolving: each by its exact version, and none is forgotten in silence."""
+    lines = (ROOT / "constraints-docs.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {"Sphinx", "myst-parser"} <= set(pins)
+    assert all(re.fullmatch(r"[0-9.]+", version) for version in pins.values())
 
 
 def test_every_page_can_be_found() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from modular_kernel.catalog import Part
+from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.report.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.report.judged import Matrix, Reason, furnished, reasons
 from modular_kernel.rules import unavailable
@@ -110,6 +111,8 @@ def _takes(requires: Requirements) -> str:
 
 
 def _schemes(names: frozenset[str]) -> str:
+    if names == ACTIVATION_SCHEMES:
+        return "every w8a8 scheme"
     others = frozenset(QUANT_SCHEMES) - names
     if len(others) < len(names):
         return f"all schemes but {numbered(others)}" if others else "all schemes"
