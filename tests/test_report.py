@@ -332,6 +332,13 @@ def test_the_page_is_whole_and_fetches_nothing() -> None:
     assert linked <= page.anchors
 
 
+def test_a_page_without_records(tmp_path: Path) -> None:
+    text = html_page(load_catalog(), tmp_path)
+    assert "There is none here." in text
+    assert "TorchExperts" in text
+    assert "<svg" not in text
+
+
 def test_markdown_escapes_and_wraps() -> None:
     document = (
         Heading(2, "Head"),

@@ -29,6 +29,8 @@ def benchmarks_document(records: Sequence[Record], *, cells: bool) -> Document:
     for record in drawn:
         assert record.report is not None
         blocks += _record(record.name, record.report, cells=cells)
+    if not records:
+        blocks.append(Text("There is none here."))
     if others:
         blocks += [
             Heading(2, "Records that are not drawn"),

@@ -51,7 +51,10 @@ def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
 
 def stale(catalog: Catalog, docs: Path) -> list[Stale]:
     """What `write` would change, by path."""
-    texts = generated(catalog, docs)
+    return _compared(generated(catalog, docs), docs)
+
+
+def _compared(texts: dict[Path, str], docs: Path) -> list[Stale]:
     found = []
     for path, text in texts.items():
         if not (docs / path).is_file():
@@ -65,7 +68,7 @@ def stale(catalog: Catalog, docs: Path) -> list[Stale]:
 def write(catalog: Catalog, docs: Path) -> list[Stale]:
     """Write what is stale, and remove drawings whose record is gone; returns what was stale."""
     texts = generated(catalog, docs)
-    found = stale(catalog, docs)
+    found = _compared(texts, docs)
     for one in found:
         path = docs / one.path
         if one.path in texts:

@@ -103,13 +103,17 @@ def judged_matrix(
     world_sizes: Sequence[int] = WORLD_SIZES,
 ) -> Matrix:
     """Judge all of it. machine: each pair finds the packages that its parts ask for there."""
+    problems = {
+        (size, quant): _ranks(problem, quant, size)
+        for size in world_sizes
+        for quant in QUANT_SCHEMES
+    }
     cells = [
-        Cell(pf, ex, quant, ranks, _rejections(catalog, (pf, ex), machine, problems))
-        for ranks in world_sizes
+        Cell(pf, ex, quant, size, _rejections(catalog, (pf, ex), machine, problems[size, quant]))
+        for size in world_sizes
         for pf in catalog.names("prepare_finalize")
         for ex in catalog.names("experts")
         for quant in QUANT_SCHEMES
-        for problems in [_ranks(problem, quant, ranks)]
     ]
     return Matrix(catalog, problem, machine, tuple(cells))
 

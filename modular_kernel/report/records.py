@@ -53,7 +53,7 @@ def _of_layers(found: dict[str, Any]) -> Report:
     shapes = found.get("shapes", {})
     device = found["device"]
     environment = {**device, "device": device["name"], "date": found["date"]}
-    rows = [_layer_row(row, shapes.get(row["shape"], {})) for row in found["rows"]]
+    rows = [_layer_row(row, shapes.get(row["shape"], {})) for row in found["rows"] if row["us"]]
     return Report(environment, {}, ranked(rows))
 
 
