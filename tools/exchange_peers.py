@@ -51,6 +51,7 @@ class Peer(Transport):
         """Buffers and handles of the library."""
 
     def load(self, given):
+        self.cell = given.cell  # several cells share what `open` made
         self.x, self.tokens = given.x_TH, len(given.x_TH)
         self.rows = quantised(self.x) if self.fp8 else self.x
         self.ids = given.routing.topk_ids_TK.to(torch.int64)

@@ -129,15 +129,19 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         """Rank 0's and rank 1's entry of every list over ranks in a handle change places."""
         if isinstance(value, tuple | list) and len(value) == world_size:
             return type(value)((value[1], value[0], *value[2:]))
+        if isinstance(value, torch.Tensor):
+            return value[[1, 0, *range(2, world_size)]]
         if is_dataclass(value) and not isinstance(value, type):
-            changed = {
-                f.name: swapped(getattr(value, f.name))
-                for f in fields(value)
-                if is_dataclass(getattr(value, f.name))
-                or isinstance(getattr(value, f.name), tuple | list)
-            }
+            every = {f.name: getattr(value, f.name) for f in fields(value)}
+            changed = {name: swapped(each) for name, each in every.items() if by_rank(name, each)}
             return replace(value, **changed)
         return value
+
+    def by_rank(name: str, value: object) -> bool:
+        """Whether a field is a list over ranks, or may hold one; a tensor's name says so."""
+        if isinstance(value, torch.Tensor):
+            return name.endswith("_W")
+        return is_dataclass(value) or isinstance(value, tuple | list)
 
     def handle(given: Handle) -> Handle:
         told: Handle = swapped(given)
@@ -228,7 +232,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     ),
     RankMutant(
         "peer_counts_swapped",
-        "the last rank takes the counts of ranks 0 and 1, or of its experts, for each other's",
+        "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
         _uneven,
         _on_last_rank("peer_counts_swapped", _swap_counts),
     ),

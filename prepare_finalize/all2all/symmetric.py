@@ -26,7 +26,6 @@ from prepare_finalize.all2all.torch_group import in_short
 
 _ALIGNMENT = 256  # bytes, of every section
 _PHASES = {1: "dispatch", 2: "combine"}
-_TURNS_PER_S = 5_000  # about; the interpreter counts turns of a loop instead of nanoseconds
 _NO_VALUE = 0xFF  # bytes that are NaN in every floating-point dtype
 
 
@@ -109,8 +108,8 @@ class SymmetricGroup:
 
     @property
     def patience(self) -> int:
-        """The deadline as kernels count it."""
-        return int(self.deadline_s * (1e9 if self.device == "cuda" else _TURNS_PER_S))
+        """The deadline in nanoseconds."""
+        return int(self.deadline_s * 1e9)
 
     def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], None]) -> Heap:
         """New memory, all bytes 0xFF. Collective; ranks must pass equal nbytes and meaning.
