@@ -29,6 +29,7 @@ VERBS = (
     "tune",
     "bench",
     "exchange",
+    "report",
     "compile",
     "doctor",
     "demo",

@@ -15,6 +15,7 @@ from modular_kernel.cli.output import reports_errors
 from modular_kernel.cli.parts import list_parts
 from modular_kernel.cli.profile import profile
 from modular_kernel.cli.prove import prove
+from modular_kernel.cli.report import report
 from modular_kernel.cli.tune import tune
 
 app = typer.Typer(
@@ -34,6 +35,7 @@ app.command("profile")(reports_errors(flattened(profile)))
 app.command("bench")(reports_errors(flattened(bench)))
 app.command("exchange")(reports_errors(flattened(exchange)))
 app.command("tune")(reports_errors(flattened(tune)))
+app.command("report")(reports_errors(report))
 app.command("compile")(reports_errors(compile_kernels))
 app.command("doctor")(reports_errors(doctor))
 app.command("demo")(reports_errors(demo))
