@@ -53,6 +53,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         triton=True,
+        packages=("triton",),
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localises_ids=True,
         padding=Rows.UNDEFINED,

@@ -12,7 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # As if the package were not installed: finding it fails, importing it raises ImportError.
 BLOCK = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
-TRITON_PARTS = {"TritonExperts", "GroupedGemmExperts", "BatchedTritonExperts"}
+TRITON_PARTS = {
+    "TritonExperts",
+    "GroupedGemmExperts",
+    "BatchedTritonExperts",
+    "SymmMemPrepareAndFinalize",
+}
 
 
 def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
@@ -50,6 +55,7 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
         ("modular_kernel", "ops"),
         ("modular_kernel", "testing"),
         ("experts", "kernels"),
+        ("prepare_finalize", "kernels"),
     }
     assert len(modules) > 50
     program = "\n".join(f"import {module}" for module in modules)
