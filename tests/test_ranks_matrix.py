@@ -39,9 +39,11 @@ Pool = Callable[[int], RankPool]
 def selection(prepare_finalize: str, experts: str, world_size: int) -> RankSelection:
     """The cases of a pairing that are run here, and all that are refused."""
     found = rank_cases_for(prepare_finalize, experts, MACHINE, world_size)
+    catalog = load_catalog()
     # Between ranks the batched part is the other all-to-all, so four of them tell little more.
-    brief = world_size == 4 and experts == "NaiveBatchedExperts"
-    if not (load_catalog().experts(experts).requires.triton or brief):
+    interpreted = catalog.prepare_finalize(prepare_finalize).requires.triton
+    brief = world_size == 4 and (experts == "NaiveBatchedExperts" or interpreted)
+    if not (catalog.experts(experts).requires.triton or brief):
         return found
     few = [
         next(case for case in found.cases if word in f"{case.routing}-{case.tokens[0]}")
