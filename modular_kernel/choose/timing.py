@@ -55,13 +55,15 @@ class _Ready:
 @dataclass
 class Stopwatch:
     """Times the candidates of one situation. late: whether the budget is spent, alike on all ranks;
-    asked before each candidate."""
+    asked before each candidate. near: how far from the fastest one may be, times the fastest, to be
+    timed by turns; infinity times all of them so."""
 
     situation: Situation
     candidates: Candidates
     machine: Machine
     team: Team
     late: Late
+    near: float = _NEAR
     outcomes: dict[Pair, Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,7 +113,8 @@ class Stopwatch:
 
     def _by_turns(self) -> None:
         """Time again, by turns, what came near the fastest."""
-        near = [p for p, o in self.outcomes.items() if (o.us or math.inf) <= _NEAR * self._fastest]
+        limit, timed = self.near * self._fastest, self.outcomes.items()
+        near = [pair for pair, o in timed if o.us is not None and o.us <= limit]
         ready: dict[Pair, _Ready] = {}
         try:
             for pair in near:

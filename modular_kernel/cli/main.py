@@ -7,6 +7,7 @@ import typer
 from modular_kernel.cli.bench import bench
 from modular_kernel.cli.check import check
 from modular_kernel.cli.compile import compile_kernels
+from modular_kernel.cli.compose import compose
 from modular_kernel.cli.demo import demo
 from modular_kernel.cli.doctor import doctor
 from modular_kernel.cli.options import flattened
@@ -32,6 +33,7 @@ app.command("test")(reports_errors(flattened(prove)))
 app.command("profile")(reports_errors(flattened(profile)))
 app.command("bench")(reports_errors(flattened(bench)))
 app.command("tune")(reports_errors(flattened(tune)))
+app.command("compose")(reports_errors(flattened(compose)))
 app.command("compile")(reports_errors(compile_kernels))
 app.command("doctor")(reports_errors(doctor))
 app.command("demo")(reports_errors(demo))
