@@ -209,7 +209,7 @@ class _Search:
         def late() -> bool:
             return self.team.leader(time.monotonic() >= end)
 
-        weights, why = self._weights(problem) if missing else (None, "")
+        weights, why = self._weights(problem, late) if missing else (None, "")
         if weights is None:
             return (), (why,) if why else ()
         kind = RoutingKind.parse(self.terms.routing)
@@ -240,16 +240,21 @@ class _Search:
             given = situation(problem, weights, kind, replicated=self.terms.replicated)
             return Stopwatch(given, self.candidates, self.machine, self.team, late).bucket()
 
-    def _weights(self, problem: Problem) -> tuple[ExpertWeights | None, str]:
-        """None, and why, where they do not fit on some rank."""
+    def _weights(
+        self, problem: Problem, late: Callable[[], bool]
+    ) -> tuple[ExpertWeights | None, str]:
+        """None, and why, where they do not fit on some rank, or take all of the budget."""
         device = _device(self.machine)
         free, need = free_bytes(device), weight_bytes(problem)
         fits = all(self.team.all(free is None or need <= _OF_FREE * free))
         if not fits:
             left = gigabytes(min(f for f in self.team.all(free) if f is not None))
             return None, f"nothing was timed: weights take {gigabytes(need)}, {left} are free"
-        with torch.no_grad():
-            return make_weights(problem, device), ""
+        try:
+            with torch.no_grad():  # ranks may hold unlike numbers of experts, and ask in step only
+                return make_weights(problem, device, late if self.team.size == 1 else None), ""
+        except TimeoutError as error:
+            return None, f"nothing was timed: {error}"
 
 
 def _device(machine: Machine) -> torch.device:

@@ -4,7 +4,7 @@ Every expert's weights come from a seed of its own, so a rank can make its own e
 and any others for the reference, whatever the world's size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,18 +43,28 @@ def weight_bytes(problem: Problem) -> float:
     return drawn + problem.e * expert_bytes(problem, problem.scheme)
 
 
-def make_weights(problem: Problem, device: torch.device) -> ExpertWeights:
-    """This rank's experts, in the order of its slots, as the problem's scheme stores them."""
+def make_weights(
+    problem: Problem, device: torch.device, late: Callable[[], bool] | None = None
+) -> ExpertWeights:
+    """This rank's experts, in the order of its slots, as the problem's scheme stores them.
+
+    late: asked after each expert; TimeoutError once it says so.
+    """
     world = problem.parallel.world_size
     held = problem.placement.slots[problem.parallel.rank] if world > 1 else range(problem.e)
-    drawn = _drawn(problem, tuple(held), device)
+    drawn = _drawn(problem, tuple(held), device, late)
     expert_map = first_here(problem, device)
     if world > 1 and problem.expert_map:
         expert_map = problem.placement.expert_map(problem.parallel.rank).to(device)
     return quantised(replace(drawn, expert_map=expert_map), problem)
 
 
-def _drawn(problem: Problem, experts: Sequence[int], device: torch.device) -> ExpertWeights:
+def _drawn(
+    problem: Problem,
+    experts: Sequence[int],
+    device: torch.device,
+    late: Callable[[], bool] | None = None,
+) -> ExpertWeights:
     """Normal values over the root of the fan-in, unquantised."""
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
     count = len(experts)
@@ -63,6 +73,8 @@ def _drawn(problem: Problem, experts: Sequence[int], device: torch.device) -> Ex
     b1 = torch.empty(count, n, dtype=dtype, device=device) if problem.bias else None
     b2 = torch.empty(count, h, dtype=dtype, device=device) if problem.bias else None
     for slot, expert in enumerate(experts):
+        if late is not None and late():
+            raise TimeoutError(f"{slot} of {count} experts' weights were made in time")
         generator = torch.Generator(device).manual_seed(_SEED + expert)
         w1[slot] = torch.randn(n, h, device=device, generator=generator) * h**-0.5
         w2[slot] = torch.randn(h, i, device=device, generator=generator) * i**-0.5

@@ -13,6 +13,7 @@ from modular_kernel.cli.doctor import doctor
 from modular_kernel.cli.options import flattened
 from modular_kernel.cli.output import reports_errors
 from modular_kernel.cli.parts import list_parts
+from modular_kernel.cli.plan import plan
 from modular_kernel.cli.profile import profile
 from modular_kernel.cli.prove import prove
 from modular_kernel.cli.tune import tune
@@ -34,6 +35,7 @@ app.command("profile")(reports_errors(flattened(profile)))
 app.command("bench")(reports_errors(flattened(bench)))
 app.command("tune")(reports_errors(flattened(tune)))
 app.command("compose")(reports_errors(flattened(compose)))
+app.command("plan")(reports_errors(flattened(plan)))
 app.command("compile")(reports_errors(compile_kernels))
 app.command("doctor")(reports_errors(doctor))
 app.command("demo")(reports_errors(demo))
