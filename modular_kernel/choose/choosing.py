@@ -264,6 +264,6 @@ def _device(machine: Machine) -> torch.device:
 
 
 def _free(machine: Machine) -> None:
-    gc.collect()
     if machine.device == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()

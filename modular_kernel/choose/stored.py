@@ -19,7 +19,7 @@ from modular_kernel.errors import ConfigurationError
 SCHEMA = "mk-choices/1"
 MOST_BYTES = 1 << 20
 _MOST_RECORDS = 8  # of one identity; the oldest go
-_MOST_BUCKETS = 64
+_MOST_BUCKETS = 128
 _MOST_OUTCOMES = 256
 _MOST_TOKENS = 1 << 24
 _MOST_US = 1e12
@@ -48,11 +48,15 @@ class Record:
 def to_text(identity: Facts, records: Sequence[Record]) -> str:
     """What a file holds; the newest records of those given."""
     newest = sorted(records, key=lambda r: -r.made)[:_MOST_RECORDS]
-    return json.dumps(
-        {"schema": SCHEMA, "identity": identity, "records": [_plain(r) for r in newest]},
-        indent=1,
-        allow_nan=False,
-    )
+    while True:
+        plain = [_plain(record) for record in newest]
+        whole = {"schema": SCHEMA, "identity": identity, "records": plain}
+        text = json.dumps(whole, indent=1, allow_nan=False)
+        if len(text) < MOST_BYTES:  # all of it is ASCII
+            return text
+        last = newest.pop()  # what no reader would take is no use: the oldest go
+        if not newest:
+            newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
 
 
 def from_text(text: str, identity: Facts) -> tuple[Record, ...]:
@@ -78,7 +82,7 @@ def _plain(record: Record) -> dict[str, Any]:
                     "us": o.us,
                     "rough": o.rough,
                     "mode": o.mode,
-                    "why": o.why[:_LONGEST],
+                    "why": _line(o.why),
                 }
                 for o in bucket.outcomes
             ],
@@ -88,10 +92,15 @@ def _plain(record: Record) -> dict[str, Any]:
     return {"versions": record.versions, "made": record.made, "buckets": buckets}
 
 
+def _line(text: str) -> str:
+    """What `_text` takes."""
+    return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST]
+
+
 def _record(value: Any) -> Record:
     made = _number(value, "made", 1e12)
     versions = value.get("versions")
-    if not isinstance(versions, dict) or not all(isinstance(v, str) for v in versions.values()):
+    if not isinstance(versions, dict) or not all(_text(t) for t in (*versions, *versions.values())):
         raise _bad("versions that are no texts")
     buckets = tuple(_bucket(one) for one in _list(value, "buckets", _MOST_BUCKETS))
     if len({b.tokens for b in buckets}) != len(buckets):
@@ -111,15 +120,20 @@ def _bucket(value: Any) -> Bucket:
 
 def _outcome(value: Any) -> Outcome:
     pair = _list(value, "pair", 2)
-    if len(pair) != 2 or not all(isinstance(n, str) and 0 < len(n) <= _LONGEST for n in pair):
+    if len(pair) != 2 or not all(_text(name) and name for name in pair):
         raise _bad("a pairing that is not two names")
     mode, why, rough = value.get("mode"), value.get("why"), value.get("rough")
-    if mode not in _MODES or not isinstance(why, str) or not isinstance(rough, bool):
+    if mode not in _MODES or not _text(why) or not isinstance(rough, bool):
         raise _bad("an outcome of another form")
     us = None if value.get("us") is None else _number(value, "us", _MOST_US)
     if us is None and not why:
         raise _bad("an outcome without a time or a reason")
-    return Outcome((pair[0], pair[1]), us, rough, mode, why[:_LONGEST])
+    return Outcome((pair[0], pair[1]), us, rough, mode, why)
+
+
+def _text(value: Any) -> bool:
+    """A line that can be shown: nothing in it moves a terminal's cursor."""
+    return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
 
 
 def _number(value: Any, name: str, most: float) -> float:

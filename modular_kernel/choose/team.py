@@ -23,13 +23,10 @@ class Team(Protocol):
     group: Any
 
     def all(self, value: T) -> list[T]:
-        """Every rank's value, by rank."""
+        """Every rank's value, by rank; returns when all have come here."""
 
     def leader(self, value: T) -> T:
         """Rank 0's value."""
-
-    def together(self) -> None:
-        """Return when all have come here."""
 
 
 class Alone:
@@ -42,9 +39,6 @@ class Alone:
 
     def leader(self, value: T) -> T:
         return value
-
-    def together(self) -> None:
-        pass
 
 
 class OverRanks:
@@ -61,9 +55,6 @@ class OverRanks:
 
     def leader(self, value: T) -> T:
         return self.all(value if self.rank == 0 else None)[0]  # type: ignore[return-value]
-
-    def together(self) -> None:
-        dist.barrier(group=self.group)
 
 
 def team_of(problem: Problem, group: object | None) -> Team:

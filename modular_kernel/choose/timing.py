@@ -23,6 +23,7 @@ from modular_kernel.choose.memory import free_bytes, gigabytes
 from modular_kernel.choose.record import Bucket, Outcome, Pair
 from modular_kernel.choose.team import Team, any_failure, slowest
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
 
 _NEAR = 1.25  # times the fastest when timed alone: timed by turns too
@@ -34,16 +35,19 @@ _OF_FREE = 0.9  # of the free memory may be a plan's
 _LONGEST = 300
 
 Late = Callable[[], bool]
+PlannedCall = Callable[[torch.Tensor, Routing], torch.Tensor]
 T = TypeVar("T")
 
 
 @dataclass
 class _Ready:
-    """A candidate that gave right numbers. runs: what one round runs in turn."""
+    """A candidate that gave right numbers. runs: what one round runs in turn. trouble: why a later
+    run failed here, if one did."""
 
     kernel: FusedMoEModularKernel
     runs: Sequence[Call]
     mode: str
+    trouble: str = ""
 
     def close(self) -> None:
         """Let go of what its part holds of other ranks."""
@@ -84,6 +88,8 @@ class Stopwatch:
                 return None
             self.outcomes[pair] = self._alone(pair)
         self._by_turns()
+        if self._device.type == "cuda":
+            gc.collect()  # a tenth of a second: not after each candidate
         return Bucket(tokens, tuple(self.outcomes.values()))
 
     @property
@@ -95,8 +101,9 @@ class Stopwatch:
         if ready is None:
             return Outcome(pair, why=why)
         try:
-            samples, why = self._guarded(partial(self._samples, ready))
-            if samples is None:
+            samples = self._samples(ready)
+            why = any_failure(self.team, ready.trouble)
+            if why:
                 return Outcome(pair, why=why)
             return Outcome(pair, min(samples) * 1e6, True, ready.mode)
         finally:
@@ -142,11 +149,22 @@ class Stopwatch:
                 times[pair].append(self._once(made))
         for pair, own in times.items():
             us = median(slowest(self.team, own)) * 1e6
-            self.outcomes[pair] = Outcome(pair, us, False, ready[pair].mode)
+            why = any_failure(self.team, ready[pair].trouble)
+            timed = Outcome(pair, us, False, ready[pair].mode)
+            self.outcomes[pair] = Outcome(pair, why=why) if why else timed
 
     def _once(self, ready: _Ready) -> float:
-        """Seconds of a call in one run of all. Ranks start together."""
-        self.team.together()
+        """Seconds of a call in one run of all. Ranks start together, none after one has failed."""
+        if any(self.team.all(bool(ready.trouble))):
+            return math.inf
+        try:
+            return self._run(ready)
+        # As in _guarded: whatever it is, it is this candidate's.
+        except Exception as error:  # noqa: BLE001
+            ready.trouble = _told(error)
+            return math.inf
+
+    def _run(self, ready: _Ready) -> float:
         marks = []
         for run in ready.runs:
             if self._wipe is not None:
@@ -162,10 +180,21 @@ class Stopwatch:
         kernel, why = self._guarded(lambda: self._built(pair))
         if kernel is None:
             return None, why
-        ready, why = self._guarded(lambda: self._checked(kernel, pair))
+        ready, why = self._proved(kernel, pair)
         if ready is None:
             _Ready(kernel, (), "").close()
         return ready, why
+
+    def _proved(self, kernel: FusedMoEModularKernel, pair: Pair) -> tuple[_Ready | None, str]:
+        """Each step is decided by all: a rank that stopped halfway would leave others waiting."""
+        call, why = self._guarded(lambda: self._planned(kernel))
+        if call is None:
+            return None, why
+        outputs, why = self._guarded(lambda: self._outputs(call))
+        if outputs is None:
+            return None, why
+        _, why = self._guarded(lambda: self._judge(outputs))
+        return (None, why) if why else self._guarded(lambda: self._captured(kernel, call, pair))
 
     def _built(self, pair: Pair) -> FusedMoEModularKernel:
         problem = self.situation.problem
@@ -177,23 +206,28 @@ class Stopwatch:
             raise MemoryError(f"its plan takes {gigabytes(need)}, {gigabytes(free)} are free")
         return kernel
 
-    def _checked(self, kernel: FusedMoEModularKernel, pair: Pair) -> _Ready:
+    def _planned(self, kernel: FusedMoEModularKernel) -> PlannedCall:
         plan, weights = kernel.plan(), self.situation.weights
+        return lambda x_TH, routing: plan(x_TH, weights, routing)
 
-        def call(x_TH: torch.Tensor, routing: object) -> torch.Tensor:
-            return plan(x_TH, weights, routing)  # type: ignore[arg-type]
-
-        first = self.situation.truths[0].given
-        call(*first).fill_(math.nan)  # what a call does not write cannot pass by what was there
+    def _outputs(self, call: PlannedCall) -> list[torch.Tensor]:
+        """For the truths' inputs. What a call does not write cannot pass by what was there."""
+        call(*self.situation.truths[0].given).fill_(math.nan)
         outputs = []
         for truth in self.situation.truths:
             out = call(*truth.given)
             outputs.append(out.clone())
             out.fill_(math.nan)
         self._clock.wait()
+        return outputs
+
+    def _judge(self, outputs: Sequence[torch.Tensor]) -> None:
         why = self.situation.wrong(outputs)
         if why:
             raise ArithmeticError(why)
+
+    def _captured(self, kernel: FusedMoEModularKernel, call: PlannedCall, pair: Pair) -> _Ready:
+        """What one round runs: a graph of all calls, or of each alone; or the calls."""
         calls = [partial(call, *given) for given in self.situation.timed]
         for one in calls:
             one()
@@ -212,18 +246,22 @@ class Stopwatch:
             result = work()
         # A candidate can fail in any way; that is its outcome, not the end of the choice.
         except Exception as error:  # noqa: BLE001
-            text = str(error).partition("\n")[0]
-            plain = isinstance(error, ArithmeticError | MemoryError)
-            own = (text if plain else f"{type(error).__name__}: {text}")[:_LONGEST]
+            own = _told(error)
         why = any_failure(self.team, own)
         if why and isinstance(result, FusedMoEModularKernel):
             _Ready(result, (), "").close()  # built here, and not on another rank
         return (None, why) if why else (result, "")
 
     def _free(self) -> None:
-        gc.collect()
-        if self._device.type == "cuda":
+        if self._device.type == "cuda":  # elsewhere memory goes with its last owner
             torch.cuda.empty_cache()
+
+
+def _told(error: Exception) -> str:
+    """One line; this module's own findings without their type."""
+    text = str(error).partition("\n")[0]
+    plain = isinstance(error, ArithmeticError | MemoryError)
+    return (text if plain else f"{type(error).__name__}: {text}")[:_LONGEST]
 
 
 def _all(calls: Sequence[Call]) -> torch.Tensor:

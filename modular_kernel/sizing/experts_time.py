@@ -5,8 +5,8 @@ numbers for each number format.
 
     m   bytes / bandwidth: weights of the touched experts once; the activations between the
         products and the experts' rows, each written and read; x and y
-    c   2 * rows * elements / peak: rows are the pairs and, for each touched expert, half a tile that
-        is computed in vain; tile = rows of an expert, rounded up to a power of two, 16 to 128
+    c   2 * rows * elements / peak: rows are the pairs and, for each touched expert, half a tile
+        computed in vain; tile = rows of an expert, rounded up to a power of two, 16 to 128
     a   microseconds of launches and of their first bytes, whatever is computed
     em, ec   the parts of the bandwidth and of the peak that are reached
 
