@@ -24,7 +24,6 @@ from modular_kernel.choose.choosing import Terms, choose, compose
 from modular_kernel.choose.inputs import make_weights, situation
 from modular_kernel.choose.team import Alone
 from modular_kernel.choose.timing import Stopwatch
-from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.types import Problem
@@ -32,7 +31,6 @@ from modular_kernel.types import Problem
 
 def main() -> int:
     args = _arguments()
-    prepare_host()
     end = time.monotonic() + args.deadline
     rows, calls = [], []
     for name in args.model.split(","):

@@ -9,7 +9,7 @@ from modular_kernel.rules import judge
 from modular_kernel.support import Rejection, Verdict
 from modular_kernel.types import Machine, Problem
 
-_INTERPRETED = "its kernels run in Triton's interpreter here: their time says nothing about a GPU"
+_INTERPRETED = "Triton's interpreter is on in this process, so that no time would say anything"
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ def find(
     valid = {t: tuple(_pair(v) for v in found if v.ok) for t, found in verdicts.items()}
     ever = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])
     graph = frozenset(pair for pair in ever if _captures(pair))
-    silent = {pair: _INTERPRETED for pair in ever if machine.interpreter and _triton(pair)}
-    order = sorted(ever, key=lambda pair: (pair in silent, pair not in graph, _batched(pair)))
+    # Plain parts too: operations that they share with others are interpreted as well.
+    silent = dict.fromkeys(ever, _INTERPRETED) if machine.interpreter else {}
+    slow = {pair for pair in silent if _triton(pair)}
+    order = sorted(ever, key=lambda pair: (pair in slow, pair not in graph, _batched(pair)))
     refused = [v for v in verdicts[max(verdicts)] if _pair(v) not in ever]
     return Candidates(tuple(order), valid, tuple(refused), silent, graph)
 

@@ -8,7 +8,6 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.compose_output import explain_text, print_text, record, teller
-from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import token_numbers
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.cli.ranks import Backend, host_of
@@ -87,11 +86,13 @@ def compose(
     --model takes a name or the path of a Hugging Face config.json. With --world-size N the ranks
     measure together, the slowest counts, and all choose the same.
 
+    Without a GPU parts in plain torch are timed; Triton's interpreter is left off, because its
+    times say nothing.
+
     Exits with 1 if every pairing is refused; 2 is bad usage.
     """
     if choosing.replicated and (options.world_size or 1) == 1:
         raise ConfigurationError("--replicated", got="one rank", need="--world-size N beside it")
-    prepare_host(quiet=as_json)
     terms = choosing.terms()
     with host_of(options.world_size, backend) as host:
         gpu = host.machine.device == "cuda"

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from modular_kernel.choose.record import Bucket, Outcome, Segment
     from modular_kernel.types import Problem
 
+_ELSEWHERE = {"device", "arch", "package"}  # rules about this machine: valid on another one
+
 
 def teller(problem: "Problem") -> "Callable[[Bucket], None]":
     """Says on stderr what was measured, as it comes."""
@@ -36,8 +38,11 @@ def print_text(choice: "Choice", took: float) -> None:
     output.line(
         f"{choice.timed} number(s) of tokens timed now, {reused} from the cache, in {took:.1f} s"
     )
-    for pair, why in candidates.silent.items():
-        output.line(f"not measured: {pair[0]} x {pair[1]}: {why}")
+    for why in dict.fromkeys(candidates.silent.values()):
+        output.line(f"not measured: {len(candidates.silent)} pairings: {why}")
+    for verdict in candidates.refused:
+        if {rejection.rule for rejection in verdict.rejections} <= _ELSEWHERE:
+            output.line(f"not measured: {verdict.pairing}: {verdict.rejections[0]}")
     if choice.missing and choice.measured:
         output.line(f"not measured: {', '.join(map(str, choice.missing))} tokens: as beside them")
     if not choice.measured:

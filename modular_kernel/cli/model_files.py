@@ -50,6 +50,8 @@ def facts_of_file(model: str) -> dict[str, object]:
         if path.is_dir():
             path = path / "config.json"
         content = _content(path)
+    except ConfigurationError:
+        raise
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigurationError("model", got=f"{model[:200]!r}: {why}", need="a file") from None
