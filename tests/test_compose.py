@@ -121,7 +121,8 @@ def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
     outcomes = found["records"][0]["buckets"][0]["outcomes"]
     outcomes.append({**outcomes[0], "pair": ["os", "system"], "us": 0.001})
     path.write_text(json.dumps(found))
-    assert choose(PROBLEM, CPU, terms=terms).picks == {8: TORCH}
+    read = choose(PROBLEM, CPU, terms=terms)
+    assert (read.picks, read.timed) == ({8: TORCH}, 0)
     del outcomes[0]
     path.write_text(json.dumps(found))
     assert choose(PROBLEM, CPU, terms=terms).timed == 1
@@ -340,6 +341,20 @@ def _choices(rank: int, world: int, group: object, folder: Path, where: str):
 def test_what_fails_on_one_rank_is_out_on_all(rank_pool, tmp_path: Path, where: str) -> None:
     pool = rank_pool(2)
     assert pool.run(_choices, tmp_path, where, timeout=60) == [{"rank 1: planted"}] * 2
+
+
+def _times(rank: int, world: int, group: object, folder: Path):
+    """Every time, where a rank's own are 1 s more than those of the rank before."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stopwatch, "_run", lambda *_: 1.0 + rank)
+        terms = Terms(tokens=(8,), folder=folder)
+        choice = choose(problem, Machine("cpu"), group=group, terms=terms)
+    return set(choice.buckets[0].times.values())
+
+
+def test_the_slowest_rank_counts(rank_pool, tmp_path: Path) -> None:
+    assert rank_pool(2).run(_times, tmp_path) == [{2e6}, {2e6}]
 
 
 def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:

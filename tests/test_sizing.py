@@ -95,6 +95,9 @@ def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
     four = exchange_time(in_world(problem, 4), part, load, cluster)
     # One other rank in the host, two elsewhere, at a tenth of the bandwidth.
     assert four.dispatch == pytest.approx(10e-6 + 5e-6 + 2 * 2e6 / (10e9 * 0.5))
+    wide = replace(cluster, between=Link(1e15, 5e-6))
+    inside = exchange_time(in_world(problem, 4), part, load, wide)
+    assert inside.dispatch == pytest.approx(10e-6 + 5e-6 + 2e6 / (100e9 * 0.5))
     assert exchange_time(in_world(problem, 1), part, load, cluster).dispatch == 0
 
 
