@@ -1,4 +1,4 @@
-"""compose on a GPU: pairings timed as graphs, and a warm plan that compiles and allocates nothing."""
+"""compose on a GPU: pairings timed as graphs; a warm plan compiles and allocates nothing."""
 
 from pathlib import Path
 
