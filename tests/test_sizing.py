@@ -22,7 +22,7 @@ from modular_kernel.sizing.load import inclusion, rank_load
 from modular_kernel.types import Problem
 
 BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
-LAYERS, EXCHANGES = BENCHMARKS / "h200-layers.json", BENCHMARKS / "h200-exchange.json"
+LAYERS, EXCHANGES = BENCHMARKS / "h200-layers.json", BENCHMARKS / "exchange-cells.json"
 DEEPSEEK = Problem(128, 7168, 2048, 256, 8)
 KINDS = ["uniform", "zipf0.6", "zipf1.2", "hot1", "hot3"]
 

@@ -84,7 +84,7 @@ def plan(
     An analytic model: experts by what they move and compute and a measured efficiency, exchanges by
     latency and bytes over links. --tokens is of each rank. Formulas, what was fitted to which rows
     and how far off it is: docs/sizing.md; `mk plan --compare docs/benchmarks/h200-layers.json
-    --compare docs/benchmarks/h200-exchange.json` prints the errors.
+    --compare docs/benchmarks/exchange-cells.json` prints the errors.
 
     Exits with 1 if no pairing has an estimate, or a compared cell that was not fitted is more than
     25 % off; 2 is bad usage.
