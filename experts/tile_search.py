@@ -29,17 +29,24 @@ class TileSpace(Tunable):
     """Pairs of tiles. A choice is a TilePair, and its GEMMs are told apart by their stages.
 
     experts_part: name of the part, noted in the file. paths: those it can take for `problem`.
+    few_rows: whether it has the launches of tile_few_rows.
     Hand it to another process, and `using` pretends this one's GPU there.
     """
 
     stages = (stages.GEMM1, stages.GEMM2)
 
     def __init__(
-        self, problem: Problem, experts_part: str, paths: Sequence[str] = (ALIGNED,)
+        self,
+        problem: Problem,
+        experts_part: str,
+        paths: Sequence[str] = (ALIGNED,),
+        *,
+        few_rows: bool = False,
     ) -> None:
         self.problem = problem
         self.experts_part = experts_part
         self.paths = tuple(paths)
+        self.few_rows = few_rows
         self._gemms = gemms(problem)
         self._device = this_store().device
 
@@ -156,7 +163,7 @@ class TileSpace(Tunable):
         return path
 
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        return explain(self.problem, tokens, device_name, self.paths)
+        return explain(self.problem, tokens, device_name, self.paths, few_rows=self.few_rows)
 
     def _tuned_for(self) -> TunedFor:
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)

@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
+from experts import tile_few_rows
 from experts.tile_files import Recipe, override_recipe
 from experts.tile_names import names_for
 from experts.tile_regimes import Steps, regimes
@@ -89,11 +90,13 @@ def explain(
     tokens: int,
     device_name: str | None = None,
     paths: tuple[str, ...] = (ALIGNED,),
+    *,
+    few_rows: bool = False,
 ) -> str:
     """Which tiles a call of `tokens` tokens launches, where they come from, and why those.
 
     device_name: as if on this GPU; None means this machine's. paths: those the caller can take.
-    One fact per line.
+    few_rows: whether it has the launches of tile_few_rows. One fact per line.
     """
     store = this_store()
     recipe = _override.get()
@@ -106,6 +109,7 @@ def explain(
         f"  from {_why(source, problem, tokens)}",
         f"  GEMM 1: {pair.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {pair.gemm2}",
+        *(_in_their_place(problem, tokens, pair) if few_rows else ()),
         *(f"  note: {note}" for note in source.notes),
         *(f"  looked in {place}" for place in source.looked_in),
     ]
@@ -114,6 +118,17 @@ def explain(
         need = f"`mk tune` writes one: {named}" if named else "tuned files are for a GPU"
         lines.append(f"  no tuned file; {need}")
     return "\n".join(lines)
+
+
+def _in_their_place(problem: Problem, tokens: int, pair: TilePair) -> list[str]:
+    """What is launched where the kernel of few rows takes the place of `pair`."""
+    shapes = tile_few_rows.launched(problem, tokens, pair)
+    if shapes is None:
+        return []
+    block_m = tile_few_rows.block_m(problem, tokens * problem.top_k)
+    first = "  not launched: few rows of 4-bit weights have a kernel with launches of its own"
+    lines = (f"  GEMM {i}: block_m={block_m} {shape}" for i, shape in enumerate(shapes, 1))
+    return [first, *lines]
 
 
 def _why(source: Source, problem: Problem, tokens: int) -> str:

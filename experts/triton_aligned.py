@@ -4,7 +4,7 @@ from operator import attrgetter
 
 import torch
 
-from experts import triton_four_bit
+from experts import tile_few_rows, triton_four_bit
 from experts.tile_shapes import ALIGNED, Tile
 from experts.triton_gemm import Product, first_product, second_product
 from experts.triton_path import PathCall
@@ -30,7 +30,7 @@ class AlignedPath:
         self.problem = problem
         self._kernel = grouped_gemm_kernel
         self._sums = problem.combine is Combine.SUM
-        self._four_bit = triton_four_bit.serves(problem)
+        self._four_bit = tile_few_rows.serves(problem)
 
     def takes(self, weights: ExpertWeights) -> bool:
         """Any."""
@@ -59,8 +59,8 @@ class AlignedPath:
         tiles: tuple[Tile | None, Tile | None] = (call.tiles.gemm1, call.tiles.gemm2)
         block_m = call.tiles.gemm1.block_m
         if self._four_bit and triton_four_bit.takes(problem, call):
-            tiles, block_m = (None, None), triton_four_bit.block_m(problem, pairs)
-        with stages.stage(stages.PERMUTE):
+            tiles, block_m = (None, None), tile_few_rows.block_m(problem, pairs)
+        with stages.stage(stages.SORT):
             aligned = align(
                 routing,
                 block_size=block_m,
@@ -70,7 +70,7 @@ class AlignedPath:
             )
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
-        with stages.stage(stages.GEMM1):
+        with stages.stage(stages.GATHER_GEMM1):
             product = first_product(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
             self._multiply(rows, product, tiles[0], aligned, h_PI, on_input)
@@ -78,7 +78,7 @@ class AlignedPath:
         rows_PH = call.output
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
-        with stages.stage(stages.GEMM2):
+        with stages.stage(stages.GEMM2_SCATTER):
             product = second_product(call.weights, problem)
             self._multiply(h_rows, product, tiles[1], aligned, rows_PH, None)
         if self._sums:
@@ -120,7 +120,7 @@ class AlignedPath:
         out: a row per pair. tile: None for the kernel of a few rows and 4-bit weights."""
         a, a_scale = rows
         if tile is None:
-            block_m = triton_four_bit.block_m(self.problem, out.numel() // product.columns)
+            block_m = tile_few_rows.block_m(self.problem, out.numel() // product.columns)
             triton_four_bit.multiply(
                 *(a, product, aligned, out, row_weights_TK),
                 block_m=block_m,

@@ -54,7 +54,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def tunable(cls, problem: Problem) -> TileSpace:
-        return TileSpace(problem, cls.__name__, tuple(_paths(problem)))
+        return TileSpace(problem, cls.__name__, tuple(_paths(problem)), few_rows=True)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:

@@ -22,8 +22,19 @@ from modular_kernel.types import Combine, Parallel, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = (
-    *("list", "check", "test", "profile", "tune", "bench"),
-    *("compose", "plan", "compile", "doctor", "demo"),
+    "list",
+    "check",
+    "test",
+    "profile",
+    "tune",
+    "bench",
+    "exchange",
+    "compose",
+    "plan",
+    "report",
+    "compile",
+    "doctor",
+    "demo",
 )
 HELP_SECONDS = 0.3
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")

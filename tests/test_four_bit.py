@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from experts import triton_four_bit
+from experts import tile_few_rows, triton_four_bit
+from experts.batched_triton import BatchedTritonExperts
+from experts.tiles import choose_tiles
+from experts.triton_experts import TritonExperts
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.quant import quantise_weights
@@ -72,8 +75,8 @@ def _noting(blocks: set[int]) -> Callable[..., None]:
 
 
 def test_who_is_served() -> None:
-    assert triton_four_bit.serves(_BASE)
-    assert triton_four_bit.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
+    assert tile_few_rows.serves(_BASE)
+    assert tile_few_rows.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
     for changes in (
         {"quant": "none"},
         {"quant": "int8_w8a16_group:group=32"},
@@ -81,7 +84,7 @@ def test_who_is_served() -> None:
         {"hidden": 176},  # 5.5 products of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
     ):
-        assert not triton_four_bit.serves(replace(_BASE, **changes)), changes
+        assert not tile_few_rows.serves(replace(_BASE, **changes)), changes
 
 
 def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +108,20 @@ def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPa
 
 def test_more_rows_take_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert triton_four_bit.block_m(mixtral, pairs=1) == 8
-    assert triton_four_bit.block_m(mixtral, pairs=48) == 8
-    assert triton_four_bit.block_m(mixtral, pairs=49) == 16
+    assert tile_few_rows.block_m(mixtral, pairs=1) == 8
+    assert tile_few_rows.block_m(mixtral, pairs=48) == 8
+    assert tile_few_rows.block_m(mixtral, pairs=49) == 16
+
+
+def test_explain_says_what_is_launched() -> None:
+    problem = replace(_BASE, tokens=7, hidden=256, intermediate=384)
+    tiles = choose_tiles(problem, 7)
+    shapes = tile_few_rows.launched(problem, 7, tiles)
+    assert shapes is not None
+    text = TritonExperts.tunable(problem).explain(7)
+    assert "not launched" in text
+    for index, shape in enumerate(shapes, 1):
+        assert f"GEMM {index}: block_m=8 {shape}" in text
+    assert tile_few_rows.launched(problem, 70, choose_tiles(problem, 70)) is None
+    assert "not launched" not in TritonExperts.tunable(problem).explain(70)
+    assert "not launched" not in BatchedTritonExperts.tunable(problem).explain(7)

@@ -1,7 +1,9 @@
 """The model beside what was measured: an error for every measured row that it can predict.
 
 Rows come from the files of docs/benchmarks: whole layers on one GPU (`mk bench --json`, or the
-older form with `peer`), and exchanges between GPUs (mk-exchange/1).
+older form with `peer`), exchanges between GPUs (`mk exchange --json`, or h200-exchange.json with a
+report for each world), and what others published (mk-published/1). Of a measured exchange the pair
+counts: a dispatch or a combine alone lies between two events, which take longer than short ones.
 """
 
 import json
@@ -11,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from modular_kernel.bench.exchange_rows import SCHEMA as EXCHANGES
 from modular_kernel.bench.routing import RoutingKind
 from modular_kernel.bench.rows import OK, SCHEMA
 from modular_kernel.errors import ConfigurationError
@@ -20,11 +23,15 @@ from modular_kernel.sizing.hardware import Cluster
 from modular_kernel.sizing.load import rank_load
 from modular_kernel.types import Parallel, Problem
 
-EXCHANGES = "mk-exchange/1"
+PUBLISHED = "mk-published/1"
 WITHIN = 0.25
 _MOST_BYTES = 1 << 24
-_SYMMETRIC = "SymmMemPrepareAndFinalize"
-_LAYER, _WHATS = "layer", ("dispatch", "combine", "layer")
+_LATER = "symm_mem_as_shipped_from_1024_tokens"
+_LAYER, _PAIR = "layer", "pair"
+_WHATS = ("dispatch", "combine", _PAIR, _LAYER)
+# Sizes of the rows of h200-exchange.json, which name none (h200-exchange.md).
+_SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
+_TRANSPORTS = {"DeepEP V1 low latency": DEEPEP}
 _PEERS = {
     "mk_triton": "none",
     "mk_triton_fp8ch": "fp8_w8a8_channel",
@@ -35,7 +42,8 @@ _PEERS = {
 @dataclass(frozen=True)
 class Cell:
     """One measured number, in microseconds. part: whose exchange; PART alone on one GPU. fitted:
-    whether the model's numbers were fitted to it."""
+    whether the model's numbers were fitted to it. eager: it holds the host's time, which scatters
+    from run to run by more than what is predicted: it is shown, and asks nothing of the model."""
 
     label: str
     problem: Problem
@@ -44,6 +52,7 @@ class Cell:
     us: float
     cluster: Cluster
     fitted: bool = False
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +69,11 @@ class Compared:
     @property
     def good(self) -> bool:
         return abs(self.error) <= WITHIN
+
+    @property
+    def missed(self) -> bool:
+        """Whether the model had to predict it, and did not."""
+        return not (self.good or self.cell.fitted or self.cell.eager)
 
 
 @dataclass(frozen=True)
@@ -93,6 +107,8 @@ def _predicted(cell: Cell) -> float:
     exchange = exchange_time(problem, (TRAFFIC | OTHERS)[cell.part], load, cell.cluster)
     if cell.what == _LAYER:
         return exchange.dispatch + experts + exchange.combine
+    if cell.what == _PAIR:
+        return exchange.dispatch + exchange.combine
     return exchange.dispatch if cell.what == "dispatch" else exchange.combine
 
 
@@ -102,7 +118,8 @@ def summaries(found: Sequence[Compared]) -> list[Summary]:
     for one in found:
         world = one.cell.problem.parallel.world_size
         kind = "fitted" if one.cell.fitted else "predicted"
-        groups.setdefault(f"{world:3} GPU(s), {kind}", []).append(one)
+        mode = ", eager" if one.cell.eager else ""
+        groups.setdefault(f"{world:3} GPU(s), {kind}{mode}", []).append(one)
     return [_summary(what, groups[what]) for what in sorted(groups)]
 
 
@@ -122,13 +139,17 @@ def cells_of(path: Path) -> list[Cell]:
         return _reader(found)(found)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         got = f"{type(error).__name__}: {str(error)[:200]}"
-        need = f"measured rows: {EXCHANGES}, {SCHEMA} or h200-layers.json"
+        need = f"rows of mk bench, of mk exchange, or {PUBLISHED}"
         raise ConfigurationError(f"measured rows in {path}", got=got, need=need) from None
 
 
 def _reader(found: Any) -> Callable[[Any], list[Cell]]:
+    if found.get("schema") == PUBLISHED:
+        return lambda given: [_published(row) for row in given["rows"]]
     if found.get("schema") == EXCHANGES:
-        return lambda given: [_exchange(row) for row in given["rows"]]
+        return lambda given: _exchanges(given["rows"])
+    if found and all(world.isdecimal() for world in found):
+        return _of_worlds
     if found.get("schema") == SCHEMA:
         return lambda given: [cell for row in given["rows"] if (cell := _benchmark(row))]
     return lambda given: [
@@ -136,35 +157,57 @@ def _reader(found: Any) -> Callable[[Any], list[Cell]]:
     ]
 
 
-def _exchange(row: Any) -> Cell:
-    what, part, world = row["what"], row["part"], int(row["world_size"])
+def _of_worlds(given: Any) -> list[Cell]:
+    return [cell for report in given.values() for cell in _of_world(report)]
+
+
+def _of_world(report: Any) -> list[Cell]:
+    """One world of h200-exchange.json, whose later rows stand for those of the same transport."""
+    later = report.get(_LATER, {"rows": []})["rows"]
+    latest = {(r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *later]}
+    return _exchanges(list(latest.values()))
+
+
+def _exchanges(rows: list[Any]) -> list[Cell]:
+    """Pairs of a dispatch and a combine that were timed, of transports the model knows."""
+    named = [(_TRANSPORTS.get(row["transport"], row["transport"]), row) for row in rows]
+    return [
+        _exchange(part, _PAIR, _SIZES | row, row["pair_us"])
+        for part, row in named
+        if part in TRAFFIC | OTHERS and row["status"] == OK
+    ]
+
+
+def _published(row: Any) -> Cell:
+    what, part = row["what"], row["part"]
     if what not in _WHATS or part not in TRAFFIC | OTHERS:
         raise ValueError(f"{part} {what}")
+    return _exchange(part, what, row, row["us"])
+
+
+def _exchange(part: str, what: str, row: Any, us: Any) -> Cell:
+    sizes = [int(row[name]) for name in ("tokens", "hidden", "experts", "top_k", "world_size")]
+    tokens, hidden, experts, top_k, world = sizes
     problem = Problem(
-        tokens=int(row["tokens"]),
-        hidden=int(row["hidden"]),
-        intermediate=int(row.get("intermediate", 2048)),
-        experts=int(row["experts"]),
-        top_k=int(row["top_k"]),
+        tokens=tokens,
+        hidden=hidden,
+        intermediate=int(row.get("intermediate", hidden)),
+        experts=experts,
+        top_k=top_k,
         quant=row["quant"],
         parallel=Parallel(world),
     )
-    cluster = replace(Cluster(), per_host=int(row["ranks_of_a_host"]))
-    label = f"{part}, {what}"
-    cell = Cell(label, problem, part, what, _us(row["us"]), cluster)
-    return replace(cell, fitted=_fitted(cell))
+    cluster = replace(Cluster(), per_host=int(row.get("ranks_of_a_host", Cluster().per_host)))
+    cell = Cell(f"{part}, {what}", problem, part, what, _us(us), cluster)
+    return replace(cell, fitted=_fitted(cell), eager=row.get("mode") == "eager")
 
 
 def _fitted(cell: Cell) -> bool:
     """Which exchanges the numbers of exchange_time were fitted to."""
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
-    if cell.part == _SYMMETRIC and cell.what != _LAYER:
-        quantised = cell.problem.scheme.quantised
-        return world == 2 and (tokens == 1 or (tokens == 4096 and not quantised))
     if cell.part == DEEPEP:
-        ends = (world == 4 and tokens in (1, 128)) or world in (16, 256)
-        return ends and cell.problem.scheme.quantised
-    return False
+        return (world == 4 and tokens in (1, 128)) or world in (16, 256)
+    return cell.what == _PAIR and world == 2 and tokens in (1, 4096)
 
 
 def _benchmark(row: Any) -> Cell | None:

@@ -66,7 +66,7 @@ def size(
     problem: Problem, cluster: Cluster, *, routing: str = "uniform", others: bool = False
 ) -> Sized:
     """Every pairing for problem.tokens tokens on each of its ranks. others: exchanges of libraries
-    that are no part here, too."""
+    by themselves, too."""
     machine = _described(cluster)
     kind, found, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
     for verdict in check_all(problem, machine):

@@ -6,7 +6,7 @@ bytes: what the busier of sender and receiver has on that link. A token's row go
     "rank"   once to each other rank that holds one of its experts:  T * sum of meets(r)
     "pair"   once for each of its K experts that is elsewhere:       T * K * (W - 1) / W
     "all"    to every other rank:                                    T * (W - 1)
-    "sum"    not at all; (T, H) float32 is all-reduced:              2 * (W - 1) / W of it
+    "sum"    not at all, but ranks agree first; (T, H) float32 is all-reduced: 2 * (W - 1) / W of it
 
 meets(r): the chance that a token has an expert on rank r (sizing.load); with skew the fullest rank
 receives most. Links inside and between hosts carry at the same time. latency: of the network, for
@@ -56,32 +56,34 @@ class Traffic:
             raise ConfigurationError("rows of a traffic", got=repr(self.rows), need=need)
 
 
-_NCCL = "fitted to NCCL's all_to_all_single on two GPUs; its host's waits are a guess"
+_NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, and mostly the host's time"
 DEEPEP = "DeepEP low latency"
 
-# By the name of a PrepareAndFinalize. FITTED_CELLS of the error table says to which cells.
+# By the name of a PrepareAndFinalize; sizing.compare says which cells they were fitted to.
 TRAFFIC = {
     "MoEPrepareAndFinalizeNoEP": Traffic("rank", Way(0, 1), Way(0, 1), "nothing travels"),
     "SymmMemPrepareAndFinalize": Traffic(
         "rank",
-        Way(4.5e-6, 0.90),
-        Way(4.7e-6, 0.81),
+        Way(4.9e-6, 0.92),
+        Way(5.2e-6, 0.83),
         "fitted at 1 and 4096 tokens on two GPUs",
         quantising=0.7e-6,
     ),
-    "TorchAll2AllPrepareAndFinalize": Traffic("rank", Way(60e-6, 0.72), Way(16e-6, 0.72), _NCCL),
-    "AllGatherReduceScatterPrepareAndFinalize": Traffic(
-        "all", Way(60e-6, 0.72), Way(16e-6, 0.72), _NCCL
+    "TorchAll2AllPrepareAndFinalize": Traffic(
+        "rank", Way(1200e-6, 0.37), Way(280e-6, 0.21), _NCCL, quantising=700e-6
     ),
-    "ReplicatedEPPrepareAndFinalize": Traffic("sum", Way(0, 1), Way(36e-6, 0.72), _NCCL),
+    "AllGatherReduceScatterPrepareAndFinalize": Traffic(
+        "all", Way(1290e-6, 0.50), Way(275e-6, 0.37), _NCCL, quantising=700e-6
+    ),
+    "ReplicatedEPPrepareAndFinalize": Traffic("sum", Way(645e-6, 1), Way(180e-6, 0.60), _NCCL),
 }
-# Not a part of ours: what a user who sizes for many hosts would otherwise ask for.
+# Libraries by themselves: what a user who sizes for many hosts would otherwise ask for.
 OTHERS = {
     DEEPEP: Traffic(
         "pair",
-        Way(16.3e-6, 0.69),
-        Way(16.7e-6, 0.64),
-        "fitted to 1 and 128 tokens on four GPUs and to its published EP16 and EP256",
+        Way(12.5e-6, 0.72),
+        Way(12.5e-6, 0.68),
+        "fitted at 1 and 128 tokens on four GPUs, and to its published EP16 and EP256",
     ),
 }
 
@@ -115,7 +117,8 @@ def exchange_time(
     back = problem.hidden * problem.dtype.itemsize
     if traffic.rows == "sum":
         whole = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32
-        return ExchangeTime(0.0, _ring(whole, traffic, cluster, world), 0.0, whole)
+        combine = _ring(whole, traffic, cluster, world)
+        return ExchangeTime(traffic.dispatch.start, combine, 0.0, whole)
     rows = _rows(problem, traffic, load)
     there = row_bytes(problem, traffic)
     quantising = traffic.quantising if there != back else 0.0

@@ -1,7 +1,7 @@
 """The machine that is sized for, as numbers: one GPU, and the links between GPUs.
 
 Defaults are of an H200 host (docs/benchmarks/h200-layers.json for the GPU, docs/benchmarks/
-exchange-cells.json for the link inside a host); the network between hosts is a given 400 Gb/s for
+h200-exchange.md for the link inside a host); the network between hosts is a given 400 Gb/s for
 each GPU, with what published tables of DeepEP imply for its efficiency and latency.
 """
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import triton_four_bit
+from experts import tile_few_rows, triton_four_bit
 from experts.triton_gemm import Product, first_product, second_product
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.ops.align import Aligned, align_specs
@@ -35,7 +35,7 @@ def compiled(problem: Problem) -> list[CompileRecord]:
         tensors["b1"] = torch.empty(problem.e, problem.w1_rows, dtype=problem.dtype, device=META)
         tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
     weights = ExpertWeights(**tensors)
-    block_m = triton_four_bit.block_m(problem, pairs)
+    block_m = tile_few_rows.block_m(problem, pairs)
     specs = align_specs(pairs, block_m, problem.e)
     buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
     aligned = Aligned(*list(buffers)[:3])

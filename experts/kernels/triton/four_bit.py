@@ -5,51 +5,61 @@ j + 4 out at once as the two halves of a register, so the weights of a step are 
 order of their own; the rows they meet are read in the same one (`in_word_order`).
 """
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 
 
-def _shift(to: str, j: int, bit: int) -> str:
-    """An instruction: word $8 into register `to`, the lowest bit of its nibble j going to `bit`."""
-    left = bit - 4 * j
-    return f"{'shl' if left > 0 else 'shr'}.b32 {to}, $8, {abs(left)}; "
+# A mask takes two nibbles out of the word $8, or of it shifted by 8, at once: the lowest of each
+# half by 0x000F000F, the next one by 0x00F000F0.
+def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
+    """pair(i): instructions for nibbles i and i + 4 of word W, into the halves of t."""
+    code = "shr.b32 w, $8, 8; "
+    for j in range(4):
+        instructions = pair(j % 2).replace("W", "w" if j > 1 else "$8")
+        code += instructions + f"mov.b32 {{${j}, ${j + 4}}}, t; "
+    return tl.constexpr("{ .reg .b32 w, t, u, v; " + code + "}")
 
 
-def _integers(kind: str, offset: int, less: int) -> tl.constexpr:
-    """q - 8 for the nibbles q of word $8. offset | q reads as a number more by `-less`.
+def _counts(i: int) -> str:
+    """Nibbles as they read at the low end of bf16: q 2^-133, or 16 q 2^-133. Below 2^8 these bits
+    count on from the subnormal numbers into the least normal ones."""
+    return f"and.b32 t, W, {0x000F000F << 4 * i:#010x}; "
 
-    Sums by fma, the one operation on pairs of bf16 that sm_80 has.
-    """
-    one = {"bf16x2": 0x3F803F80, "f16x2": 0x3C003C00}[kind]
-    code = "".join(
-        _shift("t", j, 0)
-        + f"lop3.b32 t, t, 0x000F000F, {offset:#010x}, 0xEA; "
-        + f"mov.b32 u, {one:#010x}; mov.b32 v, {less:#010x}; fma.rn.{kind} t, t, u, v; "
-        + f"mov.b32 {{${j}, ${j + 4}}}, t; "
-        for j in range(4)
+
+def _integers_fp16(i: int) -> str:
+    """q - 8: 0x6400 | q is 1024 + q in fp16, and 0x6400 | 16 q is 1024 + 16 q."""
+    one, less = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
+    return (
+        f"lop3.b32 t, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
+        f"mov.b32 u, {one:#010x}; mov.b32 v, {less:#010x}; fma.rn.f16x2 t, t, u, v; "
     )
-    return tl.constexpr("{ .reg .b32 t, u, v; " + code + "}")
 
 
-def _e2m1(low: int) -> tl.constexpr:
-    """e2m1 codes (sign, two exponent bits, one mantissa bit) at the top of a wider format's fields,
-    whose mantissa's uppermost bit is bit `low`."""
-    mask = (7 << low) * 0x00010001
-    code = "".join(
-        _shift("t", j, 12)
-        + _shift("u", j, low)
-        + f"and.b32 u, u, {mask:#010x}; lop3.b32 t, t, 0x80008000, u, 0xEA; "
-        + f"mov.b32 {{${j}, ${j + 4}}}, t; "
-        for j in range(4)
+def _e2m1_bf16(i: int) -> str:
+    """e2m1 codes (sign, two exponent bits, one mantissa bit) at the top of bf16's fields: a product
+    puts one copy where the sign belongs and one where the rest does."""
+    copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
+    return (
+        f"and.b32 t, W, {0x000F000F << 4 * i:#010x}; "
+        f"mul.lo.u32 t, t, {copies}; and.b32 t, t, 0x81C081C0; "
     )
-    return tl.constexpr("{ .reg .b32 t, u; " + code + "}")
 
 
-# 0x4300 | q is 128 + q in bf16, 0x6400 | q is 1024 + q in fp16.
-_INTEGER_BF16: tl.constexpr = _integers("bf16x2", 0x43004300, 0xC308C308)
-_INTEGER_FP16: tl.constexpr = _integers("f16x2", 0x64006400, 0xE408E408)
-_E2M1_BF16: tl.constexpr = _e2m1(6)
-_E2M1_FP16: tl.constexpr = _e2m1(9)
+def _e2m1_fp16(i: int) -> str:
+    """As _e2m1_bf16; there the copies would overlap."""
+    right = f"shl.b32 u, W, {9 - 4 * i}; "
+    return (
+        f"shl.b32 t, W, {12 - 4 * i}; {right}"
+        "and.b32 u, u, 0x0E000E00; lop3.b32 t, t, 0x80008000, u, 0xEA; "
+    )
+
+
+_INTEGER_BF16: tl.constexpr = _by_pairs(_counts)
+_INTEGER_FP16: tl.constexpr = _by_pairs(_integers_fp16)
+_E2M1_BF16: tl.constexpr = _by_pairs(_e2m1_bf16)
+_E2M1_FP16: tl.constexpr = _by_pairs(_e2m1_fp16)
 # The interpreter, for which kernels are decorated or not, knows no assembler.
 _ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 _OUTPUTS: tl.constexpr = tl.constexpr("=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r")
@@ -79,6 +89,14 @@ def word_order_offsets(DEPTH: tl.constexpr):
 
 
 @triton.jit
+def first_of_eight(DEPTH: tl.constexpr):
+    """`word_order_offsets` rounded down to words: the same for the eight values of one."""
+    word = tl.arange(0, DEPTH // 32)[None, :, None, None] * 8
+    k = tl.arange(0, 32)[None, None, None, :]
+    return word + (k // 8) * (DEPTH // 4)
+
+
+@triton.jit
 def rows_in_word_order(a, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """(STEPS, DEPTH / 32, ROWS, 32) read at `word_order_offsets` to (STEPS, DEPTH, ROWS)."""
     lanes = tl.reshape(a, (STEPS, DEPTH // 32, ROWS, 4, 8))
@@ -86,18 +104,41 @@ def rows_in_word_order(a, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.con
     return tl.permute(in_word_order(rows, STEPS, ROWS, DEPTH), (0, 2, 1))
 
 
-# e2m1 values come as they read at the top of a wider format's fields, subnormals included: times
-# 2^-126 in bf16, 2^-14 in fp16. Products of such weights in bf16 would leave float32's range, so
-# that the rows they meet are `boosted` first. These are log2 of what the products then lack.
-E2M1_LACK_BF16: tl.constexpr = tl.constexpr(126 - 48)
-E2M1_LACK_FP16: tl.constexpr = tl.constexpr(14)
+# Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1
+# times 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's
+# range, so that the rows they meet are `boosted` first, by two to these powers.
+_BOOST_E2M1: tl.constexpr = tl.constexpr(48)
+_BOOST_COUNTS: tl.constexpr = tl.constexpr(64)
+
+
+@triton.constexpr_function
+def counts_from_zero(e2m1: bool, dtype: tl.dtype) -> bool:
+    """Whether unpacked integers are q, rather than q - 8."""
+    return not e2m1 and dtype == tl.bfloat16
+
+
+@triton.constexpr_function
+def lacking(e2m1: bool, dtype: tl.dtype) -> int:
+    """log2 of the factor that products of unpacked weights and `boosted` rows lack."""
+    if dtype == tl.bfloat16:
+        return 126 - 48 if e2m1 else 133 - 64
+    return 14 if e2m1 else 0
 
 
 @triton.jit
-def boosted(x):
-    """x as products with unpacked e2m1 weights need it; exact below 2^79."""
+def boosted(x, E2M1: tl.constexpr, DEPTH: tl.constexpr):
+    """x (STEPS, DEPTH, ROWS) in word order as products with unpacked weights need it.
+
+    Exact below 2^63. Counts of odd k come 16 times too large (see _counts).
+    """
     if x.dtype == tl.bfloat16:
-        x = x * tl.full((1, 1, 1), 2.0**48, tl.bfloat16)
+        if E2M1:
+            x = x * tl.full((1, 1, 1), 2.0**_BOOST_E2M1, tl.bfloat16)
+        else:
+            even = tl.full((1, DEPTH, 1), 2.0**_BOOST_COUNTS, tl.bfloat16)
+            odd = tl.full((1, DEPTH, 1), 2.0 ** (_BOOST_COUNTS - 4), tl.bfloat16)
+            is_odd = (tl.arange(0, DEPTH)[None, :, None] // 2) % 2 == 1
+            x = x * tl.where(is_odd, odd, even)
     return x
 
 
@@ -110,6 +151,9 @@ def _plain(words, J: tl.constexpr, E2M1: tl.constexpr, dtype: tl.constexpr):
         quarters = tl.where(low < 4, 2 * low, (2 + (low & 1)) << (low >> 1))
         unit: tl.constexpr = 2.0**-128 if dtype == tl.bfloat16 else 2.0**-16
         result = tl.where(code < 8, quarters, -quarters).to(tl.float32) * unit
+    elif dtype == tl.bfloat16:
+        unit: tl.constexpr = 2.0 ** (4 * (J % 2) - 133)
+        result = code.to(tl.float32) * unit
     else:
         result = (code - 8).to(tl.float32)
     return result.to(dtype)
@@ -120,9 +164,9 @@ def unpack_words(
     words, E2M1: tl.constexpr, dtype: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """int32 (STEPS, ROWS, DEPTH / 8) to q - 8, or to e2m1 values that lack a factor, all exact.
+    """int32 (STEPS, ROWS, DEPTH / 8) to q or q - 8 (`counts_from_zero`), or to e2m1 values.
 
-    In the order of `in_word_order`.
+    Exact but for a factor (`lacking`), in the order of `in_word_order`.
     """
     if _ASSEMBLE and dtype == tl.bfloat16:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
@@ -146,3 +190,53 @@ def unpack_words(
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
     return in_word_order(tl.join(even, odd), STEPS, ROWS, DEPTH)
+
+
+@triton.jit
+def load_scale(ptrs, mask, E2M1: tl.constexpr, LACK: tl.constexpr):
+    """float32 scales times 2^LACK; of e2m1 from E8M0 exponents. Infinite where that overflows,
+    which for bf16 is from 2^50 on."""
+    scale = tl.load(ptrs, mask=mask, other=0)
+    if E2M1:
+        exponent = tl.minimum(scale.to(tl.int32) + LACK, 255)
+        result = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        result = scale.to(tl.float32) * 2.0**LACK
+    return result
+
+
+@triton.jit
+def load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
+    """float32 zero points, less the 8 that unpacked weights are without if not FROM_ZERO."""
+    if HAS_ZERO:
+        zero = (tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift) & 15
+        result = (zero if FROM_ZERO else zero - 8).to(tl.float32)
+    else:
+        result = tl.full((1, 1, 1), 8.0 if FROM_ZERO else 0.0, tl.float32)
+    return result
+
+
+@triton.jit
+def multiply_words(
+    words, x, zero, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """float32 (STEPS, ROWS, M): weights less their zero points times x, without scales.
+
+    words: int32 (STEPS, ROWS, DEPTH / 8); x: (STEPS, DEPTH, M) in word order, `boosted`; zero: as
+    load_zero gives it, (STEPS, ROWS, 1).
+    """
+    part = tl.dot(unpack_words(words, E2M1, x.dtype, STEPS, ROWS, DEPTH), x)
+    if HAS_ZERO or counts_from_zero(E2M1, x.dtype):
+        # Sums of x along the depth, from a product with ones: the same in each of its rows.
+        one: tl.constexpr = 1 if counts_from_zero(E2M1, x.dtype) else 9
+        ones = tl.full((STEPS, 16, DEPTH // 8), 0x11111111 * one - (1 << 32) * (one // 8), tl.int32)
+        sums = tl.dot(unpack_words(ones, E2M1, x.dtype, STEPS, 16, DEPTH), x)
+        # By reshape: `[:, None]` would send them through shared memory.
+        sums = tl.reshape(sums, (STEPS, 1, 16, M))
+        if HAS_ZERO:
+            zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, 1)) * sums
+        else:
+            zeros = tl.broadcast_to(sums * 8.0, (STEPS, ROWS // 16, 16, M))
+        part -= tl.reshape(zeros, (STEPS, ROWS, M))
+    return part

@@ -4,39 +4,18 @@ import triton
 import triton.language as tl
 
 from experts.kernels.triton.four_bit import (
-    E2M1_LACK_BF16,
-    E2M1_LACK_FP16,
     boosted,
+    counts_from_zero,
+    first_of_eight,
+    lacking,
+    load_scale,
+    load_zero,
+    multiply_words,
     rows_in_word_order,
-    unpack_words,
     word_order_offsets,
 )
 from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_rows
 from modular_kernel.ops.kernels.overlap import after_predecessor
-
-
-@triton.jit
-def _load_scale(ptrs, mask, E2M1: tl.constexpr, LACK: tl.constexpr):
-    """float32 scales; of e2m1 from E8M0 exponents, times 2^LACK: infinite where that overflows,
-    which for bf16 is from 2^50 on."""
-    scale = tl.load(ptrs, mask=mask, other=0)
-    if E2M1:
-        exponent = tl.minimum(scale.to(tl.int32) + LACK, 255)
-        result = (exponent << 23).to(tl.float32, bitcast=True)
-    else:
-        result = scale.to(tl.float32)
-    return result
-
-
-@triton.jit
-def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr):
-    """float32 zero points less the 8 that unpacked weights are without."""
-    if HAS_ZERO:
-        zero = (tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift) & 15
-        result = (zero - 8).to(tl.float32)
-    else:
-        result = tl.full((1, 1, 1), 0.0, tl.float32)
-    return result
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_m"])
@@ -57,7 +36,7 @@ def four_bit_gemm_kernel(
     As grouped_gemm_kernel, with weights in bytes, read as int32 words of eight. The weights
     are the left operand, so that they go from a word to the product within a thread. A step is
     PARTS * GROUPS products of DEPTH, a part being a warp's: each adds up a share of the depth.
-    DEPTH divides GROUP_K, the depth of one scale, and the depth of the product.
+    DEPTH divides GROUP_K, the depth of one scale; 32 divides the depth of the product.
     """
     after_predecessor(OVERLAP)
     num_n = tl.cdiv(columns, BLOCK_N)
@@ -78,8 +57,8 @@ def four_bit_gemm_kernel(
     PART_K: tl.constexpr = GROUPS * DEPTH
     STEP_K: tl.constexpr = PARTS * PART_K
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    IS_BF16: tl.constexpr = a_ptr.dtype.element_ty == tl.bfloat16
-    LACK: tl.constexpr = E2M1_LACK_BF16 if IS_BF16 else E2M1_LACK_FP16
+    LACK: tl.constexpr = lacking(E2M1, a_ptr.dtype.element_ty)
+    FROM_ZERO: tl.constexpr = counts_from_zero(E2M1, a_ptr.dtype.element_ty)
     # Gate rows, then up rows.
     of_row = tl.arange(0, ROWS)
     of_column = pid_n * BLOCK_N + of_row % BLOCK_N
@@ -91,7 +70,8 @@ def four_bit_gemm_kernel(
     # A part's words stand side by side: pieces of 16 bytes would be fetched twice, by sectors.
     word = tl.arange(0, PARTS)[:, None, None] * (PART_K // 8)
     word += tl.arange(0, PART_K // 8)[None, None, :]
-    words_ptrs = words_ptr + row.to(tl.int64) * (stride_bn // 4) + word
+    # Of one expert: 32 bits are enough, and cheaper to add to a pointer than 64.
+    words_offsets = row * (stride_bn // 4) + word
     a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
     a_k = step_k[:, :, :, None] + word_order_offsets(DEPTH)
     a_ptrs = a_ptr + a_row * stride_am + a_k
@@ -103,40 +83,32 @@ def four_bit_gemm_kernel(
     # Scales and zero points are loaded a step ahead: nothing else hides their way from memory.
     group = step_k // GROUP_K
     mask = inside_n & (step_k < depth)
-    scale = _load_scale(scale_ptrs + group, mask, E2M1, LACK)
-    zero = _load_zero(zero_ptrs + group, shift, mask, HAS_ZERO)
+    scale = load_scale(scale_ptrs + group, mask, E2M1, LACK)
+    zero = load_zero(zero_ptrs + group, shift, mask, HAS_ZERO, FROM_ZERO)
     for start in range(0, depth, STEP_K):
         words_mask = inside_n
         a_inside = a_mask
         if not EVEN_K:
-            words_mask = inside_n & (word // (DEPTH // 8) * DEPTH < depth - start)
-            a_inside = a_mask & (step_k[:, :, :, None] < depth - start)
-        words = tl.load(words_ptrs, mask=words_mask, other=0)
+            # A copy of 16 bytes holds 32 weights.
+            words_mask = inside_n & (word // 4 * 32 < depth - start)
+            a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
+        words = tl.load(words_ptr + words_offsets, mask=words_mask, other=0)
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         group = (start + STEP_K + step_k) // GROUP_K
         mask = inside_n & (step_k < depth - start - STEP_K)
-        next_scale = _load_scale(scale_ptrs + group, mask, E2M1, LACK)
-        next_zero = _load_zero(zero_ptrs + group, shift, mask, HAS_ZERO)
+        next_scale = load_scale(scale_ptrs + group, mask, E2M1, LACK)
+        next_zero = load_zero(zero_ptrs + group, shift, mask, HAS_ZERO, FROM_ZERO)
         groups = tl.reshape(words, (PARTS, ROWS, GROUPS, DEPTH // 8))
         words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
-        x = rows_in_word_order(a, STEPS, BLOCK_M, DEPTH)
-        if E2M1:
-            x = boosted(x)
-        part = tl.dot(unpack_words(words, E2M1, x.dtype, STEPS, ROWS, DEPTH), x)
-        if HAS_ZERO:
-            # Sums of x along the depth, from a product with ones: the same in each of its rows.
-            ones = tl.full((STEPS, 16, DEPTH // 2), 1.0, x.dtype)
-            ones = tl.reshape(tl.join(ones, ones), (STEPS, 16, DEPTH))
-            sums = tl.dot(ones, x)[:, None, :, :]
-            zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, 1)) * sums
-            part -= tl.reshape(zeros, (STEPS, ROWS, BLOCK_M))
+        x = boosted(rows_in_word_order(a, STEPS, BLOCK_M, DEPTH), E2M1, DEPTH)
+        part = multiply_words(words, x, zero, E2M1, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
         part *= scale
         if GROUPS > 1:
             part = tl.sum(tl.reshape(part, (GROUPS, PARTS, ROWS, BLOCK_M)), 0)
         total += part
         scale = next_scale
         zero = next_zero
-        words_ptrs += STEP_K // 8
+        words_ptr += STEP_K // 8
         a_ptrs += STEP_K
     tile = tl.sum(total, 0)
     if GATED:

@@ -1,0 +1,156 @@
+"""Launches of the aligned path for few rows an expert and 4-bit weights.
+
+Their kernel takes the place of the tiles' launches where a tile has the least block_m; it chooses
+for itself, because registers bound it, not shared memory.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from experts.tile_shapes import ALIGNED, TilePair
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import Problem
+
+FEW = 16  # block_m of the tiles that this kernel takes the place of
+LEAST_M = 8  # the narrow side of a tensor core's product
+_ROWS = 6  # mean rows of an expert up to which few have more than LEAST_M
+MOST_ROWS = 12  # and more than FEW: weights are unpacked once more for each further block
+_MOST_REGISTERS = 128  # by `_registers`: more, and the compiler spills some
+DEPTH = 128  # of the products of one warp in one step
+_LEAST_DEPTH = 32  # four lanes of one word each
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One launch: columns of a block (a gated product has as many up columns), warps that share
+    the depth, and steps in flight."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        return f"block_n={self.block_n} warps={self.num_warps} stages={self.num_stages}"
+
+
+# (below so many blocks of 64 columns, from this depth on, shape): the first row that applies.
+# Measured on one H200 (2026-11-20, triton 3.6.0, bf16) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B
+# and gpt-oss with 1, 4 and 16 tokens.
+_Rows = tuple[tuple[float, int, Shape], ...]
+_SHAPES: dict[tuple[str, bool], _Rows] = {
+    ("uint4", True): (
+        (200, 0, Shape(32, 4, 3)),
+        (math.inf, 4096, Shape(64, 4, 2)),
+        (1000, 0, Shape(32, 2, 4)),
+        (math.inf, 0, Shape(64, 2, 3)),
+    ),
+    ("uint4", False): (
+        (200, 0, Shape(32, 4, 4)),
+        (500, 0, Shape(64, 2, 3)),
+        (math.inf, 0, Shape(128, 2, 3)),
+    ),
+    ("float4_e2m1", True): (
+        (200, 0, Shape(16, 2, 4)),
+        (500, 4096, Shape(16, 4, 3)),
+        (math.inf, 0, Shape(32, 2, 4)),
+    ),
+    ("float4_e2m1", False): (
+        (math.inf, 8192, Shape(32, 4, 4)),
+        (200, 0, Shape(32, 4, 4)),
+        (math.inf, 1024, Shape(32, 2, 4)),
+        (math.inf, 0, Shape(32, 1, 4)),
+    ),
+}
+# Twice the rows take registers for twice the sums.
+_WIDE = {
+    ("uint4", True): Shape(32, 2, 4),
+    ("uint4", False): Shape(64, 2, 3),
+    ("float4_e2m1", True): Shape(16, 2, 4),
+    ("float4_e2m1", False): Shape(32, 2, 4),
+}
+
+
+def serves(problem: Problem) -> bool:
+    """Whether the kernel can compute `problem`: 16-bit rows, depths that words of eight fill."""
+    if not problem.scheme.packed or problem.dtype is torch.float32:
+        return False
+    return all(
+        k % _LEAST_DEPTH == 0 and product_depth(problem.scheme, k) >= _LEAST_DEPTH
+        for k in (problem.hidden, problem.intermediate)
+    )
+
+
+def block_m(problem: Problem, pairs: int) -> int:
+    """Rows of a block in a call of so many pairs: 8, or 16 where many experts have more."""
+    return LEAST_M if pairs <= _ROWS * problem.experts else FEW
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """One product: rows of weights for `columns` output columns along `depth`. zeros: weights come
+    with zero points."""
+
+    scheme: QuantScheme
+    columns: int
+    depth: int
+    gated: bool
+    zeros: bool
+
+    @classmethod
+    def both(cls, problem: Problem) -> "tuple[FewRows, FewRows]":
+        scheme, gated = problem.scheme, problem.act.gated
+        zeros = scheme.zero_points
+        return (
+            cls(scheme, problem.intermediate, problem.hidden, gated, zeros),
+            cls(scheme, problem.hidden, problem.intermediate, False, zeros),
+        )
+
+
+def launched(problem: Problem, tokens: int, pair: TilePair) -> tuple[Shape, Shape] | None:
+    """What a call of `tokens` tokens with these tiles launches in their place, if anything."""
+    pairs = tokens * problem.top_k
+    if pair.path != ALIGNED or not serves(problem) or not few(problem, pairs, pair):
+        return None
+    rows, experts = block_m(problem, pairs), min(pairs, problem.e)
+    first, second = (shape(product, experts, rows) for product in FewRows.both(problem))
+    return first, second
+
+
+def few(problem: Problem, pairs: int, tiles: TilePair) -> bool:
+    """Whether tiles and rows of a call are few."""
+    return tiles.gemm1.block_m == FEW and pairs <= MOST_ROWS * problem.experts
+
+
+def shape(product: FewRows, experts: int, block_m: int) -> Shape:
+    """experts: at most so many have a row."""
+    kind = product.scheme.weight, product.gated
+    if block_m == LEAST_M:
+        blocks = experts * -(-product.columns // 64)
+        found = next(
+            one for below, depth, one in _SHAPES[kind] if blocks < below and product.depth >= depth
+        )
+    else:
+        found = _WIDE[kind]
+    while found.block_n > 64 and product.columns % found.block_n:
+        found = replace(found, block_n=found.block_n // 2)
+    while found.block_n > 16 and _registers(found, product, block_m) > _MOST_REGISTERS:
+        found = replace(found, block_n=found.block_n // 2)
+    return found
+
+
+def _registers(found: Shape, product: FewRows, block_m: int) -> int:
+    """What a thread holds at once: words, sums, and a step's products of each group, beside what
+    zero points take from them."""
+    rows = found.block_n * (2 if product.gated else 1)
+    groups = DEPTH // product_depth(product.scheme, product.depth)
+    per_group = (2 if groups == 1 else 3) if product.zeros else 1
+    return rows // 2 + rows * block_m // 32 * (1 + groups * per_group)
+
+
+def product_depth(scheme: QuantScheme, k: int) -> int:
+    """The depth of one product: within a group, if that is not all of the depth k."""
+    (group,) = scheme.group
+    group = 0 if group >= k else group
+    return math.gcd(group, DEPTH)

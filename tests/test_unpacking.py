@@ -1,0 +1,76 @@
+"""The instructions that unpack 4-bit weights, followed bit by bit: the interpreter knows none."""
+
+import re
+
+import numpy as np
+import pytest
+
+from experts.kernels.triton import four_bit
+
+_WORDS = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint32)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _run(code: str, words: np.ndarray) -> list[np.ndarray]:
+    """The eight 16-bit results of inline assembly for each word."""
+    registers: dict[str, np.ndarray] = {"$8": words}
+    outputs: dict[int, np.ndarray] = {}
+
+    def value(name: str) -> np.ndarray:
+        return registers[name] if name in registers else np.uint32(int(name, 0))
+
+    for instruction in re.findall(r"[^;{}]*(?:\{[^}]*\})?[^;]*;", code.strip("{} ")):
+        operation, _, rest = instruction.strip(" ;").partition(" ")
+        halves = re.fullmatch(r"\{\$(\d), \$(\d)\}, (\w+)", rest)
+        if operation == ".reg":
+            continue
+        if halves:
+            low, high, source = halves.groups()
+            outputs[int(low)] = value(source).astype(np.uint16)
+            outputs[int(high)] = (value(source) >> 16).astype(np.uint16)
+            continue
+        to, *names = rest.split(", ")
+        registers[to] = _computed(operation, names, [value(name) for name in names])
+    return [outputs[j] for j in range(8)]
+
+
+def _computed(operation: str, names: list[str], given: list[np.ndarray]) -> np.ndarray:
+    match operation:
+        case "mov.b32":
+            return given[0]
+        case "and.b32":
+            return given[0] & given[1]
+        case "shr.b32":
+            return given[0] >> given[1]
+        case "shl.b32":
+            return given[0] << given[1]
+        case "mul.lo.u32":
+            return given[0] * given[1]
+        case "lop3.b32":
+            assert names[3] == "0xEA"
+            return (given[0] & given[1]) | given[2]
+        case "fma.rn.f16x2":
+            a, b, c = (np.reshape(np.uint32(x), (-1, 1)).view(np.float16) for x in given)
+            return (a * b + c).view(np.uint32)[:, 0]
+    raise AssertionError(operation)
+
+
+def _bf16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+def _fp16(bits: np.ndarray) -> np.ndarray:
+    return bits.view(np.float16).astype(np.float64)
+
+
+@pytest.mark.parametrize("j", range(8))
+def test_every_nibble(j: int) -> None:
+    nibble = (_WORDS >> np.uint32(4 * j)) & 15
+    e2m1 = np.where(nibble < 8, 1, -1) * _E2M1[nibble & 7]
+    for code, read, expected in (
+        (four_bit._INTEGER_BF16, _bf16, nibble * 2.0 ** (4 * (j % 2) - 133)),
+        (four_bit._INTEGER_FP16, _fp16, nibble - 8.0),
+        (four_bit._E2M1_BF16, _bf16, e2m1 * 2.0**-126),
+        (four_bit._E2M1_FP16, _fp16, e2m1 * 2.0**-14),
+    ):
+        np.testing.assert_array_equal(read(_run(code.value, _WORDS)[j]), expected)
