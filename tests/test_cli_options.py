@@ -29,6 +29,8 @@ VERBS = (
     "tune",
     "bench",
     "exchange",
+    "compose",
+    "plan",
     "report",
     "compile",
     "doctor",
@@ -93,7 +95,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert [verb for verb in VERBS if f"\n  {verb} " not in shown] == []
 
 
-@pytest.mark.parametrize("verb", ["check", "test", "profile", "bench"])
+@pytest.mark.parametrize("verb", ["check", "test", "profile", "bench", "compose", "plan"])
 def test_problem_options_are_the_same_for_every_verb(
     capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
