@@ -3,6 +3,7 @@
 #
 #   make test PY=python3        use this interpreter as it is (say, with a GPU build of torch)
 #   make test VENV=/some/env    use this environment as it is; if there is none, make it there
+#   make docs DOCS_VENV=/some/env   use this environment of Sphinx, or make it there
 #   make test ARGS="-k name"    hand options to pytest (or, with `make demo`, to `mk demo`)
 
 SHELL      := /bin/bash
@@ -34,17 +35,28 @@ else
   READY    := $(STAMP)
 endif
 
-.PHONY: help demo test test-interpreter test-compile test-gpu check wheel clean metadata
+# The docs are built without torch, in an environment of their own.
+DOCS_VENV  ?= .venv-docs
+DOCS_MARK  := $(DOCS_VENV)/.made-by-make
+DOCS_STAMP := $(DOCS_VENV)/.installed
+ifeq ($(if $(wildcard $(DOCS_VENV)/bin/python),$(wildcard $(DOCS_MARK)),new),)
+  DOCS_READY :=
+else
+  DOCS_READY := $(DOCS_STAMP)
+endif
+
+.PHONY: help demo test test-interpreter test-compile test-gpu check docs wheel clean metadata
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
 	@echo "make test    the whole test suite on the CPU: kernels interpreted, then compiled"
 	@echo "make check   lint, format, types, import law"
+	@echo "make docs    the docs as a site in out/docs; warnings are errors"
 	@echo "make wheel   build dist/*.whl"
 	@echo "make clean   remove all that make has made, the environment included"
 	@echo
-	@echo "demo, test and check install what they need into .venv, once."
+	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs."
 	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
 
 demo: $(READY)
@@ -68,6 +80,11 @@ check: $(READY)
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-logo --no-cache
 
+docs: $(DOCS_READY)
+	rm -rf out/docs
+	$(DOCS_VENV)/bin/python -m sphinx -W --keep-going -q -b html docs out/docs
+	@echo "built out/docs/index.html"
+
 wheel: $(READY)
 	rm -rf build dist
 	$(PY) -m pip wheel $(PIP_FLAGS) --no-deps --no-build-isolation --wheel-dir dist .
@@ -76,7 +93,9 @@ wheel: $(READY)
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +
+	rm -rf out/docs
 	@if [ -e "$(MARK)" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi
+	@if [ -e "$(DOCS_MARK)" ]; then echo "rm -rf $(DOCS_VENV)"; rm -rf "$(DOCS_VENV)"; fi
 
 # Somebody else's environment: install nothing there. Entry points are read from metadata beside
 # the packages, which this writes into the checkout.
@@ -96,4 +115,13 @@ $(STAMP): setup.py constraints-cpu.txt
 	       $(VENV)/bin/python -m pip install $(PIP_FLAGS) '$(TORCH)'; }
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt setuptools wheel
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(DOCS_STAMP): constraints-docs.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is missing or older than Python 3.11; say 'make PYTHON=/path/to/python3.11 ...'" >&2; exit 1; }
+	@echo "setting up $(DOCS_VENV) (about ten seconds, 110 MB)"
+	@mkdir -p $(DOCS_VENV) && touch $(DOCS_MARK)
+	@[ -x $(DOCS_VENV)/bin/python ] || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r constraints-docs.txt
 	@touch $@

@@ -2,6 +2,7 @@
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
 from modular_kernel.quant import SCHEMES
@@ -51,12 +52,15 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
         entries = []
-        for expert, count in enumerate(tokens.counts_e.tolist()):
+        with stages.stage(stages.SORT):  # waits for the counts
+            counts = tokens.counts_e.tolist()
+        for expert, count in enumerate(counts):
             scale = tokens.scale
             if scale is not None and scale.dim() == 3:
                 scale = scale[expert, :count]
             if count:
                 entries.append(ExpertTokens(expert, tokens.x_eCH[expert, :count], scale))
         results = expert_mlps(entries, weights, self.problem)
-        for entry, rows in zip(entries, results, strict=True):
-            output[entry.expert, : len(rows)] = rows
+        with stages.stage(stages.GEMM2):  # its rows, copied to their places
+            for entry, rows in zip(entries, results, strict=True):
+                output[entry.expert, : len(rows)] = rows

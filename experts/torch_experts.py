@@ -54,22 +54,24 @@ class TorchExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        with stages.stage(stages.PERMUTE):
+        with stages.stage(stages.SORT):
             ids_TK = local_ids(tokens.routing, weights.w1.shape[0])
-        output.zero_()
         on_input = self.problem.apply_router_weight_on_input
         router_TK = tokens.routing.topk_weights_TK if on_input else None
         entries, places = [], []
-        for expert in range(weights.w1.shape[0]):
-            token, slot = (ids_TK == expert).nonzero(as_tuple=True)
-            if token.numel() == 0:
-                continue
-            scale = tokens.scale
-            if scale is not None and scale.dim() == 2:
-                scale = scale[token]
-            row_weights = None if router_TK is None else router_TK[token, slot]
-            entries.append(ExpertTokens(expert, tokens.x_TH[token], scale, row_weights))
-            places.append((token, slot))
+        with stages.stage(stages.PERMUTE):
+            for expert in range(weights.w1.shape[0]):
+                token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+                if token.numel() == 0:
+                    continue
+                scale = tokens.scale
+                if scale is not None and scale.dim() == 2:
+                    scale = scale[token]
+                row_weights = None if router_TK is None else router_TK[token, slot]
+                entries.append(ExpertTokens(expert, tokens.x_TH[token], scale, row_weights))
+                places.append((token, slot))
         results = expert_mlps(entries, weights, self.problem)
-        for place, rows in zip(places, results, strict=True):
-            output[place] = rows
+        with stages.stage(stages.UNPERMUTE):
+            output.zero_()
+            for place, rows in zip(places, results, strict=True):
+                output[place] = rows

@@ -60,7 +60,7 @@ class AlignedPath:
         block_m = call.tiles.gemm1.block_m
         if self._four_bit and triton_four_bit.takes(problem, call):
             tiles, block_m = (None, None), tile_few_rows.block_m(problem, pairs)
-        with stages.stage(stages.PERMUTE):
+        with stages.stage(stages.SORT):
             aligned = align(
                 routing,
                 block_size=block_m,
@@ -70,7 +70,7 @@ class AlignedPath:
             )
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
-        with stages.stage(stages.GEMM1):
+        with stages.stage(stages.GATHER_GEMM1):
             product = first_product(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
             self._multiply(rows, product, tiles[0], aligned, h_PI, on_input)
@@ -78,7 +78,7 @@ class AlignedPath:
         rows_PH = call.output
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
-        with stages.stage(stages.GEMM2):
+        with stages.stage(stages.GEMM2_SCATTER):
             product = second_product(call.weights, problem)
             self._multiply(h_rows, product, tiles[1], aligned, rows_PH, None)
         if self._sums:

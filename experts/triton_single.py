@@ -7,6 +7,8 @@ nothing else takes time. Activations are quantised where they are used.
 What a tile means here: see tile_single.
 """
 
+from functools import cached_property
+
 import torch
 
 from experts.tile_shapes import SINGLE, Tile
@@ -65,7 +67,7 @@ class SinglePath:
             largest = workspace.take("single_largest", (pairs * blocks,))
         use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
         ids = {**id_arguments(routing, problem.e), **overlap()}
-        with stages.stage(stages.GEMM1):
+        with stages.stage(self._first_stage(call)):
             launch(
                 self._up,
                 (pairs * blocks,),
@@ -81,7 +83,7 @@ class SinglePath:
                 **self._up_arguments(call),
                 **ids,
             )
-        with stages.stage(stages.GEMM2):
+        with stages.stage(self._second_stage):
             launch(
                 self._down,
                 self._down_grid(pairs, call.tiles.gemm2),
@@ -96,6 +98,17 @@ class SinglePath:
                 **self._down_arguments(call),
                 **ids,
             )
+
+    def _first_stage(self, call: PathCall) -> str:
+        """What GEMM 1's launch does: x that comes unquantised is quantised in it."""
+        quantises = self.problem.scheme.quantises_activations and call.tokens.scale is None
+        return stages.fused(stages.QUANTISE_INPUT, stages.GEMM1) if quantises else stages.GEMM1
+
+    @cached_property
+    def _second_stage(self) -> str:
+        """What GEMM 2's launch does: h is quantised in it, rows are weighted and summed."""
+        before = (stages.QUANTISE,) if self.problem.scheme.quantises_activations else ()
+        return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums else ()))
 
     def _up_arguments(self, call: PathCall) -> dict[str, object]:
         """GEMM 1's, as far as x, the weights and the tile decide."""

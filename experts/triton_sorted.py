@@ -82,9 +82,10 @@ class SortedProducts(ABC):
         """Write every element of call.output."""
         problem, workspace, routing = self.problem, call.workspace, call.tokens.routing
         pairs = routing.topk_ids_TK.numel()
-        with stages.stage(stages.PERMUTE):
+        with stages.stage(stages.SORT):
             block_m = call.tiles.gemm1.block_m
             order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)
+        with stages.stage(stages.PERMUTE):
             x = self._permuted(call, order)
         h_RI = workspace.take("workspace13", (pairs, problem.intermediate))
         with stages.stage(stages.GEMM1):
@@ -95,7 +96,8 @@ class SortedProducts(ABC):
         with stages.stage(stages.GEMM2):
             product = second_product(call.weights, problem)
             self.multiply(h, product, call.tiles.gemm2, order, rows_RH)
-        with stages.stage(stages.REDUCE):
+        sums = problem.combine is Combine.SUM
+        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)
 
     def _permuted(self, call: PathCall, order: Sorted) -> Rows:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import check, check_all, make_kernel
-    from modular_kernel.composer import compose
+    from modular_kernel.choose.choosing import compose
     from modular_kernel.contracts import (
         PermuteExpertsUnpermute,
         PrepareAndFinalize,
@@ -31,7 +31,7 @@ _HOME = {
     "check": "catalog",
     "check_all": "catalog",
     "make_kernel": "catalog",
-    "compose": "composer",
+    "compose": "choose.choosing",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",

@@ -70,6 +70,9 @@ class PrepareAndFinalize(ABC):
     def check_machine(self, machine: Machine) -> None:  # noqa: B027  most have nothing to check
         """Raise the InputError of a part whose group, say, cannot serve `machine`."""
 
+    def destroy(self) -> None:  # noqa: B027  most hold nothing
+        """Free what it holds for its process group, on all ranks alike; it serves no more then."""
+
     @property
     def activation_format(self) -> ActivationFormat:
         """The format prepare produces and finalize takes back."""

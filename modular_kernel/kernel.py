@@ -34,11 +34,9 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
-from modular_kernel.workspace import BufferSpec, Workspace, poison_tensor
+from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace, poison_tensor
 
 __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
-
-_EXPERT_OUTPUT = "expert_output"
 
 
 class FusedMoEModularKernel:
@@ -195,7 +193,7 @@ class FusedMoEModularKernel:
             piece = replace(shape, tokens=chunk)
         specs = {**own, **self.experts.workspace_shapes(piece).buffers()}
         if not self._experts_write_out and not self._part_keeps_output:
-            specs[_EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
+            specs[EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
         return specs
 
     def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
@@ -247,7 +245,12 @@ class FusedMoEModularKernel:
         part = self.prepare_finalize
         with stages.stage(stages.PREPARE):
             if part.has_prepare_no_receive():
-                receive = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+                arriving = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+
+                def receive() -> tuple[Dispatched, Handle]:
+                    with stages.stage(stages.RECEIVE):
+                        return arriving()
+
             else:
                 arrived = part.prepare(x_TH, routing, weights=weights, call=call)
 
@@ -275,7 +278,7 @@ class FusedMoEModularKernel:
         if self._part_keeps_output:
             return self.prepare_finalize.expert_output(handle)
         shape = self.experts.workspace_shapes(_shape_of(tokens)).output.shape
-        return pending.workspace.take(_EXPERT_OUTPUT, shape)
+        return pending.workspace.take(EXPERT_OUTPUT, shape)
 
     def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
         """Run the experts, in pieces where the problem says so; not at all on zero rows."""

@@ -1,6 +1,8 @@
 """The only module that reads (or writes) the environment."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,26 @@ def _seconds(name: str, default: float) -> float:
     if not 0 < seconds < float("inf"):
         raise ConfigurationError(name, got=text, need="seconds > 0")
     return seconds
+
+
+def nvshmem_asks_for_ibgda() -> bool:
+    """Whether NVSHMEM is told to reach peers over InfiniBand from the GPU. Libraries set the
+    variable while they are in use, so it is read at every call."""
+    return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Within it MK_DEADLINE_S is `seconds`: for managers that parts make by themselves."""
+    before = os.environ.get("MK_DEADLINE_S")
+    os.environ["MK_DEADLINE_S"] = str(seconds)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["MK_DEADLINE_S"]
+        else:
+            os.environ["MK_DEADLINE_S"] = before
 
 
 def hide_gpus() -> None:

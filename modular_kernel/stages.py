@@ -1,24 +1,65 @@
-"""Named ranges around the stages of a layer; free of charge while nothing is profiled."""
+"""Named ranges around the stages of a layer; free of charge while nothing is profiled.
 
-from collections.abc import Callable, Iterator
+A launch belongs to the innermost range around it. A kernel that does several stages' work has a
+range named for all of them, as `fused` joins them: "mk::gemm2+unpermute".
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
 
+PREFIX = "mk::"
+
+# What holds stages. Time in it but in no stage inside is the rest of it.
+CALL = "mk::call"  # set by who calls the kernel
 PREPARE = "mk::prepare"
-PERMUTE = "mk::permute"
-GEMM1 = "mk::gemm1_activation"
-QUANTISE = "mk::quantise"
-GEMM2 = "mk::gemm2"
-REDUCE = "mk::weight_and_reduce"
+RECEIVE = "mk::receive"  # of an asynchronous dispatch
 EXPERTS = "mk::experts"
 FINALIZE = "mk::finalize"
-STAGES = (PREPARE, PERMUTE, GEMM1, QUANTISE, GEMM2, REDUCE, EXPERTS, FINALIZE)
+HOLDERS = (CALL, PREPARE, RECEIVE, EXPERTS, FINALIZE)
+
+QUANTISE_INPUT = "mk::quantise_input"  # x, for GEMM 1
+DISPATCH = "mk::dispatch"  # rows to the ranks that need them
+SORT = "mk::sort"  # where each pair goes; no row moves
+PERMUTE = "mk::permute"  # rows into the order of experts
+GEMM1 = "mk::gemm1_activation"  # no part has the activation apart
+QUANTISE = "mk::quantise"  # h, for GEMM 2
+GEMM2 = "mk::gemm2"
+UNPERMUTE = "mk::unpermute"  # rows back into the order of pairs
+REDUCE = "mk::weight_and_reduce"  # over top-k
+COMBINE = "mk::combine"  # sums back to the ranks whose tokens they are
+STAGES = (
+    *(QUANTISE_INPUT, DISPATCH, SORT, PERMUTE, GEMM1),
+    *(QUANTISE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
+)
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 Watcher = Callable[[str], AbstractContextManager[object]]
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher of stages", default=None)
+
+
+def fused(*names: str) -> str:
+    """The name of one kernel that does the work of all these stages, in their order."""
+    return "+".join((names[0], *(name.removeprefix(PREFIX) for name in names[1:])))
+
+
+def parts(name: str) -> tuple[str, ...]:
+    """The stages that `name` joins; itself alone if it joins none."""
+    return tuple(PREFIX + part for part in name.removeprefix(PREFIX).split("+"))
+
+
+def among(name: str, wanted: Sequence[str]) -> str | None:
+    """Which of the stages `wanted` this one is, alone or fused with others; None if none."""
+    return next((part for part in parts(name) if part in wanted), None)
+
+
+GATHER_GEMM1 = fused(PERMUTE, GEMM1)
+GEMM2_SCATTER = fused(GEMM2, UNPERMUTE)
+GATHER_REDUCE = fused(UNPERMUTE, REDUCE)
+PERMUTE_QUANTISED = fused(PERMUTE, QUANTISE_INPUT)
+QUANTISE_DISPATCH = fused(QUANTISE_INPUT, DISPATCH)
 
 
 def profiling() -> bool:

@@ -63,6 +63,8 @@ class PrepareFinalizeRequirements(Requirements):
     bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
     replicated_input: every rank passes the same tokens and routing, and every rank gets the
     output of all of them; otherwise each rank passes its own tokens, as many as it likes.
+    received_by_library: a library receives the rows, into memory that it takes from torch's
+    allocator in every call, a plan's and a captured one's too; it alone knows who sent how many.
     """
 
     reduces: frozenset[Reduce]
@@ -80,6 +82,7 @@ class PrepareFinalizeRequirements(Requirements):
     asynchronous: bool = False
     output_is_reduced: bool = True
     replicated_input: bool = False
+    received_by_library: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,10 @@ import torch
 
 from modular_kernel.errors import CorruptionError
 
+# The buffer that the experts write and finalize reads, sized for the part's dispatch_shape. What
+# came in a call may need less: its output is then the first elements of the buffer.
+EXPERT_OUTPUT = "expert_output"
+
 _ALIGNMENT = 256  # bytes: a CUDA allocation's own alignment, and a multiple of a TMA box's 128
 _RED_ZONE = 256  # bytes after each buffer that nobody may write; watched in poison mode
 _RED_BYTE = 0xA5

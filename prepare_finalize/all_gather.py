@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
@@ -66,6 +67,19 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        # What is quantised in between has a range of its own inside.
+        with stages.stage(stages.DISPATCH):
+            receive = self._send(x_TH, routing, weights, call)
+
+        def received() -> tuple[Dispatched, Handle]:
+            with stages.stage(stages.DISPATCH):
+                return receive()
+
+        return received
+
+    def _send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
         manager, tokens = self.manager, x_TH.shape[0]
         manager.check_device(x_TH.device)
@@ -135,15 +149,16 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
         if not sum(counts_W):
             return
         returned = take("returned", (world * tokens, hidden))
-        manager.all_to_all(
-            returned.view(torch.uint8),
-            sum_RH.view(torch.uint8),
-            out_rows=[tokens] * world,
-            given_rows=counts_W,
-            step=own.agreed.step,
-            phase="combine",
-        ).wait()
-        sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
-        for rank in range(world):
-            sum_TH += returned[rank * tokens : (rank + 1) * tokens]
-        out.copy_(sum_TH)
+        with stages.stage(stages.COMBINE):
+            manager.all_to_all(
+                returned.view(torch.uint8),
+                sum_RH.view(torch.uint8),
+                out_rows=[tokens] * world,
+                given_rows=counts_W,
+                step=own.agreed.step,
+                phase="combine",
+            ).wait()
+            sum_TH = take("tokens_sum", (tokens, hidden)).zero_()
+            for rank in range(world):
+                sum_TH += returned[rank * tokens : (rank + 1) * tokens]
+            out.copy_(sum_TH)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
@@ -100,13 +101,14 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         buffers = {name: call.workspace.take(name, spec.shape) for name, spec in specs.items()}
         row_of_pair_TK, counts_e = buffers["row_of_pair"], buffers["expert_counts"]
         dispatched = self._routing(routing, weights, call)
-        assign_rows(
-            dispatched,
-            capacity=tokens,
-            row_of_pair_TK=row_of_pair_TK,
-            counts_e=counts_e,
-            scratch=buffers["assign_scratch"],
-        )
+        with stages.stage(stages.SORT):
+            assign_rows(
+                dispatched,
+                capacity=tokens,
+                row_of_pair_TK=row_of_pair_TK,
+                counts_e=counts_e,
+                scratch=buffers["assign_scratch"],
+            )
         router_TK = routing.topk_weights_TK
         on_input = problem.apply_router_weight_on_input
         handle = BatchedHandle(row_of_pair_TK, None if on_input else router_TK)
@@ -114,18 +116,22 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         rows_RH = x_eCH.flatten(0, 1)
         scale = buffers.get("batched_scale")
         if _one_scale_for_all(scheme):
-            quantised = self._quantised(x_TH, dispatched, router_TK, call)
-            permute_tokens(quantised.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
+            with stages.stage(stages.QUANTISE_INPUT):
+                quantised = self._quantised(x_TH, dispatched, router_TK, call)
+            with stages.stage(stages.PERMUTE):
+                permute_tokens(quantised.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, quantised.scale), handle
         input_weights = router_TK if on_input else None
         if not scheme.quantises_activations:
-            permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
+            with stages.stage(stages.PERMUTE):
+                permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e), handle
         if scale is None:
             scale = weights.a1_scale
         assert scale is not None, "a static scheme's weights have one"
         out = Quantised(rows_RH, scale if scheme.static else scale.flatten(0, 1))
-        permute_and_quantise(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
+        with stages.stage(stages.PERMUTE_QUANTISED):
+            permute_and_quantise(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
         return BatchedTokens(x_eCH, counts_e, scale), handle
 
     def _quantised(
@@ -175,7 +181,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             handle.topk_weights_TK,
             self.problem.routed_scaling_factor,
         )
-        reduce.apply(rows, out)
+        sums = reduce.kind is Reduce.NAIVE_BATCHED
+        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
+            reduce.apply(rows, out)
 
 
 def _one_scale_for_all(scheme: QuantScheme) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
@@ -12,7 +13,7 @@ from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.all2all.agreement import agree, refuse_unequal_tokens
+from prepare_finalize.all2all.agreement import Agreement, agree, refuse_unequal_tokens
 from prepare_finalize.all2all.part import GroupHandle, GroupPart
 from prepare_finalize.all2all.torch_group import TorchGroup
 from prepare_finalize.tokens import quantise_tokens, weight_and_reduce
@@ -55,6 +56,17 @@ class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
         self.manager.check_device(x_TH.device)
+        with stages.stage(stages.DISPATCH):  # no row travels, but that ranks agree takes time
+            agreed, slots_TK, weights_TK = self._agreed(x_TH, routing, call)
+        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        left = None if self.problem.apply_router_weight_on_input else weights_TK
+        handle = GroupHandle(self, call, agreed, left)
+        return self.local_tokens(call, rows, scale, slots_TK, weights_TK), handle
+
+    def _agreed(
+        self, x_TH: torch.Tensor, routing: Routing, call: Call
+    ) -> tuple[Agreement, torch.Tensor, torch.Tensor]:
+        """What ranks told each other, and the slots (int32) and weights of the pairs here."""
         nothing = [0] * self.manager.world_size
         agreed = agree(
             self.manager,
@@ -70,11 +82,7 @@ class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
         call.invalid_ids.add_(invalid)
         here = rank_TK == self.manager.rank
         slots_TK = torch.where(here, slot_TK, -1).to(torch.int32)
-        weights_TK = torch.where(here, routing.topk_weights_TK, 0)
-        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
-        left = None if self.problem.apply_router_weight_on_input else weights_TK
-        handle = GroupHandle(self, call, agreed, left)
-        return self.local_tokens(call, rows, scale, slots_TK, weights_TK), handle
+        return agreed, slots_TK, torch.where(here, routing.topk_weights_TK, 0)
 
     def finalize(
         self,
@@ -89,6 +97,7 @@ class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
         weight_and_reduce(
             expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH
         )
-        if out.numel():  # as every rank finds: T is the same on all
-            self.manager.all_reduce(sum_TH, step=own.agreed.step, phase="combine").wait()
-        out.copy_(sum_TH)
+        with stages.stage(stages.COMBINE):
+            if out.numel():  # as every rank finds: T is the same on all
+                self.manager.all_reduce(sum_TH, step=own.agreed.step, phase="combine").wait()
+            out.copy_(sum_TH)

@@ -27,21 +27,26 @@ _LEAST_BLOCK = 1024  # every block is a multiple of it
 
 
 class Shape(NamedTuple):
-    """How a launch shares out rows: columns that a program moves at once, its warps, programs of a
-    multiprocessor, and whether a program takes whole rows."""
+    """How a launch shares out rows: columns that a program moves at once (no more than the row
+    has, rounded up to a power of two), its warps, programs of a multiprocessor, and whether a
+    program takes whole rows."""
 
     block: int
     warps: int
     programs: int
-    whole_rows: bool
+    whole_rows: bool = False
+
+    def fit(self, hidden: int) -> "Shape":
+        least = max(_LEAST_BLOCK, next_power_of_2(hidden))
+        return self._replace(block=min(self.block, least))
 
 
-# By the most tokens of a rank, measured on two H200 (2026-11-20, triton 3.6.0), hidden 7168.
-_SHAPES = (
-    (64, Shape(2048, 8, 4, False)),
-    (512, Shape(1024, 2, 8, False)),
-    (1 << 62, Shape(2048, 8, 4, True)),
-)
+# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168: for up to so many tokens of
+# a rank, and beyond.
+_FEW_TOKENS = 512
+_FEW = Shape(1024, 4, 4)
+_DISPATCH = Shape(2048, 8, 4, whole_rows=True)
+_COMBINE = Shape(2048, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,7 @@ class Exchange:
         problem, slot = self.problem, self.slot
         use_triton(x_TH)  # the interpreter's numbers are made honest at the first call
         rows = x_TH if quantised is None else quantised.q_RK
-        shape = _shape(problem.tokens)
+        shape = _shape(problem, _DISPATCH)
         chunk = shape.block
         if shape.whole_rows:
             chunk *= -(-problem.hidden // shape.block)
@@ -202,7 +207,7 @@ class Exchange:
     def combine(self, out_TH: torch.Tensor) -> None:
         """Raise the flag that this rank's y_RH is whole, and add up the rows of all ranks."""
         problem, slot = self.problem, self.slot
-        shape = _shape(problem.tokens)
+        shape = _shape(problem, _COMBINE)
         items = self.tokens * -(-problem.hidden // shape.block)
         launch(
             combine_kernel,
@@ -222,8 +227,8 @@ class Exchange:
         )
 
 
-def _shape(tokens: int) -> Shape:
-    return next(shape for most, shape in _SHAPES if tokens <= most)
+def _shape(problem: Problem, many: Shape) -> Shape:
+    return (_FEW if problem.tokens <= _FEW_TOKENS else many).fit(problem.hidden)
 
 
 def _programs(items: int, shape: Shape, device: torch.device) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
 from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
@@ -52,6 +53,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         triton=True,
+        packages=("triton",),
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localises_ids=True,
         padding=Rows.UNDEFINED,
@@ -118,7 +120,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         arrived, handle = self._begin(x_TH, routing, weights, call, wait=False)
 
         def receive() -> tuple[Dispatched, Handle]:
-            handle.exchange.receive()
+            with stages.stage(stages.DISPATCH):
+                handle.exchange.receive()
             return arrived, handle
 
         return receive
@@ -146,7 +149,9 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         quantised = self._quantised(x_TH, weights, call) if self._quantises_before() else None
         manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
         tables = self.tables(x_TH.device)
-        exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
+        on_the_way = quantises_on_the_way(problem.scheme, problem.hidden)
+        with stages.stage(stages.QUANTISE_DISPATCH if on_the_way else stages.DISPATCH):
+            exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
         left = None if problem.apply_router_weight_on_input else slot.weights_RK
         scale = weights.a1_scale if problem.scheme.static else slot.scale_RG
         arrived = self.local_tokens(call, slot.x_RH, scale, slot.ids_RK, slot.weights_RK)
@@ -163,7 +168,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         static = weights.a1_scale if scheme.static else None
         shape = (x_TH.shape[0], self.problem.hidden)
         out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
-        quantise_rows(x_TH, scheme, out=out)
+        with stages.stage(stages.QUANTISE_INPUT):
+            quantise_rows(x_TH, scheme, out=out)
         return out
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
@@ -178,24 +184,25 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         out: torch.Tensor,
     ) -> None:
         own = self._own(handle)
+        if own.place in self._free:
+            raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         y_RH, manager = own.exchange.slot.y_RH, self.manager
         if expert_output is not y_RH:
             weight_and_reduce(
                 expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
             )
         record = manager.last_calls.begin(manager.step, "combine", y_RH.nbytes)
-        own.exchange.combine(out)
+        with stages.stage(stages.COMBINE):
+            own.exchange.combine(out)
         manager.last_calls.end(record, "launched")
         self._held.pop(own.place)()
         manager.check_open()  # what is known by now
 
     def _own(self, handle: Handle) -> SymmMemHandle:
-        """UnsupportedError unless `handle` is of a call of this part that was not finished."""
+        """UnsupportedError unless `handle` is of this very part."""
         if not isinstance(handle, SymmMemHandle) or handle.part is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
-        if handle.place in self._free:
-            raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         return handle
 
 

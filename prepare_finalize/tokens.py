@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_rows, take_quantised
 from modular_kernel.quant import LARGEST, MIN_SCALE
@@ -39,6 +40,17 @@ def quantise_tokens(
     """
     if not quantises(problem, call):
         return x_TH, None
+    with stages.stage(stages.QUANTISE_INPUT):
+        return _quantised(x_TH, problem, weights, call, largest)
+
+
+def _quantised(
+    x_TH: torch.Tensor,
+    problem: Problem,
+    weights: ExpertWeights,
+    call: Call,
+    largest: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
     static = weights.a1_scale if scheme.static else None
     out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
@@ -63,5 +75,28 @@ def weight_and_reduce(
     """Apply what the experts left to do, or the contiguous reducer if they leave the choice."""
     if reduce.kind is Reduce.DELEGATE:
         reduce = TopKWeightAndReduceContiguous()
+    if reduce.kind is Reduce.NOOP and expert_output is out:
+        return
     scale = problem.routed_scaling_factor
-    reduce.apply(ExpertRows(expert_output, None, topk_weights_TK, scale), out)
+    with stages.stage(stages.REDUCE):
+        reduce.apply(ExpertRows(expert_output, None, topk_weights_TK, scale), out)
+
+
+def reduced_rows(
+    expert_output: torch.Tensor,
+    topk_weights_RK: torch.Tensor,
+    problem: Problem,
+    call: Call,
+    reduce: TopKWeightAndReduce,
+) -> torch.Tensor:
+    """What a rank sends back for the rows that came to it: (R, H), weighted and summed here.
+
+    Takes the buffer "rows_sum" unless the experts left nothing to do.
+    """
+    rows, hidden = len(topk_weights_RK), problem.hidden
+    if reduce.kind is Reduce.NOOP:
+        return expert_output
+    sum_RH = call.workspace.take("rows_sum", (rows, hidden))
+    left = None if problem.apply_router_weight_on_input else topk_weights_RK
+    weight_and_reduce(expert_output, left, problem, reduce=reduce, out=sum_RH)
+    return sum_RH

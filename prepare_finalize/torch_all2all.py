@@ -6,12 +6,21 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
 from modular_kernel.types import ActivationFormat, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement, agree
@@ -48,7 +57,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         super().__init__(problem, group)
         self._rows = RowBuffers(problem)
 
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+    def dispatch_shape(self, tokens: int) -> DispatchShape:
         # Whatever this rank passes, another may pass problem.tokens.
         rows = self.problem.parallel.world_size * self.problem.tokens
         return ContiguousShape(rows, self.problem.top_k)
@@ -76,6 +85,19 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        # What is quantised in between has a range of its own inside.
+        with stages.stage(stages.DISPATCH):
+            receive = self._send(x_TH, routing, weights, call)
+
+        def received() -> tuple[Dispatched, Handle]:
+            with stages.stage(stages.DISPATCH):
+                return receive()
+
+        return received
+
+    def _send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
         manager, device = self.manager, x_TH.device
         manager.check_device(device)
@@ -130,9 +152,26 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
             left = None if self.problem.apply_router_weight_on_input else here.weights_RK
             scales = scale if here.scale is None else here.scale
             arrived = self.local_tokens(call, here.x_RH, scales, here.ids_RK, here.weights_RK)
-            return arrived, All2AllHandle(self, call, agreed, left, token_N)
+            return self.arrange(arrived, All2AllHandle(self, call, agreed, left, token_N))
 
         return receive
+
+    def arrange(
+        self, tokens: ContiguousTokens, handle: All2AllHandle
+    ) -> tuple[Dispatched, All2AllHandle]:
+        """The rows that arrived, as experts take them, and what `sum_rows` needs of that."""
+        return tokens, handle
+
+    def sum_rows(
+        self,
+        expert_output: torch.Tensor,
+        handle: All2AllHandle,
+        reduce: TopKWeightAndReduce,
+        sum_RH: torch.Tensor,
+    ) -> None:
+        """sum_RH (R, H) = this rank's weighted sum of each row that arrived."""
+        weights_RK = handle.topk_weights_RK
+        weight_and_reduce(expert_output, weights_RK, self.problem, reduce=reduce, out=sum_RH)
 
     def finalize(
         self,
@@ -147,24 +186,23 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         take, hidden = own.call.workspace.take, out.shape[1]
         to_W, from_W = _rows_out_and_in(own.agreed, self.manager.rank)
         sum_RH = take("rows_sum", (sum(from_W), hidden))
-        weight_and_reduce(
-            expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_RH
-        )
+        self.sum_rows(expert_output, own, reduce, sum_RH)
         returned = take("returned", (sum(to_W), hidden))
-        if _any_rows(own.agreed):
-            self.manager.all_to_all(
-                returned.view(torch.uint8),
-                sum_RH.view(torch.uint8),
-                out_rows=to_W,
-                given_rows=from_W,
-                step=own.agreed.step,
-                phase="combine",
-            ).wait()
-        sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
-        # A rank returns a token once, so the order of a sum is that of the ranks.
-        for start, stop in pairwise(accumulate(to_W, initial=0)):
-            sum_TH.index_add_(0, own.token_N[start:stop], returned[start:stop].float())
-        out.copy_(sum_TH)
+        with stages.stage(stages.COMBINE):
+            if _any_rows(own.agreed):
+                self.manager.all_to_all(
+                    returned.view(torch.uint8),
+                    sum_RH.view(torch.uint8),
+                    out_rows=to_W,
+                    given_rows=from_W,
+                    step=own.agreed.step,
+                    phase="combine",
+                ).wait()
+            sum_TH = take("tokens_sum", tuple(out.shape)).zero_()
+            # A rank returns a token once, so the order of a sum is that of the ranks.
+            for start, stop in pairwise(accumulate(to_W, initial=0)):
+                sum_TH.index_add_(0, own.token_N[start:stop], returned[start:stop].float())
+            out.copy_(sum_TH)
 
 
 def _rows_out_and_in(agreed: Agreement, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -15,6 +15,7 @@ from modular_kernel.types import Parallel, Problem
 REPLICATED = "ReplicatedEPPrepareAndFinalize"
 GATHERED = "AllGatherReduceScatterPrepareAndFinalize"
 ALL2ALL = "TorchAll2AllPrepareAndFinalize"
+BATCHED = "TorchAll2AllBatchedPrepareAndFinalize"
 PARTS = (REPLICATED, GATHERED, ALL2ALL)
 
 

@@ -103,6 +103,17 @@ class CountsTwice(SumOverRanks):
         return arrived
 
 
+class Choosy(SumOverRanks):
+    """16-bit types, two hidden sizes and blocks of equal size alone, as some vendors' kernels."""
+
+    requires = replace(
+        SumOverRanks.requires,
+        dtypes=frozenset({torch.bfloat16}),
+        hidden_sizes=frozenset({256, 512}),
+        linear_placement=True,
+    )
+
+
 class AtMostTwo(SumOverRanks):
     """Two ranks, blocks of equal size."""
 

@@ -21,7 +21,21 @@ from modular_kernel.testing.cases import BASE, Case, axes, command
 from modular_kernel.types import Combine, Parallel, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = ("list", "check", "test", "profile", "tune", "bench", "compile", "doctor", "demo")
+VERBS = (
+    "list",
+    "check",
+    "test",
+    "profile",
+    "tune",
+    "bench",
+    "exchange",
+    "compose",
+    "plan",
+    "report",
+    "compile",
+    "doctor",
+    "demo",
+)
 HELP_SECONDS = 0.3
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 
@@ -81,7 +95,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert [verb for verb in VERBS if f"\n  {verb} " not in shown] == []
 
 
-@pytest.mark.parametrize("verb", ["check", "test", "profile", "bench"])
+@pytest.mark.parametrize("verb", ["check", "test", "profile", "bench", "compose", "plan"])
 def test_problem_options_are_the_same_for_every_verb(
     capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""`mk profile`: a trace per case with the stages in it, and the time of each."""
+"""`mk profile`: traces, tables and reports of real calls."""
 
 import json
 from dataclasses import replace
@@ -10,9 +10,11 @@ import pytest
 from modular_kernel import stages
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main, profile
+from modular_kernel.profiling.chrome import faults
 from modular_kernel.testing.cases import BASE, axes
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+NAIVE_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
 TRITON_HERE = this_machine().device == "cuda" or this_machine().interpreter
 Capsys = pytest.CaptureFixture[str]
@@ -31,6 +33,7 @@ def run(capsys: Capsys, *words: str) -> tuple[int, str]:
 def stage_events(path: Path) -> dict[str, dict[str, Any]]:
     """The named ranges of a Chrome trace, as the host saw them."""
     trace = json.loads(path.read_text(encoding="utf-8"))
+    assert faults(trace) == []
     return {
         event["name"]: event
         for event in trace["traceEvents"]
@@ -38,27 +41,36 @@ def stage_events(path: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def test_profile_writes_a_trace_with_the_stages(capsys: Capsys, tmp_path: Path) -> None:
+def test_a_trace_has_the_stages_and_the_report_their_times(capsys: Capsys, tmp_path: Path) -> None:
     experts = "TritonExperts" if TRITON_HERE else "TorchExperts"
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", experts)
     words = ("--tokens", "4", "--out", str(tmp_path / "new"), "--json")
     code, out = run(capsys, "profile", *pair, *words)
     record = json.loads(out)
     assert code == 0
-    (path,) = (tmp_path / "new").iterdir()
-    assert record["traces"] == [str(path)]
-    events = stage_events(path)
-    outer = {stages.PREPARE, stages.EXPERTS, stages.FINALIZE}
-    inner = {stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.REDUCE}
-    assert set(events) == (outer | inner if TRITON_HERE else outer | {stages.PERMUTE})
+    (trace,) = (tmp_path / "new").glob("*.trace.json")
+    assert record["traces"] == [str(trace)]
+    assert record["merged_trace"] is None
+    events = stage_events(trace)
+    inner = {stages.SORT, stages.GATHER_GEMM1, stages.GEMM2_SCATTER, stages.REDUCE}
+    if not TRITON_HERE:
+        inner = {stages.SORT, stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE}
+    assert inner <= set(events)
     around = events[stages.EXPERTS]
-    for name in inner & set(events):
+    for name in inner:
         assert around["ts"] <= events[name]["ts"]
         assert _end(events[name]) <= _end(around)
-    assert {stage["stage"] for stage in record["stages"]} == set(events)
-    assert all(stage["host_ms"] > 0 for stage in record["stages"])
+    rows = {row["stage"]: row for row in record["stages"]}
+    assert set(rows) == set(events) - {"mk::barrier"}
+    assert all(row["host_us"] > 0 for row in rows.values())
     on_gpu = record["machine"]["device"] == "cuda"
-    assert all((stage["device_ms"] is not None) is on_gpu for stage in record["stages"])
+    assert all((row["device_us"] is not None) is on_gpu for row in rows.values())
+    assert all(rows[name]["floor"]["us"] > 0 for name in inner)
+    (rank,) = record["pairs"][0]["ranks"]
+    assert rank["furthest_from_floor"] in inner
+    assert rank["coverage"] > 0.9
+    # The interpreter's hundred milliseconds dwarf what lies between stages.
+    assert rank["sum_to_span"] == pytest.approx(1, abs=0.1)
 
 
 def _end(event: dict[str, Any]) -> float:
@@ -66,71 +78,69 @@ def _end(event: dict[str, Any]) -> float:
     return end
 
 
-def test_profile_prints_a_table_and_the_path(capsys: Capsys, tmp_path: Path) -> None:
-    code, out = run(capsys, "profile", *TORCH_PAIR, "--out", str(tmp_path))
+def test_two_pairings_side_by_side(capsys: Capsys, tmp_path: Path) -> None:
+    against = ("--against", *NAIVE_PAIR, "--routing", "zipf", "--calls", "2")
+    code, out = run(capsys, "profile", *TORCH_PAIR, *against, "--out", str(tmp_path))
     assert code == 0
-    (path,) = tmp_path.iterdir()
-    assert str(path) in out
-    for name in (stages.PREPARE, stages.EXPERTS, stages.FINALIZE):
-        assert f"\n {name} " in out
+    assert len(list(tmp_path.glob("*-rank0.trace.json"))) == 2
+    for word in ("sum of stages", "total (planned)", "Furthest from its floor", "No GPU was"):
+        assert word in out
+    (page,) = tmp_path.glob("*.profile.html")
+    assert "TorchExperts" in page.read_text()
+    assert str(page) in out
+    (saved,) = tmp_path.glob("*.profile.json")
+    record = json.loads(saved.read_text())
+    first, second = record["pairs"]
+    assert (first["pairing"], second["pairing"]) == (
+        "MoEPrepareAndFinalizeNoEP x TorchExperts",
+        " x ".join(NAIVE_PAIR),
+    )
+    loads = [pair["ranks"][0]["load"] for pair in (first, second)]
+    assert loads[0] == loads[1]
+    assert 0 < record["output_difference"] < 0.05 or record["output_difference"] == 0.0
+    assert first["ranks"][0]["traced_calls"] == 2
+    assert record["routing"] == "zipf1.2"
 
 
-def test_two_cases_make_two_traces(capsys: Capsys, tmp_path: Path) -> None:
-    out = ("--out", str(tmp_path))
-    run(capsys, "profile", *TORCH_PAIR, *out, "--tokens", "4")
-    run(capsys, "profile", *TORCH_PAIR, *out, "--tokens", "4", "--top-k", "1")
-    assert len(list(tmp_path.iterdir())) == 2
-    run(capsys, "profile", *TORCH_PAIR, *out, "--tokens", "4")
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_trace_names_are_distinct_and_safe() -> None:
+def test_a_case_has_files_of_its_own() -> None:
     problems = [problem for problem, _ in axes(BASE)]
     flags = dict.fromkeys(_FLAGS, True)
     longest = replace(BASE, activation="swiglu_oai", chunk_tokens=7, **flags)
-    names = [profile.trace_name("A x B", problem, rank=0) for problem in {*problems, longest}]
+    names = [profile.file_stem("A x B", problem) for problem in {*problems, longest}]
     assert len(set(names)) == len({*problems, longest})
-    assert all(len(name) < 255 and set(name).isdisjoint("/:, ") for name in names)
-    names = [profile.trace_name(pair, BASE, rank=0) for pair in ("A+ x B", "A: x B", "A_ x B")]
-    names.append(profile.trace_name("A_ x B", BASE, rank=1))
+    assert all(len(name) < 200 and set(name).isdisjoint("/:, ") for name in names)
+    names = [profile.file_stem(pair, BASE) for pair in ("A+ x B", "A: x B", "A_ x B")]
+    names.append(profile.file_stem("A_ x B against C x D", BASE))
     assert len(set(names)) == len(names)
 
 
 _FLAGS = ("bias", "expert_map", "inplace", "graph", "deterministic", "asynchronous", "lora")
 
 
-def test_profile_refuses_with_every_reason(capsys: Capsys, tmp_path: Path) -> None:
-    code, out = run(capsys, "profile", *REFUSED_PAIR, "--out", str(tmp_path))
+@pytest.mark.parametrize(
+    "words", [REFUSED_PAIR, (*TORCH_PAIR, "--against", REFUSED_PAIR[1], REFUSED_PAIR[3])]
+)
+def test_profile_refuses_with_every_reason(
+    capsys: Capsys, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    code, out = run(capsys, "profile", *words, "--out", str(tmp_path))
     assert code == 1
     assert "\n format " in out
     assert "\n reduce " in out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_device_time_is_that_of_the_work_a_range_launched() -> None:
-    """Two kernels launched in GEMM 1 that run after the range, a copy in between, one outside."""
-
-    def event(kind: str, name: str, begin: float, dur: float, link: int = 0) -> dict[str, Any]:
-        return {"cat": kind, "name": name, "ts": begin, "dur": dur, "args": {"correlation": link}}
-
-    events = [
-        {"ph": "M", "name": "process_name"},
-        event("user_annotation", stages.EXPERTS, 0, 100),
-        event("user_annotation", stages.GEMM1, 10, 20),
-        event("gpu_user_annotation", stages.GEMM1, 200, 999),
-        event("cuda_driver", "cuLaunchKernelEx", 12, 2, 1),
-        event("cuda_runtime", "cudaMemcpyAsync", 15, 2, 2),
-        event("cuda_driver", "cuLaunchKernelEx", 30, 2, 3),
-        event("cuda_driver", "cuLaunchKernelEx", 31, 2, 4),
-        event("cuda_driver", "cuLaunchKernelEx", 101, 2, 5),
-        event("kernel", "a", 200, 1000, 1),
-        event("gpu_memcpy", "copy", 1300, 200, 2),
-        event("kernel", "b", 1600, 30, 3),
-        event("kernel", "c", 1700, 4, 4),
-        event("kernel", "d", 1800, 7, 5),
-        event("kernel", "launched before the profiler ran", 1, 7, 6),
-    ]
-    gemm1, experts = profile.stage_times(events, on_gpu=True)
-    assert gemm1 == profile.StageTime(stages.GEMM1, 1, 0.020, 1.230)
-    assert experts == profile.StageTime(stages.EXPERTS, 1, 0.100, 1.234)
-    assert profile.stage_times(events, on_gpu=False)[0].device_ms is None
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (("--calls", "0"), "--calls"),
+        (("--calls", "101"), "--calls"),
+        (("--routing", "spiral"), "routing"),
+        (("--against", TORCH_PAIR[1], TORCH_PAIR[3]), "--against"),
+        (("--tokens", "0"), "tokens to profile"),
+    ],
+)
+def test_bad_words(capsys: Capsys, tmp_path: Path, words: tuple[str, ...], what: str) -> None:
+    code, out = run(capsys, "profile", *TORCH_PAIR, *words, "--out", str(tmp_path), "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["what"] == what

@@ -3,13 +3,16 @@
 import json
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from modular_kernel import stages
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main
 from modular_kernel.placement import Placement
+from modular_kernel.profiling.chrome import faults
 from modular_kernel.testing.cases import command
 from modular_kernel.testing.cases_ranks import rank_cases_for
 from modular_kernel.types import Parallel, Problem
@@ -139,15 +142,23 @@ def test_defects_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
     assert (mutant["mutant"], mutant["ok"]) == ("last_expert_lost", True)
 
 
-def test_one_trace_for_each_rank(capsys: Capture, tmp_path: Path) -> None:
+def test_a_trace_of_each_rank_and_one_of_all(capsys: Capture, tmp_path: Path) -> None:
     words = ("profile", "--world-size", "2", *ON_CPU, *PAIR, "--out", str(tmp_path), "--json")
     code, shown, _ = mk(capsys, *words)
     assert code == 0
     record = json.loads(shown)
     traces = [Path(trace) for trace in record["traces"]]
     assert [re.search(r"rank\d", trace.name)[0] for trace in traces] == ["rank0", "rank1"]  # type: ignore[index]
-    assert sorted(traces) == sorted(tmp_path.iterdir())
-    assert all(json.loads(trace.read_text())["traceEvents"] for trace in traces)
-    for times in record["stages_by_rank"]:
-        stages = {time["stage"] for time in times}
-        assert {"mk::prepare", "mk::experts", "mk::finalize"} <= stages
+    merged = json.loads(Path(record["merged_trace"]).read_text())
+    assert faults(merged) == []
+    whole = [json.loads(trace.read_text())["traceEvents"] for trace in traces]
+    spans = [sum(event["ph"] == "X" for event in events) for events in whole]
+    by_rank = Counter(event["pid"] for event in merged["traceEvents"] if event["ph"] == "X")
+    assert by_rank == dict(enumerate(spans))
+    assert 0 <= record["pairs"][0]["barrier_spread_us"] < 1e6
+    for rank in record["pairs"][0]["ranks"]:
+        names = {row["stage"] for row in rank["stages"]}
+        inner = {stages.DISPATCH, stages.SORT, stages.GEMM1, stages.REDUCE, stages.COMBINE}
+        assert inner | {stages.PREPARE, stages.RECEIVE, stages.EXPERTS, stages.FINALIZE} <= names
+        assert rank["load"]["out"] > 0
+        assert rank["coverage"] > 0.8

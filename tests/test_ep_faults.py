@@ -1,10 +1,8 @@
 """Faults over gloo ranks: whoever survives raises in time, and says which rank to look at."""
 
 import json
-import os
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,16 +13,33 @@ from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import make_kernel
-from modular_kernel.errors import CapacityError, CommunicationError
-from modular_kernel.testing.ranks import RankError, RankPool
+from modular_kernel.errors import CapacityError
+from modular_kernel.testing.faults_matrix import (
+    Result,
+    as_json,
+    markdown,
+    parts_to_try,
+    run_matrix,
+    run_scenario,
+    scenarios,
+    summary,
+)
+from modular_kernel.testing.faults_ranks import (
+    DEADLINE_S,
+    SLACK_S,
+    VICTIM,
+    Report,
+    Scenario,
+    outcome,
+    outcome_of,
+)
+from modular_kernel.testing.ranks import RankPool
 from prepare_finalize.all2all import TorchGroup
 from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
 
-WORLD, VICTIM = 3, 1
-DEADLINE_S = 1.0
-SLACK_S = 2.0  # what a survivor may take beyond the deadline
+WORLD = 3
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
-POINTS = {  # where the victim goes away -> in which exchange the others may find out
+POINTS = {  # where the victim goes away -> in which exchange the others find out, here
     "before dispatch": {"counts"},
     "in dispatch": {"dispatch", "combine"},
     "after dispatch": {"combine"},
@@ -39,32 +54,14 @@ class OtherExperts(TorchExperts):
 
 @dataclass(frozen=True)
 class Fault:
-    """kind: killed, stopped, late, raises, or "" for another problem on the victim alone."""
+    """other: what the victim alone means."""
 
     part: str
-    kind: str
-    point: str = "before dispatch"
     other: dict[str, object] = field(default_factory=dict)
-    folder: str = ""
-    pids: tuple[int, ...] = ()
 
     @property
     def layer(self) -> Layer:
         return Layer(self.part, TOKENS[self.part], placement="linear")
-
-
-@dataclass(frozen=True)
-class Report:
-    """What became of one rank. good: calls it completed, all of them with the right output."""
-
-    error: str
-    message: str
-    seconds: float
-    good: int
-    phase: str = ""
-    peers: tuple[int, ...] = ()
-    last: str = ""
-    serves_again: bool = False
 
 
 @pytest.fixture(scope="module")
@@ -76,103 +73,9 @@ def pool() -> Iterator[RankPool]:
 # --------------------------------------------------------------------------------- on the ranks
 
 
-def pid_of(rank: int, world: int, group: object) -> int:
-    return os.getpid()
-
-
-def suffer(rank: int, world: int, group: object, fault: Fault) -> Report:
-    """A good call, then up to two of which the victim breaks one."""
-    layer = fault.layer
-    given = layer.inputs_of(rank)
-    dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
-    manager = TorchGroup(group, deadline_s=DEADLINE_S)
-    kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
-    good = kernel(given.x_TH, given.weights, given.routing).clone()
-    dist.barrier(group)
-    if rank == VICTIM:
-        arm(kernel, manager, fault)
-    report = outcome(lambda: kernel(given.x_TH, given.weights, given.routing), good, manager)
-    Path(fault.folder, str(rank)).touch()
-    if rank == (VICTIM + 1) % world and fault.kind == "stopped":
-        wait_for_others(fault.folder, world)
-        os.kill(fault.pids[VICTIM], signal.SIGCONT)
-    if fault.kind == "killed":
-        return report
-    return replace(report, serves_again=serves_again(rank, group, layer, good))
-
-
-def outcome(call: Callable[[], torch.Tensor], good: torch.Tensor, manager: TorchGroup) -> Report:
-    start, done = time.monotonic(), 0
-    try:
-        for _ in range(2):
-            out = call()
-            assert torch.equal(out, good), "a completed call is a right one"
-            done += 1
-    except CommunicationError as error:
-        seconds = time.monotonic() - start
-        last = manager.last_calls.json_lines().splitlines()[-1]
-        return Report(
-            "CommunicationError", str(error), seconds, done, error.phase, error.peers, last
-        )
-    except Exception as error:  # noqa: BLE001  the parent looks at what it was
-        return Report(type(error).__name__, str(error), time.monotonic() - start, done)
-    return Report("", "", time.monotonic() - start, done)
-
-
-def arm(kernel, manager: TorchGroup, fault: Fault) -> None:
-    """Have the victim break down once, at the point."""
-    armed = [True]
-
-    def break_down() -> None:
-        if not armed.pop():
-            return
-        armed.append(False)
-        if fault.kind == "raises":
-            raise RuntimeError("these experts are broken")
-        if fault.kind == "late":
-            wait_for_others(fault.folder, manager.world_size)
-        else:
-            number = signal.SIGKILL if fault.kind == "killed" else signal.SIGSTOP
-            os.kill(os.getpid(), number)
-
-    start, apply = manager._start, kernel.experts.apply
-
-    def watched_start(launch, tensors, step, phase):
-        if fault.point == "before dispatch" and phase == "counts":
-            break_down()
-        if fault.point == "before combine" and phase == "combine":
-            break_down()
-        begun = start(launch, tensors, step, phase)
-        if fault.point == f"in {phase}":
-            break_down()
-        return begun
-
-    def watched_apply(*args, **options) -> None:
-        if fault.point == "after dispatch":
-            break_down()
-        apply(*args, **options)
-
-    manager._start, kernel.experts.apply = watched_start, watched_apply
-
-
-def wait_for_others(folder: str, world: int) -> None:
-    until = time.monotonic() + DEADLINE_S + 2 * SLACK_S
-    others = [Path(folder, str(rank)) for rank in range(world) if rank != VICTIM]
-    while not all(path.exists() for path in others) and time.monotonic() < until:
-        time.sleep(0.01)
-
-
-def serves_again(rank: int, group: object, layer: Layer, good: torch.Tensor) -> bool:
-    """Whether the caller's group is as good as ever: a new manager works on it."""
-    given = layer.inputs_of(rank)
-    kernel = layer.kernel(rank, TorchGroup(group, deadline_s=10))
-    return torch.equal(kernel(given.x_TH, given.weights, given.routing), good)
-
-
 def disagree(rank: int, world: int, group: object, fault: Fault) -> Report:
     """The victim means another layer; then all mean one again, with the same manager."""
     layer = fault.layer
-    mine = layer
     options = dict(fault.other) if rank == VICTIM else {}
     experts = options.pop("experts_part", "TorchExperts")
     part = options.pop("part", fault.part)
@@ -182,9 +85,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> Report:
     dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
     manager = TorchGroup(group, deadline_s=DEADLINE_S)
     kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
-    report = outcome(
-        lambda: kernel(given.x_TH, given.weights, given.routing), torch.empty(0), manager
-    )
+    report = outcome_of(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
     given = layer.inputs_of(rank)
     kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
     again = kernel(given.x_TH, given.weights, given.routing)
@@ -193,25 +94,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> Report:
     return replace(report, serves_again=torch.equal(again, want))
 
 
-def overflow(rank: int, world: int, group: object, fault: Fault) -> Report:
-    """The victim passes more tokens than its problem says."""
-    layer = fault.layer
-    given = layer.inputs_of(rank)
-    dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
-    manager = TorchGroup(group, deadline_s=DEADLINE_S)
-    kernel = make_kernel(fault.part, "TorchExperts", layer.problem(rank), group=manager)
-    if rank == VICTIM:
-        given = replace(layer, tokens_W=(9, 9, 9)).inputs_of(rank)
-    return outcome(
-        lambda: kernel(given.x_TH, given.weights, given.routing), torch.empty(0), manager
-    )
-
-
 # ------------------------------------------------------------------------------------ the tests
-
-
-def with_pids(pool: RankPool, fault: Fault, folder: Path) -> Fault:
-    return replace(fault, folder=str(folder), pids=tuple(pool.run(pid_of)))
 
 
 def assert_survivor(report: Report, phases: set[str]) -> None:
@@ -236,46 +119,105 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("part", "kind", "point"), MATRIX)
-def test_a_rank_that_goes_away(
-    pool: RankPool, tmp_path: Path, part: str, kind: str, point: str
-) -> None:
-    fault = with_pids(pool, Fault(part, kind, point), tmp_path)
+def test_a_rank_that_goes_away(pool: RankPool, part: str, kind: str, point: str) -> None:
+    result = run_scenario(Scenario(part, kind, point), pool)
+    assert result.findings() == []
+    for rank in (0, 2):
+        assert_survivor(result.reports[rank], POINTS[point])
     if kind == "killed":
-        with pytest.raises(RankError) as raised:
-            pool.run(suffer, fault, timeout=30)
-        assert set(raised.value.failures) == {VICTIM}, raised.value
-        reports = raised.value.results
+        assert set(result.lost) == {VICTIM}
     else:
-        reports = dict(enumerate(pool.run(suffer, fault, timeout=30)))
-    for rank in set(range(WORLD)) - {VICTIM}:
-        assert_survivor(reports[rank], POINTS[point])
-        assert reports[rank].serves_again is (kind != "killed")
-    if kind != "killed":
         # It finds that the others have given it up, or the one that did so first.
-        assert reports[VICTIM].error == "CommunicationError", reports[VICTIM]
-        assert reports[VICTIM].peers in ((0, 2), (0,), (2,))
+        assert result.reports[VICTIM].error == "CommunicationError"
+        assert result.reports[VICTIM].peers in ((0, 2), (0,), (2,))
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
-def test_an_exception_inside_the_experts_of_one_rank(
-    pool: RankPool, tmp_path: Path, part: str
-) -> None:
-    fault = with_pids(pool, Fault(part, "raises", "after dispatch"), tmp_path)
-    reports = pool.run(suffer, fault, timeout=30)
-    assert reports[VICTIM].error == "RuntimeError"
-    assert reports[VICTIM].message == "these experts are broken"
+def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) -> None:
+    result = run_scenario(Scenario(part, "raises"), pool)
+    assert result.findings() == []
+    assert result.reports[VICTIM].error == "RuntimeError"
+    assert result.reports[VICTIM].message == "these experts are broken"
     for rank in (0, 2):
-        assert_survivor(reports[rank], {"combine"})
-        assert reports[rank].serves_again
+        assert_survivor(result.reports[rank], {"combine"})
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
-    reports = pool.run(overflow, Fault(part, ""), timeout=30)
-    assert reports[VICTIM].error == CapacityError.__name__
-    assert reports[VICTIM].seconds < 0.5
+    result = run_scenario(Scenario(part, "overflow"), pool)
+    assert result.findings() == []
+    assert result.reports[VICTIM].error == CapacityError.__name__
+    assert result.reports[VICTIM].seconds < 0.5
     for rank in (0, 2):
-        assert_survivor(reports[rank], {"counts"})
+        assert_survivor(result.reports[rank], {"counts"})
+
+
+def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
+    other = (("hidden", 64),)
+    wanted = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),
+              Scenario(ALL2ALL, "disagrees", other=other)]  # fmt: skip
+    results = run_matrix(wanted, 2, "gloo", lanes=2)
+    assert [result.findings() for result in results] == [[], [], []]
+    lines = markdown(results).splitlines()
+    assert len(lines) == 2 + len(wanted)
+    assert lines[-1].startswith("| TorchAll2All | another hidden | 0.")
+    assert summary(results).startswith("3 scenarios, 0 with findings")
+    assert json.loads(json.dumps(as_json(results)))[2]["scenario"] == "another hidden"
+
+
+def test_every_part_over_gloo_has_its_scenarios() -> None:
+    assert set(parts_to_try(2, "gloo")) >= {REPLICATED, GATHERED, ALL2ALL}
+    wanted = scenarios(ALL2ALL, "gloo")
+    assert len(set(map(str, wanted))) == len(wanted) >= 12
+
+
+def test_a_matrix_whose_time_is_up_begins_nothing() -> None:
+    (result,) = run_matrix([Scenario(ALL2ALL, "overflow")], 2, "gloo", seconds=-1)
+    assert result.findings() == [f"rank {rank}: not begun: the time was up" for rank in (0, 1)]
+
+
+def test_a_call_that_returns_something_else_is_an_error() -> None:
+    layer = Layer(ALL2ALL, (4,))
+    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", layer.problem(0))
+    given = layer.inputs_of(0)
+    good = kernel(given.x_TH, given.weights, given.routing)
+    right = outcome(kernel, given, good)
+    assert (right.error, right.good) == ("", 2)
+    wrong = outcome(kernel, given, good + 1)
+    assert (wrong.error, wrong.message) == ("AssertionError", "a call returned, and was wrong")
+    assert outcome(kernel, given, None).error == "AssertionError"
+
+
+def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
+    """Each thing that may go wrong is found, one at a time."""
+    killed = Scenario(ALL2ALL, "killed", "in dispatch")
+    good = Report("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), serves_again=True)
+    dead = {VICTIM: "died: killed by signal SIGKILL"}
+
+    def findings(scenario: Scenario, lost: dict[int, str], *reports: Report) -> list[str]:
+        ranks = [rank for rank in range(3) if rank not in lost]
+        return Result(scenario, 3, dict(zip(ranks, reports, strict=True)), lost, 0.0).findings()
+
+    assert findings(killed, dead, good, good) == []
+    late = replace(killed, kind="late")
+    assert findings(late, {}, good, good, good) == []
+    bad = {
+        "rank 2: raised nothing": replace(good, error=""),
+        "rank 2: raised AssertionError": replace(good, error="AssertionError"),
+        "rank 2: names (0,)": replace(good, peers=(0,)),
+        "rank 2: in counts": replace(good, phase="counts"),
+        "rank 2: took 3.1 s": replace(good, seconds=3.1),
+    }
+    for text, report in bad.items():
+        (found,) = findings(killed, dead, good, report)
+        assert found.startswith(text)
+    (found,) = findings(late, {}, good, replace(good, error=""), good)
+    assert found == "rank 1: raised nothing"
+    (found,) = findings(late, {}, good, good, replace(good, serves_again=False))
+    assert "does not serve again" in found
+    (found,) = findings(killed, {**dead, 2: "did not answer"}, good)
+    assert found == "rank 2: did not answer"
+    assert findings(late, dead, good, good) == ["rank 1: died: killed by signal SIGKILL"]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +237,7 @@ def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
 )
 def test_ranks_that_mean_another_layer(pool: RankPool, other: dict[str, object], told: str) -> None:
     """Found before anything is sent, by every rank, at once; and the manager serves on."""
-    reports = pool.run(disagree, Fault(ALL2ALL, "", other=other), timeout=30)
+    reports = pool.run(disagree, Fault(ALL2ALL, other), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
         assert report.phase == "counts"
@@ -307,14 +249,14 @@ def test_ranks_that_mean_another_layer(pool: RankPool, other: dict[str, object],
 
 def test_replicated_ranks_pass_as_many_tokens(pool: RankPool) -> None:
     other = {"tokens_W": (3, 3, 3)}
-    reports = pool.run(disagree, Fault(REPLICATED, "", other=other), timeout=30)
+    reports = pool.run(disagree, Fault(REPLICATED, other), timeout=30)
     assert {report.error for report in reports} == {"CommunicationError"}
     assert all("tokens 5, 4, 5" in report.message for report in reports)
 
 
 def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
     """The second call of a manager that failed raises at once, and names the same rank."""
-    reports = pool.run(second_of_two, Fault(ALL2ALL, ""), timeout=30)
+    reports = pool.run(second_of_two, Fault(ALL2ALL), timeout=30)
     assert reports[VICTIM] is None
     for rank in (0, 2):
         first, second = reports[rank]
@@ -334,12 +276,12 @@ def second_of_two(
     pending = [kernel.start(given.x_TH, given.weights, given.routing) for _ in range(2)]
     if rank == VICTIM:
         return None  # and finishes neither
-    first, second = (outcome(each.finish, torch.empty(0), manager) for each in pending)
+    first, second = (outcome_of(each.finish, manager) for each in pending)
     return first, second
 
 
 def test_ranks_that_finish_in_another_order_are_told_with_the_next_call(pool: RankPool) -> None:
-    reports = pool.run(another_order, Fault(ALL2ALL, ""), timeout=30)
+    reports = pool.run(another_order, Fault(ALL2ALL), timeout=30)
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
         assert "the exchanges before it in another order" in report.message
@@ -356,7 +298,7 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> Report:
     for each in reversed(pending) if rank == VICTIM else pending:
         each.finish()
     call = lambda: kernel(given.x_TH, given.weights, given.routing)  # noqa: E731
-    return outcome(call, torch.empty(0), manager)
+    return outcome_of(call, manager)
 
 
 # -------------------------------------------------------------------------------- without ranks

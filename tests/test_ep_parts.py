@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from ep_layers import ALL2ALL, GATHERED, PARTS, REPLICATED, Layer, call_layer, call_layers
+from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer, call_layer, call_layers
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import (
@@ -114,6 +114,21 @@ def test_routings(pool: RankPool, part: str) -> None:
 def test_quantised_rows_travel(pair: RankPool, part: str, quant: str) -> None:
     fields = {"dtype": BF16, "quant": quant}
     prove(pair, [Layer(part, counts, fields=fields) for counts in tokens_of(part, 2)[:2]])
+
+
+@pytest.mark.parametrize(
+    "quant",
+    [
+        "fp8_w8a8_tensor",
+        "fp8_w8a8_tensor:static=true",
+        "fp8_w8a8_channel",
+        "int4_w4a16_group:group=8",
+    ],
+)
+def test_quantised_rows_are_regrouped(pair: RankPool, quant: str) -> None:
+    fields = {"dtype": BF16, "quant": quant}
+    batched = {"experts_part": "NaiveBatchedExperts", "fields": fields}
+    prove(pair, [Layer(BATCHED, counts, **batched) for counts in tokens_of(BATCHED, 2)[:2]])
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -17,7 +17,7 @@ PACKAGES = frozenset({"triton", "ml_dtypes"})
 MACHINES = {
     "cpu": Machine("cpu"),
     "cpu-interpreter": Machine("cpu", packages=PACKAGES, interpreter=True),
-    "cuda": Machine("cuda", (9, 0), PACKAGES),
+    "cuda": Machine("cuda", (9, 0), PACKAGES | {"pplx_kernels"}),
 }
 PAIR = ("SomePrepare", "SomeExperts")
 

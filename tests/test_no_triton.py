@@ -12,7 +12,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 # As if the package were not installed: finding it fails, importing it raises ImportError.
 BLOCK = "import sys\nsys.modules.update(dict.fromkeys({blocked}, None))\n"
-TRITON_PARTS = {"TritonExperts", "GroupedGemmExperts", "BatchedTritonExperts"}
+TRITON_PARTS = {
+    "TritonExperts",
+    "GroupedGemmExperts",
+    "BatchedTritonExperts",
+    "SymmMemPrepareAndFinalize",
+}
 
 
 def python(program: str, *, blocked: tuple[str, ...] = ("triton",)) -> str:
@@ -50,6 +55,7 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
         ("modular_kernel", "ops"),
         ("modular_kernel", "testing"),
         ("experts", "kernels"),
+        ("prepare_finalize", "kernels"),
     }
     assert len(modules) > 50
     program = "\n".join(f"import {module}" for module in modules)
@@ -105,7 +111,8 @@ def test_triton_parts_are_listed_with_the_reason() -> None:
     for name, part in parts.items():
         needs_triton = part["requires"] is not None and part["requires"]["triton"]
         assert needs_triton is (name in TRITON_PARTS)
-        assert part["available"] is not needs_triton
+        others = part["requires"] and set(part["requires"]["packages"]) - {"triton"}
+        assert part["available"] is not (needs_triton or bool(others))
     for name in TRITON_PARTS:
         missing = [r for r in parts[name]["unavailable"] if r["rule"] == "package"]
         assert [(r["parties"], r["need"]) for r in missing] == [([name, "machine"], "triton")]

@@ -3,10 +3,11 @@
 What the interpreter runs is slow, so the parts of Triton get the cases that differ most.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import rank_parts as parts
+import torch
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -21,13 +22,15 @@ from modular_kernel.testing.cases_ranks import (
     rank_cases_for,
     rank_pairings,
 )
-from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.fit_ranks import difference
+from modular_kernel.testing.prove_ranks import RankTrial, prove_ranks
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")
 WORLDS = (2, 4)
-# Of Triton's parts, by number of ranks: each placement once, a rest, and ranks without tokens.
+# Of Triton's parts and a few others, by number of ranks: each placement once, a rest, and ranks
+# without tokens.
 _FEW = {2: ("uniform-7", "skips", "out_of_range"), 4: ("duplicates",)}
 
 Pool = Callable[[int], RankPool]
@@ -36,7 +39,11 @@ Pool = Callable[[int], RankPool]
 def selection(prepare_finalize: str, experts: str, world_size: int) -> RankSelection:
     """The cases of a pairing that are run here, and all that are refused."""
     found = rank_cases_for(prepare_finalize, experts, MACHINE, world_size)
-    if not load_catalog().experts(experts).requires.triton:
+    catalog = load_catalog()
+    # Between ranks the batched part is the other all-to-all, so four of them tell little more.
+    interpreted = catalog.prepare_finalize(prepare_finalize).requires.triton
+    brief = world_size == 4 and (experts == "NaiveBatchedExperts" or interpreted)
+    if not (catalog.experts(experts).requires.triton or brief):
         return found
     few = [
         next(case for case in found.cases if word in f"{case.routing}-{case.tokens[0]}")
@@ -87,6 +94,39 @@ def test_the_plainest_part_is_proven(number: int, rank_pool: Pool) -> None:
     assert proof.passed, str(proof)
 
 
+def test_a_choosy_part_gets_cases_of_its_own_shapes(rank_pool: Pool) -> None:
+    found = rank_cases_for(parts.Choosy, "TorchExperts", MACHINE, 2)
+    plain = rank_cases_for(parts.SumOverRanks, "TorchExperts", MACHINE, 2)
+    assert len(found.cases) == len(plain.cases)
+    for case in found.cases:
+        problem = case.problem
+        assert (problem.hidden, problem.dtype) == (256, torch.bfloat16)
+        assert problem.placement.is_linear
+        assert problem.experts in (4, 6)
+    assert {case.routing for case in found.cases} == {case.routing for case in plain.cases}
+    proof = prove_ranks(found.cases[-1], rank_pool(2), MACHINE)
+    assert proof.passed, str(proof)
+
+
+def test_what_another_shape_stands_for_is_told() -> None:
+    found = rank_cases_for(parts.Choosy, "TorchExperts", MACHINE, 2)
+    assert all(not verdict.ok for _, verdict in found.refused)
+    fitted = dict(found.instead)
+    first, _ = found.refused[0]
+    assert difference(first.problem, fitted[first].problem) == (
+        "hidden 48 -> 256, experts 5 -> 6, dtype torch.float32 -> torch.bfloat16"
+    )
+    # What no shape mends is refused, and nothing stands for it.
+    for case, verdict in found.refused:
+        if case not in fitted:
+            assert {each.rule for each in verdict.rejections} - {"hidden", "dtype", "placement"}
+
+
+def test_other_reasons_are_not_mended() -> None:
+    one = rank_cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE, 2)
+    assert (one.cases, one.instead) == ((), ())
+
+
 def test_a_part_that_forgets_the_other_ranks_is_found_on_each(rank_pool: Pool) -> None:
     proof = proof_of("Unsummed", rank_pool)
     assert not proof.passed
@@ -134,6 +174,25 @@ def test_refusals_name_the_placement() -> None:
     dealt = refused(parts.AtMostTwo, 2, placement=Placement.round_robin(8, 2))
     assert "[placement] AtMostTwo / problem: got another placement, need linear" in dealt
     assert refused(parts.SumOverRanks, 2, experts=7).endswith("valid")
+
+
+def other_values(trial: RankTrial) -> Iterator[str]:
+    """What a graph captured on the first call would be replayed on: as many tokens on each rank."""
+    again = trial.first_again()
+    for sample, want in trial.replayed:
+        yield from sample.compare(want).problems
+        for name, tensor in sample.inputs.tensors().items():
+            if tensor.shape != again.inputs.tensors()[name].shape:
+                yield f"{name} has another shape"
+    new, _ = trial.replayed[0]
+    if torch.equal(new.inputs.x_TH, again.inputs.x_TH):
+        yield "the same values"
+
+
+def test_a_graph_over_ranks_is_replayed_on_other_values(rank_pool: Pool) -> None:
+    cases = rank_cases_for("TorchAll2AllPrepareAndFinalize", "TorchExperts", MACHINE, 2).cases
+    proof = prove_ranks(cases[0], rank_pool(2), MACHINE, checks=[other_values])
+    assert proof.passed, str(proof)
 
 
 def test_a_refused_pairing_is_no_proof(rank_pool: Pool) -> None:

@@ -4,29 +4,33 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
+from doc_blocks import blocks_of, run_page
 
-import modular_kernel as mk
+from modular_kernel.choose.kernel import ComposedKernel
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+PAGE = Path(__file__).parents[1] / "README.md"
+README = PAGE.read_text(encoding="utf-8")
 
 
-def test_the_first_example_runs() -> None:
-    names: dict[str, object] = {}
-    try:
-        exec(compile(BLOCKS[0], "README.md", "exec"), names)
-    finally:
-        torch.set_default_device(None)  # the example sets one
+def no_commands(*words: str) -> tuple[int, str]:
+    raise AssertionError(f"a command in the README is not run: {words}")
+
+
+def test_the_first_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    names = run_page(PAGE, no_commands)
     y_TH, kernel = names["y_TH"], names["kernel"]
     assert tuple(y_TH.shape) == (64, 128)
     assert bool(y_TH.isfinite().all())
-    assert isinstance(kernel, mk.FusedMoEModularKernel)
+    assert isinstance(kernel, ComposedKernel)
+    assert kernel.choice.measured or kernel.choice.candidates.silent
 
 
 def test_the_transformers_example_names_what_exists() -> None:
     pytest.importorskip("transformers", reason="the extra is not installed")
-    lines = [line for line in BLOCKS[1].splitlines() if line.startswith(("from", "register"))]
+    (block,) = (block for block in blocks_of(PAGE) if "transformers" in block.text)
+    lines = [line for line in block.text.splitlines() if line.startswith(("from", "register"))]
+    assert len(lines) == 2
     exec(compile("\n".join(lines), "README.md", "exec"), {})
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doc_blocks import module_source
 
 from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel.catalog import Catalog, Offer, build_catalog
@@ -16,116 +17,8 @@ from modular_kernel.machine import current_machine
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What a third party would write: one part of each kind, sharing no code with ours.
-THEIR_PARTS = '''
-from dataclasses import dataclass
-
-import torch
-
-from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.contracts import TopKWeightAndReduce
-from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements
-from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
-from modular_kernel.tensors import ExpertRows, Handle
-from modular_kernel.types import ActivationFormat, IdSpace, Reduce
-from modular_kernel.workspace import BufferSpec, WorkspaceShapes
-
-
-@dataclass(frozen=True)
-class TheirHandle(Handle):
-    topk_weights_TK: torch.Tensor
-
-
-class TheirPrepare(PrepareAndFinalize):
-    """Sends a copy of the tokens."""
-
-    requires = PrepareFinalizeRequirements(
-        activation_format=ActivationFormat.STANDARD,
-        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS}),
-    )
-
-    def dispatch_shape(self, tokens):
-        return ContiguousShape(tokens, self.problem.top_k)
-
-    def workspace_shapes(self, tokens):
-        return {"their_x": BufferSpec((tokens, self.problem.hidden), self.problem.dtype)}
-
-    def prepare(self, x_TH, routing, *, weights, call):
-        copy_TH = call.workspace.take("their_x", tuple(x_TH.shape))
-        copy_TH.copy_(x_TH)
-        dispatched = DispatchedRouting(
-            topk_weights_TK=routing.topk_weights_TK,
-            topk_ids_TK=routing.topk_ids_TK,
-            space=IdSpace.GLOBAL,
-            num_experts=self.problem.experts,
-            expert_map=weights.expert_map,
-            invalid_ids=call.invalid_ids,
-        )
-        return ContiguousTokens(copy_TH, dispatched), TheirHandle(routing.topk_weights_TK)
-
-    def finalize(self, expert_output, *, handle, reduce, out):
-        on_input = self.problem.apply_router_weight_on_input
-        weights_TK = None if on_input else handle.topk_weights_TK
-        scale = self.problem.routed_scaling_factor
-        reduce.apply(ExpertRows(expert_output, None, weights_TK, scale), out)
-
-
-class TheirNoOp(TopKWeightAndReduce):
-    kind = Reduce.NOOP
-
-    def apply(self, rows, out):
-        if rows.rows is not out:
-            out.copy_(rows.rows)
-
-
-class TheirExperts(PermuteExpertsUnpermute):
-    """A loop over top-k and experts, in float32, rounded once at the end."""
-
-    requires = ExpertsRequirements(
-        activation_format=ActivationFormat.STANDARD,
-        reduce=Reduce.NOOP,
-        activations=frozenset({"silu"}),
-        interleaved=False,
-        expert_map=True,
-        chunking=True,
-    )
-
-    def workspace_shapes(self, shape):
-        none = BufferSpec((0,), self.problem.dtype)
-        output = BufferSpec((shape.tokens, self.problem.hidden), self.problem.dtype)
-        return WorkspaceShapes(none, none, output)
-
-    def finalize_weight_and_reduce_impl(self):
-        return TheirNoOp()
-
-    def apply(self, tokens, *, weights, workspace, output):
-        problem, routing = self.problem, tokens.routing
-        ids = routing.topk_ids_TK.long()
-        invalid = (ids < -1) | (ids >= routing.num_experts)
-        routing.invalid_ids.add_(invalid.sum())
-        local = ids.masked_fill(invalid, -1)
-        if routing.expert_map is not None:
-            local = torch.where(local < 0, -1, routing.expert_map.long()[local.clamp(min=0)])
-        total = torch.zeros(output.shape, dtype=torch.float32, device=output.device)
-        for k in range(ids.shape[1]):
-            for expert in range(weights.w1.shape[0]):
-                (token,) = (local[:, k] == expert).nonzero(as_tuple=True)
-                router = routing.topk_weights_TK[token, k, None]
-                x = tokens.x_TH[token].float()
-                on_input = problem.apply_router_weight_on_input
-                h = (x * router if on_input else x) @ weights.w1[expert].float().T
-                if weights.b1 is not None:
-                    h = h + weights.b1[expert].float()
-                gate, up = h.chunk(2, dim=1)
-                y = (torch.nn.functional.silu(gate) * up) @ weights.w2[expert].float().T
-                if weights.b2 is not None:
-                    y = y + weights.b2[expert].float()
-                total[token] += y if on_input else y * router
-        output.copy_(total * problem.routed_scaling_factor)
-
-
-PARTS = (TheirPrepare, TheirExperts)
-'''
+# What a third party would write, one part of each kind: the tutorial's package.
+THEIR_PARTS = module_source(ROOT / "docs/add-a-part.md", "my_moe/__init__.py")
 
 
 def install(folder: Path, package: str, source: str) -> None:
@@ -143,7 +36,7 @@ def install(folder: Path, package: str, source: str) -> None:
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that fresh interpreters find packages in, with a good and a broken one."""
-    install(tmp_path, "their_moe", THEIR_PARTS)
+    install(tmp_path, "my_moe", THEIR_PARTS)
     install(tmp_path, "broken_moe", "import no_such_vendor_library\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     return tmp_path
@@ -162,11 +55,11 @@ def test_list_shows_them_and_what_is_broken() -> None:
     code, listed = mk("list")
     assert code == 0
     parts = {part["name"]: part for part in listed["parts"]}
-    for name, kind in (("TheirPrepare", "prepare_finalize"), ("TheirExperts", "experts")):
+    for name, kind in (("MyPrepare", "prepare_finalize"), ("MyExperts", "experts")):
         assert parts[name]["kind"] == kind
-        assert parts[name]["origin"] == "their-moe (their_moe:PARTS)"
+        assert parts[name]["origin"] == "my-moe (my_moe:PARTS)"
         assert parts[name]["available"]
-    assert parts["TheirExperts"]["requires"]["activations"] == ["silu"]
+    assert parts["MyExperts"]["requires"]["activations"] == ["silu"]
     assert "TorchExperts" in parts
     assert listed["broken"] == [
         {
@@ -182,33 +75,33 @@ def test_check_judges_them_with_ours() -> None:
     code, judged = mk("check")
     assert code == 0
     pairs = {(pair["prepare_finalize"], pair["experts"]): pair for pair in judged["pairs"]}
-    assert pairs["TheirPrepare", "TheirExperts"]["ok"]
-    assert pairs["TheirPrepare", "TorchExperts"]["ok"]
-    assert pairs["MoEPrepareAndFinalizeNoEP", "TheirExperts"]["ok"]
+    assert pairs["MyPrepare", "MyExperts"]["ok"]
+    assert pairs["MyPrepare", "TorchExperts"]["ok"]
+    assert pairs["MoEPrepareAndFinalizeNoEP", "MyExperts"]["ok"]
     refused = {
-        ("TheirPrepare", "NaiveBatchedExperts"): ["format", "reduce"],
-        ("BatchedPrepareAndFinalize", "TheirExperts"): ["format", "reduce"],
+        ("MyPrepare", "NaiveBatchedExperts"): ["format", "reduce"],
+        ("BatchedPrepareAndFinalize", "MyExperts"): ["format", "reduce"],
     }
     for pair, rules in refused.items():
         assert [rejection["rule"] for rejection in pairs[pair]["rejections"]] == rules
-    theirs = ("--pf-type", "TheirPrepare", "--experts-type", "TheirExperts")
+    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
     code, judged = mk("check", *theirs, "--activation", "gelu", "--combine", "topk_weighted")
     assert code == 1
     assert [(r["rule"], r["parties"]) for r in judged["rejections"]] == [
-        ("keep_topk", ["TheirPrepare", "problem"]),
-        ("keep_topk", ["TheirExperts", "problem"]),
-        ("activation", ["TheirExperts", "problem"]),
+        ("keep_topk", ["MyPrepare", "problem"]),
+        ("keep_topk", ["MyExperts", "problem"]),
+        ("activation", ["MyExperts", "problem"]),
     ]
 
 
 @pytest.mark.usefixtures("site")
 def test_the_harness_proves_them() -> None:
-    theirs = ("--pf-type", "TheirPrepare", "--experts-type", "TheirExperts")
-    code, proven = mk("test", *theirs, "--level", "smoke")
+    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    code, proven = mk("test", *theirs, "--level", "full")
     (pair,) = proven["pairs"]
     assert pair["failures"] == []
     assert code == 0
-    assert pair["cases"] >= 4
+    assert pair["cases"] >= 60
     assert pair["refused"] >= 1
 
 
@@ -217,9 +110,9 @@ def test_the_harness_does_not_prove_a_wrong_one(
 ) -> None:
     wrong = THEIR_PARTS.replace("gate, up = h.chunk", "up, gate = h.chunk")
     assert wrong != THEIR_PARTS
-    install(tmp_path, "their_moe", wrong)
+    install(tmp_path, "my_moe", wrong)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    theirs = ("--pf-type", "TheirPrepare", "--experts-type", "TheirExperts")
+    theirs = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
     code, proven = mk("test", *theirs, "--one")
     assert code == 1
     (failure,) = proven["pairs"][0]["failures"]
@@ -236,7 +129,7 @@ def test_a_name_of_ours_claimed_by_another_package(
     _, listed = mk("list")
     ours, theirs = "modular-kernel (experts:COMPONENTS)", "twin-moe (twin_moe:PARTS)"
     assert listed["duplicates"] == {"TorchExperts": [ours, theirs]}
-    pair = ("--pf-type", "TheirPrepare", "--experts-type", "TorchExperts")
+    pair = ("--pf-type", "MyPrepare", "--experts-type", "TorchExperts")
     code, refused = mk("check", *pair)
     assert code == 2
     assert refused["error"]["type"] == "DuplicatePartError"

@@ -23,6 +23,7 @@ _WEIGHT_BITS = {_FP8: 8, _INT8: 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
 # Scales of groups are worth counting: one byte for 16 or 32 values, two for an integer group.
 _SCALE_BITS = {"uint8": 16, "uint4": 16, "float4_e2m1": 8}
 _MEASURED_MS = 60.0
+_LINK_MS = 20.0
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,23 @@ def expert_bytes(problem: Problem, scheme: QuantScheme) -> float:
 
     Scales of a tensor, a channel or a block are left out: less than one part in a hundred.
     """
-    elements = (problem.w1_rows + problem.intermediate) * problem.hidden
+    return sum(matrix_bytes(problem, scheme))
+
+
+def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
+    """`expert_bytes` of w1 and of w2."""
     if scheme.quantised:
         bits = float(_WEIGHT_BITS[scheme.weight])
         if scheme.granularity == "group":
             bits += _SCALE_BITS[scheme.weight] / scheme.group[0]
     else:
         bits = 8.0 * problem.dtype.itemsize
-    biases = problem.w1_rows + problem.hidden if problem.bias else 0
-    return elements * bits / 8 + biases * problem.dtype.itemsize
+    w1 = problem.w1_rows * problem.hidden * bits / 8
+    w2 = problem.hidden * problem.intermediate * bits / 8
+    if problem.bias:
+        w1 += problem.w1_rows * problem.dtype.itemsize
+        w2 += problem.hidden * problem.dtype.itemsize
+    return w1, w2
 
 
 def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
@@ -99,9 +108,14 @@ def operand_type(problem: Problem, scheme: QuantScheme) -> str:
 
 def floor_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Floor:
     """Of one call. A type whose rate could not be measured counts at the problem's dtype's."""
-    rate = peaks.flops.get(operand_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
-    compute, memory = work.flops / rate * 1e6, work.bytes / peaks.bandwidth * 1e6
+    compute = work.flops / rate_of(problem, scheme, peaks) * 1e6
+    memory = work.bytes / peaks.bandwidth * 1e6
     return Floor(max(compute, memory), "compute" if compute > memory else "memory")
+
+
+def rate_of(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
+    """Flops per second that the products of a layer could reach."""
+    return peaks.flops.get(operand_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
 
 
 def measure_peaks(
@@ -174,6 +188,22 @@ def _product(name: str, device: torch.device) -> Product:
     if name == _INT8:
         return lambda a, b: torch._int_mm(a, b.t())
     return lambda a, b: a @ b.t()
+
+
+def measure_link(device: torch.device, peer: torch.device, nbytes: int = 1 << 28) -> float | None:
+    """Bytes per second of a copy from one GPU to another; None where there is no way."""
+    try:
+        source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=peer)
+
+        def copy() -> torch.Tensor:
+            target.copy_(source, non_blocking=True)
+            return source
+
+        timing = time_calls([copy], device, graph=False, target_ms=_LINK_MS)
+    except RuntimeError:
+        return None
+    return nbytes / timing.us * 1e6
 
 
 def _memory_rates(device: torch.device, nbytes: int) -> tuple[float, float]:

@@ -7,13 +7,17 @@ import typer
 from modular_kernel.cli.bench import bench
 from modular_kernel.cli.check import check
 from modular_kernel.cli.compile import compile_kernels
+from modular_kernel.cli.compose import compose
 from modular_kernel.cli.demo import demo
 from modular_kernel.cli.doctor import doctor
+from modular_kernel.cli.exchange import exchange
 from modular_kernel.cli.options import flattened
 from modular_kernel.cli.output import reports_errors
 from modular_kernel.cli.parts import list_parts
+from modular_kernel.cli.plan import plan
 from modular_kernel.cli.profile import profile
 from modular_kernel.cli.prove import prove
+from modular_kernel.cli.report import report
 from modular_kernel.cli.tune import tune
 
 app = typer.Typer(
@@ -31,7 +35,11 @@ app.command("check")(reports_errors(flattened(check)))
 app.command("test")(reports_errors(flattened(prove)))
 app.command("profile")(reports_errors(flattened(profile)))
 app.command("bench")(reports_errors(flattened(bench)))
+app.command("exchange")(reports_errors(flattened(exchange)))
 app.command("tune")(reports_errors(flattened(tune)))
+app.command("compose")(reports_errors(flattened(compose)))
+app.command("plan")(reports_errors(flattened(plan)))
+app.command("report")(reports_errors(report))
 app.command("compile")(reports_errors(compile_kernels))
 app.command("doctor")(reports_errors(doctor))
 app.command("demo")(reports_errors(demo))

@@ -1,5 +1,6 @@
 """Layer sizes of published models, for `--model NAME`."""
 
+from modular_kernel.cli.model_files import facts_of_file, is_file
 from modular_kernel.errors import ConfigurationError
 
 # experts, top_k, hidden and intermediate as in the models' own configuration files.
@@ -49,9 +50,13 @@ MODELS: dict[str, dict[str, object]] = {
 
 
 def facts(model: str) -> dict[str, object]:
-    """The problem fields that `model` settles; ConfigurationError if it is not known."""
+    """The problem fields that `model`, a name or a config.json, settles; ConfigurationError if it
+    is not known."""
+    if is_file(model):
+        return facts_of_file(model)
     if model not in MODELS:
-        raise ConfigurationError("model", got=repr(model), need=f"one of {', '.join(MODELS)}")
+        need = f"one of {', '.join(MODELS)}, or the path of a config.json"
+        raise ConfigurationError("model", got=repr(model[:200]), need=need)
     return dict(MODELS[model])
 
 

@@ -1,9 +1,11 @@
-"""`mk profile`: one call under torch's profiler; a trace per rank and the time of every stage."""
+"""`mk profile`: traces of a pairing on every rank, and what its stages take beside their floors."""
 
 import hashlib
 import json
 import re
-from dataclasses import dataclass, replace
+import shlex
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,68 +14,94 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
-from modular_kernel.cli.ranks import Backend, host_of
-from modular_kernel.errors import IncompatibleError
+from modular_kernel.cli.ranks import Backend, Host, host_of
+from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
-    from modular_kernel.kernel import FusedMoEModularKernel
+    from modular_kernel.profiling.record import Job, RankRecord
+    from modular_kernel.profiling.report import Profile
     from modular_kernel.types import Machine, Problem
 
-_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
-_LONGEST_NAME = 200  # file systems allow 255 bytes
+_LONGEST_NAME = 150  # file systems allow 255 bytes, and two names may stand in one
+_CALLS, _CALLS_ON_CPU = 5, 1
+_MOST_CALLS = 100  # a trace of more opens slowly
+_RANK_SECONDS = 600.0
 
 
-@dataclass(frozen=True)
-class StageTime:
-    """Time inside one named range. device_ms: of the GPU work it started; None on a CPU."""
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is called, beside what, and where it is written."""
 
-    stage: str
-    calls: int
-    host_ms: float
-    device_ms: float | None
+    against: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            help="A second pairing (two names: PF EXPERTS) on the same inputs, to compare with.",
+            show_default=False,
+        ),
+    ] = None
+    routing: Annotated[
+        str, typer.Option(help="uniform, zipf, zipfA (zipf1.2) or hotN (hot1: all to one).")
+    ] = "uniform"
+    calls: Annotated[
+        int | None,
+        typer.Option(help="Calls in a trace.  [default: 5, or 1 on a CPU]", show_default=False),
+    ] = None
+    out: Annotated[Path, typer.Option(help="Folder for the traces and reports.")] = Path("out")
 
 
 def profile(
     *,
     options: ProblemOptions,
+    wanted: Wanted,
     pf_type: Annotated[str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")],
     experts_type: Annotated[str, typer.Option(help="Name of an experts part (see mk list).")],
-    out: Annotated[Path, typer.Option(help="Folder for the traces.")] = Path("out"),
     backend: Backend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Profile one call of a pair: a Chrome trace (for Perfetto) of each rank, and a table of its
-    stages.
+    """Profile a pair: a Chrome trace (for Perfetto) of each rank and one of all, and what every
+    stage takes beside its floor, as a table, as JSON and as an HTML report.
 
-    Exits with 1, and every reason, if the pair is refused.
+    Two kinds of calls are measured. The total that users get is that of planned calls (on a GPU
+    replayed from a CUDA graph where possible). Stages are those of eager calls under torch's
+    profiler: a stage's device time is that of the kernels launched in it. docs/profiling.md says
+    how, and what floors are.
+
+    Exits with 1, and every reason, if a pair is refused; 2 is bad usage.
     """
     problem = options.problem()
+    calls, against = wanted.calls, wanted.against
+    if calls is not None and not 1 <= calls <= _MOST_CALLS:
+        raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
     prepare_host()
-    from modular_kernel.catalog import make_kernel
+    from modular_kernel.bench.routing import RoutingKind
+    from modular_kernel.profiling.record import Job
+    from modular_kernel.profiling.report import as_record
 
-    out.mkdir(parents=True, exist_ok=True)
+    pairs = ((pf_type, experts_type), *([against] if against else []))
+    if len(set(pairs)) < len(pairs):
+        raise ConfigurationError("--against", got=" x ".join(pairs[1]), need="another pairing")
+    kind = RoutingKind.parse(wanted.routing)
     with host_of(options.world_size, backend) as host:
-        machine, pool = host.machine, host.pool
-        if pool is None:
-            kernel = make_kernel(pf_type, experts_type, problem, machine=machine)
-            paths = [_traced(kernel, out, rank=0)]
-        else:
-            refuse_unless_valid(pf_type, experts_type, problem, machine)
-            paths = pool.run(profile_rank, pf_type, experts_type, problem, machine, out)
-    traces = [json.loads(path.read_text(encoding="utf-8"))["traceEvents"] for path in paths]
-    times = [stage_times(events, on_gpu=machine.device == "cuda") for events in traces]
-    pairing = f"{pf_type} x {experts_type}"
+        for pair in pairs:
+            refuse_unless_valid(*pair, problem, host.machine)
+        wanted.out.mkdir(parents=True, exist_ok=True)
+        files, on_gpu = _Files(pairs, problem, wanted.out), host.machine.device == "cuda"
+        job = Job(
+            pairs=pairs,
+            problem=problem,
+            machine=host.machine,
+            routing=kind,
+            calls=calls or (_CALLS if on_gpu else _CALLS_ON_CPU),
+            traces=tuple(files.out / files.stem(pair) for pair in pairs),
+            command=shlex.join(["mk", *sys.argv[1:]]),
+        )
+        found = _read(job, _recorded(job, host), files)
+        record = as_record(found) | host.facts | {"report": str(files.report("html"))}
+    files.write(found, record)
     if as_json:
-        record = {"pairing": pairing, "problem": problem, **host.facts}
-        record |= {"traces": list(map(str, paths)), "stages": times[0]}
-        if pool is not None:
-            record["stages_by_rank"] = times
         output.print_json(record)
-        return
-    output.line(f"{pairing}, {problem} on {machine}")
-    for rank, path in enumerate(paths):
-        _print_times(times[rank])
-        output.line(f"trace of rank {rank} (open it at https://ui.perfetto.dev): {path}")
+    else:
+        _show(found, files)
 
 
 def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
@@ -86,126 +114,92 @@ def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Mac
         raise IncompatibleError(verdict.pairing, verdict.rejections)
 
 
-def profile_rank(
-    rank: int,
-    _world_size: int,
-    group: object,
-    pf: str,
-    experts: str,
-    problem: "Problem",
-    machine: "Machine",
-    out: Path,
-) -> Path:
-    """What one rank of a pool does: as many tokens as the problem has, the same on all ranks."""
-    from modular_kernel.catalog import make_kernel
-
-    mine = replace(problem, parallel=replace(problem.parallel, rank=rank))
-    return _traced(make_kernel(pf, experts, mine, group=group, machine=machine), out, rank=rank)
-
-
-def _traced(kernel: "FusedMoEModularKernel", out: Path, *, rank: int) -> Path:
-    """Profile a kernel into a file of its own."""
-    path = out / trace_name(kernel.pairing, kernel.problem, rank=rank)
-    _write_trace(kernel, path)
-    return path
-
-
-def trace_name(pairing: str, problem: "Problem", *, rank: int) -> str:
-    """A file name of its own for every pairing, problem and rank."""
-    case = f"{pairing.replace(' ', '')}-{problem}"
+def file_stem(what: str, problem: "Problem") -> str:
+    """The beginning of a file name: one of its own for everything that is profiled."""
+    case = f"{what.replace(' ', '')}-{problem}"
     name = re.sub(r"[^A-Za-z0-9._=-]", "_", case)
     if name != case or len(name) > _LONGEST_NAME:
         # Two cases may differ in a replaced character, or past the cut.
         name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
-    return f"{name}-rank{rank}.trace.json"
+    return name
 
 
-def _write_trace(kernel: "FusedMoEModularKernel", path: Path) -> None:
-    """The trace of one planned call, after calls that compile, load and wake the profiler."""
-    import torch
-    from torch.profiler import ProfilerActivity, schedule
+@dataclass(frozen=True)
+class _Files:
+    """Where everything goes."""
 
-    from modular_kernel.composer import random_inputs
+    pairs: tuple[tuple[str, str], ...]
+    problem: "Problem"
+    out: Path
 
-    device = torch.device(kernel.machine.device)
-    plan, inputs = kernel.plan(), random_inputs(kernel.problem, device)
-    on_gpu = device.type == "cuda"
+    def stem(self, pair: tuple[str, str]) -> str:
+        return file_stem(" x ".join(pair), self.problem)
 
-    def call() -> None:
-        plan(*inputs)
-        if on_gpu:
-            torch.cuda.synchronize()
+    def merged(self, pair: tuple[str, str]) -> Path:
+        """All ranks' traces in one."""
+        return self.out / f"{self.stem(pair)}-all-ranks.trace.json"
 
-    for _ in range(3 if on_gpu else 1):
-        call()
-    with torch.profiler.profile(
-        activities=[ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else []),
-        # The first profiled call pays milliseconds for the profiler itself: it is not recorded.
-        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-        on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        acc_events=True,
-    ) as profiler:
-        for _ in range(2):
-            call()
-            profiler.step()
+    def report(self, kind: str) -> Path:
+        names = " against ".join(" x ".join(pair) for pair in self.pairs)
+        return self.out / f"{file_stem(names, self.problem)}.profile.{kind}"
+
+    def write(self, found: "Profile", record: dict[str, Any]) -> None:
+        """The report as JSON and as HTML."""
+        from modular_kernel.profiling.html import page
+
+        text = json.dumps(output.plain(record), indent=1)
+        self.report("json").write_text(text, encoding="utf-8")
+        self.report("html").write_text(page(found), encoding="utf-8")
 
 
-def stage_times(events: list[dict[str, Any]], *, on_gpu: bool) -> list[StageTime]:
-    """One entry for each named range that the call entered, in the order of `stages.STAGES`.
+def _recorded(job: "Job", host: Host) -> "list[RankRecord]":
+    """What every rank measured."""
+    from modular_kernel.profiling.record import record_rank
 
-    events: of a Chrome trace. A range's device time is that of the kernels, copies and fills
-    whose launch lies in it, whenever they ran.
-    """
-    from modular_kernel.stages import STAGES
+    if host.pool is None:
+        return [record_rank(0, 1, None, job)]
+    return host.pool.run(record_rank, job, timeout=_RANK_SECONDS)
 
-    ranges: dict[str, list[dict[str, Any]]] = {}
-    for event in events:
-        if event.get("cat") == "user_annotation" and event["name"] in STAGES:
-            ranges.setdefault(event["name"], []).append(event)
-    work = _launched(events)
-    return [
-        StageTime(
-            stage,
-            len(spans),
-            sum(span["dur"] for span in spans) / 1e3,
-            sum(dur for at, dur in work if any(_holds(span, at) for span in spans)) / 1e3
-            if on_gpu
-            else None,
-        )
-        for stage in STAGES
-        if (spans := ranges.get(stage))
+
+def _read(job: "Job", records: "list[RankRecord]", files: _Files) -> "Profile":
+    """The traces read back, checked and merged, and the profile that they make."""
+    from modular_kernel.profiling.chrome import merged, read_trace
+    from modular_kernel.profiling.report import profile_of
+
+    traces = [
+        [read_trace(record.pairs[index].trace) for record in records]
+        for index in range(len(job.pairs))
     ]
+    whole: list[Path | None] = [None] * len(job.pairs)
+    if len(records) > 1:
+        names = [f"rank {each.rank}: {each.environment['device']}" for each in records]
+        for index, pair in enumerate(job.pairs):
+            path = files.merged(pair)
+            path.write_text(json.dumps(merged(traces[index], names)), encoding="utf-8")
+            whole[index] = path
+    return profile_of(job, records, traces, whole)
 
 
-def _launched(events: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    """When the host launched it, and how long it took, for everything that ran on the device."""
-    launches: dict[int, float] = {}
-    for event in events:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            launches[event["args"].get("correlation")] = event["ts"]
-    ran = [event for event in events if event.get("cat") in _DEVICE_WORK]
-    return [
-        (launches[event["args"]["correlation"]], event["dur"])
-        for event in ran
-        if event["args"].get("correlation") in launches
-    ]
+def _show(found: "Profile", files: _Files) -> None:
+    """The tables, what stands out of them, and where everything was written."""
+    from modular_kernel.profiling import words
 
-
-def _holds(span: dict[str, Any], moment: float) -> bool:
-    inside: bool = span["ts"] <= moment <= span["ts"] + span["dur"]
-    return inside
-
-
-def _print_times(times: list[StageTime]) -> None:
-    """In microseconds: a stage of a small call takes a few."""
-    on_gpu = any(time.device_ms is not None for time in times)
-    columns = ("stage", "calls", "host us", *(("device us",) if on_gpu else ()))
-    rows = [
-        (time.stage, time.calls, *(f"{ms * 1e3:.1f}" for ms in _milliseconds(time)))
-        for time in times
-    ]
-    output.table(columns, rows)
-
-
-def _milliseconds(time: StageTime) -> tuple[float, ...]:
-    return (time.host_ms,) if time.device_ms is None else (time.host_ms, time.device_ms)
+    for name, text in words.facts(found):
+        output.line(f"{name + ':':15} {text}")
+    for line in found.missing:
+        output.line(f"reserve: {line}")
+    for pair in found.pairs:
+        output.line(f"\n{pair.pairing}")
+        for rank in pair.ranks:
+            title = f"rank {rank.rank}" if len(pair.ranks) > 1 else ""
+            output.table(words.COLUMNS, words.cells(rank), title=title)
+        for line in words.sentences(pair):
+            output.line(line)
+    if len(found.pairs) > 1:
+        output.line("\nA is the first pairing, B the second. " + words.difference(found))
+        output.table(words.COMPARED, words.compared(found))
+    output.line()
+    for pair in found.pairs:
+        for path in [rank.trace for rank in pair.ranks] + ([pair.merged] if pair.merged else []):
+            output.line(f"trace (open it at https://ui.perfetto.dev): {path}")
+    output.line(f"report: {files.report('html')} (and .json)")

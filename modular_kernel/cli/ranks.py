@@ -91,13 +91,14 @@ def host_of(world_size: int | None, backend: str | None) -> Iterator[Host]:
 
         yield Host(this_machine())
         return
-    with _pool(world_size, backend) as pool:
+    with pool_of(world_size, backend) as pool:
         from modular_kernel.testing.prove_ranks import machine_of
 
         yield Host(machine_of(pool), pool)
 
 
-def _pool(world_size: int, backend: str | None) -> "RankPool":
+def pool_of(world_size: int, backend: str | None) -> "RankPool":
+    """Ranks over `backend`; None takes GPUs, and says so where there are too few."""
     import torch
 
     from modular_kernel.testing.ranks import RankPool

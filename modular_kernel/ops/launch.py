@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from modular_kernel.ops import player
-from modular_kernel.ops.runtime import HAS_TRITON
+from modular_kernel.ops.runtime import HAS_TRITON, make_honest
 from modular_kernel.replay import Recorder, recorder
 
 if HAS_TRITON:
@@ -33,6 +33,8 @@ def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None
 
     arguments: by name; tensors, numbers, None, constexprs, and options such as num_warps.
     """
+    if not isinstance(kernel, JITFunction):  # interpreted, maybe before any operation was
+        make_honest()
     compiled = kernel[grid](**arguments)
     recording = recorder()
     if recording is not None:

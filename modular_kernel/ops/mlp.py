@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel import stages
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import dequantise_rows, quantised
 from modular_kernel.quant import dequantise
@@ -36,13 +37,16 @@ def expert_mlps(
     dtype or not at all before the activation, which is computed in float32. Schemes that quantise
     activations quantise h by its rows, or by all rows of `tokens` together.
     """
-    hidden = [_hidden(rows, weights, problem) for rows in tokens]
+    with stages.stage(stages.GEMM1):
+        hidden = [_hidden(rows, weights, problem) for rows in tokens]
     if hidden and problem.scheme.quantises_activations:
-        hidden = _as_quantised(hidden, weights, problem)
-    return [
-        _output(rows.expert, h_RI, weights, problem)
-        for rows, h_RI in zip(tokens, hidden, strict=True)
-    ]
+        with stages.stage(stages.QUANTISE):
+            hidden = _as_quantised(hidden, weights, problem)
+    with stages.stage(stages.GEMM2):
+        return [
+            _output(rows.expert, h_RI, weights, problem)
+            for rows, h_RI in zip(tokens, hidden, strict=True)
+        ]
 
 
 def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:

@@ -11,6 +11,12 @@ if HAS_INTERPRETER:
     from modular_kernel.ops import interpreter
 
 
+def make_honest() -> None:
+    """Where Triton's interpreter is active, have it give the numbers a GPU gives."""
+    if HAS_INTERPRETER and interpreter.active():
+        interpreter.install()
+
+
 def use_triton(tensor: torch.Tensor) -> bool:
     """Whether operations on `tensor` launch Triton kernels.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from modular_kernel.catalog import load_catalog
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
 from modular_kernel.testing.battery import MUTANTS
@@ -71,7 +72,10 @@ def _weighted(case: RankCase) -> bool:
 
 
 def _uneven(case: RankCase) -> bool:
-    return _busy(case) and case.tokens[0] != case.tokens[1]
+    """And a part that is told who sent how many, so that it may confuse them."""
+    part = load_catalog().prepare_finalize(case.prepare_finalize)
+    told = not part.requires.received_by_library
+    return told and _busy(case) and case.tokens[0] != case.tokens[1]
 
 
 def _idle(case: RankCase) -> bool:
@@ -125,21 +129,32 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         """Rank 0's and rank 1's entry of every list over ranks in a handle change places."""
         if isinstance(value, tuple | list) and len(value) == world_size:
             return type(value)((value[1], value[0], *value[2:]))
+        if isinstance(value, torch.Tensor):
+            return value[[1, 0, *range(2, world_size)]]
         if is_dataclass(value) and not isinstance(value, type):
-            changed = {
-                f.name: swapped(getattr(value, f.name))
-                for f in fields(value)
-                if is_dataclass(getattr(value, f.name))
-                or isinstance(getattr(value, f.name), tuple | list)
-            }
+            every = {f.name: getattr(value, f.name) for f in fields(value)}
+            changed = {name: swapped(each) for name, each in every.items() if by_rank(name, each)}
             return replace(value, **changed)
         return value
+
+    def by_rank(name: str, value: object) -> bool:
+        """Whether a field is a list over ranks, or may hold one; a tensor's name says so."""
+        if isinstance(value, torch.Tensor):
+            return name.endswith("_W")
+        return is_dataclass(value) or isinstance(value, tuple | list)
 
     def handle(given: Handle) -> Handle:
         told: Handle = swapped(given)
         return told
 
-    return {"handle": handle}
+    return {"handle": handle, "dispatched": _roll_counts}
+
+
+def _roll_counts(tokens: Dispatched) -> Dispatched:
+    """Where rows come by expert: each expert's count is its neighbour's."""
+    if not isinstance(tokens, BatchedTokens):
+        return tokens
+    return replace(tokens, counts_e=tokens.counts_e.roll(1))
 
 
 def _double(_problem: Problem) -> dict[str, Any]:
@@ -217,7 +232,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
     ),
     RankMutant(
         "peer_counts_swapped",
-        "the last rank takes the counts of ranks 0 and 1 for each other's",
+        "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
         _uneven,
         _on_last_rank("peer_counts_swapped", _swap_counts),
     ),

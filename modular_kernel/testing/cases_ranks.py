@@ -16,6 +16,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.placement import Placement
 from modular_kernel.support import Verdict
 from modular_kernel.testing.cases import BASE, Case
+from modular_kernel.testing.fit_ranks import neighbours
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 Level = Literal["smoke", "full"]
@@ -119,10 +120,14 @@ class RankCase(Case):
 
 @dataclass(frozen=True)
 class RankSelection:
-    """The cases of a pairing over ranks, and those that the rules refuse, each with its verdict."""
+    """The cases of a pairing over ranks, and those that the rules refuse, each with its verdict.
+
+    instead: of those refused, the ones that a case of another shape stands for, and that case.
+    """
 
     cases: tuple[RankCase, ...]
     refused: tuple[tuple[RankCase, Verdict], ...]
+    instead: tuple[tuple[RankCase, RankCase], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,19 +163,27 @@ def rank_cases_for(
     world_size: int,
     level: Level = "smoke",
 ) -> RankSelection:
-    """Every case of `level` for a pairing over `world_size` ranks, judged on `machine`."""
+    """Every case of `level` for a pairing over `world_size` ranks, judged on `machine`.
+
+    One that is refused for its shape alone gives way to the nearest that is not.
+    """
     cases: list[RankCase] = []
     refused: list[tuple[RankCase, Verdict]] = []
+    instead: list[tuple[RankCase, RankCase]] = []
     for variant in rank_variants(world_size, level):
         case = variant.case(prepare_finalize, experts, world_size)
         verdict = case.verdict(machine)
-        if case in cases:
-            continue  # the same for replicated input
-        if verdict.ok:
-            cases.append(case)
-        else:
+        found: RankCase | None = case
+        if not verdict.ok:
             refused.append((case, verdict))
-    return RankSelection(tuple(cases), tuple(refused))
+            near = neighbours(variant, verdict, world_size)
+            fits = (each.case(prepare_finalize, experts, world_size) for each in near)
+            found = next((fit for fit in fits if fit.verdict(machine).ok), None)
+            if found is not None:
+                instead.append((case, found))
+        if found is not None and found not in cases:  # the same for replicated input, or fitted
+            cases.append(found)
+    return RankSelection(tuple(cases), tuple(refused), tuple(instead))
 
 
 def rank_pairings(

@@ -134,6 +134,16 @@ class Trial:
         on_gpu = self.machine.device == "cuda" and case.problem.tokens > 0
         return on_gpu and check(case.prepare_finalize, case.experts, graph, self.machine).ok
 
+    def first_again(self) -> Sample:
+        """The first call's inputs, to be overwritten."""
+        case = self.case
+        return Sample(case, self.first.device, tokens=case.problem.tokens, salt=0)
+
+    @property
+    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+        """Calls of as many tokens as the first, with their outputs, to replay a graph on."""
+        return (self.second, self.planned_second), (self.first, self.eager)
+
     @cached_property
     def kernel(self) -> FusedMoEModularKernel:
         """The poisoned kernel of all calls without a plan."""
@@ -279,7 +289,7 @@ def graph_replay(trial: Trial) -> Findings:
     if not trial.capturable:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
-    static = Sample(trial.case, trial.first.device, tokens=trial.case.problem.tokens, salt=0)
+    static = trial.first_again()
     i, x_TH = static.inputs, static.x_TH()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
@@ -290,7 +300,7 @@ def graph_replay(trial: Trial) -> Findings:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         output = plan(x_TH, i.weights, i.routing)
-    for sample, want in ((trial.second, trial.planned_second), (trial.first, trial.eager)):
+    for sample, want in trial.replayed:
         pristine = sample.pristine
         for old, new in zip(i.tensors().values(), pristine.tensors().values(), strict=True):
             old.copy_(new)
@@ -300,8 +310,9 @@ def graph_replay(trial: Trial) -> Findings:
 
 
 def no_allocation(trial: Trial) -> Findings:
-    """On a GPU: a call of a plan allocates nothing."""
-    if not trial.capturable:
+    """On a GPU: a call of a plan allocates nothing, unless a library receives its rows."""
+    part = load_catalog().prepare_finalize(trial.case.prepare_finalize)
+    if not trial.capturable or part.requires.received_by_library:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
     i, x_TH = trial.first.inputs, trial.first.x_TH()

@@ -26,13 +26,13 @@ from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial
+from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial, call
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
 from modular_kernel.testing.prove import Proof, raised
 from modular_kernel.testing.ranks import RankError, RankPool
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 # (..., poison, process group)
 RankBuild = Callable[[Case, Machine, bool, object], FusedMoEModularKernel]
@@ -89,17 +89,7 @@ class RankSample(Sample):
     @cached_property
     def recipe_of_all(self) -> torch.Tensor:
         """Plain torch's output over ranks for every rank's tokens."""
-        routing, problem = self.world.routing, self.problem
-        if problem.combine is not Combine.SUM:
-            return self._reference(reference.recipe, routing)
-        ids = routing.topk_ids_TK
-        home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
-        total = torch.zeros(len(ids), problem.hidden)
-        for rank in range(self.all.world_size):
-            # A pair of an invalid id is nobody's, here as in the oracle.
-            there = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
-            total += self._reference(reference.recipe, there).float()
-        return total.to(problem.dtype).double()
+        return recipe_over_ranks(self.world, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """`out` against the oracle. How inexact plain torch is, is measured over the tokens of all
@@ -113,6 +103,24 @@ class RankSample(Sample):
         world = self.world
         whole = self.all.whole.with_tokens(len(world.x_TH))
         return function(world.x_TH, world.weights, routing, whole)
+
+
+def recipe_over_ranks(world: Inputs, problem: Problem) -> torch.Tensor:
+    """Plain torch's output over ranks, (T, H) or (T, K, H), for every rank's tokens and weights in
+    `world`; problem: of any rank."""
+    routing, tokens = world.routing, len(world.x_TH)
+    alone = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
+    whole = alone.with_tokens(tokens)
+    if problem.combine is not Combine.SUM:
+        return reference.recipe(world.x_TH, world.weights, routing, whole)
+    ids = routing.topk_ids_TK
+    home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
+    total = torch.zeros(tokens, problem.hidden)
+    for rank in range(problem.parallel.world_size):
+        # A pair of an invalid id is nobody's, here as in the oracle.
+        there = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
+        total += reference.recipe(world.x_TH, world.weights, there, whole).float()
+    return total.to(problem.dtype).double()
 
 
 class RankTrial(Trial):
@@ -130,6 +138,16 @@ class RankTrial(Trial):
         self.first = sample(counts=counts, salt=0)
         self.second = sample(counts=turned, salt=1)
         self.other = sample(counts=half, salt=2, strided=True)
+        self._like_first = partial(sample, counts=counts)
+
+    def first_again(self) -> Sample:
+        return self._like_first(salt=0)
+
+    @property
+    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+        # The second call's tokens are another rank's number, and a graph is for one.
+        fresh = self._like_first(salt=3)
+        return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
 
 
 @dataclass(frozen=True)
@@ -170,9 +188,13 @@ def examine(
     checks: tuple[Check, ...],
 ) -> RankReport:
     """Run checks of a case on one rank, in a RankPool. CheckError where one raises."""
-    trial = RankTrial(
-        case, rank, machine, lambda *given: build(given[0], given[1], given[2], group)
-    )
+    built: list[FusedMoEModularKernel] = []
+
+    def build_here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+        built.append(build(of_rank, machine, poison, group))
+        return built[-1]
+
+    trial = RankTrial(case, rank, machine, build_here)
     found: list[str] = []
     for check in checks:
         name = check.__name__
@@ -183,6 +205,8 @@ def examine(
             raise CheckError("\n".join([*found, raised(name, error)])) from error
     comparison = trial.first.compare(trial.eager)
     unique = tuple(dict.fromkeys(found))
+    for kernel in built:  # where a check raised, a peer may never come to this
+        kernel.prepare_finalize.destroy()
     return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
 
 

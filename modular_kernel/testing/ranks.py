@@ -298,6 +298,7 @@ def _serve(place: _Place, pipe: Connection) -> None:
     if place.backend == "gloo":
         hide_gpus()  # ranks on the CPU, also on a machine that has GPUs
     generation: int | None = None
+    failed: list[BaseException] = []
     with _trace_path(place.folder, place.rank).open("w") as traces:
         faulthandler.register(signal.SIGUSR1, file=traces)
         while message := _next(pipe):
@@ -311,12 +312,15 @@ def _serve(place: _Place, pipe: Connection) -> None:
                 )
                 answer = pickle.dumps((True, value))
             # Whatever it is, the parent is told, and this rank goes on.
-            except BaseException:  # noqa: BLE001
+            except BaseException as error:  # noqa: BLE001
+                # Kept until that is sent: what its frames hold may hang as it is freed.
+                failed.append(error)
                 answer = pickle.dumps((False, traceback.format_exc()))
             try:
                 pipe.send_bytes(answer)
             except OSError:
                 break  # nobody is there to hear it
+            failed.clear()
         faulthandler.unregister(signal.SIGUSR1)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -194,6 +194,9 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
         super().__init__(problem)
         self.part, self.mutant = part, mutant
 
+    def destroy(self) -> None:
+        self.part.destroy()
+
     def dispatch_shape(self, tokens: int) -> DispatchShape:
         return self.part.dispatch_shape(tokens)
 

@@ -62,7 +62,12 @@ class StageClock:
 
         if wipe is not None:
             wipe()
-        with stages.watched(lambda name: span(name) if name in self._names else _NOTHING):
+
+        def watch(name: str) -> AbstractContextManager[object]:
+            own = stages.among(name, self._names)
+            return _NOTHING if own is None else span(own)
+
+        with stages.watched(watch):
             start = clock.mark()
             call()
             end = clock.mark()

@@ -1,8 +1,7 @@
 """How the ranks of a group meet to make a communicator, and none of them waits for ever."""
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -16,7 +15,6 @@ from prepare_finalize.all2all.last_calls import failure_key
 
 R = TypeVar("R")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_POLL_S = 2e-3
 _NCCL_CONNECT_S = 30.0  # NCCL takes seconds to connect ranks, however short later waits may be
 
 
@@ -78,38 +76,17 @@ def meeting_place(store: Store, rank: int, world_size: int) -> str:
     return f"modular_kernel/{number}"
 
 
-class Absent(RuntimeError):
-    """Ranks that did not come to a meeting in time."""
-
-    def __init__(self, ranks: Sequence[int], deadline_s: float) -> None:
-        self.ranks = tuple(ranks)
-        self.got = f"nothing from rank(s) {', '.join(map(str, ranks))}"
-        self.need = f"every rank within {deadline_s:g} s"
-        super().__init__(f"{self.got}, need {self.need}")
-
-
 def store_at_new_place(group: dist.ProcessGroup, deadline_s: float) -> Store:
-    """The group's store below the keys of a new meeting; Absent if it does not answer in time."""
+    """The group's store below the keys of a new meeting; RuntimeError without an answer in time."""
     store = distributed_c10d._get_process_group_store(group)
-    try:
-        place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
-    except RuntimeError as error:
-        raise Absent((), deadline_s) from error
+    place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
     return PrefixStore(place, store)
 
 
-def tell_all(
-    store: Store, group: dist.ProcessGroup, topic: str, word: str, deadline_s: float
-) -> list[str]:
-    """What each rank of the group says about `topic`, by rank; Absent where one says nothing."""
-    until = time.monotonic() + deadline_s
-    keys = [f"{topic}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], word)
-    while absent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-        if time.monotonic() > until:
-            raise Absent(absent, deadline_s)
-        time.sleep(_POLL_S)
-    return [store.get(key).decode() for key in keys]
+def place_in(group: object | None) -> tuple[int, int]:
+    """Rank and size in a ProcessGroup; ConfigurationError if this process is in none."""
+    member = member_group(group)
+    return member.rank(), member.size()
 
 
 def member_group(group: object | None) -> dist.ProcessGroup:

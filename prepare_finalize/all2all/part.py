@@ -15,7 +15,7 @@ from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, Handle
 from modular_kernel.types import IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement
-from prepare_finalize.all2all.connect import member_group
+from prepare_finalize.all2all.connect import place_in
 from prepare_finalize.all2all.packed_rows import RowLayout
 from prepare_finalize.all2all.torch_group import TorchGroup
 from prepare_finalize.tokens import one_scale_for_all, quantises
@@ -61,33 +61,17 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        parallel = problem.parallel
         given = isinstance(group, self.manager_class)
-        place: Any = group if given else member_group(group)
-        rank, world_size = (place.rank, place.world_size) if given else (place.rank(), place.size())
-        if world_size != parallel.world_size:
-            need = f"{parallel.world_size}, the problem's world_size"
-            raise ConfigurationError("process group's size", got=world_size, need=need)
-        if rank != parallel.rank:
-            need = f"{parallel.rank}, the problem's parallel.rank"
-            raise ConfigurationError("rank in the process group", got=rank, need=need)
+        place: Any = group
+        check_place(problem, *((place.rank, place.world_size) if given else place_in(group)))
         self._owns_manager = not given
-        manager: Any = group if given else self.manager_class(group)
-        self.manager = manager
+        self.manager = place if given else self.manager_class(group)
         self._tables: dict[torch.device, PlacementTables] = {}
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(quantise_rejections(cls.__name__, problem, machine))
-        held = len(problem.placement.slots[problem.parallel.rank])
-        parties = (cls.__name__, "problem")
-        if problem.expert_map:
-            hint = "ids are localised by Parallel(placement=...)"
-            found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
-        if problem.e != held:
-            need = f"{held}, as the placement says"
-            found.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
-        return tuple(found)
+        quantise = quantise_rejections(cls.__name__, problem, machine)
+        return quantise + placement_rejections(cls.__name__, problem)
 
     def check_machine(self, machine: Machine) -> None:
         self.manager.check_device(machine.device)
@@ -112,15 +96,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         weights_RK: torch.Tensor,
     ) -> ContiguousTokens:
         """Rows with local ids (int32, -1: not for this rank), as experts take them."""
-        routing = DispatchedRouting(
-            topk_weights_TK=weights_RK,
-            topk_ids_TK=slots_RK,
-            space=IdSpace.LOCAL,
-            num_experts=self.problem.e,
-            expert_map=None,
-            invalid_ids=call.invalid_ids,
-        )
-        return ContiguousTokens(x_RH, routing, scale)
+        return local_tokens(self.problem, call, x_RH, scale, slots_RK, weights_RK)
 
     def own_handle(self, handle: Handle) -> GroupHandle:
         """UnsupportedError unless `handle` is of this very part."""
@@ -140,6 +116,51 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         if x_TH.numel() == 0:
             return x_TH.new_zeros(1, dtype=torch.float32)
         return x_TH.abs().amax().float().reshape(1)
+
+
+def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
+    """Why a part that places experts by Parallel(placement=...) could not; empty if it can."""
+    found = list[Rejection]()
+    held = len(problem.placement.slots[problem.parallel.rank])
+    parties = (part, "problem")
+    if problem.expert_map:
+        hint = "ids are localised by Parallel(placement=...)"
+        found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
+    if problem.e != held:
+        need = f"{held}, as the placement says"
+        found.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
+    return tuple(found)
+
+
+def check_place(problem: Problem, rank: int, world_size: int) -> None:
+    """ConfigurationError if a group's size or this process's rank in it is not the problem's."""
+    parallel = problem.parallel
+    if world_size != parallel.world_size:
+        need = f"{parallel.world_size}, the problem's world_size"
+        raise ConfigurationError("process group's size", got=world_size, need=need)
+    if rank != parallel.rank:
+        need = f"{parallel.rank}, the problem's parallel.rank"
+        raise ConfigurationError("rank in the process group", got=rank, need=need)
+
+
+def local_tokens(
+    problem: Problem,
+    call: Call,
+    x_RH: torch.Tensor,
+    scale: torch.Tensor | None,
+    slots_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+) -> ContiguousTokens:
+    """Rows with local ids (-1: not for this rank), as experts take them."""
+    routing = DispatchedRouting(
+        topk_weights_TK=weights_RK,
+        topk_ids_TK=slots_RK,
+        space=IdSpace.LOCAL,
+        num_experts=problem.e,
+        expert_map=None,
+        invalid_ids=call.invalid_ids,
+    )
+    return ContiguousTokens(x_RH, routing, scale)
 
 
 class RowBuffers:

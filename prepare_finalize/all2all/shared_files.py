@@ -5,17 +5,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from prepare_finalize.all2all.connect import tell_all
+from prepare_finalize.all2all.meeting import Meeting
 
 _IN_MEMORY = Path("/dev/shm")
 
 
-def share_file(
-    store: Store, group: dist.ProcessGroup, nbytes: int, value: int, deadline_s: float
-) -> list[torch.Tensor]:
+def share_file(meeting: Meeting, rank: int, nbytes: int, value: int) -> list[torch.Tensor]:
     """A block of each rank, (nbytes,) uint8 filled with `value`, mapped here; by rank. Collective.
 
     The files are gone when this returns; the memory lives as long as the tensors.
@@ -24,10 +20,10 @@ def share_file(
     descriptor, name = tempfile.mkstemp(prefix="modular_kernel-", dir=folder)
     try:
         os.truncate(descriptor, nbytes)
-        _mapped(name, nbytes).fill_(value)
-        names = tell_all(store, group, "files", name, deadline_s)
-        blocks = [_mapped(each, nbytes) for each in names]
-        tell_all(store, group, "mapped", "", deadline_s)
+        own = _mapped(name, nbytes).fill_(value)
+        names = [facts["file"] for facts in meeting.tell({"file": name})]
+        blocks = [own if at == rank else _mapped(each, nbytes) for at, each in enumerate(names)]
+        meeting.tell({})  # all are mapped
         return blocks
     finally:
         os.close(descriptor)

@@ -15,23 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import Store
 
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.settings import read_settings
-from prepare_finalize.all2all.connect import (
-    Absent,
-    member_group,
-    served_device,
-    store_at_new_place,
-    tell_all,
-)
+from prepare_finalize.all2all.connect import member_group, served_device, store_at_new_place
 from prepare_finalize.all2all.last_calls import LastCalls
+from prepare_finalize.all2all.meeting import Meeting
 from prepare_finalize.all2all.shared_files import share_file
+from prepare_finalize.all2all.torch_group import in_short
 
 _ALIGNMENT = 256  # bytes, of every section
 _PHASES = {1: "dispatch", 2: "combine"}
-_TURNS_PER_S = 5_000  # about; the interpreter counts turns of a loop instead of nanoseconds
 _NO_VALUE = 0xFF  # bytes that are NaN in every floating-point dtype
 
 
@@ -114,8 +108,8 @@ class SymmetricGroup:
 
     @property
     def patience(self) -> int:
-        """The deadline as kernels count it."""
-        return int(self.deadline_s * (1e9 if self.device == "cuda" else _TURNS_PER_S))
+        """The deadline in nanoseconds."""
+        return int(self.deadline_s * 1e9)
 
     def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], None]) -> Heap:
         """New memory, all bytes 0xFF. Collective; ranks must pass equal nbytes and meaning.
@@ -127,33 +121,27 @@ class SymmetricGroup:
         record = self.last_calls.begin(0, "construct", nbytes)
         try:
             store = store_at_new_place(self._group, self.deadline_s)
-            told = tell_all(store, self._group, "meaning", f"{nbytes} {meaning}", self.deadline_s)
-            self._same(told)
-            heap = self._share(nbytes, store)
+            meeting = Meeting(store, self.rank, self.world_size, self.deadline_s)
+            meeting.agree({"bytes": nbytes, "meaning": meaning})
+            heap = self._share(nbytes, meeting)
             begin(heap)
             if self.device == "cuda":
                 torch.cuda.synchronize(self._place)
-            tell_all(store, self._group, "ready", "", self.deadline_s)
-        except Absent as absent:
-            self.last_calls.end(record, str(absent))
-            raise self._error(absent.got, absent.need, "construct", absent.ranks) from absent
+            meeting.tell({})  # nobody writes before all have begun
+        except RuntimeError as error:  # the store's host is gone
+            self.last_calls.end(record, str(error))
+            need = f"a store that answers within {self.deadline_s:g} s"
+            raise self._error(in_short(error), need, "construct", ()) from error
         except CommunicationError as error:
             self.last_calls.end(record, str(error))
             raise
         self.last_calls.end(record)
         return heap
 
-    def _same(self, told: Sequence[str]) -> None:
-        mine = told[self.rank]
-        others = [rank for rank, words in enumerate(told) if words != mine]
-        if others:
-            got = f"{told[others[0]]!r} on rank {others[0]}"
-            raise self._error(got, f"{mine!r}, as here", "construct", others)
-
-    def _share(self, nbytes: int, store: Store) -> Heap:
+    def _share(self, nbytes: int, meeting: Meeting) -> Heap:
         kept: tuple[object, ...]
         if self.device == "cpu":
-            blocks = share_file(store, self._group, nbytes, _NO_VALUE, self.deadline_s)
+            blocks = share_file(meeting, self.rank, nbytes, _NO_VALUE)
             own, kept = blocks[self.rank], tuple(blocks)
             addresses = [block.data_ptr() for block in blocks]
         else:

@@ -95,7 +95,7 @@ class TorchGroup:
         except RuntimeError as error:
             raise CommunicationError(
                 "process group's store",
-                got=_in_short(error),
+                got=in_short(error),
                 need=f"an answer within {self.deadline_s:g} s",
                 rank=self.rank,
                 phase="construct",
@@ -234,7 +234,7 @@ class TorchGroup:
     ) -> CommunicationError:
         """Close, ask who else failed, and say who is to blame."""
         took = time.monotonic() - started_s
-        reason = _in_short(error)
+        reason = in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
         group, self._group = getattr(self, "_group", None), None
         if self.device == "cuda" and group is not None:
@@ -273,7 +273,7 @@ class Exchange:
         self.manager._wait(self)
 
 
-def _in_short(error: RuntimeError) -> str:
+def in_short(error: RuntimeError) -> str:
     """The first sentence, without the place in torch's sources."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]

@@ -6,9 +6,18 @@ A flag (W,) int32 per phase holds, for each rank, the number of its last finishe
 grow (and wrap), so nothing is ever reset and a call replayed from a CUDA graph needs no argument.
 """
 
+from time import monotonic_ns
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
+
+
+class HostNanoseconds(int):
+    """Python's clock. A class, because a kernel may name no other thing that can be called."""
+
+    def __new__(cls) -> int:
+        return monotonic_ns()
 
 
 @triton.jit
@@ -58,10 +67,10 @@ def _load_acquire(pointers, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _now(turns, INTERPRETED: tl.constexpr):
-    """Nanoseconds; the interpreter, which has no clock, counts turns."""
+def _now(INTERPRETED: tl.constexpr):
+    """Nanoseconds. What is interpreted is Python, and may ask Python's clock."""
     if INTERPRETED:
-        return turns
+        return HostNanoseconds()
     else:
         return globaltimer()
 
@@ -73,23 +82,21 @@ def wait_for_all(
 ):  # fmt: skip
     """Wait until every rank's flag has reached `number`; returns whether a wait ever failed.
 
-    patience: nanoseconds (turns where interpreted), int64. Who runs out of it sets *failed_ptr and
+    patience: nanoseconds, int64. Who runs out of it sets *failed_ptr and
     writes PHASE << 56 | missing ranks as bits << 32 | number to *status_ptr, int64, if it is the
     first. After a failure nobody waits any more.
     """
     rank = tl.arange(0, PADDED)
     pointers = flags_ptr + tl.minimum(rank, WORLD - 1)
     failed = tl.load(failed_ptr, volatile=True)
-    turns = tl.full((), 0, tl.int64)
-    started = _now(turns, INTERPRETED)
+    started = _now(INTERPRETED)
     behind = 1 - failed
     while behind > 0:
         # By difference: numbers wrap.
         late = (_load_acquire(pointers, INTERPRETED) - number < 0) & (rank < WORLD)
         behind = tl.max(late.to(tl.int32), axis=0)
-        turns += 1
         if behind > 0:
-            if _now(turns, INTERPRETED) - started > patience:
+            if _now(INTERPRETED) - started > patience:
                 missing = tl.sum(tl.where(late, 1 << rank, 0), axis=0).to(tl.int64)
                 word = (missing << 32) + (number.to(tl.int64) & 0xFFFFFFFF)
                 word += tl.full((), PHASE, tl.int64) << 56

@@ -31,6 +31,7 @@ def test_every_kernel_of_the_project_was_compiled(rows: list[Row]) -> None:
         "grouped_gemm_kernel",
         "permute_and_quantise_kernel",
         "permute_tokens_kernel",
+        "place_pairs_kernel",
         "quantise_rows_kernel",
         "scan_counts_kernel",
         "segment_gemm_kernel",

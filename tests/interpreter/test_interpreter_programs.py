@@ -9,6 +9,13 @@ import triton.language as tl
 from interpreter_values import BF16, E4M3, E5M2, F16, F32, generator, randn, same
 from triton.runtime.errors import InterpreterError
 
+from modular_kernel.catalog import load_catalog
+from modular_kernel.tensors import BatchedShape, BatchedTokens
+from modular_kernel.testing.inputs import make_inputs
+from modular_kernel.testing.ranks import RankPool
+from modular_kernel.types import Problem
+from modular_kernel.workspace import Workspace
+
 # -------------------------------------------------------------------------------- memory
 
 
@@ -396,3 +403,25 @@ def test_bad_shapes_are_still_refused():
         tl.block_type(tl.float32, [16.0])
     assert tl.block_type(tl.float32, [16, 2]) == tl.block_type(tl.float32, [tl.constexpr(16), 2])
     assert tl.block_type(tl.float32, [16, 2]).name == "<['16', '2'], fp32>"
+
+
+def first_launch(rank: int, world_size: int, group: object) -> float:
+    """How far an experts part alone is from plain torch, in a process that launched nothing yet."""
+    problem = Problem(4, 64, 32, 2, 1, dtype="bf16")
+    given = make_inputs(problem, "uniform", torch.device("cpu"), seed=0, strided=False)
+    tokens = BatchedTokens(given.x_TH.expand(2, 4, 64).contiguous(), torch.tensor([4, 4]).int())
+    outputs = []
+    for name in ("NaiveBatchedExperts", "BatchedTritonExperts"):
+        part = load_catalog().experts(name)(problem)
+        shapes = part.workspace_shapes(BatchedShape(2, 4))
+        output = torch.zeros(2, 4, 64, dtype=torch.bfloat16)
+        workspace = Workspace(shapes.buffers(), output.device)
+        part.apply(tokens, weights=given.weights, workspace=workspace, output=output)
+        outputs.append(output.float())
+    return float((outputs[1] - outputs[0]).norm() / outputs[0].norm())
+
+
+def test_the_first_launch_of_a_process_is_honest() -> None:
+    with RankPool(1) as pool:
+        (error,) = pool.run(first_launch)
+    assert error < 0.01

@@ -1,0 +1,27 @@
+"""The docs as a site: `make docs`. Needs Sphinx and MyST, neither torch nor this package."""
+
+project = "modular_kernel"
+author = "The modular_kernel authors"
+root_doc = "index"
+extensions = ["myst_parser"]
+exclude_patterns: list[str] = []
+
+# Headings can be linked to, as on GitHub.
+myst_heading_anchors = 3
+myst_links_external_new_tab = False
+
+html_theme = "alabaster"
+html_theme_options = {
+    "description": "Compose fused mixture-of-experts layers from parts.",
+    "page_width": "1240px",
+    "body_max_width": "none",
+    "sidebar_width": "230px",
+    "font_size": "15px",
+    "code_font_size": "0.85em",
+    "fixed_sidebar": True,
+}
+html_title = project
+html_static_path = ["_static"]  # alabaster reads custom.css there
+html_show_copyright = False
+html_copy_source = False
+html_show_sourcelink = False

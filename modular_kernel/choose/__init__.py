@@ -1,0 +1,1 @@
+"""Choosing a pairing by measurement: candidates, timing, cache, and the composed layer."""

@@ -1,0 +1,45 @@
+"""How much memory there is, before something is made that would not fit."""
+
+import os
+from pathlib import Path
+
+import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Of the device; of a CPU's, what the system and the control group leave. None if unknown."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
+    found = [n for n in (_system(), _group()) if n is not None]
+    return min(found, default=None)
+
+
+def _system() -> int | None:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        line = next(line for line in text.splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _group() -> int | None:
+    """What a container may still take."""
+    try:
+        most = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = (_CGROUP / "memory.current").read_text(encoding="ascii").strip()
+        return max(int(most) - int(used), 0)
+    except (OSError, ValueError):  # no such limit, or "max"
+        return None
+
+
+def gigabytes(count: float) -> str:
+    """For a message."""
+    return f"{count / 1e9:.1f} GB"

@@ -1,0 +1,115 @@
+"""What `mk compose` prints."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from modular_kernel.cli import output
+
+if TYPE_CHECKING:
+    from modular_kernel.choose.choice import Choice
+    from modular_kernel.choose.record import Bucket, Outcome, Segment
+    from modular_kernel.types import Problem
+
+_ELSEWHERE = {"device", "arch", "package"}  # rules about this machine: valid on another one
+
+
+def teller(problem: "Problem") -> "Callable[[Bucket], None]":
+    """Says on stderr what was measured, as it comes."""
+
+    def tell(bucket: "Bucket") -> None:
+        times = sorted(bucket.times.items(), key=lambda item: item[1])
+        shown = ", ".join(f"{us:.1f} us {pair[1]}" for pair, us in times[:3])
+        output.note(f"{bucket.tokens} tokens: {shown or 'nothing could be timed'}")
+
+    return tell
+
+
+def print_text(choice: "Choice", took: float) -> None:
+    """The choice, and everything about it that a reader should know."""
+    candidates = choice.candidates
+    valid = len(candidates.order)
+    count = valid + len(candidates.refused)
+    output.line(f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid")
+    output.table(
+        ("tokens", "pairing", "us at its ends", "next best"),
+        [_segment_row(choice, segment) for segment in choice.segments],
+    )
+    reused = len(choice.buckets) - choice.timed
+    output.line(
+        f"{choice.timed} number(s) of tokens timed now, {reused} from the cache, in {took:.1f} s"
+    )
+    for why in dict.fromkeys(candidates.silent.values()):
+        output.line(f"not measured: {len(candidates.silent)} pairings: {why}")
+    for verdict in candidates.refused:
+        if {rejection.rule for rejection in verdict.rejections} <= _ELSEWHERE:
+            output.line(f"not measured: {verdict.pairing}: {verdict.rejections[0]}")
+    if choice.missing and choice.measured:
+        output.line(f"not measured: {', '.join(map(str, choice.missing))} tokens: as beside them")
+    if not choice.measured:
+        output.line("no pairing has a time here: the first valid one is taken, in the parts' order")
+    for note in choice.notes:
+        output.note(f"note: {note}")
+
+
+def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:
+    name = f"{segment.pair[0]} x {segment.pair[1]}"
+    inside = [b for b in choice.buckets if segment.first <= b.tokens <= segment.last]
+    ends = [b.times[segment.pair] for b in inside if segment.pair in b.times]
+    shown = " .. ".join(f"{us:.1f}" for us in dict.fromkeys((*ends[:1], *ends[-1:])))
+    behind = [us / b.times[segment.pair] for b in inside for us in _others(b, segment)]
+    least = f"{min(behind):.2f} x" if behind else "-"
+    return f"{segment.first} to {segment.last}", name, shown or "not measured", least
+
+
+def _others(bucket: "Bucket", segment: "Segment") -> list[float]:
+    times = bucket.times
+    if segment.pair not in times:
+        return []
+    return [us for pair, us in times.items() if pair != segment.pair]
+
+
+def explain_text(choice: "Choice") -> None:
+    """Every candidate: a column of times, or every reason it was refused."""
+    picks = choice.picks
+    rows = []
+    for bucket in choice.buckets:
+        for outcome in bucket.outcomes:
+            mark = "chosen" if picks.get(bucket.tokens) == outcome.pair else ""
+            rows.append((bucket.tokens, *outcome.pair, _time(outcome), outcome.mode, mark))
+    columns = ("tokens", "prepare_finalize", "experts", "us", "timed as", "")
+    output.table(columns, rows)
+    output.line("~ far from the fastest, so timed a few times only; the others by turns")
+    for verdict in choice.candidates.refused:
+        output.line(str(verdict))
+    facts = ", ".join(f"{name} {value}" for name, value in choice.facts.items())
+    output.line(f"kept for: {facts}")
+
+
+def _time(outcome: "Outcome") -> str:
+    if outcome.us is None:
+        return f"none: {outcome.why}"
+    return f"{'~' if outcome.rough else ''}{outcome.us:.1f}"
+
+
+def record(choice: "Choice", took: float) -> dict[str, object]:
+    """For --json."""
+    return {
+        "problem": choice.problem,
+        "machine": choice.machine,
+        "facts": choice.facts,
+        "segments": choice.segments,
+        "picks": {str(tokens): pair for tokens, pair in choice.picks.items()},
+        "buckets": choice.buckets,
+        "missing": choice.missing,
+        "timed_now": choice.timed,
+        "seconds": round(took, 3),
+        "notes": choice.notes,
+        "refused": [
+            {
+                "prepare_finalize": verdict.prepare_finalize,
+                "experts": verdict.experts,
+                "rejections": verdict.rejections,
+            }
+            for verdict in choice.candidates.refused
+        ],
+    }

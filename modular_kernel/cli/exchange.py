@@ -1,0 +1,245 @@
+"""`mk exchange`: how long parts over ranks take to dispatch and combine, beside bare libraries."""
+
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.lists import schemes, token_numbers
+from modular_kernel.cli.ranks import Backend, pool_of
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.bench.exchange import Cell, Link
+    from modular_kernel.bench.exchange_rows import ExchangeReport, ExchangeRow
+    from modular_kernel.bench.exchange_run import Offer
+    from modular_kernel.types import Machine
+
+_FEW = 128  # tokens up to which one set of buffers serves; more have another
+_LIBRARIES = ("torch", "triton", "nvidia-nccl-cu13", "deep_ep", "pplx_kernels")
+_METHOD = (
+    "times are microseconds: for each rank the median of {rounds} rounds of {replays}, of which "
+    "the largest rank's counts; dispatch includes quantisation (not for a bare library that takes "
+    "quantised rows) and receiving; graph: replays of CUDA graphs, one of each half in turn, and "
+    "for the pair one of four; eager: calls with the host in between; every row was first found to "
+    "return x through experts that change nothing"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is exchanged."""
+
+    world_size: Annotated[int, typer.Option(help="Ranks, 2 or more.")] = 2
+    tokens_list: Annotated[str, typer.Option(help="Tokens of each rank.")] = "1,8,32,128,1024,4096"
+    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 7168
+    experts: Annotated[int, typer.Option(help="Experts of the model.")] = 256
+    top_k: Annotated[int, typer.Option(help="Experts of one token.")] = 8
+    quant: Annotated[str, typer.Option(help="How rows travel.")] = "none,fp8_w8a8_block"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How it is measured, and what the floor is made of."""
+
+    backend: Backend = None
+    only: Annotated[
+        str | None,
+        typer.Option(help="Words: parts and peers that have one in their names.  [default: all]"),
+    ] = None
+    peer: Annotated[
+        list[Path] | None,
+        typer.Option(help="A file with transports() to measure beside; may be repeated."),
+    ] = None
+    replays: Annotated[int, typer.Option(help="Calls of a round.")] = 20
+    rounds: Annotated[int, typer.Option(help="Rounds; the median of their medians counts.")] = 5
+    link: Annotated[float, typer.Option(help="GB/s into one GPU, for the floor.")] = 393
+    latency: Annotated[float, typer.Option(help="Microseconds of the floor beside bytes.")] = 6
+    deadline: Annotated[float | None, typer.Option(help="Seconds after which nothing begins.")] = (
+        None
+    )
+
+    def wants(self, name: str) -> bool:
+        """Whether the options leave a transport of that name."""
+        words = (self.only or "").lower().split(",")
+        return any(word in name.lower() for word in words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What is read and written beside the table."""
+
+    load: Annotated[
+        list[Path] | None,
+        typer.Option(help="Measure nothing: join what --json wrote here; may be repeated."),
+    ] = None
+    json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None
+    markdown: Annotated[Path | None, typer.Option(help="Write a document here.")] = None
+
+
+def exchange(*, sizes: Sizes, manner: Manner, files: Files) -> None:
+    """Time dispatch and combine alone: every part that can run here over N ranks, and peers.
+
+    Experts are the identity and router weights sum to 1, so each row is checked by what comes
+    back. A --peer file defines transports(), which returns a list of
+    modular_kernel.bench.exchange.Transport; tools/exchange_peers.py has NCCL's and the libraries'.
+    Libraries that exclude each other are measured one after the other, and joined by --load.
+
+    Exits with 1 if a row is wrong or failed; 2 is bad usage.
+    """
+    for path in (files.json, files.markdown):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    if files.load:
+        _finish(_joined(files.load), files)
+        return
+    _check(sizes, manner)
+    prepare_host()
+    from modular_kernel.bench.exchange import Link
+
+    link = Link(manner.link * 1e9, manner.latency * 1e-6)
+    report = _measured(sizes, manner, link, files)
+    _finish(report, files)
+    if any(row.status in ("wrong", "failed") for row in report.rows):
+        raise typer.Exit(1)
+
+
+def _check(sizes: Sizes, manner: Manner) -> None:
+    if sizes.world_size < 2:
+        raise ConfigurationError("--world-size", got=sizes.world_size, need=">= 2")
+    for name in ("replays", "rounds", "link"):
+        if not getattr(manner, name) > 0:
+            raise ConfigurationError(f"--{name}", got=getattr(manner, name), need="> 0")
+    if manner.latency < 0:
+        raise ConfigurationError("--latency", got=manner.latency, need=">= 0")
+
+
+def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "ExchangeReport":
+    from modular_kernel.bench import exchange_run
+    from modular_kernel.bench.exchange_rows import ExchangeReport
+    from modular_kernel.bench.exchange_time import Repeats
+    from modular_kernel.testing.prove_ranks import machine_of
+
+    first = pool_of(sizes.world_size, manner.backend)
+    ready = [first]  # the first offer finds processes that have started
+
+    def new_pool() -> Any:
+        return ready.pop() if ready else pool_of(sizes.world_size, manner.backend)
+
+    try:
+        machine = machine_of(first)
+        offers = tuple(_offers(tuple(_cells(sizes)), manner, machine))
+        if not offers:
+            raise ConfigurationError("--only", got=repr(manner.only), need="a word in some name")
+        gap = first.run(exchange_run.gap, timeout=120)[0]
+        report = ExchangeReport(_facts(sizes, manner, machine, gap))
+        repeats = Repeats(manner.replays, manner.rounds)
+        for rows in exchange_run.run(
+            offers, new_pool, link=link, repeats=repeats, deadline_s=manner.deadline
+        ):
+            _tell(rows)
+            report = replace(report, rows=(*report.rows, *rows))
+            if files.json is not None:
+                report.write(files.json)
+        return report
+    finally:
+        first.close()
+
+
+def _facts(sizes: Sizes, manner: Manner, machine: "Machine", gap: float | None) -> dict[str, Any]:
+    """Where and how it is measured."""
+    import torch
+
+    from modular_kernel.bench.environment import environment
+
+    return {
+        **environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
+        "world_size": sizes.world_size,
+        "versions": {name: _version(name) for name in _LIBRARIES},
+        "link_gbs": manner.link,
+        "latency_us": manner.latency,
+        "event_gap_us": gap,
+        "method": _METHOD.format(rounds=manner.rounds, replays=manner.replays),
+    }
+
+
+def _cells(sizes: Sizes) -> "Iterator[Cell]":
+    """By quant and capacity, which share buffers: few tokens, and many."""
+    from modular_kernel.bench.exchange import Cell
+
+    numbers = sorted(token_numbers(sizes.tokens_list))
+    few = [tokens for tokens in numbers if tokens <= _FEW]
+    shape = {"hidden": sizes.hidden, "experts": sizes.experts, "top_k": sizes.top_k}
+    for quant in schemes(sizes.quant):
+        for tokens in numbers:
+            capacity = max(few) if tokens <= _FEW else max(numbers)
+            yield Cell(sizes.world_size, tokens, capacity, quant=quant, **shape)
+
+
+def _offers(cells: "tuple[Cell, ...]", manner: Manner, machine: "Machine") -> "Iterator[Offer]":
+    from modular_kernel.bench.exchange_parts import PartTransport
+    from modular_kernel.bench.exchange_peers import load_peers
+    from modular_kernel.bench.exchange_run import Offer
+    from modular_kernel.bench.rows import OURS
+    from modular_kernel.catalog import load_catalog
+
+    catalog = load_catalog()
+    names = [name for name in catalog.names("prepare_finalize") if _over_ranks(catalog, name)]
+    for name in filter(manner.wants, names):
+        alone = PartTransport(name, machine).alone
+        yield Offer(name, OURS, cells, machine, alone)
+    for path in manner.peer or []:
+        for peer in load_peers(path):
+            if manner.wants(peer.name):
+                yield Offer(peer.name, peer.origin, cells, machine, peer.alone, path)
+
+
+def _over_ranks(catalog: Any, name: str) -> bool:
+    most: int | None = catalog.prepare_finalize(name).requires.world_sizes[1]
+    return most is None or most > 1
+
+
+def _joined(paths: Sequence[Path]) -> "ExchangeReport":
+    from modular_kernel.bench.exchange_rows import ExchangeReport
+
+    try:
+        reports = [ExchangeReport.from_json(path.read_text(encoding="utf-8")) for path in paths]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError("--load", got=str(error), need="files of --json") from error
+    return reports[0].with_rows_of(reports[1:])
+
+
+def _tell(rows: "Sequence[ExchangeRow]") -> None:
+    from modular_kernel.bench.exchange_rows import cells_of
+
+    for row in rows:
+        output.note("  ".join(filter(None, cells_of(row))))
+
+
+def _finish(report: "ExchangeReport", files: Files) -> None:
+    from modular_kernel.bench import exchange_rows
+
+    if files.json is not None:
+        report.write(files.json)
+    if files.markdown is not None:
+        files.markdown.write_text(exchange_rows.markdown(report), encoding="utf-8")
+    output.table(*exchange_rows.text_table(report.rows))
+    refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
+    for name, note in refused.items():
+        output.line(f"refused: {name}: {note[:200]}")
+    for title, columns, cells in exchange_rows.short_tables(report.rows):
+        output.table(columns, cells, title=title)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,217 @@
+"""`mk plan`: how long a layer would take on machines that are not here."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.lists import token_numbers
+from modular_kernel.cli.options import AsJson, ProblemOptions
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.sizing.estimate import Estimate, Sized
+    from modular_kernel.sizing.hardware import Cluster
+
+_WORLDS = "1,8,16,32,64"
+_TOKENS = "1,128,4096"
+_GIGA, _TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The machines; bytes per second and seconds inside, other units on the command line."""
+
+    worlds: Annotated[str, typer.Option(help="Numbers of ranks, such as 8,64,256.")] = _WORLDS
+    tokens_list: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Tokens of each rank.  [default: --tokens, or {_TOKENS}]", show_default=False
+        ),
+    ] = None
+    routing: Annotated[str, typer.Option(help="uniform, zipf, zipfA or hotN (hot1).")] = "uniform"
+    per_host: Annotated[int, typer.Option(help="GPUs of one host.")] = 8
+    link: Annotated[float, typer.Option(help="GB/s out of one GPU to others of its host.")] = 393
+    link_latency: Annotated[float, typer.Option(help="us added to exchanges in a host.")] = 0
+    net: Annotated[float, typer.Option(help="GB/s out of one GPU to other hosts.")] = 50
+    net_latency: Annotated[float, typer.Option(help="us added to exchanges between hosts.")] = 20
+    bandwidth: Annotated[float, typer.Option(help="TB/s of a GPU's memory.")] = 4.8
+    peak: Annotated[
+        float | None,
+        typer.Option(help="TFLOP/s in 16 bits, twice that in 8.  [default: an H200 as measured]"),
+    ] = None
+
+    def cluster(self) -> "Cluster":
+        from modular_kernel.sizing.hardware import Cluster, Gpu, Link
+
+        gpu = replace(Gpu(), bandwidth=self.bandwidth * _TERA)
+        if self.peak is not None:
+            rates = {name: self.peak * _TERA * (1 if "16" in name else 2) for name in Gpu().flops}
+            gpu = replace(gpu, name="as given", flops=rates)
+        inside = Link(self.link * _GIGA, self.link_latency * 1e-6)
+        between = Link(self.net * _GIGA, self.net_latency * 1e-6)
+        return Cluster(gpu, inside, between, self.per_host)
+
+    def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
+        if self.tokens_list is None and options.tokens is not None:
+            return (options.tokens,)
+        return token_numbers(self.tokens_list or _TOKENS)
+
+    def sizes(self, options: ProblemOptions) -> tuple[int, ...]:
+        if options.world_size is not None:
+            return (options.world_size,)
+        words = self.worlds.split(",")
+        if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= 4096 for w in words):
+            need = "numbers from 1 to 4096, such as 8,64"
+            raise ConfigurationError("--worlds", got=repr(self.worlds[:80]), need=need)
+        return tuple(dict.fromkeys(map(int, words)))
+
+
+def plan(
+    *,
+    options: ProblemOptions,
+    world: World,
+    compare: Annotated[
+        list[Path] | None,
+        typer.Option(help="Instead: the model beside the measured rows of this file; repeatable."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate a layer's time in worlds of 1 to 4096 ranks, for each pairing; nothing is run.
+
+    An analytic model: experts by what they move and compute and a measured efficiency, exchanges by
+    latency and bytes over links. --tokens is of each rank. Formulas, what was fitted to which rows
+    and how far off it is: docs/sizing.md; `mk plan --compare docs/benchmarks/h200-layers.json
+    --compare docs/benchmarks/h200-exchange.json` prints the errors.
+
+    Exits with 1 if no pairing has an estimate, or if a compared cell that was neither fitted nor
+    timed with its host is more than 25 % off; 2 is bad usage.
+    """
+    if compare:
+        _compare(compare, as_json=as_json)
+        return
+    from modular_kernel.sizing.estimate import in_world, size
+
+    cluster, plain = world.cluster(), replace(options, world_size=None).problem()
+    if plain.expert_map or plain.local_experts is not None:
+        raise ConfigurationError("mk plan", got="experts of one rank", need="those of all ranks")
+    sized = [
+        size(
+            in_world(plain.with_tokens(tokens), ranks), cluster, routing=world.routing, others=True
+        )
+        for ranks in world.sizes(options)
+        for tokens in world.tokens(options)
+    ]
+    if as_json:
+        rows = [_row(estimate, cluster) for one in sized for estimate in one.estimates]
+        output.print_json({"cluster": cluster, "routing": world.routing, "estimates": rows})
+    else:
+        _print(sized, cluster, world.routing)
+    if not any(one.estimates for one in sized):
+        raise typer.Exit(1)
+
+
+def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
+    us = 1e6
+    return {
+        "ranks": estimate.problem.parallel.world_size,
+        "tokens": estimate.problem.tokens,
+        "pairing": estimate.pairing,
+        "ours": estimate.ours,
+        "dispatch_us": estimate.exchange.dispatch * us,
+        "experts_us": estimate.experts.seconds * us,
+        "combine_us": estimate.exchange.combine * us,
+        "layer_us": estimate.seconds * us,
+        "bound": estimate.experts.bound,
+        "tokens_per_second": estimate.tokens_per_second,
+        "weights_bytes": estimate.weights,
+        "fits": estimate.weights <= cluster.gpu.memory,
+        "exchange_source": estimate.source,
+        "experts_source": estimate.experts.source,
+    }
+
+
+def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
+    rows = []
+    for one in sized:
+        for estimate in one.estimates:
+            row = _row(estimate, cluster)
+            times = [row[f"{name}_us"] for name in ("dispatch", "experts", "combine", "layer")]
+            name = row["pairing"] if row["ours"] else f"({row['pairing']})"
+            gigabytes = f"{row['weights_bytes'] / _GIGA:.1f}"
+            rate = f"{row['tokens_per_second'] / 1e6:.2f}"
+            head = row["ranks"], row["tokens"], name
+            rows.append((*head, *(f"{us:.1f}" for us in times), rate, gigabytes, row["bound"]))
+    columns = ("ranks", "tokens", "pairing", "dispatch", "experts", "combine", "layer us")
+    output.table((*columns, "Mtokens/s", "GB", "bound"), rows)
+    for text in _assumptions(sized, cluster, routing):
+        output.line(f"- {text}")
+    without = dict.fromkeys(
+        pair for one in sized for pair in one.without if "no measured" in pair[1]
+    )
+    for pairing, why in without:
+        output.line(f"no estimate: {pairing}: {why}")
+
+
+def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list[str]:
+    gpu, inside, between = cluster.gpu, cluster.inside, cluster.between
+    rates = ", ".join(f"{name} {rate / _TERA:.0f}" for name, rate in gpu.flops.items())
+    estimates = [estimate for one in sized for estimate in one.estimates]
+    sources = dict.fromkeys((e.pairing.split(" x ")[0], e.source) for e in estimates)
+    efficiencies = dict.fromkeys(e.experts.source for e in estimates)
+    return [
+        f"GPU: {gpu.name}, {gpu.bandwidth / _TERA:g} TB/s, TFLOP/s: {rates}",
+        f"links of one GPU: {inside.bandwidth / _GIGA:g} GB/s in a host of {cluster.per_host}",
+        f"between hosts: {between.bandwidth / _GIGA:g} GB/s and {between.latency * 1e6:g} us",
+        f"routing {routing}, expected loads, the fullest rank counts; experts in blocks over ranks",
+        "dispatch, experts and combine follow one another: nothing overlaps",
+        "planned calls in CUDA graphs; router, shared experts and attention are not in it",
+        *(f"experts' efficiency: {source}" for source in efficiencies),
+        *(f"{name}: {source}" for name, source in sources),
+        "pairings in parentheses: a library's own exchange beside our experts",
+        "Replicated parts have one set of tokens in the whole world, the others one for each rank",
+    ]
+
+
+def _compare(paths: list[Path], *, as_json: bool) -> None:
+    from modular_kernel.sizing.compare import WITHIN, cells_of, compare, summaries
+
+    found = compare([cell for path in paths for cell in cells_of(path)])
+    rows = [
+        {
+            "cell": one.cell.label,
+            "ranks": one.cell.problem.parallel.world_size,
+            "quant": one.cell.problem.quant,
+            "tokens": one.cell.problem.tokens,
+            "measured_us": one.cell.us,
+            "predicted_us": round(one.predicted_us, 2),
+            "error": round(one.error, 4),
+            "fitted": one.cell.fitted,
+            "eager": one.cell.eager,
+        }
+        for one in found
+    ]
+    if as_json:
+        output.print_json({"within": WITHIN, "cells": rows, "summaries": summaries(found)})
+    else:
+        columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
+        output.table(columns, [_error_row(row) for row in rows])
+        for one in summaries(found):
+            output.line(
+                f"{one.what}: {one.good} of {one.count} within {WITHIN:.0%}, mean {one.mean:.1%}, "
+                f"worst {one.worst:.1%}"
+            )
+    if not found or any(one.missed for one in found):
+        raise typer.Exit(1)
+
+
+def _error_row(row: dict[str, Any]) -> tuple[object, ...]:
+    head = row["cell"], row["ranks"], row["quant"], row["tokens"]
+    times = f"{row['measured_us']:.1f}", f"{row['predicted_us']:.1f}"
+    return *head, *times, f"{row['error']:+.1%}", _kind(row)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return ", ".join(name for name in ("fitted", "eager") if row[name])

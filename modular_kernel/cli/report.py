@@ -1,0 +1,97 @@
+"""`mk report`: what pairs with what, and what was measured, as a page; and the docs made of it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.options import AsJson
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.catalog import Catalog
+
+_PAGE = Path("out/report.html")
+
+
+def report(
+    *,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the page here.  [default: out/report.html]")
+    ] = None,
+    docs: Annotated[
+        Path, typer.Option(help="The docs folder of a checkout: records are read there.")
+    ] = Path("docs"),
+    write: Annotated[bool, typer.Option("--write", help="Renew the generated docs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing: exit with 1 if one of them is stale.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write the support matrix and the benchmark records as one HTML file that needs no network.
+
+    The matrix: every pair, scheme and 1, 2 and 4 ranks, with every reason of every refusal, judged
+    for a described GPU of compute capability 9.0 with all packages, wherever this runs.
+
+    --write and --check are for the files under docs/ that are made from the same facts. --json
+    prints the matrix instead of writing a page.
+
+    Exits with 1 if --check finds a stale file; 2 is bad usage.
+    """
+    if sum((write, check, as_json)) > 1 or (html is not None and (check or as_json)):
+        need = "one of --html, --write, --check and --json, or --html with --write"
+        raise ConfigurationError("mk report", got="several", need=need)
+    prepare_host(quiet=True)
+    from modular_kernel.catalog import load_catalog
+
+    catalog = load_catalog()
+    if as_json:
+        _print_matrix(catalog)
+    elif check:
+        _check(catalog, docs)
+    else:
+        if write:
+            _write(catalog, docs)
+        if html is not None or not write:
+            _write_page(catalog, docs, html or _PAGE)
+
+
+def _print_matrix(catalog: "Catalog") -> None:
+    from modular_kernel.report.judged import judged_matrix
+
+    matrix = judged_matrix(catalog)
+    facts = {"problem": matrix.problem, "machine": matrix.machine}
+    cells = [output.plain(cell) for cell in matrix.cells]
+    output.print_json({**facts, "cells": cells})
+
+
+def _check(catalog: "Catalog", docs: Path) -> None:
+    from modular_kernel.report.generated import stale
+
+    found = stale(catalog, docs)
+    for one in found:
+        output.line(f"{docs / one.path}: {one.fault}")
+    if found:
+        output.note(f"{len(found)} generated file(s) stale; `mk report --write` renews them")
+        raise typer.Exit(1)
+    output.line("every generated file is up to date")
+
+
+def _write(catalog: "Catalog", docs: Path) -> None:
+    from modular_kernel.report.generated import write
+
+    found = write(catalog, docs)
+    for one in found:
+        output.line(f"renewed, it was {one.fault}: {docs / one.path}")
+    if not found:
+        output.line("every generated file was up to date")
+
+
+def _write_page(catalog: "Catalog", docs: Path, path: Path) -> None:
+    from modular_kernel.report.generated import html_page
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html_page(catalog, docs), encoding="utf-8")
+    output.line(f"written: {path}")

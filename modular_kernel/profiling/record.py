@@ -1,0 +1,305 @@
+"""What one rank does: make the pairings on the same inputs, time planned calls, trace eager ones.
+
+Two things are measured apart. The total that users get is that of a planned call: on a GPU a
+replayed CUDA graph where the pairing can be captured, timed by events, with no profiler loaded
+(once it was, launches are slower). The stages are those of eager calls of the same plan under
+torch's profiler, which runs the parts' host code instead of replaying. They are queued behind a
+pause of the GPU, so that it never waits for the host. On a GPU the L2 cache is overwritten before
+every call of either kind, so that both find it cold.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, record_function, schedule
+
+from modular_kernel import stages
+from modular_kernel.bench.environment import Environment, environment
+from modular_kernel.bench.floor import Peaks, measure_link, measure_peaks, operand_type
+from modular_kernel.bench.method import Wiper, capture, clock_of, host_cost, wiper_of
+from modular_kernel.bench.routing import RoutingKind
+from modular_kernel.bench.stage_floor import RankLoad
+from modular_kernel.catalog import check, load_catalog, make_kernel
+from modular_kernel.plan import Plan
+from modular_kernel.profiling.chrome import BARRIER
+from modular_kernel.profiling.inputs import Inputs, make_inputs
+from modular_kernel.types import Machine, Problem, dtype_name
+
+_CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
+_SPARE = 3.0  # times what the host takes for an eager call that nobody profiles
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-3, 0.5
+_WARM_CALLS = 3
+_BARRIERS = 5  # of which the one that let go most equally tells how far clocks agree
+_REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed: ranks that wait for each other make as many
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to profile. pairs: (PrepareAndFinalize, experts), one or two. calls: traced ones.
+
+    traces: for each pair how its traces' paths begin. command: how to repeat it.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    problem: Problem
+    machine: Machine
+    routing: RoutingKind
+    calls: int
+    traces: tuple[Path, ...]
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Total:
+    """Planned calls, as users make them. us: the median of one call's microseconds, samples_us: all
+    of them. mode: "graph" or "eager" on a GPU, "cpu". host_us: until a call that is not in a graph
+    returns, allocations: of device memory in it; None on a CPU."""
+
+    us: float
+    samples_us: tuple[float, ...]
+    mode: str
+    host_us: float | None
+    allocations: float | None
+
+    @property
+    def spread(self) -> float:
+        """The middle half of the samples over their median."""
+        quarters = quantiles(self.samples_us, n=4)
+        return (quarters[2] - quarters[0]) / self.us if self.us else 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. workspace: what the plan holds, its output apart. peak: most that torch's allocator
+    gave out above what the inputs take, buffers included; None on a CPU."""
+
+    workspace: int
+    peak: int | None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One pairing on one rank."""
+
+    pairing: str
+    trace: Path
+    total: Total
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """Everything one rank measured. link: bytes per second to the next rank's GPU, if known.
+    difference: RMS of the second pairing's output less the first's, over the first's."""
+
+    rank: int
+    environment: Environment
+    peaks: Peaks
+    link: float | None
+    load: RankLoad
+    pairs: tuple[Recorded, ...]
+    difference: float | None
+
+
+def record_rank(rank: int, world_size: int, group: Any, job: Job) -> RankRecord:
+    """Do a job on one rank; every rank of the group does. group: None where there is one rank."""
+    problem = replace(job.problem, parallel=replace(job.problem.parallel, rank=rank))
+    device = _device(job.machine)
+    catalog = load_catalog()
+    replicated = any(catalog.prepare_finalize(pf).requires.replicated_input for pf, _ in job.pairs)
+    with torch.no_grad():
+        types = dict.fromkeys((operand_type(problem, problem.scheme), dtype_name(problem.dtype)))
+        peaks = measure_peaks(device, types)
+        inputs = make_inputs(problem, device, job.routing, replicated=replicated)
+        link = _link(device, rank, world_size)
+        bench = _Bench(job, problem, device, group, inputs)
+        recorded, outputs = bench.run()
+    difference = _difference(outputs) if len(outputs) > 1 else None
+    where = environment(device, job.command)
+    return RankRecord(rank, where, peaks, link, inputs.load, recorded, difference)
+
+
+def _device(machine: Machine) -> torch.device:
+    if machine.device != "cuda":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _link(device: torch.device, rank: int, world_size: int) -> float | None:
+    if device.type != "cuda" or world_size < 2:
+        return None
+    return measure_link(device, torch.device("cuda", (rank + 1) % world_size))
+
+
+def _difference(outputs: Sequence[torch.Tensor]) -> float:
+    first, second = (each.double() for each in outputs)
+    norm = float(first.square().mean().sqrt())
+    return float((second - first).square().mean().sqrt()) / norm if norm else math.nan
+
+
+class _Bench:
+    """The pairings of one job on one rank, in the order in which they are measured."""
+
+    def __init__(
+        self, job: Job, problem: Problem, device: torch.device, group: Any, inputs: Inputs
+    ) -> None:
+        self.job, self.problem, self.device, self.group = job, problem, device, group
+        self.inputs = inputs
+        # An inplace layer overwrites x, so that the next pairing would find another.
+        self.x_TH = inputs.x_TH.clone() if problem.inplace else inputs.x_TH
+        self.on_gpu = device.type == "cuda"
+        self.wipe: Wiper = wiper_of(device)
+        self.clock = clock_of(device)
+
+    def run(self) -> tuple[tuple[Recorded, ...], list[torch.Tensor]]:
+        """What was recorded of each pairing, and its output."""
+        made = [self._made(*pair) for pair in self.job.pairs]
+        outputs = [output for _, _, output in made]
+        calls = [partial(self._call, plan) for plan, _, _ in made]
+        totals = self._totals(calls)
+        recorded = []
+        for (plan, memory, _), total, stem in zip(made, totals, self.job.traces, strict=True):
+            name = f"{stem.name}-rank{self.problem.parallel.rank}.trace.json"
+            trace = stem.with_name(name)
+            self._trace(plan, trace)
+            plan.kernel.prepare_finalize.check()
+            recorded.append(Recorded(plan.kernel.pairing, trace, total, memory))
+        return tuple(recorded), outputs
+
+    def _call(self, plan: Plan) -> torch.Tensor:
+        return plan(self.inputs.x_TH, self.inputs.weights, self.inputs.routing)
+
+    def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
+        """A plan after calls that compile and load everything, and what the first one returned."""
+        before = self._allocated(reset=True)
+        kernel = make_kernel(pf, experts, self.problem, group=self.group, machine=self.job.machine)
+        plan, given = kernel.plan(), self.inputs
+        x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
+        output = plan(x_TH, given.weights, given.routing).clone()
+        for _ in range(_WARM_CALLS if self.on_gpu else 0):
+            self._call(plan)
+        self.clock.wait()
+        kernel.prepare_finalize.check()
+        peak = torch.cuda.max_memory_allocated(self.device) - before if self.on_gpu else None
+        return plan, Memory(plan.nbytes, peak), output
+
+    def _allocated(self, *, reset: bool) -> int:
+        if not self.on_gpu:
+            return 0
+        if reset:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def _totals(self, calls: Sequence[Callable[[], torch.Tensor]]) -> list[Total]:
+        """Of each planned call; those of two pairings in the order A, B, B, A."""
+        runs, modes = [], []
+        for (pf, experts), call in zip(self.job.pairs, calls, strict=True):
+            run, mode = self._captured(pf, experts, call)
+            runs.append(run)
+            modes.append(mode)
+        order = [*range(len(runs)), *reversed(range(len(runs)))]
+        replays = (_REPLAYS if self.on_gpu else _REPLAYS_ON_CPU) // 2
+        samples: list[list[float]] = [[] for _ in runs]
+        for index in order:
+            samples[index] += self._samples(runs[index], replays)
+        # No graph is replayed any more, and no profiler was loaded yet.
+        hosts = [host_cost(call, self.device) for call in calls]
+        return [
+            Total(
+                median(own),
+                tuple(own),
+                mode,
+                None if host is None else host.us,
+                None if host is None else host.allocations,
+            )
+            for own, mode, host in zip(samples, modes, hosts, strict=True)
+        ]
+
+    def _captured(
+        self, pf: str, experts: str, call: Callable[[], torch.Tensor]
+    ) -> tuple[Callable[[], torch.Tensor], str]:
+        """One call in a CUDA graph, where every rank could capture it; else as it is."""
+        if not self.on_gpu:
+            return call, "cpu"
+        promise = replace(self.problem, graph=True)
+        runs = capture([[call]]) if check(pf, experts, promise, self.job.machine).ok else None
+        if self._largest(0.0 if runs else 1.0) or runs is None:
+            return call, "eager"
+        return runs[0], "graph"
+
+    def _samples(self, run: Callable[[], torch.Tensor], replays: int) -> list[float]:
+        """Microseconds of each of some calls, after one that is not counted."""
+        self._barrier()
+        marks = []
+        for _ in range(replays + 1):
+            if self.wipe is not None:
+                self.wipe()
+            start = self.clock.mark()
+            run()
+            marks.append((start, self.clock.mark()))
+        self.clock.wait()
+        return [self.clock.ms(start, end) * 1e3 for start, end in marks[1:]]
+
+    def _trace(self, plan: Plan, path: Path) -> None:
+        """A Chrome trace of some eager calls. The step before it pays for the profiler itself."""
+        call, pause = partial(self._call, plan), self._pause(plan)
+        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
+        with torch.profiler.profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            acc_events=True,
+        ) as profiler:
+            for _ in range(2):
+                self._queue(call, pause)
+                profiler.step()
+
+    def _queue(self, call: Callable[[], torch.Tensor], pause: float) -> None:
+        """The calls to trace, behind a pause of the GPU in which the host queues them all."""
+        for _ in range(_BARRIERS):
+            with record_function(BARRIER):
+                self._barrier()
+        if self.on_gpu:
+            torch.cuda._sleep(int(pause * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+        for _ in range(self.job.calls):
+            if self.wipe is not None:
+                self.wipe()
+            with record_function(stages.CALL):
+                call()
+        self.clock.wait()
+
+    def _pause(self, plan: Plan) -> float:
+        """Seconds that are enough for the host to queue all calls under the profiler."""
+        if not self.on_gpu:
+            return 0.0
+        given, seconds = self.inputs, 0.0
+        for _ in range(2):  # the kernel's own calls: a plan's would be replayed
+            self._barrier()
+            start = time.perf_counter()
+            plan.kernel(given.x_TH, given.weights, given.routing)
+            seconds = time.perf_counter() - start
+        wanted = _SPARE * self._largest(seconds) * self.job.calls
+        return min(max(wanted, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+
+    def _largest(self, value: float) -> float:
+        """Over all ranks."""
+        if self.group is None:
+            return value
+        told = torch.tensor([value], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=self.group)
+        return float(told)
+
+    def _barrier(self) -> None:
+        """All ranks are here, and their GPUs have nothing to do."""
+        self.clock.wait()
+        if self.group is not None:
+            torch.distributed.barrier(self.group)
+            self.clock.wait()

@@ -1,0 +1,296 @@
+"""A profile as data: every rank's stages with their floors, totals, and what stands out."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.bench.environment import Environment
+from modular_kernel.bench.floor import Floor, Peaks, floor_of, work_of
+from modular_kernel.bench.routing import Load
+from modular_kernel.bench.stage_floor import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.profiling.chrome import Trace, barrier_spread_us
+from modular_kernel.profiling.events import NOWHERE, CallTimes, calls_of, middle
+from modular_kernel.profiling.record import Job, Memory, RankRecord, Recorded, Total
+from modular_kernel.types import Machine, Problem
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage of one call on one rank, or the rest of what holds stages (is_stage False).
+
+    host_us: of the host in it. device_us, launches: None where no GPU was watched. us: the device's
+    time, or the host's where that computed. work, floor: None for what the model does not know.
+    """
+
+    stage: str
+    is_stage: bool
+    entered: int
+    host_us: float
+    device_us: float | None
+    launches: int | None
+    us: float
+    work: StageWork | None
+    floor: Floor | None
+
+    @property
+    def percent(self) -> float | None:
+        """Of the floor: 100 is as fast as can be."""
+        if self.floor is None or not self.us:
+            return None
+        return 100 * self.floor.us / self.us
+
+    @property
+    def lost_us(self) -> float | None:
+        """Above the floor."""
+        return None if self.floor is None else self.us - self.floor.us
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """One pairing on one rank. call: the traced one with the median span. sum_us: of its stages.
+
+    total: planned calls. floor: of the layer on this rank, links apart.
+    """
+
+    rank: int
+    trace: Path
+    rows: tuple[StageRow, ...]
+    call: CallTimes
+    calls: int
+    total: Total
+    memory: Memory
+    load: RankLoad
+    floor: Floor
+
+    @property
+    def sum_us(self) -> float:
+        return self.call.staged_us
+
+    @property
+    def coverage(self) -> float:
+        """Share of the call's time that lies in stages, 0 to 1."""
+        return self.call.coverage
+
+    @property
+    def sum_to_span(self) -> float:
+        """Sum of stages over the traced call, from its first device work to its last."""
+        return _ratio(self.sum_us, self.call.span_us)
+
+    @property
+    def sum_to_total(self) -> float:
+        """Sum of stages over the planned call."""
+        return _ratio(self.sum_us, self.total.us)
+
+    @property
+    def furthest(self) -> StageRow | None:
+        """The stage that takes the most time above its floor."""
+        known = [row for row in self.rows if row.lost_us is not None]
+        return max(known, key=lambda row: row.lost_us or 0.0, default=None)
+
+    @property
+    def least_percent(self) -> StageRow | None:
+        """The stage with the lowest per cent of its floor."""
+        known = [row for row in self.rows if row.percent is not None]
+        return min(known, key=lambda row: row.percent or 0.0, default=None)
+
+
+@dataclass(frozen=True)
+class PairProfile:
+    """One pairing on every rank. merged: all ranks' traces in one file, if there are several."""
+
+    pairing: str
+    ranks: tuple[RankProfile, ...]
+    merged: Path | None
+    barrier_spread_us: float | None
+
+    @property
+    def slowest(self) -> RankProfile:
+        """The rank whose planned call takes longest: what the layer takes."""
+        return max(self.ranks, key=lambda each: each.total.us)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything `mk profile` found. missing: what could not be measured, and why."""
+
+    problem: Problem
+    machine: Machine
+    routing: str
+    environment: Environment
+    peaks: Peaks
+    link: float | None
+    pairs: tuple[PairProfile, ...]
+    difference: float | None
+    missing: tuple[str, ...]
+
+
+def profile_of(
+    job: Job,
+    records: Sequence[RankRecord],
+    traces: Sequence[Sequence[Trace]],
+    merged: Sequence[Path | None],
+) -> Profile:
+    """Put together what the ranks recorded. traces: of each pairing, by rank, as they were read."""
+    problem, machine = job.problem, job.machine
+    pairs = tuple(
+        PairProfile(
+            records[0].pairs[index].pairing,
+            tuple(
+                _rank_profile(record, record.pairs[index], trace, problem, machine)
+                for record, trace in zip(records, of_pair, strict=True)
+            ),
+            merged[index],
+            barrier_spread_us(of_pair),
+        )
+        for index, of_pair in enumerate(traces)
+    )
+    first, differences = records[0], [r.difference for r in records if r.difference is not None]
+    return Profile(
+        problem,
+        machine,
+        str(job.routing),
+        first.environment,
+        first.peaks,
+        first.link,
+        pairs,
+        max(differences, default=None),
+        tuple(_missing(pairs, machine, first.link)),
+    )
+
+
+def _rank_profile(
+    record: RankRecord, recorded: Recorded, trace: Trace, problem: Problem, machine: Machine
+) -> RankProfile:
+    calls = calls_of(trace["traceEvents"], on_gpu=machine.device == "cuda")
+    call = middle(calls)
+    names = [time.stage for time in call.times if time.is_stage]
+    works = stage_works(names, problem, problem.scheme, record.load)
+    floors = {
+        name: stage_floor(work, problem, problem.scheme, record.peaks, record.link)
+        for name, work in works.items()
+    }
+    return RankProfile(
+        rank=record.rank,
+        trace=recorded.trace,
+        rows=_rows(call, works, floors),
+        call=call,
+        calls=len(calls),
+        total=recorded.total,
+        memory=recorded.memory,
+        load=record.load,
+        floor=_layer_floor(record, problem),
+    )
+
+
+def _rows(
+    call: CallTimes, works: Mapping[str, StageWork], floors: Mapping[str, Floor]
+) -> tuple[StageRow, ...]:
+    return tuple(
+        StageRow(
+            stage=time.stage,
+            is_stage=time.is_stage,
+            entered=time.entered,
+            host_us=time.host_us,
+            device_us=time.device_us,
+            launches=time.launches,
+            us=time.us,
+            work=works.get(time.stage),
+            floor=floors.get(time.stage),
+        )
+        for time in call.times
+    )
+
+
+def _layer_floor(record: RankRecord, problem: Problem) -> Floor:
+    """Of the whole layer on one rank: its products, its experts' weights, its x and y once."""
+    load = Load(record.load.pairs, record.load.touched, 0.0)
+    work = work_of(problem, problem.scheme, [load])
+    return floor_of(work, problem, problem.scheme, record.peaks)
+
+
+def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None) -> list[str]:
+    """What a reader might look for in vain."""
+    found = []
+    if machine.device != "cuda":
+        found.append(
+            "No GPU was watched: no device time, launches or allocator's peak. Stages are the "
+            "host's time, which computed; the total is the wall clock's, and no CUDA graph's."
+        )
+        if machine.interpreter:
+            found.append(
+                "Triton kernels, if any, were interpreted: that time says nothing of a GPU."
+            )
+    ranks = [rank for pair in pairs for rank in pair.ranks]
+    if len(pairs[0].ranks) > 1 and link is None:
+        found.append("No rate between ranks was measured: floors of exchanges are memory's alone.")
+    if machine.device == "cuda" and any(rank.total.mode == "eager" for rank in ranks):
+        found.append("A pairing cannot be captured: its total is of eager planned calls.")
+    lost = sum(row.us for rank in ranks for row in rank.rows if row.stage == NOWHERE)
+    if lost:
+        found.append(
+            f"{lost:.1f} us of device work has no launch in the traces: it is in no stage."
+        )
+    unknown = {
+        row.stage for rank in ranks for row in rank.rows if row.is_stage and row.floor is None
+    }
+    if unknown:
+        found.append(f"No floor is known of {', '.join(sorted(unknown))}.")
+    return found
+
+
+def as_record(found: Profile) -> dict[str, Any]:
+    """For JSON. The first pairing's first rank stands on top: mostly there is no other."""
+    pairs = [_pair_record(pair) for pair in found.pairs]
+    return {
+        "pairing": found.pairs[0].pairing,
+        "problem": found.problem,
+        "routing": found.routing,
+        "traces": [str(rank.trace) for rank in found.pairs[0].ranks],
+        "merged_trace": pairs[0]["merged_trace"],
+        "stages": pairs[0]["ranks"][0]["stages"],
+        "pairs": pairs,
+        "output_difference": found.difference,
+        "missing": found.missing,
+        "environment": found.environment,
+        "peaks": found.peaks,
+        "link_bytes_per_s": found.link,
+    }
+
+
+def _pair_record(pair: PairProfile) -> dict[str, Any]:
+    return {
+        "pairing": pair.pairing,
+        "merged_trace": None if pair.merged is None else str(pair.merged),
+        "barrier_spread_us": pair.barrier_spread_us,
+        "slowest_rank": pair.slowest.rank,
+        "ranks": [_rank_record(rank) for rank in pair.ranks],
+    }
+
+
+def _rank_record(rank: RankProfile) -> dict[str, Any]:
+    most, least = rank.furthest, rank.least_percent
+    return {
+        "rank": rank.rank,
+        "trace": str(rank.trace),
+        "stages": [vars(row) | {"percent_of_floor": row.percent} for row in rank.rows],
+        "sum_of_stages_us": rank.sum_us,
+        "coverage": rank.coverage,
+        "call": {"span_us": rank.call.span_us, "host_us": rank.call.host_us},
+        "traced_calls": rank.calls,
+        "launches": rank.call.launches,
+        "total": vars(rank.total) | {"spread": rank.total.spread},
+        "sum_to_span": rank.sum_to_span,
+        "sum_to_total": rank.sum_to_total,
+        "furthest_from_floor": None if most is None else most.stage,
+        "least_percent_of_floor": None if least is None else least.stage,
+        "layer_floor": rank.floor,
+        "load": rank.load,
+        "workspace_bytes": rank.memory.workspace,
+        "peak_bytes": rank.memory.peak,
+    }
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan

@@ -1,0 +1,96 @@
+"""Benchmark records as a document: for each its origin, a summary, a drawing and its cells."""
+
+from collections.abc import Sequence
+
+from modular_kernel.bench.rows import Report, Row, best
+from modular_kernel.bench.table import label, summary
+from modular_kernel.report.curves import drawing
+from modular_kernel.report.document import Block, Document, Figure, Heading, Items, Table, Text
+from modular_kernel.report.records import Record
+
+_RATIOS = ("ours / floor", "ours / best peer")
+
+
+def benchmarks_document(records: Sequence[Record], *, cells: bool) -> Document:
+    """cells: with every cell as a table, not the drawings and summaries alone."""
+    drawn = [record for record in records if record.report is not None and record.report.rows]
+    drawn.sort(key=_date, reverse=True)
+    others = [record for record in records if record not in drawn]
+    blocks: list[Block] = [
+        Heading(1, "Benchmark results"),
+        Text(
+            "Every record in `docs/benchmarks`: microseconds of a whole layer over the number of "
+            "tokens, the newest first: an older one tells of older kernels. Each is one run; a "
+            "ratio of two records also holds the difference between two runs. "
+            "[Benchmarks](benchmarks/README.md) describes the method and how to measure; the pages "
+            "beside it say what was compared, and why."
+        ),
+    ]
+    for record in drawn:
+        assert record.report is not None
+        blocks += _record(record.name, record.report, cells=cells)
+    if not records:
+        blocks.append(Text("There is none here."))
+    if others:
+        blocks += [
+            Heading(2, "Records that are not drawn"),
+            Items([f"`{record.name}.json`" for record in others]),
+        ]
+    return tuple(blocks)
+
+
+def _date(record: Record) -> str:
+    return str(record.report.environment.get("date", "")) if record.report is not None else ""
+
+
+def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
+    found: list[Block] = [Heading(2, name), Text(_origin(report))]
+    lines = summary(report)
+    if lines:
+        found.append(Items(lines))
+    svg = drawing(report)
+    if svg:
+        caption = f"{name}: ours drawn through, others dotted, the floor dashed."
+        found.append(Figure(name, svg, caption))
+    if cells:
+        for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
+            rows = [r for r in report.rows if (r.operands, r.routing) == (operands, routing)]
+            found += [Heading(3, f"{name}, {operands}, {routing} routing"), _cells(rows)]
+    return found
+
+
+def _origin(report: Report) -> str:
+    env = report.environment
+    facts = [env.get("device"), str(env.get("date", ""))[:16].replace("T", " ")]
+    facts += [f"{name} {env[name]}" for name in ("torch", "triton", "version") if env.get(name)]
+    shapes = len(dict.fromkeys(row.shape for row in report.rows))
+    counts = f"{len(report.rows)} rows, {shapes} shapes"
+    return ", ".join([str(fact) for fact in facts if fact] + [counts]) + "."
+
+
+def _cells(rows: Sequence[Row]) -> Table:
+    """A row for each shape and number of tokens, a column for each layer."""
+    names = list(dict.fromkeys(label(row) for row in rows))
+    columns = ["shape", "T", "floor", *names, *_RATIOS]
+    lines = []
+    for group in dict.fromkeys(row.group for row in rows):
+        members = [row for row in rows if row.group == group]
+        times = {label(row): _us(row.us) if row.timed else row.status for row in members}
+        floor = min((row.floor_us for row in members if row.floor_us), default=None)
+        ours, peer = best(members, ours=True), best(members, ours=False)
+        cells = [times.get(name, "") for name in names]
+        lines.append(
+            [group[0], str(group[1]), _us(floor), *cells, _over(ours, floor), _over(ours, peer)]
+        )
+    kept = [i for i, name in enumerate(columns) if i < 2 or any(line[i] for line in lines)]
+    lines = [[line[i] for i in kept] for line in lines]
+    names = [columns[i] for i in kept]
+    return Table(names, lines, numeric=frozenset(names[1:]))
+
+
+def _us(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+def _over(ours: float | None, other: float | None) -> str:
+    return "" if ours is None or not other else f"{ours / other:.2f}"

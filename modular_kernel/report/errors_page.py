@@ -1,0 +1,60 @@
+"""The page of errors: every class of `modular_kernel.errors`, in its order, from its docstring."""
+
+import inspect
+from types import ModuleType
+
+from modular_kernel import errors
+from modular_kernel.errors import ModularKernelError
+from modular_kernel.report.document import Block, Code, Document, Heading, Table, Text
+
+_EXAMPLE = """
+import modular_kernel as mk
+from modular_kernel.errors import ConfigurationError
+
+try:
+    mk.Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=0)
+except ConfigurationError as error:
+    found = error.what, error.got, error.need
+assert found == ("top_k", 0, ">= 1")
+
+problem = mk.Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
+try:
+    mk.make_kernel("BatchedPrepareAndFinalize", "TorchExperts", problem)
+except mk.IncompatibleError as error:
+    rules = [rejection.rule for rejection in error.rejections]
+assert rules == ["format", "reduce"]
+"""
+
+
+def errors_document(module: ModuleType = errors) -> Document:
+    """Every error the toolkit raises on purpose."""
+    classes = [
+        cls
+        for cls in vars(module).values()
+        if isinstance(cls, type)
+        and issubclass(cls, ModularKernelError)
+        and cls.__module__ == module.__name__
+    ]
+    return (
+        Heading(1, "Errors"),
+        Text(
+            "Every exception that is raised on purpose; all are in `modular_kernel.errors`, and "
+            "`ModularKernelError` catches all. A mistake of the caller is an `InputError`: it is "
+            "raised before anything is launched, and says `what` was wrong, what it `got` and what "
+            "it `need`s. An `AssertionError` is a defect of the toolkit: report it."
+        ),
+        Code("python", _EXAMPLE),
+        Text("On the command line a refused pair exits with 1 and bad usage with 2."),
+        Table(("error", "is a"), [(f"`{cls.__name__}`", _bases(cls)) for cls in classes]),
+        *(block for cls in classes for block in _described(cls)),
+    )
+
+
+def _bases(cls: type) -> str:
+    return ", ".join(f"`{base.__name__}`" for base in cls.__bases__)
+
+
+def _described(cls: type) -> tuple[Block, ...]:
+    paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")
+    texts = [Text(" ".join(paragraph.split())) for paragraph in paragraphs]
+    return (Heading(2, f"`{cls.__name__}`"), *texts)

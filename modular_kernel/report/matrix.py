@@ -1,0 +1,244 @@
+"""The support matrix as a document."""
+
+from collections.abc import Iterable
+
+from modular_kernel.catalog import Part
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.report.document import Block, Document, Heading, Items, Table, Text
+from modular_kernel.report.judged import Matrix, Reason, furnished, reasons
+from modular_kernel.rules import unavailable
+from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.support import ALL_ACTIVATIONS, ALL_DTYPES, Requirements, numbered
+from modular_kernel.types import Machine, dtype_name
+
+YES = "yes"
+# Declared properties that a problem can ask for.
+_OPTIONS = (
+    "bias", "interleaved", "expert_map", "localises_ids", "weight_on_input", "keep_topk",
+    "chunking", "inplace", "tf32", "graph_capturable", "deterministic", "asynchronous", "lora",
+)  # fmt: skip
+
+
+def matrix_document(matrix: Matrix) -> Document:
+    """Parts, pairs by number of ranks, and every reason of every refusal."""
+    return (
+        *_introduction(matrix),
+        Heading(2, "Parts"),
+        *_parts(matrix),
+        Heading(2, "Machines"),
+        *_machines(matrix),
+        *(block for sizes in _alike(matrix) for block in _pairs(matrix, sizes)),
+        Heading(2, "Every reason"),
+        *_reasons(matrix),
+    )
+
+
+def _introduction(matrix: Matrix) -> tuple[Block, ...]:
+    problem, machine = matrix.problem, matrix.machine
+    arch = f" of compute capability {machine.arch[0]}.{machine.arch[1]}" if machine.arch else ""
+    where = (
+        f"Machine, described and not the one at hand: {machine.device}{arch}, with the packages "
+        "that the two parts ask for."
+    )
+    what = (
+        f"Layer: {problem.tokens} tokens, hidden size {problem.hidden}, intermediate size "
+        f"{problem.intermediate}, {problem.experts} experts, top-{problem.top_k}, "
+        f"{dtype_name(problem.dtype)}, {problem.act}; experts placed in blocks on the ranks."
+    )
+    other = "Another layer or machine: `mk check`, or [choose a pairing](choose.md)."
+    return (
+        Heading(1, "Support matrix"),
+        Text(
+            "Every `PrepareAndFinalize` with every experts part, in every scheme and on "
+            f"{_listed(matrix.world_sizes)} ranks, as `mk check` judges them. A `yes` says that no "
+            "rule refuses the pair; what the test suite proves, and on which machines, is listed "
+            "in `tests/must_run.txt`."
+        ),
+        Items([where, what, other]),
+    )
+
+
+def _declared(part: Part) -> Requirements:
+    requires: Requirements = part.cls.requires  # type: ignore[attr-defined]
+    return requires
+
+
+def _judged_parts(matrix: Matrix) -> list[Part]:
+    parts = matrix.catalog.parts
+    return [p for kind in ("prepare_finalize", "experts") for p in parts if p.kind == kind]
+
+
+def _parts(matrix: Matrix) -> tuple[Block, ...]:
+    rows = [
+        (f"`{p.name}`", r.activation_format.value, _needs(r), _takes(r), _can(r))
+        for p in _judged_parts(matrix)
+        for r in [_declared(p)]
+    ]
+    columns = ("part", "format", "needs", "takes", "can")
+    return (Text("What each part declares."), Table(columns, rows))
+
+
+def _needs(requires: Requirements) -> str:
+    words = [" or ".join(sorted(requires.devices))]
+    if requires.min_arch is not None:
+        words.append("compute capability {}.{} or more".format(*requires.min_arch))
+    words += requires.packages
+    sizes = getattr(requires, "world_sizes", None)
+    if sizes is not None:
+        words.append(_ranks_text(*sizes))
+    return ", ".join(words)
+
+
+def _ranks_text(low: int, high: int | None) -> str:
+    if high is None:
+        return f"{low} ranks or more"
+    if low == high:
+        return f"{low} rank" if low == 1 else f"{low} ranks"
+    return f"{low} to {high} ranks"
+
+
+def _takes(requires: Requirements) -> str:
+    words = []
+    if requires.dtypes != ALL_DTYPES:
+        words.append(numbered(requires.dtypes))
+    for name, what in (("schemes", ""), ("dispatch_schemes", "quantises ")):
+        if hasattr(requires, name):
+            words.append(f"{what}{_schemes(getattr(requires, name))}")
+    activations = getattr(requires, "activations", ALL_ACTIVATIONS)
+    if activations != ALL_ACTIVATIONS:
+        words.append(f"activations {numbered(activations)}")
+    return "; ".join(words)
+
+
+def _schemes(names: frozenset[str]) -> str:
+    if names == ACTIVATION_SCHEMES:
+        return "every w8a8 scheme"
+    others = frozenset(QUANT_SCHEMES) - names
+    if len(others) < len(names):
+        return f"all schemes but {numbered(others)}" if others else "all schemes"
+    return numbered(names) or "nothing"
+
+
+def _can(requires: Requirements) -> str:
+    return ", ".join(name for name in _OPTIONS if getattr(requires, name, False))
+
+
+def _machines(matrix: Matrix) -> tuple[Block, ...]:
+    """Whether each part alone can run on some kinds of machine."""
+    machines = {
+        "compute capability 8.0": Machine("cuda", (8, 0)),
+        "compute capability 9.0": Machine("cuda", (9, 0)),
+        "CPU, Triton interpreted": Machine("cpu", interpreter=True),
+        "CPU alone": Machine("cpu"),
+    }
+    rows = [
+        (f"`{p.name}`", *(_availability(p, machine) for machine in machines.values()))
+        for p in _judged_parts(matrix)
+    ]
+    text = "Whether a part can run at all, once the packages that it asks for are installed."
+    return (Text(text), Table(("part", *machines), rows))
+
+
+def _availability(part: Part, machine: Machine) -> str:
+    here = furnished(machine, part.cls)
+    return _yes_or(r.rule for r in unavailable(part.name, _declared(part), here))
+
+
+def _yes_or(rules: Iterable[str]) -> str:
+    text = ", ".join(dict.fromkeys(rules))
+    return f"no: {text}" if text else YES
+
+
+def _alike(matrix: Matrix) -> list[tuple[int, ...]]:
+    """Numbers of ranks, those together for which every pair has the same verdicts."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for size in matrix.world_sizes:
+        cells = [cell for cell in matrix.cells if cell.world_size == size]
+        found.setdefault(tuple(cell.rules for cell in cells), []).append(size)
+    return list(map(tuple, found.values()))
+
+
+def _pairs(matrix: Matrix, sizes: tuple[int, ...]) -> tuple[Block, ...]:
+    """How many schemes each pair runs; then which, for pairs that run some."""
+    size = sizes[0]
+    pfs = list(dict.fromkeys(pf for pf, _ in matrix.pairs))
+    experts = list(dict.fromkeys(ex for _, ex in matrix.pairs))
+    overview = [(f"`{pf}`", *(_count(matrix, (pf, ex), size) for ex in experts)) for pf in pfs]
+    some = [pair for pair in matrix.pairs if _valid(matrix, pair, size)]
+    detail = [
+        (f"`{pair[0]}`", f"`{pair[1]}`", *(_verdict(matrix, pair, q, size) for q in matrix.quants))
+        for pair in some
+    ]
+    columns = ("PrepareAndFinalize", "experts", *(f"`{quant}`" for quant in matrix.quants))
+    which: tuple[Block, ...] = ()
+    if some:
+        which = (Text("Which, and the rules against the others."), Table(columns, detail))
+    return (
+        Heading(2, f"On {_ranks_named(sizes)}"),
+        Text(f"Schemes, of {len(matrix.quants)}, that each pair runs; or the rules against all."),
+        Table(("", *(f"`{ex}`" for ex in experts)), overview),
+        *which,
+    )
+
+
+def _valid(matrix: Matrix, pair: tuple[str, str], size: int) -> int:
+    return sum(matrix.by_place[*pair, quant, size].ok for quant in matrix.quants)
+
+
+def _count(matrix: Matrix, pair: tuple[str, str], size: int) -> str:
+    valid = _valid(matrix, pair, size)
+    if valid:
+        return f"{YES}: {valid}"
+    found = [matrix.by_place[*pair, quant, size].rules for quant in matrix.quants]
+    common = [rule for rule in found[0] if all(rule in other for other in found)]
+    return f"no: {', '.join(common or ['differs by scheme'])}"
+
+
+def _verdict(matrix: Matrix, pair: tuple[str, str], quant: str, size: int) -> str:
+    return _yes_or(matrix.by_place[*pair, quant, size].rules)
+
+
+def _reasons(matrix: Matrix) -> tuple[Block, ...]:
+    """Every rejection; one that differs from another by its parties alone shares its row."""
+    parties: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for reason in reasons(matrix):
+        r = reason.rejection
+        key = (f"`{r.rule}`", r.got, r.need, r.hint, _where(matrix, reason))
+        parties.setdefault(key, []).append(r.parties)
+    rows = [(rule, _between(matrix, named), *rest) for (rule, *rest), named in parties.items()]
+    return (
+        Text(
+            "A reason holds for each pair that its parties are part of, in every scheme and on "
+            "every number of ranks, or where the last column says."
+        ),
+        Table(("rule", "between", "got", "need", "hint", "where"), rows),
+    )
+
+
+def _between(matrix: Matrix, named: list[tuple[str, ...]]) -> str:
+    if set(matrix.pairs) <= set(named):
+        return "every pair"
+    return ", ".join(" / ".join(parties) for parties in named)
+
+
+def _where(matrix: Matrix, reason: Reason) -> str:
+    """What part of the matrix a reason holds for; nothing if all that its parties are in."""
+    parts = {name for pair in matrix.pairs for name in pair}
+    named = parts & set(reason.rejection.parties)
+    words = []
+    if set(reason.pairs) != {pair for pair in matrix.pairs if named <= set(pair)}:
+        words.append(", ".join(" x ".join(pair) for pair in reason.pairs))
+    if reason.quants != matrix.quants:
+        words.append(", ".join(reason.quants))
+    if reason.world_sizes != matrix.world_sizes:
+        words.append(_ranks_named(reason.world_sizes))
+    return "; ".join(words)
+
+
+def _ranks_named(sizes: tuple[int, ...]) -> str:
+    return f"{_listed(sizes)} rank{'' if sizes == (1,) else 's'}"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    *most, last = map(str, numbers)
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,1 @@
+"""Sizing: an analytic model of a layer's time, for worlds larger than this machine."""

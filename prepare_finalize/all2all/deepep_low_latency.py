@@ -1,0 +1,96 @@
+"""LowLatency: one of DeepEP's low-latency buffers, and the order in which it may be used.
+
+The library sends through two halves of a buffer in turn, an exchange a half. A dispatch that was
+sent but not yet received still lies in its half, where the exchange after next would write. So a
+dispatch is received, at the latest, when the next exchange begins; any number of calls may then be
+in flight.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Arrival:
+    """One dispatch. After `receive`, of e experts here and C = ranks x tokens rows for each:
+
+    x_eCH: bfloat16, or float8_e4m3fn with scale_eCG (float32, a scale for 128 values, any strides)
+    beside it. counts_e: int32, how many rows of each expert are tokens; they come first.
+    """
+
+    def __init__(
+        self,
+        x_eCH: torch.Tensor,
+        scale_eCG: torch.Tensor | None,
+        counts_e: torch.Tensor,
+        handle: tuple[Any, ...],
+        hook: Callable[[], None],
+    ) -> None:
+        self.x_eCH, self.scale_eCG, self.counts_e, self.handle = x_eCH, scale_eCG, counts_e, handle
+        self._hook: Callable[[], None] | None = hook
+
+    def receive(self) -> None:
+        """Have the current stream wait for every rank's rows. May be called again."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+
+
+class LowLatency:
+    """buffer: the library's, made for `tokens` of a rank at most and `experts` of the model."""
+
+    def __init__(self, buffer: Any, tokens: int, experts: int) -> None:
+        self._buffer, self._tokens, self._experts = buffer, tokens, experts
+        self._sent: Arrival | None = None
+
+    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantise: bool) -> Arrival:
+        """Send rows; `.receive()` before anything of the Arrival is read.
+
+        x_TH: bfloat16; ids_TK: int64, no expert twice in a row, -1 to skip; both contiguous.
+        quantise: to float8_e4m3fn on the way, with a scale for 128 values.
+        """
+        self._settle()
+        rows, counts, handle, _, hook = self._buffer.low_latency_dispatch(
+            x_TH, ids_TK, self._tokens, self._experts, use_fp8=quantise, return_recv_hook=True
+        )
+        x, scale = rows if quantise else (rows, None)
+        self._sent = Arrival(x, scale, counts, handle, hook)
+        return self._sent
+
+    def combine(
+        self,
+        rows_eCH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        handle: tuple[Any, ...],
+        out: torch.Tensor,
+    ) -> None:
+        """out (T, H) bfloat16, contiguous = the weighted sum of each token's rows, added up in
+        float32. ids_TK, handle: of the dispatch; weights_TK: float32."""
+        self._settle()
+        self._buffer.low_latency_combine(rows_eCH, ids_TK, weights_TK, handle, out=out)
+
+    def try_out(self, hidden: int) -> None:
+        """One dispatch and combine of no tokens; RuntimeError where the library cannot work.
+
+        Every rank must call it. The library checks some things on the GPU alone, and where one of
+        them fails this process can use its GPU no more: better now than in the first real call.
+        """
+        device = torch.device("cuda", torch.cuda.current_device())
+        x_TH = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
+        ids_TK = torch.empty(0, 1, dtype=torch.int64, device=device)
+        weights_TK = torch.empty(0, 1, device=device)
+        arrival = self.dispatch(x_TH, ids_TK, quantise=False)
+        arrival.receive()
+        self.combine(arrival.x_eCH, ids_TK, weights_TK, arrival.handle, torch.empty_like(x_TH))
+        torch.cuda.synchronize(device)
+
+    def destroy(self) -> None:
+        self._settle()
+        self._buffer.destroy()
+
+    def _settle(self) -> None:
+        if self._sent is not None:
+            self._sent.receive()
+        self._sent = None

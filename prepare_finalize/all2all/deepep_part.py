@@ -1,0 +1,165 @@
+"""DeepEPPart: what the three parts over DeepEP have in common.
+
+The library is told numbers of experts, as many for each rank (`modular_kernel.ops.numbers`), so
+that any placement will do.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from modular_kernel.contracts import Call, PrepareAndFinalize
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.ops.numbers import NumberedPairs, Numbering, number_pairs, slots_of
+from modular_kernel.ops.quantise import quantise_rejections
+from modular_kernel.support import Rejection
+from modular_kernel.tensors import Handle, Routing
+from modular_kernel.types import Machine, Problem
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.all2all.connect import place_in
+from prepare_finalize.all2all.deepep import DeepEPGroup, load_deepep
+from prepare_finalize.all2all.part import check_place, placement_rejections
+from prepare_finalize.tokens import one_scale_for_all
+
+BF16 = frozenset({torch.bfloat16})
+HOPPER = (9, 0)  # the library's kernels use the bulk copy engine
+
+
+@dataclass(frozen=True)
+class DeepEPHandle(Handle):
+    """What finalize needs: the part it is of, the call, what the library gave to be given back,
+    and the weights still to be applied: of the rows that came, or of this rank's tokens."""
+
+    part: "DeepEPPart"
+    call: Call
+    given: Any
+    weights: torch.Tensor
+
+
+class DeepEPPart(PrepareAndFinalize):
+    """A part over buffers of a DeepEPGroup.
+
+    group: a DeepEPGroup of the caller's, or a ProcessGroup (None: the default one) to make one of.
+    The part owns the manager that it makes, and `destroy` closes that; it is collective, and so is
+    making a part. ConfigurationError where library or group cannot serve; CommunicationError
+    unless every rank makes the same part of the same layer.
+    """
+
+    generation = 1  # of the library
+    most_slots: int | None = None  # experts of a rank
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        load_deepep(self.generation)
+        owned = not isinstance(group, DeepEPGroup)
+        if isinstance(group, DeepEPGroup):
+            check_place(problem, group.rank, group.world_size)
+        else:
+            check_place(problem, *place_in(group))
+        self.manager = group if isinstance(group, DeepEPGroup) else DeepEPGroup(group)
+        self._owns_manager = owned
+        self.slots = slots_of(problem.placement)
+        self._numberings: dict[torch.device, Numbering] = {}
+        self.manager.agree(_shared(type(self).__name__, problem))
+        self.make_buffer()
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        name = cls.__name__
+        found = list(quantise_rejections(name, problem, machine))
+        found += placement_rejections(name, problem)
+        parties = (name, "problem")
+        if one_scale_for_all(problem):
+            got = f"{problem.quant}: one computed scale for all ranks' tokens"
+            need = "a scale of each token or group, or a static one"
+            hint = "a dispatch by this library exchanges no maxima"
+            found.append(Rejection("dispatch_quant", parties, got, need, hint))
+        slots = slots_of(problem.placement)
+        if cls.most_slots is not None and slots > cls.most_slots:
+            need = f"<= {cls.most_slots} experts on a rank"
+            found.append(Rejection("max_experts", parties, f"{slots} on one", need))
+        if cls.generation != 1 and "deep_ep_cpp" in machine.packages:
+            hint = "both generations are one package by name: give each an environment"
+            parties = (name, "machine")
+            found.append(Rejection("package", parties, "deep_ep 1", "deep_ep 2", hint))
+        return tuple(found)
+
+    def make_buffer(self) -> None:
+        """Make the manager's buffer of this part's sizes, unless it is there."""
+        raise NotImplementedError
+
+    def check_machine(self, machine: Machine) -> None:
+        self.manager.check_device(machine.device)
+
+    def destroy(self) -> None:
+        """Close the manager if this part made it, on every rank; the part serves no more then."""
+        if self._owns_manager:
+            self.manager.destroy()
+
+    @property
+    def world_size(self) -> int:
+        return self.problem.parallel.world_size
+
+    @property
+    def numbers(self) -> int:
+        """How many experts the library is told of."""
+        return self.world_size * self.slots
+
+    def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
+        """The buffers of `numbered`."""
+        shape = (tokens, self.problem.top_k)
+        return {
+            "pair_numbers": BufferSpec(shape, torch.int64),
+            "pair_weights": BufferSpec(shape, torch.float32),
+        }
+
+    def numbered(
+        self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, K) numbers int64 and weights times `factor`, as `number_pairs` writes them; counts
+        invalid ids. join: no expert twice in a row."""
+        device, shape = routing.topk_ids_TK.device, tuple(routing.topk_ids_TK.shape)
+        if device not in self._numberings:
+            # Ranks take turns with the copies of an expert.
+            placement, first = self.problem.placement, self.manager.rank
+            self._numberings[device] = Numbering.of(placement, device, first)
+        out = NumberedPairs(
+            call.workspace.take("pair_numbers", shape), call.workspace.take("pair_weights", shape)
+        )
+        number_pairs(
+            routing,
+            self._numberings[device],
+            join=join,
+            factor=factor,
+            out=out,
+            invalid_ids=call.invalid_ids,
+        )
+        return out.numbers_TK, out.weights_TK
+
+    def own_handle(self, handle: Handle) -> DeepEPHandle:
+        """UnsupportedError unless `handle` is of this very part."""
+        if not isinstance(handle, DeepEPHandle) or handle.part is not self:
+            got, need = type(handle).__name__, f"one of this {type(self).__name__}"
+            raise UnsupportedError("handle", got=got, need=need)
+        return handle
+
+
+def _shared(part: str, problem: Problem) -> dict[str, object]:
+    """What ranks must have in common, by name."""
+    names = (
+        "tokens",
+        "hidden",
+        "intermediate",
+        "experts",
+        "top_k",
+        "dtype",
+        "quant",
+        "act",
+        "bias",
+        "apply_router_weight_on_input",
+        "routed_scaling_factor",
+        "combine",
+    )
+    slots = problem.placement.slots
+    return {"part": part, **{n: getattr(problem, n) for n in names}, "placement": slots}

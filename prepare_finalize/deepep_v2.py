@@ -1,0 +1,151 @@
+"""DeepEP's second generation: one buffer for training, prefill and decode."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.ops.quantise import quantise_specs
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.types import ActivationFormat, Reduce, Rows
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.all2all.deepep import load_deepep
+from prepare_finalize.all2all.deepep_part import (
+    BF16,
+    HOPPER,
+    DeepEPHandle,
+    DeepEPPart,
+)
+from prepare_finalize.all2all.part import local_tokens
+from prepare_finalize.tokens import quantise_tokens, reduced_rows
+
+_LEAST_TOKENS, _STEP = 8, 128
+
+
+class DeepEPV2PrepareAndFinalize(DeepEPPart):
+    """A token's row goes once to each rank that holds one of its experts; that rank weights and
+    adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
+
+    The host waits for nothing: a call has the most rows that can come, of which those that stand
+    for no token have only ids of -1 and are never read. Activations are quantised before
+    they travel, where the scheme quantises them. The library compiles its kernels for the layer's
+    sizes at the first call, for some seconds.
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cuda"}),
+        min_arch=HOPPER,
+        packages=("deep_ep",),
+        dtypes=BF16,
+        top_k=(1, 32),
+        hidden_multiple=256,
+        graph_capturable=True,
+        deterministic=False,
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        localises_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        world_sizes=(2, 8),
+        asynchronous=True,
+        received_by_library=True,
+    )
+    generation = 2
+    most_slots = 256
+
+    def make_buffer(self) -> None:
+        self._ids_dtype = load_deepep(self.generation).topk_idx_t
+        self._buffer()
+
+    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+        return ContiguousShape(
+            self.world_size * buffer_tokens(self.problem.tokens), self.problem.top_k
+        )
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem, specs = self.problem, dict[str, BufferSpec]()
+        if problem.scheme.quantises_activations:
+            specs = quantise_specs("x", problem.scheme, tokens, problem.hidden)
+        rows = self.world_size * buffer_tokens(self.problem.tokens)
+        return {
+            **specs,
+            **self.pair_specs(tokens),
+            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
+        }
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        self.manager.check_device(x_TH.device)
+        # The library stops the device at an expert that is twice in a row.
+        ids_TK, weights_TK = self.numbered(routing, call, join=True)
+        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        travels = scale is not None and not self.problem.scheme.static
+        # What a graph holds stays alive in its pool, and needs no stream to be recorded.
+        overlaps = not torch.cuda.is_current_stream_capturing()
+        got_x, got_ids, got_weights, given, event = self._buffer().dispatch(
+            (rows, scale) if travels else rows.contiguous(),
+            topk_idx=ids_TK.to(self._ids_dtype),
+            topk_weights=weights_TK,
+            num_experts=self.numbers,
+            num_sms=self.manager.num_sms or 0,
+            async_with_compute_stream=overlaps,
+            do_cpu_sync=False,
+        )
+
+        def receive() -> tuple[Dispatched, Handle]:
+            if overlaps:
+                event.current_stream_wait()
+            x_RH, scales = got_x if travels else (got_x, scale)
+            count = given.psum_num_recv_tokens_per_scaleup_rank[-1]
+            slots_RK, weights_RK = live_pairs(got_ids, got_weights, count)
+            arrived = local_tokens(self.problem, call, x_RH, scales, slots_RK, weights_RK)
+            return arrived, DeepEPHandle(self, call, given, weights_RK)
+
+        return receive
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        own = self.own_handle(handle)
+        rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
+        combined_TH, _, _ = self._buffer().combine(rows_RH, own.given)
+        out.copy_(combined_TH)
+
+    def _buffer(self) -> Any:
+        problem = self.problem
+        return self.manager.elastic(
+            buffer_tokens(self.problem.tokens), problem.hidden, problem.top_k
+        )
+
+
+def buffer_tokens(tokens: int) -> int:
+    """Tokens of a rank that a buffer for `tokens` is made for. Kernels are compiled for each such
+    number, so there are few: powers of two, then multiples of 128."""
+    if tokens > _STEP:
+        return math.ceil(tokens / _STEP) * _STEP
+    return max(_LEAST_TOKENS, 1 << max(0, tokens - 1).bit_length())
+
+
+def live_pairs(
+    ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights as experts take them: -1 and 0 in the rows from `count` (a tensor of one
+    integer) on, which nobody wrote, and weight 0 wherever an id is -1."""
+    row_R1 = torch.arange(len(ids_RK), device=ids_RK.device)[:, None]
+    ids_RK = torch.where(row_R1 < count, ids_RK, -1)
+    return ids_RK, torch.where(ids_RK >= 0, weights_RK, 0)

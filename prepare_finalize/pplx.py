@@ -1,0 +1,272 @@
+"""pplx-kernels, intranode: a row goes to each of its experts, straight into their batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver, TopKWeightAndReduce
+from modular_kernel.errors import CapacityError, UnsupportedError
+from modular_kernel.ops.places import SlotLayout, place_pairs
+from modular_kernel.ops.quantise import quantise_rejections, quantise_specs, scale_shape
+from modular_kernel.placement import PlacementTables
+from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    Dispatched,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
+from prepare_finalize.all2all.connect import place_in
+from prepare_finalize.all2all.part import check_place, placement_rejections
+from prepare_finalize.all2all.pplx import (
+    PplxExchange,
+    PplxGroup,
+    PplxShape,
+    check_current_device,
+)
+from prepare_finalize.tokens import one_scale_for_all, quantise_tokens
+
+_SHARED = (
+    *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
+    *("activation", "bias", "routed_scaling_factor"),
+)
+_UNIT = 16  # bytes: the library moves rows and their scales in such pieces
+_MOST_ROW_BYTES = 48 << 10  # a row, its scales and its number pass through shared memory
+
+
+@dataclass(frozen=True)
+class PplxHandle(Handle):
+    """turn: of the exchange, in which this call has it. slots_TK uint32 and weights_TK float32, as
+    the library was and will be told them."""
+
+    part: "PplxPrepareAndFinalize"
+    call: Call
+    exchange: PplxExchange
+    turn: int
+    slots_TK: torch.Tensor
+    weights_TK: torch.Tensor
+
+
+class PplxPrepareAndFinalize(PrepareAndFinalize):
+    """(T, H) tokens -> (e, W * problem.tokens, H) rows, one per token and expert, in any order
+    among the rows of an expert; the combine applies the router weights and sums in float32.
+
+    Activations are quantised before they travel where the scheme quantises them. Nothing is read
+    on the host. The GPU waits for its peers: a rank that does not come stops the others for good.
+    The library sends exactly K rows for a token, to K places that exist: `SlotLayout` has sinks
+    for pairs that are skipped. A captured call uses its buffers in every replay, so no other call
+    of that shape may be in flight then.
+    group: a PplxGroup of the caller's, or a ProcessGroup to make one of.
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        devices=frozenset({"cuda"}),
+        min_arch=(9, 0),
+        packages=("pplx_kernels",),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        hidden_multiple=8,
+        reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
+        localises_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        can_defer_quant=False,
+        world_sizes=(2, 8),
+        asynchronous=True,
+        graph_capturable=True,
+        deterministic=False,  # the order of an expert's rows is that of arrival
+    )
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        given = group if isinstance(group, PplxGroup) else None
+        place = (given.rank, given.world_size) if given else place_in(group)
+        check_place(problem, *place)
+        self._owns_manager = given is None
+        self.manager = given or self.make_manager(group)
+        self._layout = SlotLayout.of(problem)
+        self._shape = _shape(problem, self._layout)
+        self._tables: dict[torch.device, PlacementTables] = {}
+        self.manager.agree({name: getattr(problem, name) for name in _SHARED})
+        self.manager.reserve(self._shape)
+
+    def make_manager(self, group: object | None) -> PplxGroup:
+        """The manager of a part that is given none."""
+        return PplxGroup(group)
+
+    def destroy(self) -> None:
+        """Close the manager if this part made it; the part serves no more then. Collective."""
+        if self._owns_manager:
+            self.manager.destroy()
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        name = cls.__name__
+        found = [*quantise_rejections(name, problem, machine)]
+        found += placement_rejections(name, problem)
+        if one_scale_for_all(problem):
+            got = f"{problem.quant}: one scale for the tokens of all ranks"
+            need = "a static scale, or one for each row"
+            found.append(Rejection("dispatch_quant", (name, "problem"), got, need))
+        row, scales = _row_bytes(problem)
+        whole = row + scales + _UNIT  # with the row's number
+        for wrong, got, need in (
+            (row % _UNIT, f"{row} bytes a row", f"a multiple of {_UNIT} bytes"),
+            (scales > row, f"{scales} bytes of scales a row", f"at most its {row} bytes"),
+            (whole > _MOST_ROW_BYTES, f"{whole} bytes a row", f"at most {_MOST_ROW_BYTES} bytes"),
+        ):
+            if wrong:
+                found.append(Rejection("hidden", (name, "problem"), got, need))
+        return tuple(found)
+
+    def dispatch_shape(self, tokens: int) -> BatchedShape:
+        # Experts see their own slots; the sinks behind them are in their output's buffer.
+        capacity = self._layout.world_size * self._shape.max_tokens
+        return BatchedShape(self._layout.each, capacity)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
+        rows, dtype = (shape.experts, shape.capacity), problem.dtype
+        specs = dict[str, BufferSpec]()
+        if scheme.quantises_activations:
+            dtype = STORAGE[scheme.activation]
+            specs |= quantise_specs("x", scheme, tokens, problem.hidden)
+        columns = self._shape.scale_bytes // 4
+        if columns:
+            specs["sent_scale"] = BufferSpec((tokens, columns), torch.float32)
+            specs["batched_scale"] = BufferSpec((*rows, columns), torch.float32)
+        return {
+            **specs,
+            "places": BufferSpec((tokens, problem.top_k), torch.int32),
+            "place_weights": BufferSpec((tokens, problem.top_k), torch.float32),
+            "sent_x": BufferSpec((tokens, problem.hidden), dtype),
+            "batched_x": BufferSpec((*rows, problem.hidden), dtype),
+            "expert_counts": BufferSpec((shape.experts,), torch.int32),
+        }
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        if len(x_TH) > self._shape.max_tokens:
+            need = f"<= {self._shape.max_tokens}, as the buffers are made for"
+            raise CapacityError("tokens", got=len(x_TH), need=need)
+        check_current_device(x_TH.device)
+        slots_TK, weights_TK = self._places(routing, call)
+        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        arrived = self._arriving(call)
+        sent = (_dense(rows, call), self._sent_scale(scale, call))
+        exchange = self.manager.take(self._shape)
+        turn, arguments = exchange.turn, (*arrived, *sent, slots_TK, None)
+        exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=False)
+
+        def receive() -> tuple[Dispatched, Handle]:
+            exchange.all_to_all.dispatch(*arguments, do_send=False, do_recv=True)
+            counts, x_eCH, scales = (t if t is None else t[: self.problem.e] for t in arrived)
+            assert counts is not None
+            assert x_eCH is not None
+            if scales is not None and scale is not None:
+                scales = scales[..., : scale.shape[1]]  # without what made whole units
+            tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
+            return tokens, PplxHandle(self, call, exchange, turn, slots_TK, weights_TK)
+
+        return receive
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        if not isinstance(handle, PplxHandle) or handle.part is not self:
+            got, need = type(handle).__name__, f"one of this {type(self).__name__}"
+            raise UnsupportedError("handle", got=got, need=need)
+        exchange = handle.exchange
+        if not exchange.busy or exchange.turn != handle.turn:
+            raise UnsupportedError("handle", got="one that was combined", need="one for each call")
+        shape = self.dispatch_shape(len(out))
+        whole = handle.call.workspace.take(
+            EXPERT_OUTPUT, (shape.experts, shape.capacity, self.problem.hidden)
+        )
+        if expert_output.data_ptr() != whole.data_ptr():
+            whole[: len(expert_output)].copy_(expert_output)
+        whole[self._layout.real :].zero_()
+        exchange.all_to_all.combine(out, handle.slots_TK, handle.weights_TK, whole, None)
+        self.manager.give_back(exchange)
+
+    def _places(self, routing: Routing, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """(T, K) places as the library takes them, uint32, and their weights, float32."""
+        ids_TK = routing.topk_ids_TK
+        if ids_TK.device not in self._tables:
+            self._tables[ids_TK.device] = self.problem.placement.tables(ids_TK.device)
+        take = call.workspace.take
+        places_TK = take("places", tuple(ids_TK.shape))
+        weights_TK = take("place_weights", tuple(ids_TK.shape))
+        place_pairs(
+            ids_TK,
+            routing.topk_weights_TK,
+            self._tables[ids_TK.device],
+            self._layout,
+            rank=self.manager.rank,
+            factor=self.problem.routed_scaling_factor,
+            out=(places_TK, weights_TK, call.invalid_ids),
+        )
+        return places_TK.view(torch.uint32), weights_TK
+
+    def _arriving(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Where the library writes: counts, rows and their scales, of every slot."""
+        take, shape = call.workspace.take, self.dispatch_shape(0)
+        rows, columns = (shape.experts, shape.capacity), self._shape.scale_bytes // 4
+        scales = take("batched_scale", (*rows, columns)) if columns else None
+        x_SCH = take("batched_x", (*rows, self.problem.hidden))
+        return take("expert_counts", (shape.experts,)), x_SCH, scales
+
+    def _sent_scale(self, scale: torch.Tensor | None, call: Call) -> torch.Tensor | None:
+        """The scales of the rows, in as many columns as make whole units of the library's."""
+        columns = self._shape.scale_bytes // 4
+        if not columns:
+            return None
+        assert scale is not None
+        if scale.shape[1] == columns:
+            return scale
+        sent = call.workspace.take("sent_scale", (len(scale), columns))
+        sent[:, : scale.shape[1]].copy_(scale)
+        return sent
+
+
+def _row_bytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row's activations as they travel, and of its scales in whole units."""
+    scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
+    if scheme.quantises_activations:
+        itemsize = STORAGE[scheme.activation].itemsize
+        if scheme.activation_granularity != "tensor":
+            scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
+    return problem.hidden * itemsize, ceil(scales / _UNIT) * _UNIT
+
+
+def _shape(problem: Problem, layout: SlotLayout) -> PplxShape:
+    row, scales = _row_bytes(problem)
+    slots = layout.world_size * layout.each
+    # The library cannot be made for no tokens at all.
+    return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
+
+
+def _dense(rows: torch.Tensor, call: Call) -> torch.Tensor:
+    """Rows as the library reads them: side by side, and aligned."""
+    if rows.is_contiguous() and rows.data_ptr() % _UNIT == 0:
+        return rows
+    sent = call.workspace.take("sent_x", tuple(rows.shape))
+    return sent.copy_(rows)

@@ -1,0 +1,51 @@
+"""compose on a GPU: pairings timed as graphs; a warm plan compiles and allocates nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from modular_kernel.bench.routing import RoutingKind, draw
+from modular_kernel.catalog import this_machine
+from modular_kernel.choose.choosing import Terms, choose, compose
+from modular_kernel.choose.inputs import make_weights
+from modular_kernel.types import Problem
+
+PROBLEM = Problem(tokens=256, hidden=1024, intermediate=512, experts=16, top_k=4)
+
+
+def test_pairings_are_timed_as_graphs_and_reused(tmp_path: Path) -> None:
+    terms = Terms(tokens=(1, 16, 256), folder=tmp_path)
+    first = choose(PROBLEM, terms=terms)
+    assert (first.timed, first.missing) == (3, ())
+    modes = {o.mode for b in first.buckets for o in b.outcomes if o.us is not None}
+    assert "graph" in modes
+    for bucket in first.buckets:
+        wrong = [o for o in bucket.outcomes if o.why.startswith("wrong")]
+        assert wrong == []
+    again = choose(PROBLEM, terms=terms)
+    assert (again.timed, again.segments) == (0, first.segments)
+
+
+def test_a_warm_plan_compiles_and_allocates_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triton = pytest.importorskip("triton")
+    plan = compose(PROBLEM, terms=Terms(tokens=(1, 16, 256), folder=tmp_path)).plan()
+    device = torch.device(this_machine().device, torch.cuda.current_device())
+    weights = make_weights(PROBLEM, device)
+    plan.warm_up(weights)
+
+    def compiles(*_: object, **__: object) -> None:
+        raise AssertionError("a kernel was compiled")
+
+    generator = torch.Generator(device).manual_seed(3)
+    monkeypatch.setattr(triton.runtime.jit.JITFunction, "_do_compile", compiles)
+    for tokens in (1, 2, 7, 16, 33, 100, 177, 255, 256):
+        x_TH = torch.randn(tokens, 1024, device=device, generator=generator).bfloat16()
+        routing = draw(PROBLEM.with_tokens(tokens), RoutingKind("uniform"), generator)
+        plan(x_TH, weights, routing)  # records what calls of so many tokens launch
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+        plan(x_TH, weights, routing)
+        assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == before

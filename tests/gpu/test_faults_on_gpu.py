@@ -1,0 +1,36 @@
+"""Faults over NCCL ranks, two GPUs: nobody hangs, and whoever survives names the rank at fault."""
+
+import pytest
+import torch
+
+from modular_kernel.testing.faults_matrix import (
+    parts_to_try,
+    run_matrix,
+    run_scenario,
+    scenarios,
+)
+from modular_kernel.testing.faults_ranks import DEADLINE_S, SLACK_S
+from modular_kernel.testing.ranks import RankPool
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+PARTS = parts_to_try(2, "nccl") if GPUS > 1 else ()
+LANES = 6  # each is mostly waiting
+SECONDS = 120.0
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize("part", PARTS)
+def test_survivors_name_the_rank_at_fault_in_time(part: str) -> None:
+    results = run_matrix(scenarios(part, "nccl"), 2, "nccl", lanes=LANES, seconds=SECONDS)
+    found = {str(result.scenario): result.findings() for result in results}
+    assert {name: findings for name, findings in found.items() if findings} == {}
+    assert len(found) >= 12
+
+
+def test_a_third_rank_names_it_too() -> None:
+    if GPUS < 3:
+        pytest.skip("needs three GPUs")
+    scenario = scenarios("TorchAll2AllPrepareAndFinalize", "nccl")[0]
+    with RankPool(3, "nccl", grace=DEADLINE_S + 2 * SLACK_S) as pool:
+        assert run_scenario(scenario, pool).findings() == []

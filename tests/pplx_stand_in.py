@@ -1,0 +1,189 @@
+"""What pplx-kernels does, over gloo and in plain torch, as far as an adapter can see it.
+
+It is strict where the library would read or write past its buffers, hang, or return nonsense:
+every such use raises. Rows of an expert arrive in no order that a caller could guess.
+"""
+
+import pickle
+from dataclasses import replace
+
+import torch
+from torch._C._distributed_c10d import _resolve_process_group
+
+from prepare_finalize.all2all.pplx import PplxGroup
+from prepare_finalize.pplx import PplxPrepareAndFinalize
+
+UNIT = 16
+
+
+def gathered(group, thing):
+    """`thing` of every rank; the group need not be known to torch.distributed's Python side."""
+    given = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    group.allgather([sizes], [torch.tensor([len(given)])]).wait()
+    most = int(max(sizes))
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(given)] = given
+    parts = [torch.zeros(most, dtype=torch.uint8) for _ in sizes]
+    group.allgather([parts], [padded]).wait()
+    pairs = zip(parts, sizes, strict=True)
+    return [pickle.loads(bytes(part[: int(n)].numpy())) for part, n in pairs]
+
+
+def raw(tensor):
+    return tensor.contiguous().view(torch.uint8)
+
+
+class AllToAll:
+    """One set of buffers; `intranode`, `dispatch` and `combine` as the library declares them."""
+
+    made = 0
+
+    def __init__(self, **sizes):
+        self.__dict__.update(sizes)
+        self.group = _resolve_process_group(self.group_name)
+        self.local = self.num_experts // self.world_size
+        self.state, self.open = "idle", True
+        assert self.num_experts % self.world_size == 0
+        assert self.world_size // self.dp_size > 1
+        assert self.max_num_tokens > 0
+        assert self.hidden_dim_bytes % UNIT == 0
+        assert self.hidden_dim_scale_bytes % UNIT == 0
+        assert self.hidden_dim_scale_bytes <= self.hidden_dim_bytes
+        assert self.hidden_dim_bytes + self.hidden_dim_scale_bytes + UNIT <= 48 << 10
+        told = gathered(self.group, sorted(sizes.items(), key=str))
+        others = [[(k, v) for k, v in s if k not in ("rank", "group_name")] for s in told]
+        assert all(each == others[0] for each in others)
+        AllToAll.made += 1
+
+    @classmethod
+    def intranode(
+        cls,
+        max_num_tokens,
+        num_experts,
+        experts_per_token,
+        rank,
+        world_size,
+        dp_size,
+        hidden_dim,
+        hidden_dim_bytes,
+        hidden_dim_scale_bytes,
+        group_name="default",
+    ):
+        sizes = dict(locals())
+        sizes.pop("cls")
+        return cls(**sizes)
+
+    def destroy(self):
+        assert self.state == "idle", "freed between a dispatch and its combine"
+        self.open = False
+
+    def dispatch(self, counts, x, x_scale, given, given_scale, indices, bound_m, **split):
+        self._enter({"idle": "sent", "sent": "received"}, split)
+        self._check_indices(indices, given)
+        slots, capacity = self.local, self.max_num_tokens * self.world_size
+        assert (counts.dtype, tuple(counts.shape)) == (torch.int32, (slots,))
+        assert x.is_contiguous()
+        assert tuple(x.shape) == (slots, capacity, self.hidden_dim)
+        assert given.is_contiguous()
+        assert given.data_ptr() % UNIT == 0
+        assert given.shape[1] * given.element_size() == self.hidden_dim_bytes
+        for scale, rows in ((x_scale, (slots, capacity)), (given_scale, (len(given),))):
+            assert (scale is None) == (self.hidden_dim_scale_bytes == 0)
+            if scale is not None:
+                assert tuple(scale.shape) == (*rows, self.hidden_dim_scale_bytes // 4)
+                assert scale.dtype == torch.float32
+        if split["do_send"]:
+            counts.zero_()
+            scales = None if given_scale is None else given_scale.clone()
+            places = indices.view(torch.int32).tolist()
+            self.told = gathered(self.group, (places, raw(given).clone(), scales))
+            return
+        self.arrived = self._rows()
+        for slot, rows in enumerate(self.arrived):
+            counts[slot] = len(rows)
+            for place, (source, token) in enumerate(rows):
+                raw(x[slot, place]).copy_(self.told[source][1][token])
+                if x_scale is not None:
+                    x_scale[slot, place] = self.told[source][2][token]
+
+    def combine(self, out, indices, weights, y, bound_m, do_send=True, do_recv=True):
+        self._enter({"received": "idle"}, {})
+        assert do_send
+        assert do_recv
+        self._check_indices(indices, out)
+        assert out.dtype in (torch.bfloat16, torch.float16)
+        assert weights.dtype == torch.float32
+        assert weights.is_contiguous()
+        assert y.is_contiguous()
+        assert tuple(y.shape) == (
+            self.local,
+            self.max_num_tokens * self.world_size,
+            self.hidden_dim,
+        )
+        mine = {}
+        for slot, rows in enumerate(self.arrived):
+            for place, (source, token) in enumerate(rows):
+                mine[source, token, self.rank * self.local + slot] = y[slot, place].clone()
+        everywhere = {}
+        for returned in gathered(self.group, mine):
+            everywhere |= {key[1:]: row for key, row in returned.items() if key[0] == self.rank}
+        for token, places in enumerate(indices.view(torch.int32).tolist()):
+            total = torch.zeros(self.hidden_dim)
+            for place, weight in zip(places, weights[token], strict=True):
+                total += weight * everywhere[token, place].float()
+            out[token] = total.to(out.dtype)
+
+    def _enter(self, steps, split):
+        assert self.open, "used after destroy"
+        assert self.state in steps, f"out of turn: {self.state}"
+        if split:  # the receiving half must follow the sending one
+            assert split["do_send"] != split["do_recv"]
+            assert split["do_send"] == (self.state == "idle")
+        self.state = steps[self.state]
+
+    def _check_indices(self, indices, rows):
+        assert indices.dtype == torch.uint32
+        assert indices.is_contiguous()
+        assert tuple(indices.shape) == (len(rows), self.experts_per_token)
+        assert len(rows) <= self.max_num_tokens
+        values = indices.view(torch.int32)
+        assert bool(((values >= 0) & (values < self.num_experts)).all())
+
+    def _rows(self):
+        """(source, token) of the rows of each slot here, shuffled."""
+        found = [[] for _ in range(self.local)]
+        first = self.rank * self.local
+        for source, (indices, _, _) in enumerate(self.told):
+            taken = [0] * self.num_experts
+            for token, places in enumerate(indices):
+                assert len(set(places)) == len(places), "rows of one token share a place"
+                for place in places:
+                    taken[place] += 1
+                    if first <= place < first + self.local:
+                        found[place - first].append((source, token))
+            assert max(taken) <= self.max_num_tokens, "a slot's buffer overruns"
+        order = torch.Generator().manual_seed(self.rank)
+        return [
+            [rows[i] for i in torch.randperm(len(rows), generator=order).tolist()] for rows in found
+        ]
+
+
+class Library:
+    """The module."""
+
+    AllToAll = AllToAll
+
+
+class PplxOverGloo(PplxPrepareAndFinalize):
+    """The part itself over the stand-in."""
+
+    requires = replace(
+        PplxPrepareAndFinalize.requires,
+        devices=frozenset({"cpu"}),
+        min_arch=None,
+        packages=(),
+    )
+
+    def make_manager(self, group):
+        return PplxGroup(group, library=Library)

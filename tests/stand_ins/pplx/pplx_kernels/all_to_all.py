@@ -1,0 +1,56 @@
+"""pplx-kernels' interface, over any process group."""
+
+import torch
+from moved_rows import rows_by_expert, sums_by_expert
+
+
+class AllToAll:
+    @classmethod
+    def intranode(
+        cls,
+        max_num_tokens,
+        num_experts,
+        experts_per_token,
+        rank,
+        world_size,
+        dp_size,
+        hidden_dim,
+        hidden_dim_bytes,
+        hidden_dim_scale_bytes,
+        group_name="default",
+    ):
+        assert hidden_dim_bytes % 16 == hidden_dim_scale_bytes % 16 == 0
+        assert dp_size == 1
+        assert group_name
+        self = cls()
+        self.experts = num_experts
+        return self
+
+    def dispatch(
+        self,
+        out_expert_num_tokens,
+        out_expert_x,
+        out_expert_x_scale,
+        dp_x,
+        dp_x_scale,
+        indices,
+        bound_m,
+        do_send=True,
+        do_recv=True,
+    ):
+        assert indices.dtype == torch.uint32
+        assert (out_expert_x_scale is None) == (dp_x_scale is None)
+        out = [t for t in (out_expert_x, out_expert_x_scale) if t is not None]
+        parts = [t for t in (dp_x, dp_x_scale) if t is not None]
+        for into in out:
+            into.copy_(torch.full(into.shape, torch.nan).to(into.dtype))
+        self.places = rows_by_expert(
+            tuple(parts), indices.to(torch.int64), self.experts, out, out_expert_num_tokens
+        )
+
+    def combine(self, out_tokens, indices, weights, expert_y, bound_m, do_send=True, do_recv=True):
+        ids = indices.to(torch.int64)
+        out_tokens.copy_(sums_by_expert(expert_y, self.places, ids, weights, self.experts))
+
+    def destroy(self):
+        pass

@@ -1,0 +1,216 @@
+"""The cache of choices: shared, whole at any moment, and never believed."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.choose import stored
+from modular_kernel.choose.cache import Cache
+from modular_kernel.choose.record import Bucket, Outcome
+from modular_kernel.errors import ConfigurationError
+
+IDENTITY = {"device": "D", "problem": "P"}
+VERSIONS = {"torch": "1", "parts": "x"}
+PAIR = ("PrepareX", "ExpertsY")
+ONE = Bucket(4, (Outcome(PAIR, 12.5, False, "cpu"), Outcome(("Z", "Z"), why="it failed")))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path, IDENTITY, VERSIONS)
+
+
+def whole(cache: Cache) -> dict:
+    """What a good file holds."""
+    cache.keep([ONE])
+    return json.loads(cache.path.read_text())
+
+
+def test_what_was_kept_comes_back(cache: Cache) -> None:
+    assert cache.load().record is None
+    assert cache.load().notes == ()
+    assert cache.keep([ONE]) == ()
+    found = cache.load()
+    assert found.notes == ()
+    assert found.record is not None
+    assert found.record.buckets == (ONE,)
+
+
+def test_buckets_of_later_runs_join_and_replace(cache: Cache) -> None:
+    cache.keep([ONE])
+    again = Bucket(4, (Outcome(PAIR, 9.0, False, "cpu"),))
+    two = Bucket(2, ONE.outcomes)
+    cache.keep([again, two])
+    record = cache.load().record
+    assert record is not None
+    assert record.buckets == (two, again)
+
+
+def test_other_versions_are_told_and_kept_beside(cache: Cache, tmp_path: Path) -> None:
+    cache.keep([ONE])
+    newer = Cache(tmp_path, IDENTITY, VERSIONS | {"torch": "2"})
+    found = newer.load()
+    assert found.record is None
+    assert found.notes == ("times of before are not used: torch was 1, is 2",)
+    newer.keep([ONE])
+    assert newer.load().record is not None
+    assert cache.load().record is not None
+
+
+def test_the_oldest_versions_go(tmp_path: Path) -> None:
+    for number in range(12):
+        Cache(tmp_path, IDENTITY, {"torch": str(number)}).keep([ONE])
+    kept = [Cache(tmp_path, IDENTITY, {"torch": str(n)}).load().record for n in range(12)]
+    assert [record is not None for record in kept] == [False] * 4 + [True] * 8
+
+
+def change(path: str, value: object):
+    """An edit of a good file: the entry at path, such as "records.0.made", set to value."""
+
+    def edit(whole: dict) -> None:
+        *way, last = path.split(".")
+        place: object = whole
+        for step in way:
+            place = place[int(step)] if isinstance(place, list) else place[step]  # type: ignore[index]
+        place[int(last) if isinstance(place, list) else last] = value  # type: ignore[index]
+
+    return edit
+
+
+OUTCOME = "records.0.buckets.0.outcomes.0"
+FORGED = [
+    ("schema", "mk-choices/0"),
+    ("identity", {"device": "another"}),
+    ("records", {}),
+    ("records", [1]),
+    ("records", [{}] * 9),
+    ("records.0.made", "now"),
+    ("records.0.made", -1),
+    ("records.0.versions", []),
+    ("records.0.versions", {"torch": 2}),
+    ("records.0.versions", {"torch": "\x1b[2J"}),
+    ("records.0.buckets", None),
+    ("records.0.buckets.0", 7),
+    ("records.0.buckets.0.tokens", True),
+    ("records.0.buckets.0.tokens", 4.0),
+    ("records.0.buckets.0.tokens", 0),
+    ("records.0.buckets.0.tokens", 1 << 60),
+    (f"{OUTCOME}.pair", ["A"]),
+    (f"{OUTCOME}.pair", ["A", 1]),
+    (f"{OUTCOME}.pair", ["A", "B" * 500]),
+    (f"{OUTCOME}.pair", ["A", "\x1b]0;owned\x07"]),
+    (f"{OUTCOME}.pair", ["Z", "Z"]),
+    (f"{OUTCOME}.us", 0),
+    (f"{OUTCOME}.us", -1.0),
+    (f"{OUTCOME}.us", True),
+    (f"{OUTCOME}.us", "1"),
+    (f"{OUTCOME}.us", 1e300),
+    (f"{OUTCOME}.us", None),
+    (f"{OUTCOME}.mode", "gpu"),
+    (f"{OUTCOME}.rough", 1),
+    (f"{OUTCOME}.why", "\x1b[31m"),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), FORGED, ids=lambda v: str(v)[:40])
+def test_a_forged_entry_is_refused_and_the_file_rebuilt(
+    cache: Cache, path: str, value: object
+) -> None:
+    found = whole(cache)
+    change(path, value)(found)
+    cache.path.write_text(json.dumps(found))
+    loaded = cache.load()
+    assert loaded.record is None
+    (note,) = loaded.notes
+    assert "will be replaced" in note
+    assert note.isprintable()
+    assert cache.keep([ONE]) == ()
+    assert cache.load().record is not None
+
+
+CORRUPT = {
+    "empty": b"",
+    "half": b'{"schema": "mk-choices/1", "iden',
+    "not utf-8": b"\xff\xfe\x00",
+    "nan": b'{"schema": NaN}',
+    "a name twice": b'{"schema": 1, "schema": "mk-choices/1"}',
+    "deep": b"[" * 100_000,
+    "long number": b"[" + b"9" * 10_000 + b"]",
+    "large": b" " * (stored.MOST_BYTES + 1),
+    "pickle": b"\x80\x04cos\nsystem\n(S'true'\ntR.",
+}
+
+
+@pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT.keys())
+def test_a_corrupt_file_is_refused_and_rebuilt(cache: Cache, content: bytes) -> None:
+    whole(cache)
+    cache.path.write_bytes(content)
+    found = cache.load()
+    assert found.record is None
+    assert len(found.notes) == 1
+    cache.keep([ONE])
+    assert cache.load().record is not None
+
+
+def test_what_is_no_file_is_not_read(cache: Cache, tmp_path: Path) -> None:
+    whole(cache)
+    secret = tmp_path / "elsewhere.json"
+    cache.path.rename(secret)
+    cache.path.symlink_to(secret)
+    assert cache.load().record is None
+    assert "a link" in cache.load().notes[0]
+    cache.keep([ONE])  # replaces the link, not what it points to
+    assert not cache.path.is_symlink()
+    cache.path.unlink()
+    os.mkfifo(cache.path)  # opening one to read would wait for a writer
+    assert "no regular file" in cache.load().notes[0]
+    cache.path.unlink()
+    cache.path.mkdir()
+    assert cache.load().record is None
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_a_note(cache: Cache, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    (note,) = cache.keep([ONE])
+    tmp_path.chmod(0o700)
+    assert note.startswith("not kept: ")
+
+
+def test_a_file_where_the_folder_should_be_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (note,) = Cache(tmp_path / "file", IDENTITY, VERSIONS).keep([ONE])
+    assert note.startswith("not kept: ")
+
+
+def test_only_one_holds_the_lock(cache: Cache) -> None:
+    taken: list[bool] = []
+
+    def other() -> None:
+        with cache.locked(wait_s=0.1) as held:
+            taken.append(held)
+
+    with cache.locked(wait_s=0) as held:
+        assert held
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    other()
+    assert taken == [False, True]
+
+
+def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> None:
+    outcomes = tuple(Outcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
+    cache.keep([Bucket(tokens, outcomes) for tokens in range(1, 120)])
+    assert cache.path.stat().st_size <= stored.MOST_BYTES
+    record = cache.load().record
+    assert record is not None
+    assert record.buckets[-1].tokens == 119
+
+
+def test_an_error_of_the_form_is_typed() -> None:
+    with pytest.raises(ConfigurationError, match="cached choices"):
+        stored.from_text("{}", IDENTITY)

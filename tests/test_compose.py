@@ -1,0 +1,430 @@
+"""compose: what is timed, what is chosen, what is reused, and what a composed layer does."""
+
+import json
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel.catalog import make_kernel
+from modular_kernel.choose import choosing, timing
+from modular_kernel.choose.cache import Cache
+from modular_kernel.choose.choosing import Terms, choose, compose
+from modular_kernel.choose.inputs import Situation, make_weights
+from modular_kernel.choose.record import Bucket, Outcome
+from modular_kernel.choose.timing import Stopwatch
+from modular_kernel.cli import main
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
+from modular_kernel.types import Machine, Parallel, Problem
+
+TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+NAIVE = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+CPU = Machine("cpu")  # without the interpreter: parts in plain torch alone
+PROBLEM = Problem(8, 64, 32, 4, 2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")  # of machines that are described from here on
+    return tmp_path
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Seconds of a call by experts part, for one token more at every token: no noise."""
+    per_token = {"TorchExperts": 1e-6, "NaiveBatchedExperts": 3e-6}
+
+    def once(self: Stopwatch, ready) -> float:
+        tokens = self.situation.problem.tokens
+        name = type(ready.kernel.experts).__name__
+        return per_token[name] * tokens + (4e-6 if name == "TorchExperts" else 0)
+
+    monkeypatch.setattr(Stopwatch, "_once", once)
+    return per_token
+
+
+def no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bucket(self: Stopwatch) -> None:
+        raise AssertionError("timed again")
+
+    monkeypatch.setattr(Stopwatch, "bucket", bucket)
+
+
+def test_the_fastest_is_chosen_at_every_number_of_tokens(folder: Path, clock: dict) -> None:
+    choice = choose(PROBLEM, CPU)
+    assert set(choice.candidates.order) == {TORCH, NAIVE}
+    assert choice.timed == 4
+    # 4 + t against 3 t: they meet at 2.
+    assert choice.picks == {1: NAIVE, 2: NAIVE, 4: TORCH, 8: TORCH}
+    assert [(s.first, s.last, s.pair) for s in choice.segments] == [(0, 2, NAIVE), (3, 8, TORCH)]
+    assert choice.notes == ()
+
+
+def test_a_second_call_times_nothing_and_chooses_the_same(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = choose(PROBLEM, CPU)
+    no_timing(monkeypatch)
+    start = time.perf_counter()
+    again = compose(PROBLEM, CPU)
+    assert time.perf_counter() - start < 1
+    assert again.choice.timed == 0
+    assert again.choice.segments == first.segments
+    fewer = choose(PROBLEM.with_tokens(4), CPU)  # its buckets are among those of more
+    assert (fewer.timed, fewer.picks) == (0, {1: NAIVE, 2: NAIVE, 4: TORCH})
+    # Forced to look at the clock, it would have raised.
+    with pytest.raises(AssertionError, match="timed again"):
+        choose(PROBLEM, CPU, terms=Terms(fresh=True))
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden": 128}, {"quant": "int8_w8a8_channel"}, {"dtype": "float32"}]
+)
+def test_another_layer_is_another_choice(folder: Path, clock: dict, change: dict) -> None:
+    choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    assert choose(replace(PROBLEM, **change), CPU, terms=Terms(tokens=(8,))).timed == 1
+
+
+def test_other_versions_are_measured_anew_and_say_so(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    assert choice.timed == 1
+    assert "torch was" in choice.notes[0]
+    assert "is 99.0" in choice.notes[0]
+
+
+def test_a_corrupt_file_is_measured_anew_and_says_so(folder: Path, clock: dict) -> None:
+    choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    (path,) = folder.rglob("*.json")
+    path.write_text("{")
+    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    assert choice.timed == 1
+    assert "will be replaced" in choice.notes[0]
+    assert choose(PROBLEM, CPU, terms=Terms(tokens=(8,))).notes == ()
+
+
+def test_a_forged_pairing_is_not_chosen(folder: Path, clock: dict) -> None:
+    """A file may name only what is valid here; a bucket that lacks a valid pairing is no use."""
+    terms = Terms(tokens=(8,))
+    choose(PROBLEM, CPU, terms=terms)
+    (path,) = folder.rglob("*.json")
+    found = json.loads(path.read_text())
+    outcomes = found["records"][0]["buckets"][0]["outcomes"]
+    outcomes.append({**outcomes[0], "pair": ["os", "system"], "us": 0.001})
+    path.write_text(json.dumps(found))
+    read = choose(PROBLEM, CPU, terms=terms)
+    assert (read.picks, read.timed) == ({8: TORCH}, 0)
+    del outcomes[0]
+    path.write_text(json.dumps(found))
+    assert choose(PROBLEM, CPU, terms=terms).timed == 1
+
+
+def test_a_budget_that_ends_early_is_continued(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = choose(PROBLEM, CPU, terms=Terms(budget=0))
+    assert (nothing.timed, nothing.measured, nothing.missing) == (0, False, (1, 2, 4, 8))
+    assert [s.pair for s in nothing.segments] == [TORCH]  # by the parts' order
+    now = [0.0]
+    monkeypatch.setattr(choosing.time, "monotonic", lambda: now[0])
+    spend = Terms(budget=10, tell=lambda _bucket: now.__setitem__(0, now[0] + 6))
+    part = choose(PROBLEM, CPU, terms=spend)
+    assert (part.timed, part.missing) == (2, (2, 4))  # the ends come first
+    assert "left 2 of 4 numbers of tokens unmeasured" in part.notes[-1]
+    rest = choose(PROBLEM, CPU, terms=spend)
+    assert (rest.timed, rest.missing) == (2, ())
+
+
+def test_a_candidate_with_wrong_numbers_is_never_chosen(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock["NaiveBatchedExperts"] = 1e-9
+    part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
+    right = part.apply
+
+    def wrong(self, tokens, *, weights, workspace, output) -> None:
+        right(self, tokens, weights=weights, workspace=workspace, output=output)
+        output.mul_(1.1)
+
+    monkeypatch.setattr(part, "apply", wrong)
+    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    outcome = next(o for o in choice.buckets[0].outcomes if o.pair == NAIVE)
+    assert outcome.us is None
+    assert outcome.why.startswith("wrong: relative error")
+    assert choice.picks == {8: TORCH}
+
+
+def test_a_candidate_that_raises_is_an_outcome(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_args, **_kwargs):
+        raise RuntimeError("no such luck\nsecond line")
+
+    part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
+    monkeypatch.setattr(part, "apply", fails)
+    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    assert Outcome(NAIVE, why="RuntimeError: no such luck") in choice.buckets[0].outcomes
+
+
+def test_what_does_not_fit_is_not_begun(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timing, "free_bytes", lambda _device: 100)
+    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
+    assert not choice.measured
+    assert all("its plan takes" in o.why for o in choice.buckets[0].outcomes)
+    monkeypatch.setattr(choosing, "free_bytes", lambda _device: 100)
+    choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,), fresh=True))
+    assert choice.notes[0].startswith("nothing was timed: weights take")
+
+
+def test_where_kernels_are_interpreted_nothing_is_timed(tmp_path: Path) -> None:
+    packages = frozenset({"triton", "ml_dtypes"})
+    machine = Machine("cpu", packages=packages, interpreter=True)
+    choice = choose(PROBLEM, machine, terms=Terms(folder=tmp_path))
+    assert choice.candidates.order[:2] == (TORCH, NAIVE)
+    assert set(choice.candidates.silent) == set(choice.candidates.order) > {TORCH, NAIVE}
+    assert (choice.timed, choice.measured) == (0, False)
+    assert [segment.pair for segment in choice.segments] == [TORCH]
+
+
+def test_no_valid_pairing_raises_with_every_reason(folder: Path) -> None:
+    with pytest.raises(IncompatibleError) as caught:
+        compose(replace(PROBLEM, lora=True), CPU)
+    assert {r.rule for r in caught.value.rejections} >= {"lora"}
+
+
+def test_a_composed_layer_computes_what_its_pairings_do(folder: Path, clock: dict) -> None:
+    kernel = mk.compose(PROBLEM, CPU)
+    assert kernel.pairing == "{} x {}, {} x {}".format(*NAIVE, *TORCH)
+    plan = kernel.plan()
+    assert len({id(p) for p in plan.plans}) == 2
+    assert plan.nbytes == sum(p.nbytes for p in plan.plans)
+    x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
+    for tokens in (0, 1, 2, 3, 8):
+        pair = NAIVE if tokens <= 2 else TORCH
+        some = replace(
+            routing,
+            topk_weights_TK=routing.topk_weights_TK[:tokens],
+            topk_ids_TK=routing.topk_ids_TK[:tokens],
+        )
+        alone = make_kernel(*pair, PROBLEM, machine=CPU)(x_TH[:tokens], weights, some)
+        assert torch.equal(plan(x_TH[:tokens], weights, some), alone)
+        assert torch.equal(kernel(x_TH[:tokens], weights, some), alone)
+        assert type(kernel.kernel(tokens).experts).__name__ == pair[1]
+        out = torch.empty_like(alone)
+        assert plan(x_TH[:tokens], weights, some, out=out) is out
+    with pytest.raises(CapacityError, match="tokens: got 9"):
+        kernel.kernel(9)
+    with pytest.raises(CapacityError):
+        plan(torch.cat([x_TH, x_TH]), weights, routing)
+    with pytest.raises(ConfigurationError, match="most_tokens: got 1, need >= 8"):
+        plan(x_TH, weights, routing, most_tokens=1)
+
+
+def test_a_plan_builds_and_times_nothing_when_called(
+    folder: Path, clock: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = compose(PROBLEM, CPU).plan()
+    weights = make_weights(PROBLEM, torch.device("cpu"))
+    no_timing(monkeypatch)
+    for name in ("make_kernel", "build"):
+        monkeypatch.setattr(f"modular_kernel.choose.kernel.{name}", None)
+    assert plan.warm_up(weights) == 8
+    assert plan.warm_up(weights, [3, 5]) == 2
+
+
+def test_two_at_once_time_once(folder: Path, clock: dict) -> None:
+    """The one waits for the other, and takes what that has measured."""
+    found: list[int] = []
+
+    def work() -> None:
+        found.append(choose(PROBLEM, CPU).timed)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 4]
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"budget": -1},
+        {"budget": float("nan")},
+        {"tokens": ()},
+        {"tokens": (0,)},
+        {"tokens": tuple(range(1, 60))},
+        {"routing": "odd"},
+    ],
+    ids=str,
+)
+def test_bad_terms_are_refused(terms: dict) -> None:
+    with pytest.raises(ConfigurationError):
+        Terms(**terms)
+
+
+def test_a_group_must_be_the_problems(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match="None for one rank"):
+        compose(PROBLEM, CPU, group=object())
+    with pytest.raises(ConfigurationError, match="initialised"):
+        compose(replace(PROBLEM, parallel=Parallel(2)), CPU)
+    with pytest.raises(ConfigurationError, match="tokens to measure: got 9"):
+        compose(PROBLEM, CPU, terms=Terms(tokens=(9,)))
+
+
+# ---------------------------------------------------------------------------------- over ranks
+
+
+def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    machine = Machine("cpu")
+    terms = Terms(tokens=(2,), folder=folder, **dict(more))
+    kernel = compose(problem, machine, group=group, terms=terms)
+    weights = make_weights(problem, torch.device("cpu"))
+    plan = kernel.plan()
+    calls = plan.warm_up(weights)
+    if not terms.replicated:  # ranks with unlike numbers of tokens
+        x_TH, _, routing = random_inputs(problem.with_tokens(8 if rank else 1), torch.device("cpu"))
+        plan(x_TH, weights, routing)
+        plan(x_TH, weights, routing, most_tokens=8)
+    choice = kernel.choice
+    kernel.destroy()
+    return choice.buckets, choice.segments, choice.timed, calls
+
+
+def test_ranks_choose_the_same_by_the_slowest(rank_pool, tmp_path: Path) -> None:
+    pool = rank_pool(2)
+    first, second = pool.run(_on_rank, tmp_path)
+    assert first == second
+    assert first[2:] == (1, 8)
+    names = {outcome.pair[0] for bucket in first[0] for outcome in bucket.outcomes}
+    assert "ReplicatedEPPrepareAndFinalize" not in names
+    assert names >= {"TorchAll2AllPrepareAndFinalize", "AllGatherReduceScatterPrepareAndFinalize"}
+    again = pool.run(_on_rank, tmp_path)
+    assert again[0] == again[1] == (*first[:2], 0, 8)
+    (same, _) = pool.run(_on_rank, tmp_path, ("replicated", True))
+    assert {segment.pair[0] for segment in same[1]} == {"ReplicatedEPPrepareAndFinalize"}
+
+
+def _choices(rank: int, world: int, group: object, folder: Path, where: str):
+    """Outcomes where one rank alone finds an output wrong, or fails while it is timed."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    terms = Terms(tokens=(8,), folder=folder, fresh=True)
+
+    owner, name = {"wrong": (Situation, "wrong"), "run": (Stopwatch, "_run")}[where]
+    real = getattr(owner, name)
+
+    def planted(*arguments: object) -> None:
+        real(*arguments)  # the other rank waits for its part of an exchange
+        raise ArithmeticError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(owner, name, planted)
+        choice = choose(problem, Machine("cpu"), group=group, terms=terms)
+    return {outcome.why for outcome in choice.buckets[0].outcomes}
+
+
+@pytest.mark.parametrize("where", ["wrong", "run"])
+def test_what_fails_on_one_rank_is_out_on_all(rank_pool, tmp_path: Path, where: str) -> None:
+    pool = rank_pool(2)
+    assert pool.run(_choices, tmp_path, where, timeout=60) == [{"rank 1: planted"}] * 2
+
+
+def _times(rank: int, world: int, group: object, folder: Path):
+    """Every time, where a rank's own are 1 s more than those of the rank before."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stopwatch, "_run", lambda *_: 1.0 + rank)
+        terms = Terms(tokens=(8,), folder=folder)
+        choice = choose(problem, Machine("cpu"), group=group, terms=terms)
+    return set(choice.buckets[0].times.values())
+
+
+def test_the_slowest_rank_counts(rank_pool, tmp_path: Path) -> None:
+    assert rank_pool(2).run(_times, tmp_path) == [{2e6}, {2e6}]
+
+
+def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
+    cache = Cache(folder, {"device": "D"}, {"torch": "1"})
+    for number in range(40):
+        cache.keep([Bucket(2 * number + 1 + rank, (Outcome(("P", "E"), 1.0),))])
+        assert cache.load().record is not None
+    return 40
+
+
+def test_two_processes_lose_nothing_of_each_other(rank_pool, tmp_path: Path) -> None:
+    assert rank_pool(2).run(_keeps, tmp_path) == [40, 40]
+    record = Cache(tmp_path, {"device": "D"}, {"torch": "1"}).load().record
+    assert record is not None
+    assert [bucket.tokens for bucket in record.buckets] == list(range(1, 81))
+    assert [path for path in (tmp_path / "choices").iterdir() if ".part" in path.name] == []
+
+
+# ---------------------------------------------------------------------------- the command line
+
+
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `mk compose` in this process."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as done:
+        main.run(["compose", *words])
+    code = done.value.code
+    assert isinstance(code, int | None)
+    return (code or 0, *capsys.readouterr())
+
+
+SMALL = ("--tokens-list", "1,8", "--hidden", "64", "--intermediate", "32", "--experts", "4")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_verb_chooses_explains_and_reuses(
+    capsys: pytest.CaptureFixture[str], folder: Path, clock: dict
+) -> None:
+    code, out, err = ended(capsys, *SMALL, "--explain")
+    assert code == 0
+    assert "0 to 2 " in out
+    assert "2 number(s) of tokens timed now, 0 from the cache" in out
+    assert "not measured: MoEPrepareAndFinalizeNoEP x TritonExperts: [device]" in out
+    assert "[world_size] TorchAll2AllPrepareAndFinalize" in out
+    assert "8 tokens: " in err
+    code, out, _ = ended(capsys, *SMALL, "--json")
+    record = json.loads(out)
+    assert (code, record["timed_now"], record["missing"]) == (0, 0, [])
+    assert [segment["pair"] for segment in record["segments"]] == [list(NAIVE), list(TORCH)]
+    assert record["buckets"][0]["outcomes"]
+
+
+def test_the_verb_refuses(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    code, out, _ = ended(capsys, *SMALL, "--lora", "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+    code, _, err = ended(capsys, *SMALL, "--replicated")
+    assert code == 2
+    assert "--world-size" in err
+    code, _, err = ended(capsys, *SMALL, "--budget", "-1")
+    assert code == 2
+    assert "budget: got -1" in err
+
+
+def test_the_verb_over_ranks(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path))
+    words = ("--world-size", "2", "--backend", "gloo", "--json", "--budget", "60")
+    code, out, _ = ended(capsys, *SMALL, *words)
+    record = json.loads(out)
+    assert (code, record["facts"]["world_size"]) == (0, "2")
+    assert record["segments"][-1]["last"] == 8

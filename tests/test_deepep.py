@@ -1,0 +1,338 @@
+"""The parts over DeepEP, as far as no GPU and no DeepEP are needed: what they refuse, how they size
+buffers, how they bring ids, weights and rows into the library's form, and in what order it is used.
+
+Nothing here stands in for a dispatch: that is proven on GPUs, where the library is.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from modular_kernel.catalog import check
+from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
+from modular_kernel.placement import Placement
+from modular_kernel.settings import nvshmem_asks_for_ibgda
+from modular_kernel.support import Verdict
+from modular_kernel.tensors import BatchedShape, ContiguousShape
+from modular_kernel.testing.cases_ranks import rank_pairings
+from modular_kernel.testing.ranks import RankPool
+from modular_kernel.types import Combine, Machine, Parallel, Problem
+from prepare_finalize import (
+    DeepEPHTPrepareAndFinalize,
+    DeepEPLLPrepareAndFinalize,
+    DeepEPV2PrepareAndFinalize,
+    deepep_ll,
+    deepep_v2,
+)
+from prepare_finalize.all2all import DeepEPGroup, deepep
+from prepare_finalize.all2all.deepep import has_rdma_nic, load_deepep
+from prepare_finalize.all2all.deepep_low_latency import LowLatency
+
+HT, LL, V2 = (f"DeepEP{name}PrepareAndFinalize" for name in ("HT", "LL", "V2"))
+EXPERTS = {HT: "TritonExperts", LL: "BatchedTritonExperts", V2: "TritonExperts"}
+FIRST = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep", "deep_ep_cpp"}))
+SECOND = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep"}))
+MACHINES = {HT: FIRST, LL: FIRST, V2: SECOND}
+BASE = Problem(64, 2048, 256, 32, 8, parallel=Parallel(2))
+BLOCK = "fp8_w8a8_block"
+
+
+def judged(part: str, problem: Problem = BASE, machine: Machine | None = None) -> Verdict:
+    return check(part, EXPERTS[part], problem, machine or MACHINES[part])
+
+
+def rules(verdict: Verdict) -> set[str]:
+    return {rejection.rule for rejection in verdict.rejections}
+
+
+@pytest.mark.parametrize("part", EXPERTS)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"hidden": 7168, "experts": 256, "quant": BLOCK},
+        {"quant": "fp8_w8a8_tensor:static=true"},
+        {"quant": "fp8_w8a8_channel"},
+        {"quant": "int8_w8a8_channel"},
+        {"quant": "int8_w8a16_group"},
+        {"tokens": 0, "top_k": 1, "ids_dtype": torch.int32},
+        {"parallel": Parallel(4, Placement.round_robin(32, 4)), "asynchronous": True},
+        {"inplace": True, "routed_scaling_factor": 2.5, "ids_dtype": torch.int64},
+    ],
+    ids=str,
+)
+def test_what_is_accepted(part: str, fields: dict[str, Any]) -> None:
+    verdict = judged(part, replace(BASE, **fields))
+    assert verdict.ok, str(verdict)
+
+
+REFUSED: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
+    (HT, {"dtype": torch.float16, "hidden": 8200, "top_k": 33}, {"dtype", "hidden", "top_k"}),
+    (HT, {"hidden": 8192}, {"hidden"}),
+    (HT, {"hidden": 2176, "quant": BLOCK}, {"hidden"}),
+    (HT, {"experts": 258, "quant": "fp8_w8a8_tensor"}, {"max_experts", "dispatch_quant"}),
+    (HT, {"parallel": Parallel(3), "graph": True}, {"world_size", "graph"}),
+    (HT, {"parallel": Parallel(16), "deterministic": True}, {"world_size", "deterministic"}),
+    (HT, {"combine": Combine.TOPK_WEIGHTED, "expert_map": True}, {"keep_topk", "expert_map"}),
+    (HT, {"local_experts": 3}, {"placement"}),
+    (LL, {"hidden": 2304, "dtype": torch.float32, "top_k": 12}, {"hidden", "dtype", "top_k"}),
+    (LL, {"experts": 33, "quant": "fp8_w8a8_tensor"}, {"placement", "dispatch_quant"}),
+    (LL, {"experts": 1600}, {"max_experts"}),
+    (LL, {"apply_router_weight_on_input": True, "top_k": 1}, {"router_weight_on_input"}),
+    (LL, {"parallel": Parallel(1)}, {"world_size"}),
+    (V2, {"hidden": 2176, "dtype": torch.float16}, {"hidden", "dtype"}),
+    (V2, {"experts": 514, "quant": "fp8_w8a8_tensor"}, {"max_experts", "dispatch_quant"}),
+)
+
+
+def in_order(value: object) -> str:
+    """A set's words in the same order in every process."""
+    return str(sorted(value) if isinstance(value, set) else value)
+
+
+@pytest.mark.parametrize(("part", "fields", "spoken"), REFUSED, ids=in_order)
+def test_every_reason_is_named_at_once(part: str, fields: dict[str, Any], spoken: set[str]) -> None:
+    verdict = judged(part, replace(BASE, **fields))
+    by_part = {each.rule for each in verdict.rejections if part in each.parties}
+    assert by_part == spoken, str(verdict)
+
+
+def test_formats_do_not_mix() -> None:
+    assert "format" in rules(check(HT, "BatchedTritonExperts", BASE, FIRST))
+    assert "format" in rules(check(LL, "TritonExperts", BASE, FIRST))
+
+
+@pytest.mark.parametrize("part", EXPERTS)
+def test_machines(part: str) -> None:
+    bare = replace(MACHINES[part], packages=frozenset({"triton"}))
+    assert rules(judged(part, machine=bare)) == {"package"}
+    older = replace(MACHINES[part], arch=(8, 0))
+    assert rules(judged(part, machine=older)) == {"arch"}
+    assert "device" in rules(judged(part, machine=Machine("cpu")))
+
+
+def test_each_generation_wants_its_own_library() -> None:
+    (reason,) = judged(V2, machine=FIRST).rejections
+    assert (reason.rule, reason.got, reason.need) == ("package", "deep_ep 1", "deep_ep 2")
+    assert rules(judged(HT, machine=SECOND)) == rules(judged(LL, machine=SECOND)) == {"package"}
+
+
+@pytest.mark.parametrize("part", EXPERTS)
+def test_the_harness_finds_the_part_where_the_library_is(part: str) -> None:
+    assert (part, EXPERTS[part]) in rank_pairings(MACHINES[part], 2)
+
+
+# ------------------------------------------------------------------------------------ the library
+
+
+def library(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
+    """A module deep_ep that has these names and nothing else."""
+    module = ModuleType("deep_ep")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, "deep_ep", module)
+
+
+@pytest.mark.parametrize(
+    "part", [DeepEPHTPrepareAndFinalize, DeepEPLLPrepareAndFinalize, DeepEPV2PrepareAndFinalize]
+)
+def test_without_the_library_a_part_says_so(monkeypatch: pytest.MonkeyPatch, part: Any) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    with pytest.raises(ConfigurationError, match=r"deep_ep: got .*, need deep_ep") as caught:
+        part(BASE)
+    assert caught.value.what == "deep_ep"
+
+
+def test_the_other_generation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    library(monkeypatch, Buffer=object, ElasticBuffer=object, __version__="2.1.0")
+    assert load_deepep(2).__version__ == "2.1.0"
+    with pytest.raises(ConfigurationError, match=r"got version 2\.1\.0, need deep_ep 1\.2"):
+        load_deepep(1)
+    library(monkeypatch, Buffer=object)
+    assert load_deepep(1).Buffer is object
+    with pytest.raises(ConfigurationError, match="got version 1, need deep_ep 2"):
+        load_deepep(2)
+
+
+def test_a_library_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "deep_ep"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("assert False, 'two versions of NCCL'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
+    with pytest.raises(ConfigurationError, match="deep_ep: got two versions of NCCL, need"):
+        load_deepep(1)
+
+
+@pytest.mark.parametrize(("value", "asks"), [(None, True), ("1", True), ("0", False)])
+def test_ibgda_is_read_anew(monkeypatch: pytest.MonkeyPatch, value: str | None, asks: bool) -> None:
+    monkeypatch.delenv("NVSHMEM_IB_ENABLE_IBGDA", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NVSHMEM_IB_ENABLE_IBGDA", value)
+    assert nvshmem_asks_for_ibgda() is asks
+
+
+def test_rdma_nics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(deepep, "_NICS", tmp_path / "infiniband")
+    assert not has_rdma_nic()
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert has_rdma_nic()
+
+
+# ------------------------------------------------------------------------------------ the manager
+
+
+class Buffer:
+    """What the library's Buffer tells before it is made; making one fails the test."""
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(*sizes: int) -> int:
+        raise AssertionError(sizes)
+
+
+def manage(rank: int, world_size: int, group: dist.ProcessGroup) -> list[str]:
+    """What a rank of a gloo group meets: refusals, all before the library is asked for anything."""
+    met = []
+    try:
+        DeepEPGroup(group)
+    except ConfigurationError as error:
+        met.append(str(error))
+    deepep._nccl_group = lambda given: given  # gloo does for what ranks tell each other
+    sys.modules["deep_ep"] = ModuleType("deep_ep")
+    vars(sys.modules["deep_ep"])["Buffer"] = Buffer
+    deepep.has_rdma_nic = lambda: False
+    manager = DeepEPGroup(group, deadline_s=5)
+    manager.agree({"hidden": 64})
+    tries = (
+        lambda: manager.agree({"hidden": 64, "tokens": 4 + rank}),
+        lambda: manager.low_latency(8, 2048, 4),
+        lambda: DeepEPGroup(group, num_sms=20 + 2 * rank),
+        lambda: DeepEPHTPrepareAndFinalize(replace(BASE, parallel=Parallel(4)), manager),
+    )
+    for attempt in tries:
+        try:
+            attempt()
+        except (CommunicationError, ConfigurationError) as error:
+            met.append(str(error))
+    manager.destroy()
+    try:
+        manager.agree({})
+    except UnsupportedError as error:
+        met.append(str(error))
+    return met
+
+
+def test_a_manager_refuses_before_anything_is_sent() -> None:
+    with RankPool(2, grace=10) as pool:
+        reports = pool.run(manage)
+    for report in reports:
+        words = iter(report)
+        assert "process group's backend" in next(words)
+        assert "tokens 4, 5 by rank" in next(words)
+        assert "no RDMA NIC here, need RDMA NICs with IBGDA" in next(words)
+        assert "num_sms 20, 22 by rank" in next(words)
+        assert "process group's size: got 2, need 4" in next(words)
+        assert "a destroyed manager" in next(words)
+
+
+@pytest.mark.parametrize("num_sms", [0, 7, -2])
+def test_multiprocessors_come_in_pairs(num_sms: int) -> None:
+    with pytest.raises(ConfigurationError, match="num_sms"):
+        DeepEPGroup(num_sms=num_sms)
+
+
+class Recorder:
+    """The calls of a low-latency buffer, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def low_latency_dispatch(self, x: str, *_: object, **__: object) -> tuple[Any, ...]:
+        self.calls.append(f"send {x}")
+        return x, None, (), None, lambda: self.calls.append(f"receive {x}")
+
+    def low_latency_combine(self, x: str, *_: object, **__: object) -> None:
+        self.calls.append(f"combine {x}")
+
+    def destroy(self) -> None:
+        self.calls.append("destroy")
+
+
+def test_a_dispatch_is_received_before_the_next_exchange() -> None:
+    """Whatever the order in which calls in flight are finished."""
+    recorder = Recorder()
+    buffer: Any = LowLatency(recorder, 8, 4)
+    first = buffer.dispatch("a", None, quantise=False)
+    second = buffer.dispatch("b", None, quantise=False)
+    second.receive()
+    buffer.combine("b", None, None, (), None)
+    first.receive()
+    buffer.combine("a", None, None, (), None)
+    buffer.dispatch("c", None, quantise=False)
+    buffer.destroy()
+    assert recorder.calls == [
+        "send a", "receive a", "send b", "receive b", "combine b", "combine a",
+        "send c", "receive c", "destroy",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------- ids, weights and sizes
+
+
+def test_rows_past_the_count_have_no_pairs() -> None:
+    ids = torch.tensor([[0, -1], [2, 1], [7, 7]])
+    weights = torch.tensor([[0.5, torch.nan], [0.25, 0.75], [torch.nan, 3.0]])
+    live_ids, live_weights = deepep_v2.live_pairs(ids, weights, torch.tensor(2))
+    assert live_ids.tolist() == [[0, -1], [2, 1], [-1, -1]]
+    assert live_weights.tolist() == [[0.5, 0.0], [0.25, 0.75], [0.0, 0.0]]
+
+
+def test_buffers_are_made_for_few_sizes() -> None:
+    assert [deepep_ll.buffer_tokens(n) for n in (0, 1, 4, 5, 128)] == [4, 4, 4, 8, 128]
+    compiled = [deepep_v2.buffer_tokens(n) for n in (0, 1, 8, 9, 100, 128, 129, 4096)]
+    assert compiled == [8, 8, 8, 16, 128, 128, 256, 4096]
+
+
+@pytest.mark.parametrize(
+    ("quant", "by_library"),
+    [
+        (BLOCK, True),
+        ("fp8_w8a8_block:block=64x128", True),
+        ("fp8_w8a8_block:block=128x64", False),
+        ("int8_w8a8_block", False),
+        ("fp8_w8a8_channel", False),
+        ("none", False),
+    ],
+)
+def test_what_the_low_latency_kernels_quantise(quant: str, by_library: bool) -> None:
+    problem = replace(BASE, quant=quant)
+    assert deepep_ll.quantised_by_library(problem) is by_library
+    part = _unmade(DeepEPLLPrepareAndFinalize, problem)
+    specs = part.workspace_shapes(3)
+    if by_library:
+        assert specs["batched_scale"].shape == (16, 128, 16)
+    else:
+        assert "batched_scale" not in specs
+        assert ("x_q" in specs) is problem.scheme.quantises_activations
+
+
+def test_shapes_are_those_of_the_fullest_call() -> None:
+    """Whatever this rank passes, the others may pass problem.tokens."""
+    problem = replace(BASE, tokens=50)
+    assert _unmade(DeepEPHTPrepareAndFinalize, problem).dispatch_shape(3) == ContiguousShape(100, 8)
+    assert _unmade(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(3) == BatchedShape(16, 104)
+    part = _unmade(DeepEPV2PrepareAndFinalize, problem)
+    assert part.dispatch_shape(3) == ContiguousShape(128, 8)
+    assert part.workspace_shapes(3)["rows_sum"].shape == (128, 2048)
+
+
+def _unmade(kind: Any, problem: Problem) -> Any:
+    """A part without its library, for what depends on the problem alone."""
+    part = kind.__new__(kind)
+    part.problem = problem
+    return part

@@ -1,0 +1,85 @@
+"""tools/exchange_peers.py with stand-ins that have the libraries' signatures and shapes."""
+
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.bench.exchange import Cell, Link
+from modular_kernel.bench.exchange_rows import ExchangeRow
+from modular_kernel.bench.exchange_run import Offer, Repeats, run
+from modular_kernel.testing.ranks import RankPool
+from modular_kernel.types import Machine
+
+ROOT = Path(__file__).resolve().parents[1]
+STAND_INS = Path(__file__).parent / "stand_ins"
+FILE = """
+import sys
+from importlib import import_module
+sys.path[:0] = {folders!r}
+for name in ("deep_ep", "pplx_kernels", "pplx_kernels.all_to_all", "moved_rows"):
+    sys.modules.pop(name, None)
+sys.path_importer_cache.clear()
+import importlib.util
+spec = importlib.util.spec_from_file_location("exchange_peers", {peers!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+transports = module.transports
+"""
+CELLS = tuple(
+    Cell(2, tokens, 6, hidden=256, experts=8, top_k=3, quant=quant)
+    for quant in ("none", "fp8_w8a8_block")
+    for tokens in (1, 6)
+)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], ExchangeRow]:
+    """(library's folder, transport) -> its rows."""
+    found = {}
+    folder = tmp_path_factory.mktemp("peers")
+    offers = []
+    for library, names in (
+        ("v1", [f"DeepEP V1 high throughput, {n} SMs" for n in (20, 96)]),
+        ("v1", ["DeepEP V1 low latency", "DeepEP V2, 64 SMs"]),
+        ("v2", ["DeepEP V2, 22 SMs", "DeepEP V2, 64 SMs", "DeepEP V1 low latency"]),
+        ("pplx", ["pplx-kernels"]),
+    ):
+        path = folder / f"{library}.py"
+        folders = [str(STAND_INS / library), str(STAND_INS)]
+        peers = str(ROOT / "tools" / "exchange_peers.py")
+        path.write_text(FILE.format(folders=folders, peers=peers), encoding="utf-8")
+        offers += [(library, Offer(name, "peer", CELLS, Machine(), path=path)) for name in names]
+    told = run(
+        [offer for _, offer in offers], lambda: RankPool(2), link=Link(), repeats=Repeats(1, 1)
+    )
+    for (library, offer), found_rows in zip(offers, told, strict=True):
+        found[library, offer.name] = found_rows
+    return found
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("v1", "DeepEP V1 high throughput, 20 SMs"),
+        ("v1", "DeepEP V1 high throughput, 96 SMs"),
+        ("v1", "DeepEP V1 low latency"),
+        ("v2", "DeepEP V2, 22 SMs"),
+        ("v2", "DeepEP V2, 64 SMs"),
+        ("pplx", "pplx-kernels"),
+    ],
+)
+def test_rows_come_back_as_they_went(library: str, name: str, rows: dict) -> None:
+    found = rows[library, name]
+    assert [(row.status, row.note) for row in found if row.status != "ok"] == []
+    assert all(0 <= row.error < (0.07 if row.quant != "none" else 0.008) for row in found)
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "why"),
+    [
+        ("v1", "DeepEP V2, 64 SMs", "this deep_ep is V1"),
+        ("v2", "DeepEP V1 low latency", "this deep_ep is V2"),
+    ],
+)
+def test_the_other_version_is_refused(library: str, name: str, why: str, rows: dict) -> None:
+    assert {(row.status, row.note) for row in rows[library, name]} == {("refused", why)}

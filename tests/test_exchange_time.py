@@ -1,0 +1,120 @@
+"""How halves of an exchange are timed: with a clock that only the transport moves."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from modular_kernel.bench import exchange_time
+from modular_kernel.bench.exchange import Cell, Given, Place, Transport
+from modular_kernel.bench.exchange_time import Repeats, time_transport
+
+
+class Clock:
+    """Moved by hand; in seconds."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def ms(self, start: float, end: float) -> float:
+        return (end - start) * 1e3
+
+    def wait(self) -> None: ...
+
+
+CLOCK = Clock()
+
+
+def takes(seconds: float) -> None:
+    CLOCK.now += seconds
+
+
+class Slow(Transport):
+    """Takes known times; wrong from a given dispatch on."""
+
+    name = "slow"
+    wrong_from = 10**9
+    calls = 0
+
+    def open(self, cell, place): ...
+
+    def load(self, given):
+        self.x, self.out = given.x_TH, torch.empty_like(given.x_TH)
+
+    def dispatch(self):
+        takes(0.002)
+        self.calls += 1
+        self.arrived = self.x * (1 if self.calls < self.wrong_from else 2)
+
+    def identity(self):
+        self.y = self.arrived
+
+    def combine(self):
+        takes(0.005)
+        return self.out.copy_(self.y)
+
+
+def fake_capture(groups: list) -> list:
+    """Every call once, as when it is captured; then whenever it is replayed."""
+
+    def replay(group: list) -> torch.Tensor:
+        return [call() for call in group][-1]
+
+    for group in groups:
+        replay(group)
+    return [partial(replay, group) for group in groups]
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A place whose graphs are plain calls."""
+    monkeypatch.setattr(exchange_time, "capture", fake_capture)
+    monkeypatch.setattr(exchange_time.dist, "barrier", lambda group: None)
+    monkeypatch.setattr(exchange_time, "clock_of", lambda device: CLOCK)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return Place(0, 1, None, torch.device("cuda"))
+
+
+def slow(**fields: object) -> tuple[Slow, Given]:
+    given = Given.of(Cell(1, 3, 3, hidden=64, experts=2, top_k=1), 0, torch.device("cpu"))
+    transport = Slow()
+    vars(transport).update({"capturable": True, **fields})
+    transport.load(given)
+    transport.dispatch()
+    transport.identity()
+    return transport, given
+
+
+@pytest.mark.parametrize("capturable", [True, False])
+def test_halves_and_pairs_are_told_apart(on_a_gpu: Place, capturable: bool) -> None:
+    transport, given = slow(capturable=capturable)
+    times = time_transport(transport, given, on_a_gpu, Repeats(2, 2), lambda ok: ok)
+    assert times.mode == ("graph" if capturable else "eager")
+    found = times.dispatch_us, times.combine_us, times.pair_us, times.spread
+    assert found == pytest.approx((2000, 5000, 7000, 0))
+    assert times.error == 0
+
+
+def test_a_replay_that_is_wrong_shows(on_a_gpu: Place) -> None:
+    # One call was eager, one captured the dispatch, four the pairs: the seventh is the replay.
+    transport, given = slow(wrong_from=7)
+    transport.identity = lambda: setattr(transport, "y", transport.x * (transport.calls < 7))
+    times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: ok)
+    assert times.error == 1
+
+
+def test_what_one_rank_cannot_capture_no_rank_replays(on_a_gpu: Place) -> None:
+    transport, given = slow()
+    times = time_transport(transport, given, on_a_gpu, Repeats(1, 1), lambda ok: False)
+    assert times.mode == "eager"
+
+
+def test_the_first_turn_is_left_out(on_a_gpu: Place) -> None:
+    waits = iter([0.02, 0.001, 0.002, 0.0025, 0.001, 0.002])
+    runs = [lambda: takes(next(waits))] * 2
+    first, second = exchange_time._queued(runs, on_a_gpu, 2)
+    assert first == pytest.approx([2000, 1000])
+    assert second == pytest.approx([2500, 2000])

@@ -1,0 +1,124 @@
+"""number_pairs: Triton and torch twin against loops over pairs."""
+
+import random
+
+import pytest
+import torch
+
+from modular_kernel.errors import ShapeError
+from modular_kernel.ops import numbers
+from modular_kernel.placement import Placement
+from modular_kernel.tensors import Routing
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PLACEMENTS = (
+    Placement.linear(8, 2),
+    Placement.linear(7, 2),
+    Placement.round_robin(8, 4),
+    Placement.linear(6, 3).with_copies({0: (1, 2), 5: (0,)}),
+)
+
+
+@pytest.fixture(params=["kernel", "twin"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test runs the Triton kernel, and once more the torch twin beside it."""
+    if request.param == "twin":
+        monkeypatch.setattr(numbers, "use_triton", lambda tensor: False)
+    else:
+        assert numbers.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
+    return request.param
+
+
+def drawn(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:
+    """Rows of a wider tensor: ids from -2 to E, one far outside; weights of skipped pairs NaN."""
+    choose = random.Random(tokens + top_k)
+    experts = placement.experts
+    ids = torch.tensor(
+        [[choose.randint(-2, experts) for _ in range(top_k + 1)] for _ in range(tokens)],
+        dtype=dtype,
+    ).view(tokens, top_k + 1)
+    if tokens > 3:
+        ids[3, 0] = 2**31 - 1 if dtype is torch.int32 else 2**32  # 0 in its lower half
+    weights = torch.rand(tokens, top_k + 1, generator=torch.Generator().manual_seed(1))
+    weights[(ids < 0) | (ids >= experts)] = torch.nan
+    return Routing(weights.to(DEVICE)[:, :top_k], ids.to(DEVICE)[:, :top_k])
+
+
+def run(
+    routing: Routing, placement: Placement, *, join: bool, factor: float = 1.0, first: int = 1
+) -> tuple[list[list[int]], list[list[float]], int]:
+    shape = routing.topk_ids_TK.shape
+    out = torch.full(shape, 99, dtype=torch.int64, device=DEVICE)
+    weights = torch.full(shape, torch.nan, device=DEVICE)
+    invalid = torch.full((1,), 5, dtype=torch.int32, device=DEVICE)
+    numbers.number_pairs(
+        routing,
+        numbers.Numbering.of(placement, DEVICE, first),
+        join=join,
+        factor=factor,
+        out=numbers.NumberedPairs(out, weights),
+        invalid_ids=invalid,
+    )
+    return out.tolist(), weights.tolist(), int(invalid) - 5
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=range(len(PLACEMENTS)))
+def test_every_pair_goes_where_its_expert_is(placement: Placement, dtype: torch.dtype) -> None:
+    routing = drawn(placement, 37, 3, dtype)
+    got, weights, invalid = run(routing, placement, join=False, factor=2.0)
+    slots, experts = numbers.slots_of(placement), placement.experts
+    seen = set()
+    ids, given = routing.topk_ids_TK.tolist(), routing.topk_weights_TK.tolist()
+    assert invalid == sum(i < -1 or i >= experts for row in ids for i in row)
+    for token in range(37):
+        for k in range(3):
+            expert, number = ids[token][k], got[token][k]
+            if not 0 <= expert < experts:
+                assert (number, weights[token][k]) == (-1, 0.0)
+                continue
+            rank, slot = divmod(number, slots)
+            homes = placement.homes[expert]
+            assert (rank, slot) == homes[(token + 1) % len(homes)]
+            assert weights[token][k] == 2 * given[token][k]
+            seen.add((expert, rank))
+    assert seen == {(e, r) for r, held in enumerate(placement.slots) for e in held}
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (50, 5), (17, 8), (3, 32)])
+@pytest.mark.parametrize("placement", PLACEMENTS[::3], ids=["blocks", "copies"])
+def test_pairs_of_one_expert_are_joined(placement: Placement, tokens: int, top_k: int) -> None:
+    routing = drawn(placement, tokens, top_k, torch.int64)
+    apart, _, _ = run(routing, placement, join=False)
+    got, weights, _ = run(routing, placement, join=True, factor=0.5)
+    given = routing.topk_weights_TK.tolist()
+    for token in range(tokens):
+        assert [n for n in got[token] if n >= 0] == list(
+            dict.fromkeys(n for n in apart[token] if n >= 0)
+        )
+        for k, number in enumerate(got[token]):
+            pairs = zip(apart[token], given[token], strict=True)
+            want = sum(w for n, w in pairs if n == number) if number >= 0 else 0.0
+            assert number in (-1, apart[token][k])
+            assert weights[token][k] == pytest.approx(0.5 * want, rel=1e-6)
+
+
+@pytest.mark.usefixtures("path")
+def test_no_tokens() -> None:
+    assert run(drawn(PLACEMENTS[0], 0, 4, torch.int32), PLACEMENTS[0], join=True) == ([], [], 0)
+
+
+def test_outputs_have_the_shape_of_the_ids() -> None:
+    routing, placement = drawn(PLACEMENTS[0], 4, 2, torch.int32), PLACEMENTS[0]
+    out = torch.empty(4, 3, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ShapeError, match=r"numbers of pairs: got \(4, 3\), need \(4, 2\)"):
+        numbers.number_pairs(
+            routing,
+            numbers.Numbering.of(placement, DEVICE),
+            join=False,
+            factor=1.0,
+            out=numbers.NumberedPairs(out, out.float()),
+            invalid_ids=torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        )

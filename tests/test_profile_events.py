@@ -1,0 +1,144 @@
+"""Traces taken apart: device time by the innermost range of its launch, each moment once."""
+
+import json
+from pathlib import Path
+
+import pytest
+from profile_samples import launch, one_call, ran, ranged
+
+from modular_kernel import stages
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.profiling import chrome
+from modular_kernel.profiling.events import NOWHERE, CallTimes, StageTime, calls_of, middle
+
+
+def only(events: list[dict[str, object]], *, on_gpu: bool = True) -> CallTimes:
+    (call,) = calls_of(events, on_gpu=on_gpu)
+    return call
+
+
+def test_device_time_is_that_of_the_work_a_stage_launched() -> None:
+    call = only(one_call())
+    assert {time.stage: time for time in call.times} == {
+        stages.CALL: StageTime(stages.CALL, 1, 25.0, 0.0, 0),
+        stages.PREPARE: StageTime(stages.PREPARE, 1, 5.0, 0.0, 0),
+        stages.SORT: StageTime(stages.SORT, 1, 10.0, 5.0, 1),  # 5 us are of work before the call
+        stages.EXPERTS: StageTime(stages.EXPERTS, 1, 30.0, 30.0, 1),
+        stages.GATHER_GEMM1: StageTime(stages.GATHER_GEMM1, 1, 20.0, 1100.0, 2),
+        stages.GEMM2: StageTime(stages.GEMM2, 1, 10.0, 400.0, 1),  # the overlap is the copy's
+    }
+    assert call.span_us == 1750 - 200
+    assert call.host_us == 100
+    assert call.launches == 5
+
+
+def test_stages_add_up_and_what_is_in_none_is_told_apart() -> None:
+    call = only(one_call())
+    assert call.busy_us == 5 + 1100 + 400 + 30
+    assert call.staged_us == 5 + 1100 + 400
+    assert call.coverage == pytest.approx(1505 / 1535)
+    rests = [time.stage for time in call.times if not time.is_stage]
+    assert rests == [stages.CALL, stages.PREPARE, stages.EXPERTS]
+
+
+def test_without_a_gpu_the_host_computes() -> None:
+    call = only(one_call(), on_gpu=False)
+    assert {time.device_us for time in call.times} == {None}
+    assert call.launches is None
+    assert (call.busy_us, call.staged_us, call.span_us) == (100.0, 40.0, 100.0)
+
+
+def test_work_of_an_unknown_launch_lowers_the_coverage() -> None:
+    events = [*one_call(), ran("whose", 1710, 5, 77), ran("later", 1800, 5, 78)]
+    call = only(events)
+    assert StageTime(NOWHERE, 0, 0.0, 5.0, 1) in call.times
+    assert call.coverage == pytest.approx(1505 / 1540)
+
+
+def test_another_thread_launches_into_the_stage_that_is_open() -> None:
+    """But what a thread with ranges of its own launches is never another's."""
+    events = [*one_call(), launch(53, 6, thread=99), ran("helper", 1760, 40, 6)]
+    events += [ranged(stages.SORT, 51, 58, thread=8), launch(54, 7), ran("own", 1800, 20, 7)]
+    events += [launch(55, 8, thread=8), ran("of no call", 1820, 7, 8)]
+    times = {time.stage: time.device_us for time in only(events).times}
+    assert times[stages.GEMM2] == 400 + 40 + 20
+    assert NOWHERE not in times
+
+
+def test_calls_are_told_apart_and_the_middle_one_is_shown() -> None:
+    events = []
+    for number, dur in enumerate((50, 10, 30)):
+        start = number * 1000
+        events += [ranged(stages.CALL, start, start + 100), ranged(stages.GEMM1, start, start + 9)]
+        events += [launch(start + 1, number), ran("k", start + 5, dur, number)]
+    calls = calls_of(events, on_gpu=True)
+    assert [call.span_us for call in calls] == [50, 10, 30]
+    assert middle(calls).span_us == 30
+    with pytest.raises(ConfigurationError, match="no call"):
+        middle(calls_of([ranged(stages.GEMM1, 0, 1)], on_gpu=True))
+
+
+FAULTY = {
+    "no object": 3,
+    "no events": {"traceEvents": None},
+    "an event that is none": {"traceEvents": ["x"]},
+    "an unknown phase": {"traceEvents": [ranged("a", 0, 1) | {"ph": "Y"}]},
+    "no name": {"traceEvents": [ranged("a", 0, 1) | {"name": None}]},
+    "no duration": {"traceEvents": [ranged("a", 2, 1)]},
+    "a time in words": {"traceEvents": [ranged("a", 0, 1) | {"ts": "0"}]},
+    "no process": {"traceEvents": [{"ph": "X", "name": "a", "ts": 0, "dur": 1, "tid": 1}]},
+    "a flow to nowhere": {"traceEvents": [ranged("a", 0, 1) | {"ph": "s"}]},
+    "bare metadata": {"traceEvents": [{"ph": "M", "name": "a", "pid": 1, "tid": 1}]},
+}
+
+
+@pytest.mark.parametrize("trace", FAULTY.values(), ids=FAULTY)
+def test_what_is_no_chrome_trace_is_refused(trace: object, tmp_path: Path) -> None:
+    assert len(chrome.faults(trace)) == 1
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(trace))
+    with pytest.raises(ConfigurationError, match=r"trace x\.json"):
+        chrome.read_trace(path)
+
+
+def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"traceEvents": [')
+    with pytest.raises(ConfigurationError, match="need JSON"):
+        chrome.read_trace(path)
+
+
+def test_ranks_become_processes_on_one_clock() -> None:
+    base = 1_790_857_026_000_000_000
+    traces = [
+        {"baseTimeNanoseconds": base + rank * 3_000, "traceEvents": one_call()} for rank in (0, 1)
+    ]
+    merged = chrome.merged(traces, ["rank 0: a", "rank 1: b"])
+    assert chrome.faults(merged) == []
+    events = merged["traceEvents"]
+    assert merged["baseTimeNanoseconds"] == base
+    assert {event["pid"] for event in events} == {0, 1}
+    starts = {e["pid"]: e["ts"] for e in events if e["name"] == stages.CALL}
+    assert starts == {0: 0.0, 1: 3.0}
+    names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"]
+    assert names == [(0, "rank 0: a"), (1, "rank 1: b")]
+    threads = {
+        (e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"
+    }
+    assert set(threads.values()) == {"CPU: thread 7", "GPU 0: thread stream 7"}
+    for event in events:
+        if event.get("cat") == "kernel":
+            assert threads[event["pid"], event["tid"]].startswith("GPU 0")
+    flows = [event["id"] for event in events if "id" in event]
+    assert sorted(flows) == ["0-2", "0-2", "1-2", "1-2"]
+
+
+def test_clocks_differ_by_no_more_than_the_best_barrier_shows() -> None:
+    def trace(base: int, *ends: float) -> chrome.Trace:
+        marks = [ranged(chrome.BARRIER, end - 50, end) for end in ends]
+        return {"baseTimeNanoseconds": base, "traceEvents": marks}
+
+    base = 1_790_857_026_000_000_000
+    assert chrome.barrier_spread_us([trace(base, 100, 200), trace(base + 4_000, 99, 197)]) == 1.0
+    assert chrome.barrier_spread_us([trace(base, 100)]) is None
+    assert chrome.barrier_spread_us([trace(base, 100), trace(base)]) is None

@@ -1,0 +1,166 @@
+"""The report of a profile: what it says, and that its HTML stands alone."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from profile_samples import one_call, ran
+
+from modular_kernel import stages
+from modular_kernel.bench.floor import Peaks
+from modular_kernel.bench.routing import RoutingKind
+from modular_kernel.bench.stage_floor import RankLoad
+from modular_kernel.cli.output import plain
+from modular_kernel.profiling import html, words
+from modular_kernel.profiling.chrome import Trace
+from modular_kernel.profiling.record import Job, Memory, RankRecord, Recorded, Total
+from modular_kernel.profiling.report import Profile, as_record, profile_of
+from modular_kernel.types import Machine, Problem
+
+PROBLEM = Problem(tokens=10, hidden=32, intermediate=64, experts=4, top_k=2)
+GPU = Machine("cuda", (9, 0), frozenset(), name="<a GPU & more>")
+VOID = {"meta", "br"}
+
+
+def profiled(
+    *pairs: str, ranks: int = 1, trace: Trace | None = None, machine: Machine = GPU
+) -> Profile:
+    """Of the sample's call, which takes 1505 us in stages and 1550 from first to last."""
+    mode = "graph" if machine.device == "cuda" else "cpu"
+    records = [
+        RankRecord(
+            rank=rank,
+            environment={"device": "<x>", "date": "now", "torch": "2", "triton": None,
+                         "command": 'mk "x" <y>'},
+            peaks=Peaks({"bfloat16": 1e9}, 1e6, 1e6, 1e6, "given"),
+            link=None,
+            load=RankLoad(10, 9, 18, 3, *((4, 6) if ranks > 1 else (0, 0))),
+            pairs=tuple(
+                Recorded(
+                    pair, Path(f"{rank}.trace.json"),
+                    Total(1500.0 + rank, (1490.0, 1500.0 + rank, 1510.0), mode, 12.0, 0.0),
+                    Memory(1 << 20, 3 << 20),
+                )
+                for pair in pairs
+            ),
+            difference=0.003 if len(pairs) > 1 else None,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    job = Job((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
+    whole = trace or {"traceEvents": one_call()}
+    merged = [Path("all.trace.json") if ranks > 1 else None for _ in pairs]
+    return profile_of(job, records, [[whole] * ranks for _ in pairs], merged)
+
+
+def test_a_stage_beside_its_floor() -> None:
+    (rank,) = profiled("A x B").pairs[0].ranks
+    rows = {row.stage: row for row in rank.rows}
+    gemm2 = rows[stages.GEMM2]
+    assert gemm2.work is not None
+    assert gemm2.floor is not None
+    # 2304 bytes of h, 3 experts of 4096 bytes, 1152 bytes of rows, at 1 byte a microsecond.
+    assert (gemm2.work.bytes, gemm2.floor.us) == (15744, pytest.approx(15744))
+    assert gemm2.percent == pytest.approx(100 * 15744 / 400)
+    assert rows[stages.EXPERTS].floor is None
+
+
+def test_the_furthest_stage_is_the_one_with_most_to_gain() -> None:
+    """GEMM 1 and the sort are 1100 and 5 us; the floor of either is below that by other shares."""
+    fast = profiled("A x B")
+    rank = fast.pairs[0].slowest
+    rows = tuple(
+        replace(row, floor=replace(row.floor, us=us)) if row.floor else row
+        for row, us in zip(rank.rows, (0, 0, 0.1, 0, 1000.0, 390.0), strict=True)
+    )
+    rank = replace(rank, rows=rows)
+    assert rank.furthest is not None
+    assert rank.furthest.stage == stages.GATHER_GEMM1
+    assert rank.least_percent is not None
+    assert rank.least_percent.stage == stages.SORT
+    text = "\n".join(words.sentences(replace(fast.pairs[0], ranks=(rank,))))
+    assert "Furthest from its floor: permute+gemm1_activation, 1100 us where 1000" in text
+    assert "Lowest share of its floor: sort, 2 %" in text
+
+
+def test_both_kinds_of_calls_are_told() -> None:
+    profile = profiled("A x B")
+    (rank,) = profile.pairs[0].ranks
+    assert rank.sum_to_span == pytest.approx(1505 / 1550)
+    assert rank.sum_to_total == pytest.approx(1505 / 1500)
+    text = "\n".join(words.sentences(profile.pairs[0]))
+    assert "1500 us, a planned call in a CUDA graph" in text
+    assert "sum to 1505 us of the device in 5 launches and cover 98.0% of its time" in text
+    assert "3 MiB at the peak" in text
+    assert profile.missing == ()
+
+
+def test_the_slowest_rank_stands_for_all() -> None:
+    profile = profiled("A x B", ranks=2)
+    assert profile.pairs[0].slowest.rank == 1
+    assert "rank 1, the slowest of 2" in words.sentences(profile.pairs[0])[0]
+    assert any("No rate between ranks" in line for line in profile.missing)
+
+
+def test_what_could_not_be_measured_is_said() -> None:
+    cpu = Machine("cpu", interpreter=True)
+    told = " ".join(profiled("A x B", machine=cpu).missing)
+    assert "No GPU was watched" in told
+    assert "interpreted" in told
+    strange = {"traceEvents": [*one_call(), ran("whose", 1710, 5, 77)]}
+    assert "5.0 us of device work has no launch" in " ".join(
+        profiled("A x B", trace=strange).missing
+    )
+
+
+def test_everything_is_in_the_record() -> None:
+    record = plain(as_record(profiled("A x B", "C x D", ranks=2)))
+    assert isinstance(record, dict)
+    (rank, _) = record["pairs"][1]["ranks"]
+    assert rank["coverage"] == pytest.approx(1505 / 1535)
+    assert rank["furthest_from_floor"] in {row["stage"] for row in rank["stages"]}
+    by_name = {row["stage"]: row for row in rank["stages"]}
+    assert by_name[stages.GEMM2]["launches"] == 1
+    assert by_name[stages.GEMM2]["percent_of_floor"] > 0
+    assert record["output_difference"] == 0.003
+
+
+class _Checked(HTMLParser):
+    """Notes tags that are not closed in turn, and whatever would be fetched from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.faults: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.faults += [f"{tag} {k}" for k, v in attrs if k in ("src", "href") or "//" in (v or "")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"</{tag}>")
+
+
+@pytest.mark.parametrize("pairs", [("A x <B>",), ("A x <B>", "C x D")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_page_is_whole_and_needs_nothing_else(pairs: tuple[str, ...], ranks: int) -> None:
+    later = [event | {"ts": event.get("ts", 0) + 1e9} for event in one_call()]
+    page = html.page(profiled(*pairs, ranks=ranks, trace={"traceEvents": later}))
+    checked = _Checked()
+    checked.feed(page)
+    checked.close()
+    assert (checked.faults, checked.open) == ([], [])
+    assert not {"script", "link", "img", "iframe"} & set(checked.seen)
+    assert re.findall(r"https?:|url\(|@import", page) == []
+    assert "<B>" not in page
+    assert "A x &lt;B&gt;" in page
+    figures = 2 * ranks * len(pairs) + (len(pairs) > 1)
+    assert checked.seen.count("svg") == figures
+    numbers = re.findall(r'(?:width|x1|x|y)="(-?[\d.]+|nan|inf)"', page)
+    assert all(0 <= float(number) <= 1000 for number in numbers)

@@ -1,0 +1,159 @@
+"""The soak over ranks: it finds a wrong output, a leak and a raise, and all ranks stop together."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel.testing.ranks import RankError, RankPool
+from modular_kernel.testing.soak_ranks import Soak, soak
+from modular_kernel.testing.soak_scenes import Scene, Scenes, judged
+from modular_kernel.types import Parallel, Problem
+from prepare_finalize import TorchAll2AllPrepareAndFinalize
+
+Pool = Callable[[int], RankPool]
+SHORT = Soak("TorchAll2AllPrepareAndFinalize", steps=40, check_every=5, hidden=32, tokens=5)
+BAD_STEP = 20
+
+
+class Faulty(TorchAll2AllPrepareAndFinalize):
+    """Counts its calls; from one on, what a subclass says happens on rank 1."""
+
+    calls = 0
+
+    def prepare(self, *args, **options):
+        raise NotImplementedError
+
+    def prepare_no_receive(self, *args, **options):
+        self.calls += 1
+        if self.calls == BAD_STEP and self.problem.parallel.rank == 1:
+            self.begin()
+        return super().prepare_no_receive(*args, **options)
+
+    def begin(self):
+        raise ValueError("enough")
+
+
+class Leaks(Faulty):
+    """Keeps a few megabytes of each call."""
+
+    def begin(self):
+        self.kept = []
+
+    def finalize(self, *args, **options):
+        super().finalize(*args, **options)
+        if hasattr(self, "kept"):
+            self.kept.append(torch.ones(1 << 18))
+
+
+class LosesARow(Faulty):
+    """The last row of an output is a hundredth too large."""
+
+    def begin(self):
+        self.wrong = True
+
+    def finalize(self, expert_output, *, handle, reduce, out):
+        super().finalize(expert_output, handle=handle, reduce=reduce, out=out)
+        if hasattr(self, "wrong") and len(out):
+            out[-1] *= 1.1
+
+
+def test_a_sound_part_is_found_sound(rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(soak, SHORT)
+    assert first.findings == second.findings == ()
+    assert first.steps == second.steps == 40
+    assert first.checked == 8
+    assert first.modes == second.modes
+    assert sum(first.modes.values()) == 40
+    assert 0 < first.worst < 1
+    assert str(first).startswith("40 steps (")
+
+
+def test_time_ends_it_on_all_ranks_at_once(rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(soak, replace(SHORT, steps=10**6, seconds=0.3))
+    assert first.steps == second.steps < 10**5
+    assert 0.3 <= first.seconds < 3
+
+
+def test_a_wrong_row_on_one_rank(rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(soak, replace(SHORT, part=LosesARow, steps=10_000))
+    assert first.findings == ()
+    assert first.steps == second.steps < 1000  # five findings are enough
+    assert second.findings[0].startswith(f"step {BAD_STEP}")
+    assert "1 rows far off" in second.findings[0]
+
+
+def test_memory_that_grows(rank_pool: Pool) -> None:
+    job = replace(SHORT, part=Leaks, rss_bytes=16 << 20)
+    first, second = rank_pool(2).run(soak, job)
+    assert first.findings == ()
+    (finding,) = second.findings
+    assert finding.startswith("memory of the process grew by")
+
+
+def test_a_raise_is_told_with_its_step(rank_pool: Pool) -> None:
+    with pytest.raises(RankError, match=f"at step {BAD_STEP} of the soak, by "):
+        rank_pool(2).run(soak, replace(SHORT, part=Faulty))
+
+
+@pytest.fixture
+def scenes() -> list[Scenes]:
+    """Of both ranks."""
+    return [
+        Scenes(
+            Problem(8, 32, 16, 8, 2, parallel=Parallel(2, rank=rank)),
+            torch.device("cpu"),
+            random.Random(3),
+            replicated=False,
+            ids_dtype=torch.int64,
+        )
+        for rank in (0, 1)
+    ]
+
+
+def test_ranks_draw_the_same_world_and_each_its_part_of_it(scenes: list[Scenes]) -> None:
+    sizes = []
+    for _ in range(50):
+        first, second = (each.scene() for each in scenes)
+        assert torch.equal(first.world.x_TH, second.world.x_TH)
+        assert first.tokens_W == second.tokens_W
+        assert torch.equal(torch.cat([first.x_TH, second.x_TH]), first.world.x_TH)
+        sizes += first.tokens_W
+        again, _ = (each.scene(first.tokens_W) for each in scenes)
+        assert again.tokens_W == first.tokens_W
+        first.refill(again)
+        assert torch.equal(first.x_TH, again.world.x_TH[again.mine])
+    assert set(sizes) == set(range(9))
+    assert any(int((scene.routing.topk_ids_TK == -1).sum()) for scene in _many(scenes[0]))
+
+
+def _many(source: Scenes) -> list[Scene]:
+    return [source.scene() for _ in range(20)]
+
+
+def test_what_is_judged_wrong(scenes: list[Scenes]) -> None:
+    from modular_kernel.testing.prove_ranks import recipe_over_ranks
+
+    problem = scenes[0].problem
+    scene = scenes[0].scene((5, 3))
+    good = recipe_over_ranks(scene.world, problem)[:5].to(problem.dtype)
+    share, wrong = judged(scene, good, problem)
+    assert (share < 0.6, wrong) == (True, "")
+    for spoil in (lambda out: out[4].mul_(1.05), lambda out: out[2].fill_(float("nan"))):
+        out = good.clone()
+        spoil(out)
+        assert judged(scene, out, problem)[1]
+    assert judged(scene, good[:4], problem)[1]
+    many = replace(problem, tokens=64)
+    source = Scenes(
+        many, torch.device("cpu"), random.Random(3), replicated=False, ids_dtype=torch.int64
+    )
+    scene_of_many = source.scene((64, 0))
+    out = recipe_over_ranks(scene_of_many.world, many).to(many.dtype)
+    assert judged(scene_of_many, out, many)[1] == ""
+    out[9] *= 1.04  # a small part of all
+    assert judged(scene_of_many, out, many)[1].endswith("1 rows far off")
+    swapped = good[[1, 0, 2, 3, 4]]
+    assert judged(scene, swapped, problem)[0] > 10

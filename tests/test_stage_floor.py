@@ -1,0 +1,125 @@
+"""Work and floors of stages: numbers by hand, fused stages, and what a rank receives."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel import stages
+from modular_kernel.bench.floor import Peaks, expert_bytes, floor_of, work_of
+from modular_kernel.bench.routing import Load
+from modular_kernel.bench.stage_floor import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.placement import Placement
+from modular_kernel.profiling.inputs import load_of_rank
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Parallel, Problem
+
+# T 10, H 32, I 64 (N 128), K 2; 18 pairs of 9 rows here, 3 experts touched.
+PROBLEM = Problem(tokens=10, hidden=32, intermediate=64, experts=4, top_k=2)
+LOAD = RankLoad(tokens=10, rows=9, pairs=18, touched=3, out=4, back=6)
+PEAKS = Peaks({"bfloat16": 1e12, "float8_e4m3fn": 2e12}, 1e9, 1e9, 1e9, "given")
+
+
+def works(*names: str, quant: str = "none") -> dict[str, StageWork]:
+    problem = replace(PROBLEM, quant=quant)
+    return stage_works(names, problem, problem.scheme, LOAD)
+
+
+def test_every_stage_by_hand() -> None:
+    found = works(*stages.STAGES)
+    w1, w2 = 3 * 128 * 32 * 2, 3 * 32 * 64 * 2
+    assert found == {
+        stages.QUANTISE_INPUT: StageWork(0, 10 * 64, 0, 10 * 32),
+        stages.DISPATCH: StageWork(0, 10 * 32, 0, 9 * 32, 6 * 32),
+        stages.SORT: StageWork(0, 10 * 2 * 4, 0, 18 * 4),
+        stages.PERMUTE: StageWork(0, 9 * 32, 0, 18 * 32),
+        stages.GEMM1: StageWork(2 * 18 * 128 * 32, 18 * 32, w1, 18 * 128),
+        stages.QUANTISE: StageWork(0, 18 * 128, 0, 18 * 64),
+        stages.GEMM2: StageWork(2 * 18 * 64 * 32, 18 * 64, w2, 18 * 64),
+        stages.UNPERMUTE: StageWork(0, 18 * 64, 0, 18 * 64),
+        stages.REDUCE: StageWork(0, 18 * 64, 0, 9 * 64),
+        stages.COMBINE: StageWork(0, 9 * 64, 0, 10 * 64, 6 * 64),
+    }
+
+
+def test_products_read_what_stands_before_them() -> None:
+    """Rows that were permuted are read once a pair; unquantised ones have the dtype's size."""
+    plain = works(stages.GEMM1, stages.GEMM2)
+    assert (plain[stages.GEMM1].read, plain[stages.GEMM2].read) == (9 * 64, 18 * 128)
+    permuted = works(stages.PERMUTE, stages.GEMM1)
+    assert permuted[stages.GEMM1].read == 18 * 64
+    by_token = works(stages.QUANTISE_INPUT, stages.GEMM1, quant="fp8_w8a8_channel")
+    assert by_token[stages.GEMM1].read == pytest.approx(9 * (32 + 4))
+    assert by_token[stages.GEMM1].weights == 3 * 128 * 32
+
+
+def test_a_fused_stage_moves_nothing_in_between() -> None:
+    name = stages.fused(stages.QUANTISE, stages.GEMM2, stages.REDUCE)
+    (work,) = works(name).values()
+    assert work == StageWork(2 * 18 * 64 * 32, 18 * 128, 3 * 32 * 64 * 2, 9 * 64)
+    gathered = works(stages.GATHER_GEMM1)[stages.GATHER_GEMM1]
+    assert gathered.read == 9 * 64
+    sent = works(stages.QUANTISE_DISPATCH, quant="fp8_w8a8_channel")[stages.QUANTISE_DISPATCH]
+    assert sent == StageWork(0, 10 * 64, 0, 9 * 36, 6 * 36)
+
+
+def test_what_experts_quantise_themselves_travels_as_it_was() -> None:
+    quantises = stages.fused(stages.QUANTISE_INPUT, stages.GEMM1)
+    late = works(stages.DISPATCH, stages.PERMUTE, quantises, quant="fp8_w8a8_channel")
+    assert late[stages.DISPATCH] == StageWork(0, 10 * 64, 0, 9 * 64, 6 * 64)
+    assert late[stages.PERMUTE] == StageWork(0, 9 * 64, 0, 18 * 64)
+
+
+def test_what_is_not_known_has_no_work() -> None:
+    assert works("mk::mine", stages.fused(stages.GEMM2, "mk::mine"), stages.EXPERTS) == {}
+
+
+def test_the_floor_is_the_longest_of_the_three() -> None:
+    def floor(work: StageWork, link: float | None = None) -> tuple[float, str]:
+        found = stage_floor(work, PROBLEM, PROBLEM.scheme, PEAKS, link)
+        return found.us, found.bound
+
+    assert floor(StageWork(flops=3e6, read=1e3, weights=5e2, written=4e2)) == (3.0, "compute")
+    assert floor(StageWork(read=1e3, weights=5e2, written=4e2)) == (pytest.approx(1.9), "memory")
+    moved = StageWork(read=1e3, link=4e3)
+    assert floor(moved) == (pytest.approx(1.0), "memory")
+    assert floor(moved, 1e9) == (pytest.approx(4.0), "link")
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16"])
+def test_products_together_are_the_layers_work(quant: str) -> None:
+    """The stages' weights and flops are those of the whole layer, whose floor was there before."""
+    problem = replace(PROBLEM, quant=quant, bias=True)
+    scheme = problem.scheme
+    found = stage_works((stages.GEMM1, stages.GEMM2), problem, scheme, LOAD)
+    whole = work_of(problem, scheme, [Load(18, 3, 1.0)])
+    assert sum(work.flops for work in found.values()) == whole.flops
+    weights = sum(work.weights for work in found.values())
+    assert weights == pytest.approx(3 * expert_bytes(problem, scheme))
+    assert floor_of(whole, problem, scheme, PEAKS).us > 0
+
+
+def test_what_a_rank_receives_and_sends() -> None:
+    """Experts 0, 1 on rank 0 and 2, 3 on rank 1; of each rank's tokens by hand."""
+    ids = ([[0, 1], [0, 2], [2, 3], [-1, 3]], [[0, 2], [2, 3], [1, 0]])
+    routings = [Routing(torch.ones(len(each), 2), torch.tensor(each)) for each in ids]
+    problem = replace(PROBLEM, tokens=4, parallel=Parallel(2))
+    here = [
+        load_of_rank(routings, replace(problem, parallel=Parallel(2, rank=rank)), replicated=False)
+        for rank in (0, 1)
+    ]
+    assert here[0] == RankLoad(tokens=4, rows=4, pairs=6, touched=2, out=3, back=2)
+    assert here[1] == RankLoad(tokens=3, rows=5, pairs=7, touched=2, out=2, back=3)
+    same = load_of_rank([routings[0]] * 2, problem, replicated=True)
+    assert same == RankLoad(tokens=4, rows=2, pairs=3, touched=2, out=0, back=4)
+
+
+def test_ranks_take_turns_with_the_copies_of_an_expert() -> None:
+    """Expert 0 is on both ranks: of their first tokens each keeps its own."""
+    one = Routing(torch.ones(1, 1), torch.tensor([[0]]))
+    placement = Placement(((0, 1), (0, 2)))
+    problem = Problem(tokens=1, hidden=32, intermediate=32, experts=3, top_k=1)
+    for rank in (0, 1):
+        own = replace(problem, parallel=Parallel(2, placement, rank))
+        load = load_of_rank([one, one], own, replicated=False)
+        assert load == RankLoad(tokens=1, rows=1, pairs=1, touched=1)

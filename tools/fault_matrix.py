@@ -1,0 +1,46 @@
+"""Faults over ranks, as a table: `python tools/fault_matrix.py --world-size 2 --backend nccl`.
+
+Rank 1 is killed, stopped, late, raises, passes too much or means another layer; every other rank
+must raise CommunicationError in time and name it. Exits with 1 if something is found.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from modular_kernel.testing import faults_matrix as faults
+
+if __name__ == "__main__":
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("--world-size", type=int, default=2)
+    given.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    given.add_argument("--parts", help="names, separated by commas; default: all that can run")
+    given.add_argument("--kinds", default="", help="only these, such as killed,late")
+    given.add_argument("--lanes", type=int, default=4, help="scenarios side by side")
+    given.add_argument("--seconds", type=float, default=300, help="none begins after so long")
+    given.add_argument("--json", type=Path)
+    given.add_argument("--markdown", type=Path)
+    args = given.parse_args()
+    parts = args.parts.split(",") if args.parts else None
+    parts = parts or faults.parts_to_try(args.world_size, args.backend)
+    wanted = [each for part in parts for each in faults.scenarios(part, args.backend)]
+    wanted = [each for each in wanted if not args.kinds or each.kind in args.kinds.split(",")]
+
+    def tell(result):
+        found = "; ".join(result.findings()) or "as it must be"
+        print(f"{result.seconds:5.1f} s  {result.scenario.part}: {result.scenario}: {found}",
+              file=sys.stderr, flush=True)  # fmt: skip
+
+    results = faults.run_matrix(
+        wanted, args.world_size, args.backend, lanes=args.lanes, tell=tell, seconds=args.seconds
+    )
+    table = faults.markdown(results)
+    if args.json:
+        args.json.write_text(json.dumps(faults.as_json(results), indent=1))
+    if args.markdown:
+        args.markdown.write_text(table)
+    print(table + "\n" + faults.summary(results))
+    sys.exit(any(result.findings() for result in results))

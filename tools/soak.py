@@ -1,0 +1,44 @@
+"""Very many calls over ranks: `python tools/soak.py PART --world-size 2 --backend nccl`.
+
+Sizes and skew at random, kernel, plan and graph mixed, every 100th output checked, memory watched.
+Ends after --steps or --seconds, and says how many steps were done; exits with 1 on a finding.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from modular_kernel.testing.ranks import RankError, RankPool
+from modular_kernel.testing.soak_ranks import Soak, soak
+
+if __name__ == "__main__":
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("part")
+    given.add_argument("--world-size", type=int, default=2)
+    given.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    given.add_argument("--experts")
+    given.add_argument("--steps", type=int, default=100_000)
+    given.add_argument("--seconds", type=float, default=120)
+    given.add_argument("--tokens", type=int, default=16)
+    given.add_argument("--hidden", type=int, default=128)
+    given.add_argument("--seed", type=int, default=0)
+    given.add_argument("--json", type=Path)
+    args = vars(given.parse_args())
+    world_size, backend, path = (args.pop(name) for name in ("world_size", "backend", "json"))
+    job = Soak(**args)
+    with RankPool(world_size, backend) as pool:
+        try:
+            reports = pool.run(soak, job, timeout=job.seconds + 120)
+        except RankError as error:
+            sys.exit(f"{job.part}: failed\n{error}")
+    if path:
+        path.write_text(json.dumps([asdict(report) for report in reports], indent=1))
+    for rank, report in enumerate(reports):
+        print(f"{job.part}, rank {rank} of {world_size}: {report}")
+        for finding in report.findings:
+            print(f"  FOUND: {finding}")
+    sys.exit(any(report.findings for report in reports))
