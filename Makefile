@@ -9,7 +9,7 @@
 SHELL      := /bin/bash
 PYTHON     ?= python3
 VENV       ?= .venv
-WORKERS    ?= 2
+WORKERS    ?= 3
 ARGS       ?=
 PIP_FLAGS  := --disable-pip-version-check -qq
 EXTRAS     := test,dev,transformers,bench
