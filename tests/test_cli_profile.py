@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from modular_kernel import stages
 from modular_kernel.catalog import this_machine
@@ -83,8 +84,9 @@ def test_two_pairings_side_by_side(capsys: Capsys, tmp_path: Path) -> None:
     code, out = run(capsys, "profile", *TORCH_PAIR, *against, "--out", str(tmp_path))
     assert code == 0
     assert len(list(tmp_path.glob("*-rank0.trace.json"))) == 2
-    for word in ("sum of stages", "total (planned)", "Furthest from its floor", "No GPU was"):
+    for word in ("sum of stages", "total (planned)", "Furthest from its floor"):
         assert word in out
+    assert ("No GPU was" in out) is not torch.cuda.is_available()
     (page,) = tmp_path.glob("*.profile.html")
     assert "TorchExperts" in page.read_text()
     assert str(page) in out

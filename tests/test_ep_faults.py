@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from experts.torch_experts import TorchExperts
-from modular_kernel.catalog import make_kernel
+from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import CapacityError
 from modular_kernel.testing.faults_matrix import (
     Result,
@@ -178,7 +178,9 @@ def test_a_matrix_whose_time_is_up_begins_nothing() -> None:
 
 def test_a_call_that_returns_something_else_is_an_error() -> None:
     layer = Layer(ALL2ALL, (4,))
-    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", layer.problem(0))
+    cpu = this_machine(device="cpu")
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    kernel = make_kernel(*pair, layer.problem(0), machine=cpu)
     given = layer.inputs_of(0)
     good = kernel(given.x_TH, given.weights, given.routing)
     right = outcome(kernel, given, good)

@@ -1,6 +1,6 @@
 """fused_experts and fused_moe: the field's flags and tensors mean the problems that they should."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -28,9 +28,19 @@ from modular_kernel.types import Combine, Problem
 
 T, H, I, E, K = 5, 64, 32, 4, 2  # noqa: E741 (intermediate)
 BASE = Problem(T, H, I, E, K, dtype=torch.float32)
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+def moved(tensors: Any, device: str) -> Any:
+    """A record with all its tensors on `device`."""
+    found = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
+    return replace(
+        tensors,
+        **{k: v.to(device) for k, v in found.items() if isinstance(v, torch.Tensor)},
+    )
+
+
+def layer(problem: Problem, device: str = "cpu") -> tuple[torch.Tensor, ExpertWeights, Routing]:
     g = torch.Generator().manual_seed(3)
     x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
     plain = ExpertWeights(
@@ -44,7 +54,8 @@ def layer(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
         plain = replace(plain, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02]))
     weights = quantise_weights(plain, problem) if problem.scheme.quantised else plain
     values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
-    return x_TH, weights, Routing(values.softmax(-1), ids)
+    routing = Routing(values.softmax(-1), ids)
+    return x_TH.to(device), moved(weights, device), moved(routing, device)
 
 
 def run(
@@ -87,10 +98,12 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("flags", "quant"), FLAGS, ids=[quant for _, quant in FLAGS])
-def test_flags_name_a_scheme(flags: dict[str, Any], quant: str) -> None:
+def test_flags_name_a_scheme(flags: dict[str, Any], quant: str, device: str) -> None:
+    """Computed where the tensors are, on a machine with a GPU too."""
     problem = replace(BASE, quant=quant)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = layer(problem, device)
     before = x_TH.clone()
     got = run(x_TH, weights, routing, **flags)
     close(got, oracle(x_TH, weights, routing, problem), 0.1 if "w8a8" in quant else 1e-5)
@@ -137,11 +150,13 @@ def test_every_field_of_the_config_counts(
     close(run(x_TH, weights, routing, config), oracle(x_TH, weights, routing, problem), 1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17])
-def test_any_number_of_tokens(tokens: int) -> None:
+def test_any_number_of_tokens(tokens: int, device: str) -> None:
     problem = BASE.with_tokens(tokens)
-    x_TH, weights, routing = layer(problem)
+    x_TH, weights, routing = layer(problem, device)
     got = run(x_TH, weights, routing)
+    assert got.device == x_TH.device
     assert got.shape == (tokens, H)
     if tokens:
         close(got, oracle(x_TH, weights, routing, problem), 1e-5)

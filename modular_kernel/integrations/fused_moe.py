@@ -319,6 +319,7 @@ def _kernel_for(
 @lru_cache(maxsize=256)
 def _kernel(problem: Problem, device: torch.device) -> FusedMoEModularKernel:
     """One for each problem and device: a kernel counts invalid ids where it runs."""
-    machine, prepare = this_machine(), "MoEPrepareAndFinalizeNoEP"
+    machine = this_machine(device="cpu" if device.type == "cpu" else None)
+    prepare = "MoEPrepareAndFinalizeNoEP"
     valid = [name for name in _EXPERTS if check(prepare, name, problem, machine).ok]
     return make_kernel(prepare, (*valid, _EXPERTS[-1])[0], problem, machine=machine)
