@@ -150,5 +150,13 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
             counts_ptr=counts_e,
             capacity=capacity,
             num_m=num_m,
+            stride_ase=_expert_stride(a_scale, capacity),
             **product.arguments(tile, self.problem.fp32_precision, a_scale),
         )
+
+
+def _expert_stride(a_scale: torch.Tensor | None, capacity: int) -> int:
+    """From one expert's scales to the next one's; a_scale: (1,), (e * C, G) or (e, C, G)."""
+    if a_scale is None or a_scale.dim() == 1:
+        return 0
+    return a_scale.stride(0) * (capacity if a_scale.dim() == 2 else 1)

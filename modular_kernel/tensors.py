@@ -89,8 +89,8 @@ class BatchedTokens:
     """BATCHED_EXPERTS format. x_eCH: (e, C, H); counts_e: (e,) int32.
 
     Rows c < counts_e[i] of expert i are tokens; the other rows are undefined and never read, and
-    so are their scales. scale: None if unquantised, else float32: (1,) for one of all tokens,
-    (e, C, 1) for one of each row, (e, C, ceil(H / g)) for one of each g values of a row.
+    so are their scales. scale: None if unquantised, else float32 of any strides: (1,) for one of
+    all tokens, (e, C, 1) for one of each row, (e, C, ceil(H / g)) for one of each g values of it.
     """
 
     x_eCH: torch.Tensor

@@ -103,10 +103,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, shape = self.problem, self.dispatch_shape(tokens)
         pairs = self.pair_specs(tokens)
-        if quantised_by_library(problem):
-            scales = (shape.experts, shape.capacity, problem.hidden // _GROUP)
-            return {**pairs, "batched_scale": BufferSpec(scales, torch.float32)}
-        if problem.scheme.quantises_activations:
+        if problem.scheme.quantises_activations and not quantised_by_library(problem):
             rows = shape.experts * shape.capacity
             scheme, segments = problem.scheme, shape.experts
             specs = quantise_specs("x", scheme, rows, problem.hidden, segments=segments)
@@ -152,12 +149,10 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
             out.copy_(into)
 
     def _arrived(self, arrival: Arrival, weights: ExpertWeights, call: Call) -> BatchedTokens:
-        """The rows as experts take them: quantised if they are to be, their scales in rows."""
+        """The rows as experts take them, quantised if they are to be."""
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
-            scale = call.workspace.take("batched_scale", tuple(arrival.scale_eCG.shape))
-            scale.copy_(arrival.scale_eCG)
-            return BatchedTokens(x_eCH, counts_e, scale)
+            return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
         if not quantises(problem, call):
             return BatchedTokens(x_eCH, counts_e)
         scheme, (experts, capacity, hidden) = problem.scheme, x_eCH.shape

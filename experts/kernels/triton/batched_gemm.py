@@ -11,7 +11,7 @@ from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_r
 def batched_gemm_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, out_ptr, counts_ptr,
     capacity, columns, depth, up_row, up_offset, num_m,
-    stride_asm, stride_ask,
+    stride_ase, stride_asm, stride_ask,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
     stride_bze, stride_bzn, stride_bzk, stride_bias,
     ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
@@ -23,8 +23,9 @@ def batched_gemm_kernel(
 ):  # fmt: skip
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for c < counts[i].
 
-    a is (e, capacity, depth) and out (e, capacity, columns), both contiguous; rows from the count
-    on are neither read nor written. b as in grouped_gemm_kernel. Grid (tiles of one expert, e).
+    a is (e, capacity, depth) and out (e, capacity, columns), both contiguous, and a's scales have
+    strides of expert, row and group; rows from the count on are neither read nor written. b as in
+    grouped_gemm_kernel. Grid (tiles of one expert, e).
     """
     expert = tl.program_id(1).to(tl.int64)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
@@ -36,8 +37,9 @@ def batched_gemm_kernel(
     column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < columns
     slot = expert * capacity + row.to(tl.int64)
+    a_scale_ptr += expert * stride_ase
     gate, up = product_tile(
-        a_ptr + slot[:, None] * depth, a_scale_ptr + slot * stride_asm, row_mask,
+        a_ptr + slot[:, None] * depth, a_scale_ptr + row.to(tl.int64) * stride_asm, row_mask,
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
         1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
