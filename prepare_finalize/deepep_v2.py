@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.ops.live_pairs import live_pairs
 from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
@@ -74,6 +75,8 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         return {
             **specs,
             **self.pair_specs(tokens),
+            "live_ids": BufferSpec((rows, problem.top_k), torch.int32),
+            "live_weights": BufferSpec((rows, problem.top_k), torch.float32),
             "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
         }
 
@@ -107,7 +110,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
                 event.current_stream_wait()
             x_RH, scales = got_x if travels else (got_x, scale)
             count = given.psum_num_recv_tokens_per_scaleup_rank[-1]
-            slots_RK, weights_RK = live_pairs(got_ids, got_weights, count)
+            slots_RK, weights_RK = self._live_pairs(got_ids, got_weights, count, call)
             arrived = local_tokens(self.problem, call, x_RH, scales, slots_RK, weights_RK)
             return arrived, DeepEPHandle(self, call, given, weights_RK)
 
@@ -126,6 +129,15 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         combined_TH, _, _ = self._buffer().combine(rows_RH, own.given)
         out.copy_(combined_TH)
 
+    def _live_pairs(
+        self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the `count` rows that came: nobody wrote the others."""
+        shape, take = tuple(ids_RK.shape), call.workspace.take
+        slots_RK, own_RK = take("live_ids", shape), take("live_weights", shape)
+        live_pairs(ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=own_RK)
+        return slots_RK, own_RK
+
     def _buffer(self) -> Any:
         problem = self.problem
         return self.manager.elastic(
@@ -139,13 +151,3 @@ def buffer_tokens(tokens: int) -> int:
     if tokens > _STEP:
         return math.ceil(tokens / _STEP) * _STEP
     return max(_LEAST_TOKENS, 1 << max(0, tokens - 1).bit_length())
-
-
-def live_pairs(
-    ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and weights as experts take them: -1 and 0 in the rows from `count` (a tensor of one
-    integer) on, which nobody wrote, and weight 0 wherever an id is -1."""
-    row_R1 = torch.arange(len(ids_RK), device=ids_RK.device)[:, None]
-    ids_RK = torch.where(row_R1 < count, ids_RK, -1)
-    return ids_RK, torch.where(ids_RK >= 0, weights_RK, 0)

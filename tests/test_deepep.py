@@ -284,14 +284,6 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
 # ------------------------------------------------------------------------- ids, weights and sizes
 
 
-def test_rows_past_the_count_have_no_pairs() -> None:
-    ids = torch.tensor([[0, -1], [2, 1], [7, 7]])
-    weights = torch.tensor([[0.5, torch.nan], [0.25, 0.75], [torch.nan, 3.0]])
-    live_ids, live_weights = deepep_v2.live_pairs(ids, weights, torch.tensor(2))
-    assert live_ids.tolist() == [[0, -1], [2, 1], [-1, -1]]
-    assert live_weights.tolist() == [[0.5, 0.0], [0.25, 0.75], [0.0, 0.0]]
-
-
 def test_buffers_are_made_for_few_sizes() -> None:
     assert [deepep_ll.buffer_tokens(n) for n in (0, 1, 4, 5, 128)] == [4, 4, 4, 8, 128]
     compiled = [deepep_v2.buffer_tokens(n) for n in (0, 1, 8, 9, 100, 128, 129, 4096)]

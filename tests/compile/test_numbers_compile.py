@@ -1,8 +1,9 @@
-"""number_pairs compiles for sm_90, in every form that parts launch."""
+"""number_pairs and live_pairs compile for sm_90, in every form that parts launch."""
 
 import pytest
 import torch
 
+from modular_kernel.ops.live_pairs import live_pairs
 from modular_kernel.ops.numbers import NumberedPairs, Numbering, number_pairs
 from modular_kernel.placement import Placement, PlacementTables
 from modular_kernel.tensors import Routing
@@ -31,4 +32,21 @@ def test_it_compiles_without_spills(ids_dtype: torch.dtype, join: bool, top_k: i
                 invalid_ids=empty(1, dtype=torch.int32),
             )
     assert [record.kernel for record in records] == ["number_pairs_kernel"] * 2
+    assert [violation for record in records for violation in check(record)] == []
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_live_pairs_compile_without_spills(ids_dtype: torch.dtype) -> None:
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with record_compiles("sm_90") as records:
+        live_pairs(
+            empty(ids_dtype, 16, 8),
+            empty(torch.float32, 16, 8),
+            empty(torch.int32),
+            out_ids_RK=empty(torch.int32, 16, 8),
+            out_weights_RK=empty(torch.float32, 16, 8),
+        )
+    assert [record.kernel for record in records] == ["live_pairs_kernel"]
     assert [violation for record in records for violation in check(record)] == []
