@@ -141,7 +141,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         if not self._free:
             need = f"at most {_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
-        place = self._free.pop(0)
+        place = self._free[0]  # taken below, when the handle is there that gives it back
         slot = self._slots[place]
         sent_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
@@ -158,6 +158,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         handle = SymmMemHandle(self, call, place, exchange, left)
         # A call that is never finished, because its experts raised, say, gives its slot back too.
         self._held[place] = weakref.finalize(handle, self._release, place)
+        self._free.remove(place)
         return arrived, handle
 
     def _release(self, place: int) -> None:
