@@ -10,7 +10,12 @@ import torch
 from ep_layers import Layer
 
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.errors import CommunicationError, ModularKernelError, UnsupportedError
+from modular_kernel.errors import (
+    CommunicationError,
+    DeviceError,
+    ModularKernelError,
+    UnsupportedError,
+)
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Parallel, Problem
 from prepare_finalize.all2all import SymmetricGroup
@@ -149,6 +154,18 @@ def destroyed(rank: int, world: int, group: object) -> ModularKernelError | None
 
 def test_no_use_after_destroy(rank_pool: Pool) -> None:
     assert all("a destroyed manager" in str(error) for error in rank_pool(2).run(destroyed))
+
+
+def elsewhere(rank: int, world: int, group: object) -> ModularKernelError | None:
+    manager = SymmetricGroup(group)
+    manager.check_device("cpu")
+    return error_of(lambda: manager.check_device("cuda"))
+
+
+def test_tensors_of_another_device_are_refused(rank_pool: Pool) -> None:
+    for error in rank_pool(2).run(elsewhere):
+        assert isinstance(error, DeviceError)
+        assert "got cuda, need cpu: the group's backend is gloo" in str(error)
 
 
 def lonely(rank: int, world: int, group: object) -> ModularKernelError | None:

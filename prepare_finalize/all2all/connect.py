@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, DeviceError
 from prepare_finalize.all2all.last_calls import failure_key
 
 R = TypeVar("R")
@@ -110,3 +110,11 @@ def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
         need = " or ".join(f"{BACKENDS[d]} for {d}" for d in ([wanted] if wanted else BACKENDS))
         raise ConfigurationError("process group's backend", got=config, need=need)
     return wanted or served[0]
+
+
+def check_served(device: torch.device | str, served: str) -> None:
+    """DeviceError unless tensors on `device` are on `served`, the type that a group serves."""
+    kind = torch.device(device).type
+    if kind != served:
+        need = f"{served}: the group's backend is {BACKENDS[served]}"
+        raise DeviceError("tensors of an exchange", got=kind, need=need)

@@ -18,7 +18,12 @@ import torch
 
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.settings import read_settings
-from prepare_finalize.all2all.connect import member_group, served_device, store_at_new_place
+from prepare_finalize.all2all.connect import (
+    check_served,
+    member_group,
+    served_device,
+    store_at_new_place,
+)
 from prepare_finalize.all2all.last_calls import LastCalls
 from prepare_finalize.all2all.meeting import Meeting
 from prepare_finalize.all2all.shared_files import share_file
@@ -156,10 +161,8 @@ class SymmetricGroup:
         return Heap(own, deltas.to(self._place), kept)
 
     def check_device(self, device: torch.device | str) -> None:
-        """ConfigurationError unless tensors on `device` can be exchanged."""
-        kind = torch.device(device).type
-        if kind != self.device:
-            raise ConfigurationError("tensors of an exchange", got=kind, need=self.device)
+        """DeviceError unless tensors on `device` can be exchanged."""
+        check_served(device, self.device)
 
     def next_step(self) -> int:
         """Number of the call that begins now; every rank counts alike."""

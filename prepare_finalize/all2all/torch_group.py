@@ -26,12 +26,11 @@ from torch.distributed import distributed_c10d
 from modular_kernel.errors import (
     CommunicationError,
     ConfigurationError,
-    DeviceError,
     UnsupportedError,
 )
 from modular_kernel.settings import read_settings
 from prepare_finalize.all2all.connect import (
-    BACKENDS,
+    check_served,
     connect,
     in_time,
     meeting_place,
@@ -114,10 +113,7 @@ class TorchGroup:
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged."""
-        kind = torch.device(device).type
-        if kind != self.device:
-            need = f"{self.device}: the group's backend is {BACKENDS[self.device]}"
-            raise DeviceError("tensors of an exchange", got=kind, need=need)
+        check_served(device, self.device)
 
     def next_step(self) -> int:
         """Number of the call that begins now; every rank counts alike."""
