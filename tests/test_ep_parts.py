@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from modular_kernel.settings import read_settings
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
-from prepare_finalize.all2all import TorchGroup
+from prepare_finalize.all2all import DeepEPGroup, SymmetricGroup, TorchGroup
+from prepare_finalize.all2all.pplx import PplxGroup
 
 BF16 = torch.bfloat16
 
@@ -364,10 +366,16 @@ def test_a_group_is_needed() -> None:
             make_kernel(part, "TorchExperts", problem, machine=Machine())
 
 
-@pytest.mark.parametrize("deadline", [0.0, -1.0, float("inf"), float("nan")])
-def test_deadlines_are_seconds(deadline: float) -> None:
-    with pytest.raises(ConfigurationError, match="deadline_s"):
-        TorchGroup(None, deadline_s=deadline)
+@pytest.mark.parametrize("manager", [TorchGroup, SymmetricGroup, DeepEPGroup, PplxGroup])
+@pytest.mark.parametrize(
+    "deadline", [0.0, -1, float("inf"), float("nan"), True, "2", [2.0]], ids=repr
+)
+def test_deadlines_are_seconds(manager: Any, deadline: object) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        manager(None, deadline_s=deadline)
+    assert str(caught.value) == f"deadline_s: got {deadline!r}, need seconds > 0"
+    with pytest.raises(ConfigurationError, match="init_process_group first"):
+        manager(None, deadline_s=2)
 
 
 def test_a_handle_of_another_kernel_is_refused(pair: RankPool) -> None:

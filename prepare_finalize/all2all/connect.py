@@ -11,11 +11,25 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import ConfigurationError, DeviceError
+from modular_kernel.settings import read_settings
 from prepare_finalize.all2all.last_calls import failure_key
 
 R = TypeVar("R")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _NCCL_CONNECT_S = 30.0  # NCCL takes seconds to connect ranks, however short later waits may be
+
+
+def deadline_of(deadline_s: Any) -> float:
+    """Seconds that a manager's waits may take: as given, or for None as `read_settings` says.
+
+    ConfigurationError unless they are a finite number above 0.
+    """
+    if deadline_s is None:
+        return read_settings().deadline_s
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if is_number and 0 < deadline_s < float("inf"):
+        return float(deadline_s)
+    raise ConfigurationError("deadline_s", got=repr(deadline_s), need="seconds > 0")
 
 
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:

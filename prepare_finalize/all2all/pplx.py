@@ -29,8 +29,13 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import read_settings
-from prepare_finalize.all2all.connect import connect, in_time, meeting_place, member_group
+from prepare_finalize.all2all.connect import (
+    connect,
+    deadline_of,
+    in_time,
+    meeting_place,
+    member_group,
+)
 from prepare_finalize.all2all.last_calls import failure_key
 from prepare_finalize.all2all.meeting import Facts, Meeting
 from prepare_finalize.all2all.torch_group import in_short
@@ -93,7 +98,7 @@ class PplxGroup:
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
-        deadline_s = read_settings().deadline_s if deadline_s is None else deadline_s
+        deadline_s = deadline_of(deadline_s)
         process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.in_flight = in_flight

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
-from modular_kernel.settings import read_settings
+from modular_kernel.errors import CommunicationError, UnsupportedError
 from prepare_finalize.all2all.connect import (
     check_served,
+    deadline_of,
     member_group,
     served_device,
     store_at_new_place,
@@ -92,14 +92,10 @@ class SymmetricGroup:
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        if deadline_s is None:
-            deadline_s = read_settings().deadline_s
-        if not 0 < deadline_s < float("inf"):
-            raise ConfigurationError("deadline_s", got=deadline_s, need="seconds > 0")
+        self.deadline_s = deadline_of(deadline_s)
         self._group = member_group(group)
         self.rank, self.world_size = self._group.rank(), self._group.size()
         self.device = served_device(self._group, device)
-        self.deadline_s = deadline_s
         self.step = 0
         self.last_calls = LastCalls(self.rank, history)
         self._destroyed = False
