@@ -60,11 +60,6 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
             "returned": BufferSpec((world * most, problem.hidden), problem.dtype),
         }
 
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
-
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
@@ -139,7 +134,7 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own, manager = self.own_handle(handle), self.manager
+        own, manager = self.own_handle(handle, GroupHandle), self.manager
         take, counts_W = own.call.workspace.take, own.agreed.tokens_W
         (tokens, hidden), world = out.shape, manager.world_size
         sum_RH = take("rows_sum", (sum(counts_W), hidden))

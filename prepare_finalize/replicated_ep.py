@@ -92,7 +92,7 @@ class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle)
+        own = self.own_handle(handle, GroupHandle)
         sum_TH = own.call.workspace.take("tokens_sum", tuple(out.shape))
         weight_and_reduce(
             expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH

@@ -78,11 +78,6 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
             "returned": BufferSpec((sent, problem.hidden), problem.dtype),
         }
 
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
-
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
@@ -181,8 +176,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle)
-        assert isinstance(own, All2AllHandle)
+        own = self.own_handle(handle, All2AllHandle)
         take, hidden = own.call.workspace.take, out.shape[1]
         to_W, from_W = _rows_out_and_in(own.agreed, self.manager.rank)
         sum_RH = take("rows_sum", (sum(from_W), hidden))

@@ -116,6 +116,13 @@ class PplxGroup:
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
         self._group = self._connect(own, deadline_s)
 
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError if `device` is another GPU than the process's current one."""
+        given = torch.device(device)
+        if given.type == "cuda" and given.index not in (None, torch.cuda.current_device()):
+            need = f"cuda:{torch.cuda.current_device()}, where the buffers are"
+            raise DeviceError("tensors of an exchange", got=given, need=need)
+
     def agree(self, facts: Facts) -> None:
         """CommunicationError on every rank unless all tell the same facts."""
         self._check_open()
@@ -270,10 +277,3 @@ def _check_memory(shape: PplxShape, world_size: int) -> None:
     free = torch.cuda.mem_get_info()[0]
     if free < need:
         raise CapacityError("GPU memory for pplx-kernels", got=f"{free} bytes free", need=need)
-
-
-def check_current_device(device: torch.device) -> None:
-    """DeviceError unless `device` is the process's current GPU, where the buffers are."""
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        need = f"cuda:{torch.cuda.current_device()}, where the buffers are"
-        raise DeviceError("tensors of an exchange", got=device, need=need)
