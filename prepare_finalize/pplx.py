@@ -9,7 +9,7 @@ import torch
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.places import SlotLayout, place_pairs
-from modular_kernel.ops.quantise import quantise_specs, scale_shape
+from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
@@ -24,7 +24,7 @@ from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Row
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
 from prepare_finalize.all2all.part import GroupPart, PartHandle
 from prepare_finalize.all2all.pplx import PplxExchange, PplxGroup, PplxShape
-from prepare_finalize.tokens import one_scale_for_all, quantise_tokens
+from prepare_finalize.tokens import one_scale_for_all, quantise_tokens, token_specs
 
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
@@ -108,10 +108,9 @@ class PplxPrepareAndFinalize(GroupPart[PplxGroup]):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
         rows, dtype = (shape.experts, shape.capacity), problem.dtype
-        specs = dict[str, BufferSpec]()
+        specs = token_specs(problem, tokens)
         if scheme.quantises_activations:
             dtype = STORAGE[scheme.activation]
-            specs |= quantise_specs("x", scheme, tokens, problem.hidden)
         columns = self._shape.scale_bytes // 4
         if columns:
             specs["sent_scale"] = BufferSpec((tokens, columns), torch.float32)

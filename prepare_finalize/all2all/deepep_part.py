@@ -12,14 +12,13 @@ import torch
 
 from modular_kernel.contracts import Call
 from modular_kernel.ops.numbers import NumberedPairs, Numbering, number_pairs, slots_of
-from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.deepep import DeepEPGroup, load_deepep
 from prepare_finalize.all2all.part import GroupPart, PartHandle
-from prepare_finalize.tokens import one_scale_for_all
+from prepare_finalize.tokens import one_scale_for_all, token_specs
 
 BF16 = frozenset({torch.bfloat16})
 HOPPER = (9, 0)  # the library's kernels use the bulk copy engine
@@ -96,10 +95,12 @@ class DeepEPPart(GroupPart[DeepEPGroup]):
 
     def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
         """The buffers of a part that quantises its tokens, and sums the `rows` that come."""
-        problem, specs = self.problem, self.pair_specs(tokens)
-        if problem.scheme.quantises_activations:
-            specs |= quantise_specs("x", problem.scheme, tokens, problem.hidden)
-        return {**specs, "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype)}
+        problem = self.problem
+        return {
+            **token_specs(problem, tokens),
+            **self.pair_specs(tokens),
+            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
+        }
 
     def numbered(
         self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0

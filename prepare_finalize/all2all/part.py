@@ -1,20 +1,24 @@
 """GroupPart: what the PrepareAndFinalize parts of process groups have in common."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from modular_kernel.contracts import Call, PrepareAndFinalize
+from modular_kernel import stages
+from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.ops.quantise import quantise_rejections, scale_shape
 from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import STORAGE
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import (
+    ContiguousShape,
     ContiguousTokens,
     Dispatched,
     DispatchedRouting,
+    DispatchShape,
     ExpertWeights,
     Handle,
     Routing,
@@ -144,6 +148,38 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         if x_TH.numel() == 0:
             return x_TH.new_zeros(1, dtype=torch.float32)
         return x_TH.abs().amax().float().reshape(1)
+
+
+class RowsPart(GroupPart[TorchGroup]):
+    """A part that packs rows with their ids and weights, and hands over (R, H) rows."""
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self.rows = RowBuffers(problem)
+
+    def dispatch_shape(self, tokens: int) -> DispatchShape:
+        # Whatever this rank passes, another may pass problem.tokens.
+        rows = self.problem.parallel.world_size * self.problem.tokens
+        return ContiguousShape(rows, self.problem.top_k)
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        # What is quantised in between has a range of its own inside.
+        with stages.stage(stages.DISPATCH):
+            receive = self.send(x_TH, routing, weights, call)
+
+        def received() -> tuple[Dispatched, Handle]:
+            with stages.stage(stages.DISPATCH):
+                return receive()
+
+        return received
+
+    @abstractmethod
+    def send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        """Start the exchange and return what waits for it."""
 
 
 def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
