@@ -6,20 +6,18 @@ import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
-from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
-from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Problem, Reduce
+from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import agree
-from prepare_finalize.all2all.part import GroupHandle, GroupPart, RowBuffers
-from prepare_finalize.all2all.torch_group import TorchGroup
-from prepare_finalize.tokens import quantise_tokens, quantises, weight_and_reduce
+from prepare_finalize.all2all.part import GroupHandle, RowsPart
+from prepare_finalize.tokens import quantise_tokens, quantises, token_specs, weight_and_reduce
 
 
-class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
+class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
     """One all-gather of packed rows, padded to the longest rank; then each owner gets W partial
     sums of each of its tokens, in the problem's dtype, and adds them in float32 in the order of
     ranks, so equal input gives equal bits.
@@ -37,48 +35,18 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
         asynchronous=True,
     )
 
-    def __init__(self, problem: Problem, group: object | None = None) -> None:
-        super().__init__(problem, group)
-        self._rows = RowBuffers(problem)
-
-    def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        # Whatever this rank passes, another may pass problem.tokens.
-        rows = self.problem.parallel.world_size * self.problem.tokens
-        return ContiguousShape(rows, self.problem.top_k)
-
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
-        most, nbytes = problem.tokens, self._rows.most_bytes()
-        quantised = dict[str, BufferSpec]()
-        if problem.scheme.quantises_activations:
-            quantised = quantise_specs("x", problem.scheme, most, problem.hidden)
+        most, nbytes = problem.tokens, self.rows.most_bytes()
         return {
-            **quantised,
-            **self._rows.specs(world * most),
+            **token_specs(problem, most),
+            **self.rows.specs(world * most),
             "packed_own": BufferSpec((most, nbytes), torch.uint8),
             "packed_all": BufferSpec((world * most, nbytes), torch.uint8),
             "returned": BufferSpec((world * most, problem.hidden), problem.dtype),
         }
 
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
-
-    def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> Receiver:
-        # What is quantised in between has a range of its own inside.
-        with stages.stage(stages.DISPATCH):
-            receive = self._send(x_TH, routing, weights, call)
-
-        def received() -> tuple[Dispatched, Handle]:
-            with stages.stage(stages.DISPATCH):
-                return receive()
-
-        return received
-
-    def _send(
+    def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
         manager, tokens = self.manager, x_TH.shape[0]
@@ -99,7 +67,7 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
         rows, scale = quantise_tokens(
             x_TH, self.problem, weights=weights, call=call, largest=largest
         )
-        layout = self._rows.layout(quantised=quantises(self.problem, call))
+        layout = self.rows.layout(quantised=quantises(self.problem, call))
         most = max(agreed.tokens_W)
         own = call.workspace.take("packed_own", (most, layout.nbytes))
         layout.put(own[:tokens], "x", rows)
@@ -118,7 +86,7 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
                 exchange.wait()
             starts = enumerate(agreed.tokens_W)
             blocks = [packed[rank * most : rank * most + count] for rank, count in starts]
-            here = self._rows.unpack(call, blocks)
+            here = self.rows.unpack(call, blocks)
             # Every rank counts the gathered rows alike, so copies of an expert are shared out.
             rank_RK, slot_RK, _ = pairs_to_slots(here.ids_RK, tables)
             is_mine = rank_RK == manager.rank
@@ -139,7 +107,7 @@ class AllGatherReduceScatterPrepareAndFinalize(GroupPart[TorchGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own, manager = self.own_handle(handle), self.manager
+        own, manager = self.own_handle(handle, GroupHandle), self.manager
         take, counts_W = own.call.workspace.take, own.agreed.tokens_W
         (tokens, hidden), world = out.shape, manager.world_size
         sum_RH = take("rows_sum", (sum(counts_W), hidden))

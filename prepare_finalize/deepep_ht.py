@@ -6,14 +6,12 @@ import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CommunicationError
-from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.deepep_part import BF16, HOPPER, DeepEPHandle, DeepEPPart
-from prepare_finalize.all2all.part import local_tokens
 from prepare_finalize.tokens import quantise_tokens, reduced_rows
 
 _WORLD_SIZES = (2, 4, 8)
@@ -67,20 +65,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         return ContiguousShape(self.world_size * self.problem.tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        problem, specs = self.problem, dict[str, BufferSpec]()
-        if problem.scheme.quantises_activations:
-            specs = quantise_specs("x", problem.scheme, tokens, problem.hidden)
-        rows = self.world_size * problem.tokens
-        return {
-            **specs,
-            **self.pair_specs(tokens),
-            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
-        }
-
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
+        return self.row_specs(tokens, self.dispatch_shape(tokens).tokens)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -110,7 +95,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         def receive() -> tuple[Dispatched, Handle]:
             event.current_stream_wait()
             x_RH, scales = got_x if travels else (got_x, scale)
-            arrived = local_tokens(self.problem, call, x_RH, scales, got_ids, got_weights)
+            arrived = self.local_tokens(call, x_RH, scales, got_ids, got_weights)
             return arrived, DeepEPHandle(self, call, given, got_weights)
 
         return receive
@@ -123,7 +108,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle)
+        own = self.own_handle(handle, DeepEPHandle)
         made = self.manager.high_throughput(self.problem.hidden)
         rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
         combined_TH, _, _ = made.buffer.combine(rows_RH, own.given, config=made.combine_config)

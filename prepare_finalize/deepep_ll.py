@@ -110,11 +110,6 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
             return {**pairs, **specs}
         return pairs
 
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
-
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
@@ -141,8 +136,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle)
-        assert isinstance(own, LowLatencyHandle)
+        own = self.own_handle(handle, LowLatencyHandle)
         into = out if out.is_contiguous() else out.new_empty(out.shape)
         self._buffer().combine(expert_output, own.ids_TK, own.weights, own.given, into)
         if into is not out:

@@ -8,7 +8,6 @@ import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.ops.live_pairs import live_pairs
-from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
@@ -21,7 +20,6 @@ from prepare_finalize.all2all.deepep_part import (
     DeepEPHandle,
     DeepEPPart,
 )
-from prepare_finalize.all2all.part import local_tokens
 from prepare_finalize.tokens import quantise_tokens, reduced_rows
 
 _LEAST_TOKENS, _STEP = 8, 128
@@ -68,22 +66,12 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        problem, specs = self.problem, dict[str, BufferSpec]()
-        if problem.scheme.quantises_activations:
-            specs = quantise_specs("x", problem.scheme, tokens, problem.hidden)
-        rows = self.world_size * buffer_tokens(self.problem.tokens)
+        rows = self.dispatch_shape(tokens).tokens
         return {
-            **specs,
-            **self.pair_specs(tokens),
-            "live_ids": BufferSpec((rows, problem.top_k), torch.int32),
-            "live_weights": BufferSpec((rows, problem.top_k), torch.float32),
-            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
+            **self.row_specs(tokens, rows),
+            "live_ids": BufferSpec((rows, self.problem.top_k), torch.int32),
+            "live_weights": BufferSpec((rows, self.problem.top_k), torch.float32),
         }
-
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -111,7 +99,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
             x_RH, scales = got_x if travels else (got_x, scale)
             count = given.psum_num_recv_tokens_per_scaleup_rank[-1]
             slots_RK, weights_RK = self._live_pairs(got_ids, got_weights, count, call)
-            arrived = local_tokens(self.problem, call, x_RH, scales, slots_RK, weights_RK)
+            arrived = self.local_tokens(call, x_RH, scales, slots_RK, weights_RK)
             return arrived, DeepEPHandle(self, call, given, weights_RK)
 
         return receive
@@ -124,7 +112,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle)
+        own = self.own_handle(handle, DeepEPHandle)
         rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
         combined_TH, _, _ = self._buffer().combine(rows_RH, own.given)
         out.copy_(combined_TH)

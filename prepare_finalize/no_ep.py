@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.ops.quantise import quantise_rejections, quantise_specs
+from modular_kernel.ops.quantise import quantise_rejections
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
@@ -21,7 +21,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.tokens import quantise_tokens, weight_and_reduce
+from prepare_finalize.tokens import quantise_tokens, token_specs, weight_and_reduce
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         return ContiguousShape(tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        if not self.problem.scheme.quantises_activations:
-            return {}
-        return quantise_specs("x", self.problem.scheme, tokens, self.problem.hidden)
+        return token_specs(self.problem, tokens)
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call

@@ -6,11 +6,10 @@ from math import ceil
 
 import torch
 
-from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
 from modular_kernel.ops.places import SlotLayout, place_pairs
-from modular_kernel.ops.quantise import quantise_rejections, quantise_specs, scale_shape
-from modular_kernel.placement import PlacementTables
+from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
@@ -23,15 +22,9 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
-from prepare_finalize.all2all.connect import place_in
-from prepare_finalize.all2all.part import check_place, placement_rejections
-from prepare_finalize.all2all.pplx import (
-    PplxExchange,
-    PplxGroup,
-    PplxShape,
-    check_current_device,
-)
-from prepare_finalize.tokens import one_scale_for_all, quantise_tokens
+from prepare_finalize.all2all.part import GroupPart, PartHandle
+from prepare_finalize.all2all.pplx import PplxExchange, PplxGroup, PplxShape
+from prepare_finalize.tokens import one_scale_for_all, quantise_tokens, token_specs
 
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
@@ -42,19 +35,17 @@ _MOST_ROW_BYTES = 48 << 10  # a row, its scales and its number pass through shar
 
 
 @dataclass(frozen=True)
-class PplxHandle(Handle):
+class PplxHandle(PartHandle):
     """turn: of the exchange, in which this call has it. slots_TK uint32 and weights_TK float32, as
     the library was and will be told them."""
 
-    part: "PplxPrepareAndFinalize"
-    call: Call
     exchange: PplxExchange
     turn: int
     slots_TK: torch.Tensor
     weights_TK: torch.Tensor
 
 
-class PplxPrepareAndFinalize(PrepareAndFinalize):
+class PplxPrepareAndFinalize(GroupPart[PplxGroup]):
     """(T, H) tokens -> (e, W * problem.tokens, H) rows, one per token and expert, in any order
     among the rows of an expert; the combine applies the router weights and sums in float32.
 
@@ -62,8 +53,7 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
     on the host. The GPU waits for its peers: a rank that does not come stops the others for good.
     The library sends exactly K rows for a token, to K places that exist: `SlotLayout` has sinks
     for pairs that are skipped. A captured call uses its buffers in every replay, so no other call
-    of that shape may be in flight then.
-    group: a PplxGroup of the caller's, or a ProcessGroup to make one of.
+    of that shape may be in flight then. Making and destroying a part is collective.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -83,34 +73,18 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         graph_capturable=True,
         deterministic=False,  # the order of an expert's rows is that of arrival
     )
+    manager_class = PplxGroup
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        given = group if isinstance(group, PplxGroup) else None
-        place = (given.rank, given.world_size) if given else place_in(group)
-        check_place(problem, *place)
-        self._owns_manager = given is None
-        self.manager = given or self.make_manager(group)
         self._layout = SlotLayout.of(problem)
         self._shape = _shape(problem, self._layout)
-        self._tables: dict[torch.device, PlacementTables] = {}
         self.manager.agree({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
-    def make_manager(self, group: object | None) -> PplxGroup:
-        """The manager of a part that is given none."""
-        return PplxGroup(group)
-
-    def destroy(self) -> None:
-        """Close the manager if this part made it; the part serves no more then. Collective."""
-        if self._owns_manager:
-            self.manager.destroy()
-
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        name = cls.__name__
-        found = [*quantise_rejections(name, problem, machine)]
-        found += placement_rejections(name, problem)
+        found, name = list(super().extra_rejections(problem, machine)), cls.__name__
         if one_scale_for_all(problem):
             got = f"{problem.quant}: one scale for the tokens of all ranks"
             need = "a static scale, or one for each row"
@@ -134,10 +108,9 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
         rows, dtype = (shape.experts, shape.capacity), problem.dtype
-        specs = dict[str, BufferSpec]()
+        specs = token_specs(problem, tokens)
         if scheme.quantises_activations:
             dtype = STORAGE[scheme.activation]
-            specs |= quantise_specs("x", scheme, tokens, problem.hidden)
         columns = self._shape.scale_bytes // 4
         if columns:
             specs["sent_scale"] = BufferSpec((tokens, columns), torch.float32)
@@ -151,18 +124,13 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
             "expert_counts": BufferSpec((shape.experts,), torch.int32),
         }
 
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
-
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> Receiver:
         if len(x_TH) > self._shape.max_tokens:
             need = f"<= {self._shape.max_tokens}, as the buffers are made for"
             raise CapacityError("tokens", got=len(x_TH), need=need)
-        check_current_device(x_TH.device)
+        self.manager.check_device(x_TH.device)
         slots_TK, weights_TK = self._places(routing, call)
         rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
         arrived = self._arriving(call)
@@ -191,34 +159,30 @@ class PplxPrepareAndFinalize(PrepareAndFinalize):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        if not isinstance(handle, PplxHandle) or handle.part is not self:
-            got, need = type(handle).__name__, f"one of this {type(self).__name__}"
-            raise UnsupportedError("handle", got=got, need=need)
-        exchange = handle.exchange
-        if not exchange.busy or exchange.turn != handle.turn:
+        own = self.own_handle(handle, PplxHandle)
+        exchange = own.exchange
+        if not exchange.busy or exchange.turn != own.turn:
             raise UnsupportedError("handle", got="one that was combined", need="one for each call")
         shape = self.dispatch_shape(len(out))
-        whole = handle.call.workspace.take(
+        whole = own.call.workspace.take(
             EXPERT_OUTPUT, (shape.experts, shape.capacity, self.problem.hidden)
         )
         if expert_output.data_ptr() != whole.data_ptr():
             whole[: len(expert_output)].copy_(expert_output)
         whole[self._layout.real :].zero_()
-        exchange.all_to_all.combine(out, handle.slots_TK, handle.weights_TK, whole, None)
+        exchange.all_to_all.combine(out, own.slots_TK, own.weights_TK, whole, None)
         self.manager.give_back(exchange)
 
     def _places(self, routing: Routing, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """(T, K) places as the library takes them, uint32, and their weights, float32."""
         ids_TK = routing.topk_ids_TK
-        if ids_TK.device not in self._tables:
-            self._tables[ids_TK.device] = self.problem.placement.tables(ids_TK.device)
         take = call.workspace.take
         places_TK = take("places", tuple(ids_TK.shape))
         weights_TK = take("place_weights", tuple(ids_TK.shape))
         place_pairs(
             ids_TK,
             routing.topk_weights_TK,
-            self._tables[ids_TK.device],
+            self.tables(ids_TK.device),
             self._layout,
             rank=self.manager.rank,
             factor=self.problem.routed_scaling_factor,

@@ -6,7 +6,6 @@ import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
-from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
@@ -16,7 +15,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement, agree, refuse_unequal_tokens
 from prepare_finalize.all2all.part import GroupHandle, GroupPart
 from prepare_finalize.all2all.torch_group import TorchGroup
-from prepare_finalize.tokens import quantise_tokens, weight_and_reduce
+from prepare_finalize.tokens import quantise_tokens, token_specs, weight_and_reduce
 
 
 class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
@@ -44,12 +43,9 @@ class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
         return ContiguousShape(tokens, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        problem, quantised = self.problem, dict[str, BufferSpec]()
-        if problem.scheme.quantises_activations:
-            quantised = quantise_specs("x", problem.scheme, tokens, problem.hidden)
         return {
-            **quantised,
-            "tokens_sum": BufferSpec((tokens, problem.hidden), torch.float32),
+            **token_specs(self.problem, tokens),
+            "tokens_sum": BufferSpec((tokens, self.problem.hidden), torch.float32),
         }
 
     def prepare(
@@ -92,7 +88,7 @@ class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle)
+        own = self.own_handle(handle, GroupHandle)
         sum_TH = own.call.workspace.take("tokens_sum", tuple(out.shape))
         weight_and_reduce(
             expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=sum_TH

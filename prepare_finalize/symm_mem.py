@@ -16,7 +16,7 @@ from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.all2all.part import GroupPart
+from prepare_finalize.all2all.part import GroupPart, PartHandle
 from prepare_finalize.all2all.symmetric import Heap, SymmetricGroup, aligned
 from prepare_finalize.symm_launch import Exchange, Slot, quantises_on_the_way, sections
 from prepare_finalize.tokens import one_scale_for_all, weight_and_reduce
@@ -25,11 +25,9 @@ _IN_FLIGHT = 2  # calls between start and finish
 
 
 @dataclass(frozen=True)
-class SymmMemHandle(Handle):
+class SymmMemHandle(PartHandle):
     """The call's exchange, which of the part's slots it holds, and weights still to be applied."""
 
-    part: "SymmMemPrepareAndFinalize"
-    call: Call
     place: int
     exchange: Exchange
     topk_weights_RK: torch.Tensor | None
@@ -141,7 +139,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         if not self._free:
             need = f"at most {_IN_FLIGHT}: finish one first"
             raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
-        place = self._free.pop(0)
+        place = self._free[0]  # taken below, when the handle is there that gives it back
         slot = self._slots[place]
         sent_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
@@ -158,6 +156,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         handle = SymmMemHandle(self, call, place, exchange, left)
         # A call that is never finished, because its experts raised, say, gives its slot back too.
         self._held[place] = weakref.finalize(handle, self._release, place)
+        self._free.remove(place)
         return arrived, handle
 
     def _release(self, place: int) -> None:
@@ -173,7 +172,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         return out
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        return self._own(handle).exchange.slot.y_RH
+        return self.own_handle(handle, SymmMemHandle).exchange.slot.y_RH
 
     def finalize(
         self,
@@ -183,7 +182,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self._own(handle)
+        own = self.own_handle(handle, SymmMemHandle)
         if own.place in self._free:
             raise UnsupportedError("handle", got="a finished call's", need="one in flight")
         y_RH, manager = own.exchange.slot.y_RH, self.manager
@@ -197,13 +196,6 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         manager.last_calls.end(record, "launched")
         self._held.pop(own.place)()
         manager.check_open()  # what is known by now
-
-    def _own(self, handle: Handle) -> SymmMemHandle:
-        """UnsupportedError unless `handle` is of this very part."""
-        if not isinstance(handle, SymmMemHandle) or handle.part is not self:
-            got, need = type(handle).__name__, f"one of this {type(self).__name__}"
-            raise UnsupportedError("handle", got=got, need=need)
-        return handle
 
 
 def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:

@@ -6,10 +6,11 @@ import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
-from modular_kernel.ops.quantise import quantise_rows, take_quantised
+from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.tensors import ExpertRows, ExpertWeights
 from modular_kernel.types import Problem, Reduce
+from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
 
 
@@ -25,6 +26,13 @@ def one_scale_for_all(problem: Problem) -> bool:
     return computed and scheme.activation_granularity == "tensor"
 
 
+def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
+    """The buffers of `quantise_tokens`; none where the scheme leaves activations as they are."""
+    if not problem.scheme.quantises_activations:
+        return {}
+    return quantise_specs("x", problem.scheme, tokens, problem.hidden)
+
+
 def quantise_tokens(
     x_TH: torch.Tensor,
     problem: Problem,
@@ -35,7 +43,7 @@ def quantise_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tokens as they are dispatched and their scales: as they are and None if unquantised.
 
-    Takes the buffers of `quantise_specs("x", ...)`. largest: the greatest magnitude among the
+    Takes the buffers of `token_specs`. largest: the greatest magnitude among the
     tokens of all ranks, where one scale serves them all.
     """
     if not quantises(problem, call):

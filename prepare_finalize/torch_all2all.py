@@ -8,25 +8,21 @@ import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
-from modular_kernel.ops.quantise import quantise_specs
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.tensors import (
-    ContiguousShape,
     ContiguousTokens,
     Dispatched,
-    DispatchShape,
     ExpertWeights,
     Handle,
     Routing,
 )
-from modular_kernel.types import ActivationFormat, Problem, Reduce
+from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement, agree
-from prepare_finalize.all2all.part import GroupHandle, GroupPart, RowBuffers
-from prepare_finalize.all2all.torch_group import TorchGroup
-from prepare_finalize.tokens import quantise_tokens, quantises, weight_and_reduce
+from prepare_finalize.all2all.part import GroupHandle, RowsPart
+from prepare_finalize.tokens import quantise_tokens, quantises, token_specs, weight_and_reduce
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,7 @@ class All2AllHandle(GroupHandle):
     token_N: torch.Tensor
 
 
-class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
+class TorchAll2AllPrepareAndFinalize(RowsPart):
     """A token's row goes once to each rank that holds one of its experts, with the K slots there
     (-1: not there) and weights; a rank adds up its pairs of a row and sends the sum back, in the
     problem's dtype, and the owner adds the sums in float32 in the order of ranks.
@@ -53,50 +49,20 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         asynchronous=True,
     )
 
-    def __init__(self, problem: Problem, group: object | None = None) -> None:
-        super().__init__(problem, group)
-        self._rows = RowBuffers(problem)
-
-    def dispatch_shape(self, tokens: int) -> DispatchShape:
-        # Whatever this rank passes, another may pass problem.tokens.
-        rows = self.problem.parallel.world_size * self.problem.tokens
-        return ContiguousShape(rows, self.problem.top_k)
-
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, world = self.problem, self.problem.parallel.world_size
-        most, nbytes = problem.tokens, self._rows.most_bytes()
+        most, nbytes = problem.tokens, self.rows.most_bytes()
         sent = min(world, problem.top_k) * most
-        quantised = dict[str, BufferSpec]()
-        if problem.scheme.quantises_activations:
-            quantised = quantise_specs("x", problem.scheme, most, problem.hidden)
         return {
-            **quantised,
-            **self._rows.specs(world * most),
+            **token_specs(problem, most),
+            **self.rows.specs(world * most),
             "packed_own": BufferSpec((most, nbytes), torch.uint8),
             "packed_sent": BufferSpec((sent, nbytes), torch.uint8),
             "packed_all": BufferSpec((world * most, nbytes), torch.uint8),
             "returned": BufferSpec((sent, problem.hidden), problem.dtype),
         }
 
-    def prepare(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> tuple[Dispatched, Handle]:
-        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
-
-    def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
-    ) -> Receiver:
-        # What is quantised in between has a range of its own inside.
-        with stages.stage(stages.DISPATCH):
-            receive = self._send(x_TH, routing, weights, call)
-
-        def received() -> tuple[Dispatched, Handle]:
-            with stages.stage(stages.DISPATCH):
-                return receive()
-
-        return received
-
-    def _send(
+    def send(
         self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
     ) -> Receiver:
         manager, device = self.manager, x_TH.device
@@ -122,7 +88,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         rows, scale = quantise_tokens(
             x_TH, self.problem, weights=weights, call=call, largest=largest
         )
-        layout = self._rows.layout(quantised=quantises(self.problem, call))
+        layout = self.rows.layout(quantised=quantises(self.problem, call))
         own = call.workspace.take("packed_own", (len(x_TH), layout.nbytes))
         layout.put(own, "x", rows)
         if "scale" in layout.sections and scale is not None:
@@ -148,7 +114,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         def receive() -> tuple[Dispatched, Handle]:
             if exchange is not None:
                 exchange.wait()
-            here = self._rows.unpack(call, [packed])
+            here = self.rows.unpack(call, [packed])
             left = None if self.problem.apply_router_weight_on_input else here.weights_RK
             scales = scale if here.scale is None else here.scale
             arrived = self.local_tokens(call, here.x_RH, scales, here.ids_RK, here.weights_RK)
@@ -181,8 +147,7 @@ class TorchAll2AllPrepareAndFinalize(GroupPart[TorchGroup]):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        own = self.own_handle(handle)
-        assert isinstance(own, All2AllHandle)
+        own = self.own_handle(handle, All2AllHandle)
         take, hidden = own.call.workspace.take, out.shape[1]
         to_W, from_W = _rows_out_and_in(own.agreed, self.manager.rank)
         sum_RH = take("rows_sum", (sum(from_W), hidden))

@@ -175,6 +175,13 @@ class Library:
     AllToAll = AllToAll
 
 
+class GlooGroup(PplxGroup):
+    """The manager itself over the stand-in."""
+
+    def __init__(self, group=None, **options):
+        super().__init__(group, library=Library, **options)
+
+
 class PplxOverGloo(PplxPrepareAndFinalize):
     """The part itself over the stand-in."""
 
@@ -185,5 +192,4 @@ class PplxOverGloo(PplxPrepareAndFinalize):
         packages=(),
     )
 
-    def make_manager(self, group):
-        return PplxGroup(group, library=Library)
+    manager_class = GlooGroup

@@ -33,6 +33,7 @@ from prepare_finalize import (
 from prepare_finalize.all2all import DeepEPGroup, deepep
 from prepare_finalize.all2all.deepep import has_rdma_nic, load_deepep
 from prepare_finalize.all2all.deepep_low_latency import LowLatency
+from prepare_finalize.all2all.deepep_part import DeepEPPart
 
 HT, LL, V2 = (f"DeepEP{name}PrepareAndFinalize" for name in ("HT", "LL", "V2"))
 EXPERTS = {HT: "TritonExperts", LL: "BatchedTritonExperts", V2: "TritonExperts"}
@@ -282,6 +283,14 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
 
 
 # ------------------------------------------------------------------------- ids, weights and sizes
+
+
+def test_a_part_says_which_buffer_it_uses() -> None:
+    class Mine(DeepEPHTPrepareAndFinalize):
+        make_buffer = DeepEPPart.make_buffer
+
+    with pytest.raises(TypeError, match="make_buffer"):
+        Mine(BASE)
 
 
 def test_buffers_are_made_for_few_sizes() -> None:

@@ -1,29 +1,17 @@
 """The parts over torch.distributed, on gloo ranks: together they give what one rank gives."""
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from ep_layers import ALL2ALL, BATCHED, GATHERED, PARTS, REPLICATED, Layer, call_layer, call_layers
 
-from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.errors import (
-    CommunicationError,
-    ConfigurationError,
-    DeviceError,
-    ModularKernelError,
-    UnsupportedError,
-)
+from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.placement import Placement
-from modular_kernel.settings import read_settings
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.ranks import RankPool
-from modular_kernel.types import Combine, Machine, Parallel, Problem
-from prepare_finalize.all2all import TorchGroup
 
 BF16 = torch.bfloat16
 
@@ -282,160 +270,3 @@ def rows_sent(rank: int, world: int, group: object, layer: Layer) -> tuple:
     routing = replace(given.routing, topk_ids_TK=topk_ids_TK)
     _, handle = kernel.start(given.x_TH, given.weights, routing).receive()
     return handle.agreed.rows_WW
-
-
-# ------------------------------------------------------------------------------------------- misuse
-
-
-def raised_by(function) -> ModularKernelError | None:
-    try:
-        function()
-    except ModularKernelError as error:
-        return error
-    return None
-
-
-def test_use_after_destroy(pair: RankPool) -> None:
-    for part in PARTS:
-        assert pair.run(after_destroy, Layer(part, (3, 3))) == [UnsupportedError.__name__] * 2
-
-
-def after_destroy(rank: int, world: int, group: object, layer: Layer) -> str:
-    kernel, given = layer.kernel(rank, group), layer.inputs_of(rank)
-    kernel(given.x_TH, given.weights, given.routing)
-    kernel.prepare_finalize.destroy()
-    kernel.prepare_finalize.destroy()
-    error = raised_by(lambda: kernel(given.x_TH, given.weights, given.routing))
-    return type(error).__name__
-
-
-def test_a_part_leaves_a_manager_that_it_was_given(pair: RankPool) -> None:
-    pair.run(shared_manager, Layer(ALL2ALL, (3, 3)))
-
-
-def shared_manager(rank: int, world: int, group: object, layer: Layer) -> None:
-    manager = TorchGroup(group)
-    given = layer.inputs_of(rank)
-    first, second = layer.kernel(rank, manager), layer.kernel(rank, manager)
-    want = first(given.x_TH, given.weights, given.routing)
-    first.prepare_finalize.destroy()
-    assert torch.equal(second(given.x_TH, given.weights, given.routing), want)
-    manager.destroy()
-    assert isinstance(raised_by(manager.next_step), UnsupportedError)
-
-
-def test_wrong_groups_are_refused_before_anything_is_connected(pair: RankPool) -> None:
-    for texts in pair.run(wrong_groups, Layer(ALL2ALL, (3, 3))):
-        size, rank, kind, device, backend = texts
-        assert "process group's size: got 2, need 3" in size
-        assert "rank in the process group" in rank
-        assert "process group: got int, need a ProcessGroup" in kind
-        assert "tensors of an exchange: got cuda, need cpu: the group's backend is gloo" in device
-        assert "process group's backend: got cpu:gloo,cuda:gloo, need nccl for cuda" in backend
-
-
-def wrong_groups(rank: int, world: int, group: object, layer: Layer) -> list[str]:
-    problem = layer.problem(rank)
-    three = replace(problem, parallel=Parallel(3, rank=rank))
-    other = replace(problem, parallel=Parallel(2, rank=1 - rank))
-    manager = TorchGroup(group)
-    cuda = Machine("cuda", (9, 0))
-
-    def build(given: Problem, to: object, machine: Machine | None = None):
-        return make_kernel(ALL2ALL, "TorchExperts", given, group=to, machine=machine)
-
-    errors = [
-        raised_by(lambda: build(three, group)),
-        raised_by(lambda: build(other, group)),
-        raised_by(lambda: build(problem, 7)),
-        raised_by(lambda: build(problem, manager, cuda)),
-        raised_by(lambda: TorchGroup(group, device="cuda")),
-    ]
-    kinds = [ConfigurationError, ConfigurationError, ConfigurationError, DeviceError]
-    assert [type(error) for error in errors] == [*kinds, ConfigurationError]
-    return [str(error) for error in errors]
-
-
-def test_a_group_is_needed() -> None:
-    assert not dist.is_initialized()
-    problem = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
-    for part in PARTS:
-        with pytest.raises(ConfigurationError, match="init_process_group first"):
-            make_kernel(part, "TorchExperts", problem, machine=Machine())
-
-
-@pytest.mark.parametrize("deadline", [0.0, -1.0, float("inf"), float("nan")])
-def test_deadlines_are_seconds(deadline: float) -> None:
-    with pytest.raises(ConfigurationError, match="deadline_s"):
-        TorchGroup(None, deadline_s=deadline)
-
-
-def test_a_handle_of_another_kernel_is_refused(pair: RankPool) -> None:
-    assert pair.run(foreign_handle, Layer(ALL2ALL, (3, 3))) == ["UnsupportedError"] * 2
-
-
-def foreign_handle(rank: int, world: int, group: object, layer: Layer) -> str:
-    manager, given = TorchGroup(group), layer.inputs_of(rank)
-    one, two = layer.kernel(rank, manager), layer.kernel(rank, manager)
-    _, handle = one.start(given.x_TH, given.weights, given.routing).receive()
-    out = torch.empty(3, 48)
-    error = raised_by(
-        lambda: two.prepare_finalize.finalize(out, handle=handle, reduce=two.reduce, out=out)
-    )
-    return type(error).__name__
-
-
-def test_a_rank_that_does_not_come_to_the_construction(pair: RankPool) -> None:
-    """The other one says so in time, and the next attempt of both succeeds."""
-    error, seconds = pair.run(come_alone, Layer(ALL2ALL, (3, 3)))[0]
-    assert "construct of step 0, peer(s) 1" in error
-    assert seconds < 1.0 + 2.0
-
-
-def come_alone(rank: int, world: int, group: object, layer: Layer) -> tuple[str, float]:
-    start, text = time.monotonic(), ""
-    if rank == 0:
-        error = raised_by(lambda: TorchGroup(group, deadline_s=1.0))
-        assert isinstance(error, CommunicationError)
-        text = str(error)
-    seconds = time.monotonic() - start
-    dist.barrier(group)
-    given = layer.inputs_of(rank)
-    layer.kernel(rank, group)(given.x_TH, given.weights, given.routing)
-    return text, seconds
-
-
-# ------------------------------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_refused_before_anything_is_built(part: str) -> None:
-    two = Problem(4, 16, 16, 4, 2, parallel=Parallel(2))
-
-    def rules(problem: Problem) -> set[str]:
-        found = check(part, "TorchExperts", problem, this_machine(device="cpu")).rejections
-        return {rejection.rule for rejection in found}
-
-    assert rules(two) == set()
-    assert rules(replace(two, parallel=Parallel())) == {"world_size"}
-    assert rules(replace(two, combine=Combine.TOPK_WEIGHTED)) == {"keep_topk"}
-    assert rules(replace(two, graph=True)) >= {"graph"}
-    assert rules(replace(two, expert_map=True)) == {"expert_map"}
-    assert rules(replace(two, local_experts=3)) == {"placement"}
-    assert rules(replace(two, deterministic=True)) == (
-        {"deterministic"} if part == REPLICATED else set()
-    )
-    assert rules(replace(two, asynchronous=True)) == (
-        {"asynchronous"} if part == REPLICATED else set()
-    )
-
-
-def test_the_environment_may_set_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MK_DEADLINE_S", raising=False)
-    assert read_settings().deadline_s == 10.0
-    monkeypatch.setenv("MK_DEADLINE_S", "2.5")
-    assert read_settings().deadline_s == 2.5
-    for text in ("0", "-1", "inf", "nan", "soon"):
-        monkeypatch.setenv("MK_DEADLINE_S", text)
-        with pytest.raises(ConfigurationError, match="MK_DEADLINE_S"):
-            read_settings()

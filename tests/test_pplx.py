@@ -129,7 +129,7 @@ def inputs(rank: int, problem: Problem = PROBLEM) -> tuple[torch.Tensor, ExpertW
 def share_and_close(rank: int, world: int, group: object) -> tuple[int, list[str]]:
     """Two layers of one shape over one manager, calls in flight, and what is refused."""
     made, words = stand_in.AllToAll.made, []
-    manager = PplxGroup(group, library=stand_in.Library)
+    manager = stand_in.GlooGroup(group)
     first, second = layer(rank, manager), layer(rank, manager)
     given = inputs(rank)
     alone = first(*given)
@@ -186,7 +186,7 @@ def test_more_tokens_than_buffers_are_refused_before_anything_is_sent(rank_pool:
 
 def disagree(rank: int, world: int, group: object, name: str) -> tuple[str, tuple[int, ...]]:
     """Rank 1 means another layer; then both mean one, over the same manager."""
-    manager = PplxGroup(group, library=stand_in.Library)
+    manager = stand_in.GlooGroup(group)
     other = {"tokens": 5, "hidden": 128, "quant": "fp8_w8a8_channel"}[name]
     with pytest.raises(CommunicationError) as caught:
         layer(rank, manager, replace(PROBLEM, **({name: other} if rank else {})))
@@ -206,7 +206,7 @@ def test_ranks_that_mean_different_layers_all_learn_it(name: str, rank_pool: Poo
 def come_alone(rank: int, world: int, group: object) -> float:
     """Rank 1 never makes its layer."""
     start = time.monotonic()
-    manager = PplxGroup(group, library=stand_in.Library, deadline_s=0.5)
+    manager = stand_in.GlooGroup(group, deadline_s=0.5)
     if rank == 0:
         with pytest.raises(CommunicationError, match="no sign of life") as caught:
             layer(rank, manager)
@@ -220,11 +220,11 @@ def try_again(rank: int, world: int, group: object) -> None:
     dist.barrier(group)  # whoever imported this later
     if rank == 0:
         with pytest.raises(CommunicationError, match="no sign of life") as caught:
-            PplxGroup(group, library=stand_in.Library, deadline_s=0.3)
+            stand_in.GlooGroup(group, deadline_s=0.3)
         assert caught.value.peers == (1,)
     else:
         time.sleep(0.8)
-    manager = PplxGroup(group, library=stand_in.Library)
+    manager = stand_in.GlooGroup(group)
     layer(rank, manager)(*inputs(rank))
     manager.destroy()
 
@@ -240,7 +240,7 @@ def test_ranks_that_missed_each_other_meet_at_the_next_attempt(rank_pool: Pool) 
 def leave_late(rank: int, world: int, group: object) -> float:
     """Seconds until the buffers are freed; rank 1 comes to that late."""
     dist.barrier(group)
-    manager = PplxGroup(group, library=stand_in.Library)
+    manager = stand_in.GlooGroup(group)
     manager.reserve(PplxShape(4, 4, 2, 64, row_bytes=128, scale_bytes=0))
     time.sleep(0.4 * rank)
     start = time.monotonic()

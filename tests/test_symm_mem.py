@@ -10,7 +10,12 @@ import torch
 from ep_layers import Layer
 
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.errors import CommunicationError, ModularKernelError, UnsupportedError
+from modular_kernel.errors import (
+    CommunicationError,
+    DeviceError,
+    ModularKernelError,
+    UnsupportedError,
+)
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Parallel, Problem
 from prepare_finalize.all2all import SymmetricGroup
@@ -65,28 +70,31 @@ def test_two_calls_are_in_flight_and_a_third_is_refused(rank_pool: Pool) -> None
         assert "a finished call's" in str(report[4])
 
 
-def broken_experts(rank: int, world: int, group: object) -> list:
-    """On every rank experts raise, more often than there are slots; then they work again."""
+def broken(rank: int, world: int, group: object, part: str, method: str) -> list:
+    """On every rank a method raises, more often than there are slots; then it works again."""
     kernel, given = made(rank, group)
-    right = kernel.experts.apply
 
-    def broken(*_args: object, **_kwargs: object) -> None:
+    def breaks(*_args: object, **_kwargs: object) -> None:
         raise ZeroDivisionError
 
-    kernel.experts.apply = broken
-    for _ in range(3):
-        try:
-            kernel(*given)
-        except ZeroDivisionError:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(getattr(kernel, part), method, breaks)
+        for _ in range(3):
+            with pytest.raises(ZeroDivisionError):
+                kernel(*given)
             gc.collect()
-        else:
-            raise AssertionError("no error")
-    kernel.experts.apply = right
     return [kernel(*given)]
 
 
-def test_calls_that_are_never_finished_give_their_slots_back(rank_pool: Pool) -> None:
-    reports = rank_pool(2).run(broken_experts)
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [("experts", "apply"), ("prepare_finalize", "tables"), ("prepare_finalize", "local_tokens")],
+    ids=["experts", "before-sending", "after-sending"],
+)
+def test_calls_that_are_never_finished_give_their_slots_back(
+    part: str, method: str, rank_pool: Pool
+) -> None:
+    reports = rank_pool(2).run(broken, part, method)
     assert LAYER.judge([report[0] for report in reports]).ok
 
 
@@ -146,6 +154,18 @@ def destroyed(rank: int, world: int, group: object) -> ModularKernelError | None
 
 def test_no_use_after_destroy(rank_pool: Pool) -> None:
     assert all("a destroyed manager" in str(error) for error in rank_pool(2).run(destroyed))
+
+
+def elsewhere(rank: int, world: int, group: object) -> ModularKernelError | None:
+    manager = SymmetricGroup(group)
+    manager.check_device("cpu")
+    return error_of(lambda: manager.check_device("cuda"))
+
+
+def test_tensors_of_another_device_are_refused(rank_pool: Pool) -> None:
+    for error in rank_pool(2).run(elsewhere):
+        assert isinstance(error, DeviceError)
+        assert "got cuda, need cpu: the group's backend is gloo" in str(error)
 
 
 def lonely(rank: int, world: int, group: object) -> ModularKernelError | None:

@@ -1,12 +1,10 @@
-"""Which tuned file wins, what is launched without one, overrides, and explanations."""
+"""Which tuned file wins, what is launched without one, and explanations."""
 
 import logging
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from tile_samples import (
     NAME,
     ONE,
     TRITON,
-    TWO,
     launch,
     on_an_h200,
     ours,
@@ -35,10 +32,8 @@ from experts.tile_shapes import ALIGNED, Device, Tile, TilePair, gemms
 from experts.tile_store import TileStore, fit
 from experts.tiles import choose_tiles, explain, on_device, override_config, regimes_up_to
 from experts.triton_experts import TritonExperts
-from modular_kernel.catalog import make_kernel, this_machine
-from modular_kernel.composer import random_inputs
+from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.reference import oracle, recipe
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.tensors import ContiguousShape
 from modular_kernel.types import Machine, Problem
@@ -242,101 +237,6 @@ def test_workspaces_of_a_tuned_file_never_shrink(blocks: dict[int, int]) -> None
             assert block_m in [m for _, _, m in regimes_up_to(problem, tokens)]
             for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
                 assert spec.numel <= most[name].numel, (name, tokens)
-
-
-# ----------------------------------------------------------------------------------------- override
-
-
-def test_an_override_nests_and_ends_as_it_began() -> None:
-    before = choose_tiles(MIXTRAL, 64)
-    with override_config(ONE):
-        assert choose_tiles(MIXTRAL, 64) == choose_tiles(MIXTRAL, 4096) == ONE
-        assert regimes_up_to(MIXTRAL, 4096) == [(4096, ALIGNED, 16)]
-        with override_config(TWO):
-            assert choose_tiles(MIXTRAL, 64) == TWO
-            with override_config(None):
-                assert choose_tiles(MIXTRAL, 64) == before
-            assert choose_tiles(MIXTRAL, 64) == TWO
-        assert choose_tiles(MIXTRAL, 64) == ONE
-    assert choose_tiles(MIXTRAL, 64) == before
-
-
-def test_an_override_ends_whatever_is_raised() -> None:
-    before = choose_tiles(MIXTRAL, 64)
-    for error in (ValueError, KeyboardInterrupt, SystemExit):
-        with pytest.raises(error), override_config(ONE):  # noqa: PT012
-            with pytest.raises(error), override_config(TWO):
-                raise error
-            assert choose_tiles(MIXTRAL, 64) == ONE
-            raise error
-        assert choose_tiles(MIXTRAL, 64) == before
-
-
-def test_other_threads_do_not_see_an_override() -> None:
-    before, seen, inside, done = choose_tiles(MIXTRAL, 64), [], threading.Event(), threading.Event()
-
-    def other() -> None:
-        seen.append(choose_tiles(MIXTRAL, 64))
-        with override_config(TWO):
-            inside.set()
-            done.wait(10)
-            seen.append(choose_tiles(MIXTRAL, 64))
-
-    with override_config(ONE):
-        thread = threading.Thread(target=other)
-        thread.start()
-        assert inside.wait(10)
-        assert choose_tiles(MIXTRAL, 64) == ONE
-        done.set()
-        thread.join()
-    assert seen == [before, TWO]
-
-
-def test_an_override_beats_every_file(here: Path) -> None:
-    write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
-    assert choose_tiles(MIXTRAL, 64).gemm1.block_m == 64
-    with override_config(ONE):
-        assert choose_tiles(MIXTRAL, 64) == ONE
-
-
-def test_an_override_may_be_written_as_a_file_is() -> None:
-    with override_config(launch(32, 128, 64)):  # vLLM's: fused columns
-        assert choose_tiles(MIXTRAL, 64).gemm1.block_n == 64
-    with override_config({"gemm1": launch(32, 128, 64), "gemm2": launch(32, 32)}):
-        assert choose_tiles(MIXTRAL, 64).gemm1.block_n == 128
-    with override_config({8: launch(16), 800: launch(64)}):
-        assert choose_tiles(MIXTRAL, 64).gemm1.block_m == 16
-        assert choose_tiles(MIXTRAL, 700).gemm1.block_m == 64
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{}, [], 3, {"64": 3}, {"BLOCK_SIZE_M": 16}, launch(n=10**400), {2.5: launch()}, "x"],
-)
-def test_a_malformed_override_is_refused_where_it_begins(config: Any) -> None:
-    before = choose_tiles(MIXTRAL, 64)
-    with (
-        pytest.raises(ConfigurationError, match="override_config"),
-        override_config(config),
-    ):
-        pytest.fail("entered")
-    assert choose_tiles(MIXTRAL, 64) == before
-
-
-@pytest.mark.parametrize("pair", [ONE, TWO], ids=str)
-def test_numbers_do_not_depend_on_an_override(pair: TilePair) -> None:
-    machine = this_machine()
-    if machine.device == "cpu" and not machine.interpreter:
-        pytest.skip("no Triton here")
-    problem = Problem(tokens=37, hidden=64, intermediate=48, experts=5, top_k=2)
-    inputs = random_inputs(problem, torch.device(machine.device))
-    exact, fair = oracle(*inputs, problem), recipe(*inputs, problem)
-    with override_config(pair):
-        kernel = make_kernel(
-            "MoEPrepareAndFinalizeNoEP", "TritonExperts", problem, machine=machine, poison=True
-        )
-        out = kernel(*inputs)
-    assert float((out - exact).norm()) <= 1.25 * float((fair - exact).norm())
 
 
 # ------------------------------------------------------------------------------------------ explain

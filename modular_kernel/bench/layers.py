@@ -29,7 +29,6 @@ weights arrive unquantised whatever `quant` says: quantising them is `setup`'s w
 called once for each shape and set of weights: what one object keeps, the next must not share.
 """
 
-import importlib.util
 import itertools
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -41,9 +40,10 @@ from pathlib import Path
 import torch
 
 from modular_kernel.bench.cases import quantised
+from modular_kernel.bench.peer_files import load_file
 from modular_kernel.bench.rows import BASELINE, OURS, PEER
 from modular_kernel.catalog import check, load_catalog, make_kernel
-from modular_kernel.errors import BrokenPartError, ConfigurationError, IncompatibleError
+from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import Plan
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Verdict
@@ -210,26 +210,12 @@ def baseline_offers() -> list[Offer]:
 
 def peer_offers(path: Path) -> list[Offer]:
     """The layers of a user's file; an error that names the file if there are none to be had."""
-    what = f"--peer {path}"
-    spec = importlib.util.spec_from_file_location(f"mk_bench_peer_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigurationError(what, got="no such Python file", need="FILE.py")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        made = module.layers()
-    # A foreign file can fail in any way; it is named, and nothing is measured.
-    except (Exception, SystemExit) as error:
-        raise BrokenPartError(what, got=repr(error), need="a file with layers()") from error
-    if not isinstance(made, list) or not all(isinstance(layer, Layer) for layer in made):
-        need = "a list of modular_kernel.bench.layers.Layer"
-        raise ConfigurationError(f"{what}: layers()", got=repr(made), need=need)
+    layers, made = load_file(path, "layers", Layer)
     return [
-        Offer(layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, module, index))
+        Offer(layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, layers, index))
         for index, layer in enumerate(made)
     ]
 
 
-def _nth(module: object, index: int) -> Layer:
-    layers: list[Layer] = module.layers()  # type: ignore[attr-defined]
-    return layers[index]
+def _nth(layers: Callable[[], list[Layer]], index: int) -> Layer:
+    return layers()[index]

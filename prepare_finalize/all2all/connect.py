@@ -10,12 +10,26 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, DeviceError
+from modular_kernel.settings import read_settings
 from prepare_finalize.all2all.last_calls import failure_key
 
 R = TypeVar("R")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _NCCL_CONNECT_S = 30.0  # NCCL takes seconds to connect ranks, however short later waits may be
+
+
+def deadline_of(deadline_s: Any) -> float:
+    """Seconds that a manager's waits may take: as given, or for None as `read_settings` says.
+
+    ConfigurationError unless they are a finite number above 0.
+    """
+    if deadline_s is None:
+        return read_settings().deadline_s
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if is_number and 0 < deadline_s < float("inf"):
+        return float(deadline_s)
+    raise ConfigurationError("deadline_s", got=repr(deadline_s), need="seconds > 0")
 
 
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
@@ -110,3 +124,11 @@ def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
         need = " or ".join(f"{BACKENDS[d]} for {d}" for d in ([wanted] if wanted else BACKENDS))
         raise ConfigurationError("process group's backend", got=config, need=need)
     return wanted or served[0]
+
+
+def check_served(device: torch.device | str, served: str) -> None:
+    """DeviceError unless tensors on `device` are on `served`, the type that a group serves."""
+    kind = torch.device(device).type
+    if kind != served:
+        need = f"{served}: the group's backend is {BACKENDS[served]}"
+        raise DeviceError("tensors of an exchange", got=kind, need=need)

@@ -29,8 +29,8 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import nvshmem_asks_for_ibgda, read_settings
-from prepare_finalize.all2all.connect import in_time, meeting_place, member_group
+from modular_kernel.settings import nvshmem_asks_for_ibgda
+from prepare_finalize.all2all.connect import deadline_of, in_time, meeting_place, member_group
 from prepare_finalize.all2all.deepep_low_latency import LowLatency
 from prepare_finalize.all2all.meeting import Facts, Meeting
 from prepare_finalize.all2all.torch_group import in_short
@@ -86,9 +86,9 @@ class DeepEPGroup:
     ) -> None:
         if num_sms is not None and (num_sms < 2 or num_sms % 2):
             raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
+        self.deadline_s = deadline_of(deadline_s)
         self.process_group = _nccl_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.deadline_s = read_settings().deadline_s if deadline_s is None else deadline_s
         self.num_sms = num_sms
         self._buffers: dict[tuple[object, ...], Any] = {}
         self._destroyed = False

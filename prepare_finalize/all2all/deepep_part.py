@@ -4,61 +4,49 @@ The library is told numbers of experts, as many for each rank (`modular_kernel.o
 that any placement will do.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Call, PrepareAndFinalize
-from modular_kernel.errors import UnsupportedError
+from modular_kernel.contracts import Call
 from modular_kernel.ops.numbers import NumberedPairs, Numbering, number_pairs, slots_of
-from modular_kernel.ops.quantise import quantise_rejections
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import Handle, Routing
+from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.all2all.connect import place_in
 from prepare_finalize.all2all.deepep import DeepEPGroup, load_deepep
-from prepare_finalize.all2all.part import check_place, placement_rejections
-from prepare_finalize.tokens import one_scale_for_all
+from prepare_finalize.all2all.part import GroupPart, PartHandle
+from prepare_finalize.tokens import one_scale_for_all, token_specs
 
 BF16 = frozenset({torch.bfloat16})
 HOPPER = (9, 0)  # the library's kernels use the bulk copy engine
 
 
 @dataclass(frozen=True)
-class DeepEPHandle(Handle):
-    """What finalize needs: the part it is of, the call, what the library gave to be given back,
-    and the weights still to be applied: of the rows that came, or of this rank's tokens."""
+class DeepEPHandle(PartHandle):
+    """What the library gave to be given back, and the weights still to be applied: of the rows
+    that came, or of this rank's tokens."""
 
-    part: "DeepEPPart"
-    call: Call
     given: Any
     weights: torch.Tensor
 
 
-class DeepEPPart(PrepareAndFinalize):
+class DeepEPPart(GroupPart[DeepEPGroup]):
     """A part over buffers of a DeepEPGroup.
 
-    group: a DeepEPGroup of the caller's, or a ProcessGroup (None: the default one) to make one of.
-    The part owns the manager that it makes, and `destroy` closes that; it is collective, and so is
-    making a part. ConfigurationError where library or group cannot serve; CommunicationError
-    unless every rank makes the same part of the same layer.
+    Making and destroying one is collective. ConfigurationError where library or group cannot
+    serve; CommunicationError unless every rank makes the same part of the same layer.
     """
 
+    manager_class = DeepEPGroup
     generation = 1  # of the library
     most_slots: int | None = None  # experts of a rank
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
-        super().__init__(problem, group)
         load_deepep(self.generation)
-        owned = not isinstance(group, DeepEPGroup)
-        if isinstance(group, DeepEPGroup):
-            check_place(problem, group.rank, group.world_size)
-        else:
-            check_place(problem, *place_in(group))
-        self.manager = group if isinstance(group, DeepEPGroup) else DeepEPGroup(group)
-        self._owns_manager = owned
+        super().__init__(problem, group)
         self.slots = slots_of(problem.placement)
         self._numberings: dict[torch.device, Numbering] = {}
         self.manager.agree(_shared(type(self).__name__, problem))
@@ -66,9 +54,8 @@ class DeepEPPart(PrepareAndFinalize):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found = list(super().extra_rejections(problem, machine))
         name = cls.__name__
-        found = list(quantise_rejections(name, problem, machine))
-        found += placement_rejections(name, problem)
         parties = (name, "problem")
         if one_scale_for_all(problem):
             got = f"{problem.quant}: one computed scale for all ranks' tokens"
@@ -85,17 +72,9 @@ class DeepEPPart(PrepareAndFinalize):
             found.append(Rejection("package", parties, "deep_ep 1", "deep_ep 2", hint))
         return tuple(found)
 
+    @abstractmethod
     def make_buffer(self) -> None:
         """Make the manager's buffer of this part's sizes, unless it is there."""
-        raise NotImplementedError
-
-    def check_machine(self, machine: Machine) -> None:
-        self.manager.check_device(machine.device)
-
-    def destroy(self) -> None:
-        """Close the manager if this part made it, on every rank; the part serves no more then."""
-        if self._owns_manager:
-            self.manager.destroy()
 
     @property
     def world_size(self) -> int:
@@ -112,6 +91,15 @@ class DeepEPPart(PrepareAndFinalize):
         return {
             "pair_numbers": BufferSpec(shape, torch.int64),
             "pair_weights": BufferSpec(shape, torch.float32),
+        }
+
+    def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
+        """The buffers of a part that quantises its tokens, and sums the `rows` that come."""
+        problem = self.problem
+        return {
+            **token_specs(problem, tokens),
+            **self.pair_specs(tokens),
+            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
         }
 
     def numbered(
@@ -136,13 +124,6 @@ class DeepEPPart(PrepareAndFinalize):
             invalid_ids=call.invalid_ids,
         )
         return out.numbers_TK, out.weights_TK
-
-    def own_handle(self, handle: Handle) -> DeepEPHandle:
-        """UnsupportedError unless `handle` is of this very part."""
-        if not isinstance(handle, DeepEPHandle) or handle.part is not self:
-            got, need = type(handle).__name__, f"one of this {type(self).__name__}"
-            raise UnsupportedError("handle", got=got, need=need)
-        return handle
 
 
 def _shared(part: str, problem: Problem) -> dict[str, object]:

@@ -1,17 +1,28 @@
-"""GroupPart: what the PrepareAndFinalize parts over torch.distributed have in common."""
+"""GroupPart: what the PrepareAndFinalize parts of process groups have in common."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
-from modular_kernel.contracts import Call, PrepareAndFinalize
+from modular_kernel import stages
+from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.ops.quantise import quantise_rejections, scale_shape
 from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import STORAGE
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, Handle
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchedRouting,
+    DispatchShape,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
 from modular_kernel.types import IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement
@@ -22,11 +33,17 @@ from prepare_finalize.tokens import one_scale_for_all, quantises
 
 
 @dataclass(frozen=True)
-class GroupHandle(Handle):
-    """What finalize needs: the part it is of, the call, and the rows' weights still to apply."""
+class PartHandle(Handle):
+    """What every finalize needs: the part that the handle is of, and the call."""
 
     part: "GroupPart[Any]"
     call: Call
+
+
+@dataclass(frozen=True)
+class GroupHandle(PartHandle):
+    """What ranks told each other, and the rows' weights still to apply."""
+
     agreed: Agreement
     topk_weights_RK: torch.Tensor | None
 
@@ -45,6 +62,7 @@ class Manager(Protocol):
 
 
 M = TypeVar("M", bound=Manager)
+H = TypeVar("H", bound=PartHandle)
 
 
 class GroupPart(PrepareAndFinalize, Generic[M]):
@@ -87,6 +105,12 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             self._tables[device] = self.problem.placement.tables(device)
         return self._tables[device]
 
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        """Start, and wait for it."""
+        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
+
     def local_tokens(
         self,
         call: Call,
@@ -96,11 +120,19 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         weights_RK: torch.Tensor,
     ) -> ContiguousTokens:
         """Rows with local ids (int32, -1: not for this rank), as experts take them."""
-        return local_tokens(self.problem, call, x_RH, scale, slots_RK, weights_RK)
+        routing = DispatchedRouting(
+            topk_weights_TK=weights_RK,
+            topk_ids_TK=slots_RK,
+            space=IdSpace.LOCAL,
+            num_experts=self.problem.e,
+            expert_map=None,
+            invalid_ids=call.invalid_ids,
+        )
+        return ContiguousTokens(x_RH, routing, scale)
 
-    def own_handle(self, handle: Handle) -> GroupHandle:
+    def own_handle(self, handle: Handle, kind: type[H]) -> H:
         """UnsupportedError unless `handle` is of this very part."""
-        if not isinstance(handle, GroupHandle) or handle.part is not self:
+        if not isinstance(handle, kind) or handle.part is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
         return handle
@@ -116,6 +148,38 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         if x_TH.numel() == 0:
             return x_TH.new_zeros(1, dtype=torch.float32)
         return x_TH.abs().amax().float().reshape(1)
+
+
+class RowsPart(GroupPart[TorchGroup]):
+    """A part that packs rows with their ids and weights, and hands over (R, H) rows."""
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self.rows = RowBuffers(problem)
+
+    def dispatch_shape(self, tokens: int) -> DispatchShape:
+        # Whatever this rank passes, another may pass problem.tokens.
+        rows = self.problem.parallel.world_size * self.problem.tokens
+        return ContiguousShape(rows, self.problem.top_k)
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        # What is quantised in between has a range of its own inside.
+        with stages.stage(stages.DISPATCH):
+            receive = self.send(x_TH, routing, weights, call)
+
+        def received() -> tuple[Dispatched, Handle]:
+            with stages.stage(stages.DISPATCH):
+                return receive()
+
+        return received
+
+    @abstractmethod
+    def send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        """Start the exchange and return what waits for it."""
 
 
 def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
@@ -141,26 +205,6 @@ def check_place(problem: Problem, rank: int, world_size: int) -> None:
     if rank != parallel.rank:
         need = f"{parallel.rank}, the problem's parallel.rank"
         raise ConfigurationError("rank in the process group", got=rank, need=need)
-
-
-def local_tokens(
-    problem: Problem,
-    call: Call,
-    x_RH: torch.Tensor,
-    scale: torch.Tensor | None,
-    slots_RK: torch.Tensor,
-    weights_RK: torch.Tensor,
-) -> ContiguousTokens:
-    """Rows with local ids (-1: not for this rank), as experts take them."""
-    routing = DispatchedRouting(
-        topk_weights_TK=weights_RK,
-        topk_ids_TK=slots_RK,
-        space=IdSpace.LOCAL,
-        num_experts=problem.e,
-        expert_map=None,
-        invalid_ids=call.invalid_ids,
-    )
-    return ContiguousTokens(x_RH, routing, scale)
 
 
 class RowBuffers:

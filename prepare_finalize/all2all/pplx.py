@@ -29,8 +29,13 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import read_settings
-from prepare_finalize.all2all.connect import connect, in_time, meeting_place, member_group
+from prepare_finalize.all2all.connect import (
+    connect,
+    deadline_of,
+    in_time,
+    meeting_place,
+    member_group,
+)
 from prepare_finalize.all2all.last_calls import failure_key
 from prepare_finalize.all2all.meeting import Facts, Meeting
 from prepare_finalize.all2all.torch_group import in_short
@@ -93,7 +98,7 @@ class PplxGroup:
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
-        deadline_s = read_settings().deadline_s if deadline_s is None else deadline_s
+        deadline_s = deadline_of(deadline_s)
         process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.in_flight = in_flight
@@ -110,6 +115,13 @@ class PplxGroup:
         _check_neighbours(self._meeting.tell(_whereabouts()), self.rank)
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
         self._group = self._connect(own, deadline_s)
+
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError if `device` is another GPU than the process's current one."""
+        given = torch.device(device)
+        if given.type == "cuda" and given.index not in (None, torch.cuda.current_device()):
+            need = f"cuda:{torch.cuda.current_device()}, where the buffers are"
+            raise DeviceError("tensors of an exchange", got=given, need=need)
 
     def agree(self, facts: Facts) -> None:
         """CommunicationError on every rank unless all tell the same facts."""
@@ -265,10 +277,3 @@ def _check_memory(shape: PplxShape, world_size: int) -> None:
     free = torch.cuda.mem_get_info()[0]
     if free < need:
         raise CapacityError("GPU memory for pplx-kernels", got=f"{free} bytes free", need=need)
-
-
-def check_current_device(device: torch.device) -> None:
-    """DeviceError unless `device` is the process's current GPU, where the buffers are."""
-    if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
-        need = f"cuda:{torch.cuda.current_device()}, where the buffers are"
-        raise DeviceError("tensors of an exchange", got=device, need=need)

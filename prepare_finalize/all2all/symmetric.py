@@ -16,9 +16,14 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
-from modular_kernel.settings import read_settings
-from prepare_finalize.all2all.connect import member_group, served_device, store_at_new_place
+from modular_kernel.errors import CommunicationError, UnsupportedError
+from prepare_finalize.all2all.connect import (
+    check_served,
+    deadline_of,
+    member_group,
+    served_device,
+    store_at_new_place,
+)
 from prepare_finalize.all2all.last_calls import LastCalls
 from prepare_finalize.all2all.meeting import Meeting
 from prepare_finalize.all2all.shared_files import share_file
@@ -87,14 +92,10 @@ class SymmetricGroup:
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        if deadline_s is None:
-            deadline_s = read_settings().deadline_s
-        if not 0 < deadline_s < float("inf"):
-            raise ConfigurationError("deadline_s", got=deadline_s, need="seconds > 0")
+        self.deadline_s = deadline_of(deadline_s)
         self._group = member_group(group)
         self.rank, self.world_size = self._group.rank(), self._group.size()
         self.device = served_device(self._group, device)
-        self.deadline_s = deadline_s
         self.step = 0
         self.last_calls = LastCalls(self.rank, history)
         self._destroyed = False
@@ -156,10 +157,8 @@ class SymmetricGroup:
         return Heap(own, deltas.to(self._place), kept)
 
     def check_device(self, device: torch.device | str) -> None:
-        """ConfigurationError unless tensors on `device` can be exchanged."""
-        kind = torch.device(device).type
-        if kind != self.device:
-            raise ConfigurationError("tensors of an exchange", got=kind, need=self.device)
+        """DeviceError unless tensors on `device` can be exchanged."""
+        check_served(device, self.device)
 
     def next_step(self) -> int:
         """Number of the call that begins now; every rank counts alike."""

@@ -25,14 +25,12 @@ from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import (
     CommunicationError,
-    ConfigurationError,
-    DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import read_settings
 from prepare_finalize.all2all.connect import (
-    BACKENDS,
+    check_served,
     connect,
+    deadline_of,
     in_time,
     meeting_place,
     member_group,
@@ -65,14 +63,10 @@ class TorchGroup:
         device: str | None = None,
         history: int = 1024,
     ) -> None:
-        if deadline_s is None:
-            deadline_s = read_settings().deadline_s
-        if not 0 < deadline_s < float("inf"):
-            raise ConfigurationError("deadline_s", got=deadline_s, need="seconds > 0")
+        self.deadline_s = deadline_of(deadline_s)
         process_group = member_group(group)
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.device = served_device(process_group, device)
-        self.deadline_s = deadline_s
         self.step = 0
         self.order = 0  # a digest of the exchanges so far: which, and in what order
         self.last_calls = LastCalls(self.rank, history)
@@ -114,10 +108,7 @@ class TorchGroup:
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged."""
-        kind = torch.device(device).type
-        if kind != self.device:
-            need = f"{self.device}: the group's backend is {BACKENDS[self.device]}"
-            raise DeviceError("tensors of an exchange", got=kind, need=need)
+        check_served(device, self.device)
 
     def next_step(self) -> int:
         """Number of the call that begins now; every rank counts alike."""

@@ -1,0 +1,145 @@
+"""Reductions, scans and rearrangements in the interpreter, as on a GPU."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from interpreter_values import BF16, E4M3, F16, F32, generator, randn, same
+
+
+@triton.jit
+def smaller_magnitude(a, b):
+    return tl.where(tl.abs(a) < tl.abs(b), a, b)
+
+
+@triton.jit
+def reduce_kernel(x_ptr, y_ptr, OP: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
+    rows, cols = tl.arange(0, R), tl.arange(0, C)
+    x = tl.load(x_ptr + rows[:, None] * C + cols[None, :])
+    if OP == "sum":
+        y = tl.sum(x, axis=1)
+    elif OP == "max":
+        y = tl.max(x, axis=1)
+    elif OP == "min":
+        y = tl.min(x, axis=1)
+    elif OP == "argmax":
+        y = tl.argmax(x, axis=1)
+    elif OP == "custom":
+        y = tl.reduce(x, 1, smaller_magnitude)
+    else:
+        y = tl.sum(tl.sum(x, axis=0, keep_dims=True)) + tl.zeros((R,), x.dtype)
+    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty))
+
+
+def reduce(x: torch.Tensor, op: str, dtype: torch.dtype) -> torch.Tensor:
+    y = torch.empty(x.shape[0], dtype=dtype)
+    reduce_kernel[(1,)](x, y, OP=op, R=x.shape[0], C=x.shape[1])
+    return y
+
+
+def test_sums_of_float32_integers_and_flags():
+    x = randn(8, 64, seed=21)
+    torch.testing.assert_close(reduce(x, "sum", F32), x.sum(1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(reduce(x, "all", F32), x.sum().expand(8), rtol=1e-5, atol=1e-5)
+    i = torch.randint(-100, 100, (8, 64), generator=generator(4), dtype=torch.int8)
+    assert torch.equal(reduce(i, "sum", torch.int32), i.sum(1, dtype=torch.int32))
+    big = torch.full((2, 4), 2**30, dtype=torch.int32)
+    assert reduce(big, "all", torch.int32).tolist() == [0, 0]  # 2**33 wraps
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_sums_of_sixteen_bit_floats_round_as_a_tree(dtype):
+    ones = torch.ones(2, 4096, dtype=dtype)
+    assert reduce(ones, "sum", dtype).tolist() == [4096.0, 4096.0]
+    x = randn(4, 64, seed=22, dtype=dtype)
+    want = x
+    while want.shape[1] > 1:
+        half = want.shape[1] // 2
+        want = want[:, :half] + want[:, half:]
+    assert same(reduce(x, "sum", dtype), want[:, 0].contiguous())
+
+
+def test_extrema_drop_nan():
+    x = randn(4, 16, seed=23, dtype=BF16)
+    x[0, 3] = float("nan")
+    x[1] = float("nan")
+    nan = x[1, 0].float()
+    want_max = torch.stack([x[0].nan_to_num(-9).max().float(), nan, *x[2:].amax(1).float()])
+    want_min = torch.stack([x[0].nan_to_num(9).min().float(), nan, *x[2:].amin(1).float()])
+    assert same(reduce(x, "max", F32), want_max)
+    assert same(reduce(x, "min", F32), want_min)
+    best = reduce(x, "argmax", torch.int32).tolist()
+    assert best == [x[0].nan_to_num(-9).argmax(), 0, *x[2:].argmax(1)]
+
+
+def test_custom_reduction_of_bf16():
+    x = randn(4, 16, seed=24, dtype=BF16)
+    want = x.gather(1, x.float().abs().argmin(1, keepdim=True))[:, 0]
+    assert same(reduce(x, "custom", BF16), want)
+
+
+@triton.jit
+def scan_kernel(x_ptr, y_ptr, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs)
+    tl.store(y_ptr + offs, tl.cumsum(x, axis=0, reverse=REVERSE).to(y_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.int32], ids=str)
+def test_cumsum(dtype, reverse):
+    x = torch.randint(-9, 9, (128,), generator=generator(5)).to(dtype)
+    y = torch.empty(128, dtype=F32 if dtype == BF16 else dtype)
+    scan_kernel[(1,)](x, y, REVERSE=reverse, BLOCK=128)
+    wide = x.to(y.dtype)
+    want = wide.flip(0).cumsum(0).flip(0) if reverse else wide.cumsum(0)
+    assert same(y, want.to(y.dtype))
+
+
+@triton.jit
+def histogram_kernel(x_ptr, y_ptr, n, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs, mask=offs < n, other=0)
+    tl.store(y_ptr + tl.arange(0, BINS), tl.histogram(x, BINS, mask=offs < n))
+
+
+def test_histogram_counts_what_lies_inside():
+    x = torch.randint(0, 8, (1024,), generator=generator(6)).to(torch.int32)
+    x[300:310], x[310:320] = 8, -1  # past either end
+    y = torch.empty(8, dtype=torch.int32)
+    histogram_kernel[(1,)](x, y, 1000, BINS=8, BLOCK=1024)
+    inside = x[:1000].long()
+    assert y.tolist() == torch.bincount(inside[(inside >= 0) & (inside < 8)], minlength=8).tolist()
+
+
+@triton.jit
+def rearrange_kernel(x_ptr, index_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.gather(tl.load(x_ptr + offs), tl.load(index_ptr + offs), axis=0)
+    low, high = tl.split(tl.reshape(x, (BLOCK // 2, 2)))
+    both = tl.join(high, low)  # swaps neighbours
+    tl.store(y_ptr + offs, tl.reshape(tl.trans(tl.trans(both)), (BLOCK,)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, E4M3], ids=str)
+def test_gather_split_join_and_transpose(dtype):
+    x = randn(64, seed=25).to(dtype)
+    index = torch.randperm(64, generator=generator(7)).to(torch.int32)
+    y = torch.empty_like(x)
+    rearrange_kernel[(1,)](x, index, y, BLOCK=64)
+    want = x.view(torch.uint8).reshape(64, -1)[index.long()].reshape(32, 2, -1).flip(1)
+    assert torch.equal(y.view(torch.uint8).reshape(64, -1), want.reshape(64, -1))
+
+
+@triton.jit
+def bitcast_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    bits = tl.load(x_ptr + offs).to(tl.uint16, bitcast=True)
+    tl.store(y_ptr + offs, (bits ^ 0x8000).to(tl.bfloat16, bitcast=True) * 1.0)
+
+
+def test_bitcast_of_bf16():
+    x = randn(64, seed=26, dtype=BF16)
+    y = torch.empty_like(x)
+    bitcast_kernel[(1,)](x, y, BLOCK=64)
+    assert same(y, -x)

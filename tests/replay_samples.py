@@ -1,0 +1,139 @@
+"""Parts that replay, on a device of their own: host memory, changed through bare addresses, so that
+torch does not see the work, as it does not see a kernel of Triton's.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from experts import TorchExperts
+from modular_kernel import replay
+from modular_kernel.composer import random_inputs
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.plan import Plan
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import ContiguousTokens, ExpertWeights, Routing
+from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, WorkspaceShapes
+from prepare_finalize import MoEPrepareAndFinalizeNoEP
+from topk_reduce import KeepTopK, TopKWeightAndReduceNoOp
+
+CPU = torch.device("cpu")
+SMALL = Problem(tokens=8, hidden=16, intermediate=8, experts=4, top_k=2, dtype=torch.float32)
+watchers: list[str] = []
+
+
+def _floats(address: int, count: int) -> Any:
+    return (ctypes.c_float * count).from_address(address)
+
+
+def add_kernel(out: int, x: int, w: int, weights: int, count: int) -> None:
+    """out[i] = x[i] + w[0] + weights[0], all float32."""
+    out_values, x_values = _floats(out, count), _floats(x, count)
+    w_0, weight_0 = _floats(w, 1)[0], _floats(weights, 1)[0]
+    for i in range(count):
+        out_values[i] = x_values[i] + w_0 + weight_0
+
+
+def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
+    """`modular_kernel.ops.launch.launch`, for the device of this test."""
+    add_kernel(*(tensor.data_ptr() for tensor in tensors), count)
+    recorder = replay.recorder()
+    if recorder is None:
+        return
+    places = [recorder.place(tensor) for tensor in tensors]
+    fixed = [tensor.data_ptr() for tensor in tensors]
+
+    def again(pointers: Sequence[int]) -> None:
+        found = [
+            own if place is None else pointers[place[0]] + place[1]
+            for own, place in zip(fixed, places, strict=True)
+        ]
+        add_kernel(*found, count)
+
+    recorder.note(again, play_all, watched)
+
+
+def play_all(launches: Sequence[Any], inputs: int) -> replay.Play:
+    def play(stream: int, pointers: Sequence[int]) -> None:
+        assert len(pointers) == inputs
+        for again in launches:
+            again(pointers)
+
+    return play
+
+
+def watched() -> bool:
+    return bool(watchers)
+
+
+class Prepare(MoEPrepareAndFinalizeNoEP):
+    replayable = True
+
+
+class AddExperts(TorchExperts):
+    """Two launches through a buffer: x + 2 (w1[0] + topk_weights[0]). Counts its host calls."""
+
+    replayable = True
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.host_calls = 0
+
+    def workspace_shapes(self, shape: Any) -> WorkspaceShapes:
+        rows = BufferSpec((shape.tokens, self.problem.hidden), torch.float32)
+        kept = () if self.problem.combine is Combine.SUM else (shape.top_k,)
+        output = BufferSpec((shape.tokens, *kept, self.problem.hidden), self.problem.dtype)
+        return WorkspaceShapes(rows, BufferSpec((0,), torch.float32), output)
+
+    def finalize_weight_and_reduce_impl(self) -> Any:
+        summed = self.problem.combine is Combine.SUM
+        return TopKWeightAndReduceNoOp() if summed else KeepTopK(weighted=False)
+
+    def apply(self, tokens: Any, *, weights: Any, workspace: Any, output: torch.Tensor) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        self.host_calls += 1
+        between = workspace.take("workspace13", tuple(tokens.x_TH.shape))
+        router = tokens.routing.topk_weights_TK
+        if self.problem.dtype is not torch.float32:
+            return  # bad input is not computed with
+        self.launch((between, tokens.x_TH, weights.w1, router), tokens.x_TH.numel())
+        self.launch((output, between, weights.w1, router), tokens.x_TH.numel())
+
+    def launch(self, tensors: Sequence[torch.Tensor], count: int) -> None:
+        launch_add(tensors, count)
+
+
+def planned(
+    problem: Problem = SMALL, experts: type[AddExperts] = AddExperts, **options: Any
+) -> tuple[Plan, AddExperts]:
+    part = experts(problem)
+    kernel = FusedMoEModularKernel(Prepare(problem), part, machine=Machine("cpu"), **options)
+    return kernel.plan(), part
+
+
+def inputs(tokens: int = 4, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    generator = torch.Generator().manual_seed(seed)
+    x_TH, weights, routing = random_inputs(SMALL.with_tokens(tokens), CPU)
+    x_TH = torch.randn(x_TH.shape, generator=generator)
+    weights = replace(weights, w1=torch.randn(weights.w1.shape, generator=generator))
+    shape = routing.topk_weights_TK.shape
+    return x_TH, weights, Routing(torch.rand(shape, generator=generator), routing.topk_ids_TK)
+
+
+def expected(x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> torch.Tensor:
+    step_w, step_r = weights.w1.flatten()[0], routing.topk_weights_TK.flatten()[0]
+    return x_TH + step_w + step_r + step_w + step_r
+
+
+def assert_right(out: torch.Tensor, args: tuple[torch.Tensor, ExpertWeights, Routing]) -> None:
+    torch.testing.assert_close(out, expected(*args))

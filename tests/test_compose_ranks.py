@@ -1,0 +1,103 @@
+"""compose over ranks: all choose the same, by the slowest, and lose nothing of each other."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from modular_kernel.choose.cache import Cache
+from modular_kernel.choose.choosing import Terms, choose, compose
+from modular_kernel.choose.inputs import Situation, make_weights
+from modular_kernel.choose.record import Bucket, Outcome
+from modular_kernel.choose.timing import Stopwatch
+from modular_kernel.composer import random_inputs
+from modular_kernel.types import Machine, Parallel, Problem
+
+PROBLEM = Problem(8, 64, 32, 4, 2)
+
+
+def _on_rank(rank: int, world: int, group: object, folder: Path, *more):
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    machine = Machine("cpu")
+    terms = Terms(tokens=(2,), folder=folder, **dict(more))
+    kernel = compose(problem, machine, group=group, terms=terms)
+    weights = make_weights(problem, torch.device("cpu"))
+    plan = kernel.plan()
+    calls = plan.warm_up(weights)
+    if not terms.replicated:  # ranks with unlike numbers of tokens
+        x_TH, _, routing = random_inputs(problem.with_tokens(8 if rank else 1), torch.device("cpu"))
+        plan(x_TH, weights, routing)
+        plan(x_TH, weights, routing, most_tokens=8)
+    choice = kernel.choice
+    kernel.destroy()
+    return choice.buckets, choice.segments, choice.timed, calls
+
+
+def test_ranks_choose_the_same_by_the_slowest(rank_pool, tmp_path: Path) -> None:
+    pool = rank_pool(2)
+    first, second = pool.run(_on_rank, tmp_path)
+    assert first == second
+    assert first[2:] == (1, 8)
+    names = {outcome.pair[0] for bucket in first[0] for outcome in bucket.outcomes}
+    assert "ReplicatedEPPrepareAndFinalize" not in names
+    assert names >= {"TorchAll2AllPrepareAndFinalize", "AllGatherReduceScatterPrepareAndFinalize"}
+    again = pool.run(_on_rank, tmp_path)
+    assert again[0] == again[1] == (*first[:2], 0, 8)
+    (same, _) = pool.run(_on_rank, tmp_path, ("replicated", True))
+    assert {segment.pair[0] for segment in same[1]} == {"ReplicatedEPPrepareAndFinalize"}
+
+
+def _choices(rank: int, world: int, group: object, folder: Path, where: str):
+    """Outcomes where one rank alone finds an output wrong, or fails while it is timed."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    terms = Terms(tokens=(8,), folder=folder, fresh=True)
+
+    owner, name = {"wrong": (Situation, "wrong"), "run": (Stopwatch, "_run")}[where]
+    real = getattr(owner, name)
+
+    def planted(*arguments: object) -> None:
+        real(*arguments)  # the other rank waits for its part of an exchange
+        raise ArithmeticError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(owner, name, planted)
+        choice = choose(problem, Machine("cpu"), group=group, terms=terms)
+    return {outcome.why for outcome in choice.buckets[0].outcomes}
+
+
+@pytest.mark.parametrize("where", ["wrong", "run"])
+def test_what_fails_on_one_rank_is_out_on_all(rank_pool, tmp_path: Path, where: str) -> None:
+    pool = rank_pool(2)
+    assert pool.run(_choices, tmp_path, where, timeout=60) == [{"rank 1: planted"}] * 2
+
+
+def _times(rank: int, world: int, group: object, folder: Path):
+    """Every time, where a rank's own are 1 s more than those of the rank before."""
+    problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stopwatch, "_run", lambda *_: 1.0 + rank)
+        terms = Terms(tokens=(8,), folder=folder)
+        choice = choose(problem, Machine("cpu"), group=group, terms=terms)
+    return set(choice.buckets[0].times.values())
+
+
+def test_the_slowest_rank_counts(rank_pool, tmp_path: Path) -> None:
+    assert rank_pool(2).run(_times, tmp_path) == [{2e6}, {2e6}]
+
+
+def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
+    cache = Cache(folder, {"device": "D"}, {"torch": "1"})
+    for number in range(40):
+        cache.keep([Bucket(2 * number + 1 + rank, (Outcome(("P", "E"), 1.0),))])
+        assert cache.load().record is not None
+    return 40
+
+
+def test_two_processes_lose_nothing_of_each_other(rank_pool, tmp_path: Path) -> None:
+    assert rank_pool(2).run(_keeps, tmp_path) == [40, 40]
+    record = Cache(tmp_path, {"device": "D"}, {"torch": "1"}).load().record
+    assert record is not None
+    assert [bucket.tokens for bucket in record.buckets] == list(range(1, 81))
+    assert [path for path in (tmp_path / "choices").iterdir() if ".part" in path.name] == []

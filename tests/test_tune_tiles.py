@@ -1,0 +1,199 @@
+"""Tuning tiles: the space of the Triton experts, and the files that results are kept in."""
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, launch, on_an_h200, ours, write
+from tune_samples import WANTED, Fake, only, staged, tile_cost
+
+from experts import tile_permuted, tiles
+from experts.tile_candidates import ROWS, entries
+from experts.tile_files import read_recipe
+from experts.tile_regimes import regimes
+from experts.tile_search import Additive, TileSpace
+from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE, Device, TilePair, gemms, violations
+from experts.tiles import choose_tiles, this_store
+from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.tunable import Best, Choice, Took
+from modular_kernel.tuning.search import Refusal
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with on_an_h200(tmp_path, monkeypatch) as folder:
+        yield folder
+
+
+def model(tokens: int, pair: Choice) -> float:
+    assert isinstance(pair, TilePair)
+    return 1.0 + tile_cost(pair.gemm1, WANTED[0]) + tile_cost(pair.gemm2, WANTED[1])
+
+
+@pytest.mark.parametrize("part", ["TritonExperts", "BatchedTritonExperts"])
+def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None:
+    space = load_catalog().experts(part).tunable(MIXTRAL)
+    assert isinstance(space, TileSpace)
+    assert TilePair(*WANTED) not in space.candidates(128)
+    tuned = only(space, Fake(model), tokens=(128,), folder=here)
+    assert tuned.best is not None
+    assert tuned.best.choice == TilePair(*WANTED), "put together of two candidates"
+    assert len(tuned.took) < 60
+    assert tuned.file == here / "triton_3_6_0" / NAME
+    recipe = read_recipe(tuned.file)
+    assert recipe.tuned_for is not None
+    assert recipe.tuned_for.experts_part == part
+    assert recipe.triton == "3.6.0"
+    # A tuned file is then picked up.
+    assert choose_tiles(MIXTRAL, 128) == tuned.best.choice
+    assert str(tuned.file) in space.explain(128)
+
+
+def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
+    space = TileSpace(MIXTRAL, "X")
+    untuned = space.untuned(64)
+    bench = Fake(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
+    tuned = only(space, bench, tokens=(64,), folder=here)
+    assert tuned.best == Best(untuned, 1.0, 1.0)
+    assert tuned.finished
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 100, 300, 1000, 8192])
+@pytest.mark.parametrize(
+    "quant", ["none", "fp8_w8a8_block", "int8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16"]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype: str) -> None:
+    problem = replace(MIXTRAL, quant=quant, dtype=dtype)
+    space, device = TileSpace(problem, "X"), this_store().device
+    found = space.candidates(tokens)
+    least = 1 if dtype == "float32" or problem.scheme.packed else 4
+    assert least <= len(found) <= 60
+    assert len(set(found)) == len(found)
+    blocks = {pair.gemm1.block_m for pair in found if isinstance(pair, TilePair)}
+    assert blocks == {*space.blocks_m(ALIGNED, tokens), space.untuned(tokens).gemm1.block_m}  # type: ignore[attr-defined]
+    for pair in found:
+        assert isinstance(pair, TilePair)
+        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+            assert not list(violations(tile, gemm, device))
+        with space.using(pair):
+            assert choose_tiles(problem, tokens) == pair
+
+
+def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
+    """One that never can would be dead data."""
+    quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
+    for quant in quants:
+        problem = replace(MIXTRAL, quant=quant)
+        known, other = entries(problem, ALIGNED)
+        assert known == other
+        assert {32, 64, 128} <= set(known) <= set(ROWS[ALIGNED])
+        for block_m, rows in known.items():
+            assert len(set(rows)) == len(rows)
+            for _, _, warps, stages, *group in rows:
+                assert warps in (1, 2, 4, 8)
+                assert 2 <= stages <= 8
+                assert all(block_m > 16 for _ in group), "short blocks have nothing to swizzle"
+
+
+def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
+    write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
+    space = TileSpace(MIXTRAL, "X")
+    assert space.untuned(1) == regimes(MIXTRAL, this_store().device, (ALIGNED,)).choose(1)
+    assert space.candidates(1)[0] == choose_tiles(MIXTRAL, 1), "what a file says is one too"
+
+
+def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
+    space = TileSpace(MIXTRAL, "X", (ALIGNED, SINGLE, PERMUTED))
+
+    def paths(tokens: int) -> set[str]:
+        return {pair.path for pair in space.candidates(tokens) if isinstance(pair, TilePair)}
+
+    assert paths(1) == {ALIGNED, SINGLE}
+    assert paths(16) == {ALIGNED}
+    assert paths(4096) == {ALIGNED, PERMUTED}
+    permuted = tile_permuted.default(MIXTRAL)
+    path = space.save({8192: Best(permuted, 1.0, 1.0)}, here)
+    assert choose_tiles(MIXTRAL, 8192, (ALIGNED, PERMUTED)).path == PERMUTED
+    assert choose_tiles(MIXTRAL, 8192).path == ALIGNED
+    assert space.saved(here)[8192].choice == permuted
+    assert space.as_json(ONE)["path"] == ALIGNED
+    assert path.exists()
+
+
+def test_a_space_pretends_its_gpu_in_another_process(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = pickle.loads(pickle.dumps(TileSpace(MIXTRAL, "X")))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(tiles, "current_machine", lambda: this_machine(device="cpu"))
+        tiles.reread()
+        assert this_store().device.name == ""
+        with space.using(space.candidates(1)[0]):
+            assert this_store().device == Device.of(MACHINE)
+        assert this_store().device.name == ""
+    tiles.reread()
+
+
+def test_what_was_not_timed_cannot_be_estimated() -> None:
+    took = {pair: Took(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
+    model_of = Additive(took)
+    assert sorted(model_of.kinds()) == [(ALIGNED, 16), (ALIGNED, 32)]
+    assert model_of.seconds(ONE) == pytest.approx(model(1, ONE))
+    with pytest.raises(KeyError):
+        model_of.seconds(TilePair(*WANTED))
+
+
+def test_results_survive_a_run(here: Path) -> None:
+    space = TileSpace(MIXTRAL, "TritonExperts")
+    assert space.saved(here) == {}
+    best = {
+        t: Best(space.candidates(t)[0], 1e-4 + t, None if t == 9 else 2.5e-4) for t in (9, 1, 400)
+    }
+    path = space.save(best, here)
+    assert space.saved(here) == best
+    assert [p.name for p in path.parent.iterdir()] == [NAME], "nothing partial stays"
+    assert sorted(TileSpace(MIXTRAL.with_tokens(1), "TritonExperts").saved(here)) == [1, 9, 400]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        TileSpace(replace(MIXTRAL, hidden=2048), "TritonExperts"),
+        TileSpace(replace(MIXTRAL, top_k=4), "TritonExperts"),
+        TileSpace(MIXTRAL, "BatchedTritonExperts"),
+    ],
+    ids=["hidden", "top_k", "part"],
+)
+def test_another_layer_s_file_is_not_continued(here: Path, other: TileSpace) -> None:
+    """Their names are equal: E, I and the device."""
+    space = TileSpace(MIXTRAL, "TritonExperts")
+    path = space.save({1: Best(space.untuned(1), 1.0, 1.0)}, here)
+    with pytest.raises(ConfigurationError, match="start afresh") as refused:
+        other.saved(here)
+    assert str(path) in str(refused.value)
+
+
+def test_somebody_else_s_file_is_not_continued(here: Path) -> None:
+    write(here / "triton_3_6_0" / NAME, {"1": launch()})
+    with pytest.raises(ConfigurationError, match="vLLM"):
+        TileSpace(MIXTRAL, "TritonExperts").saved(here)
+
+
+def test_a_part_without_choices_has_nothing_to_tune() -> None:
+    assert PermuteExpertsUnpermute.tunable(MIXTRAL) is None
+    assert load_catalog().experts("TorchExperts").tunable(MIXTRAL) is None
+
+
+def test_saving_makes_this_process_read_anew(here: Path) -> None:
+    space = TileSpace(MIXTRAL, "TritonExperts")
+    before = choose_tiles(MIXTRAL, 64)
+    other = next(pair for pair in space.candidates(64) if pair != before)
+    space.save({64: Best(other, 1.0, 1.0)}, here)
+    assert choose_tiles(MIXTRAL, 64) == other
+    tiles.reread()
+    assert choose_tiles(MIXTRAL, 64) == other

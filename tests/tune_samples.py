@@ -1,0 +1,122 @@
+"""What the tests of the tuner share: a space, a clock that measures nothing, and runs of both."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from experts.tile_search import TileSpace
+from experts.tile_shapes import Tile, TilePair
+from modular_kernel.tunable import Best, Choice, Took, Tunable
+from modular_kernel.tuning.search import Bench, Job, Refusal, Tuned, tune
+
+FOLDER = Path("nowhere")
+
+
+class Space(Tunable):
+    """Choices are numbers; 0 is the untuned one. saves: what every `save` was given."""
+
+    def __init__(self, choices: Sequence[int] = (1, 2, 3), finalists: int = 2) -> None:
+        self.choices, self.count = choices, finalists
+        self.kept: dict[int, Best] = {}
+        self.saves: list[list[int]] = []
+        self.told: list[Mapping[Choice, Took]] = []
+
+    def untuned(self, tokens: int) -> Choice:
+        return 0
+
+    def candidates(self, tokens: int) -> Sequence[Choice]:
+        return self.choices
+
+    def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
+        self.told.append(dict(took))
+        return sorted(took, key=lambda choice: took[choice].seconds)[: self.count]
+
+    @contextmanager
+    def using(self, choice: Choice) -> Iterator[None]:
+        yield
+
+    def as_json(self, choice: Choice) -> Mapping[str, object]:
+        return {"number": choice}
+
+    def saved(self, folder: Path) -> Mapping[int, Best]:
+        return self.kept
+
+    def save(self, best: Mapping[int, Best], folder: Path) -> Path:
+        self.kept = dict(best)
+        self.saves.append(list(best))
+        return folder / "file"
+
+    def explain(self, tokens: int, device_name: str | None = None) -> str:
+        return f"{tokens} tokens"
+
+
+Times = Mapping[Choice, float | Refusal] | Callable[[int, Choice], float | Refusal]
+
+
+@dataclass
+class Fake(Bench):
+    """Times by choice, or by what `times` makes of (tokens, choice); `final` those compared."""
+
+    times: Times
+    final: Times | None = None
+    spilled: tuple[Choice, ...] = ()
+    cost: float = 1.0
+    now: float = 0.0
+    timed: list[tuple[int, Choice]] = field(default_factory=list)
+    compared: list[Choice] = field(default_factory=list)
+    events: list[tuple[str, int]] = field(default_factory=list)
+
+    def compile_ahead(self, tokens: int, choices: Sequence[Choice]) -> None:
+        self.events.append(("compile", tokens))
+
+    def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
+        return Refusal("spills") if choice in self.spilled else None
+
+    def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
+        self.now += self.cost
+        self.events.append(("time", tokens))
+        self.timed.append((tokens, choice))
+        outcome = self.asked(self.times, tokens, choice)
+        return outcome if isinstance(outcome, Refusal) else Took(outcome, staged(outcome, choice))
+
+    def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
+        self.compared += choices
+        return {c: self.asked(self.final or self.times, tokens, c) for c in choices}
+
+    def asked(self, times: Times, tokens: int, choice: Choice) -> float | Refusal:
+        return times(tokens, choice) if callable(times) else times[choice]
+
+
+def staged(seconds: float, choice: Choice) -> dict[str, float]:
+    """Of the stages of a pair of tiles, by `tile_cost`."""
+    if not isinstance(choice, TilePair):
+        return {}
+    costs = [
+        tile_cost(tile, want)
+        for tile, want in zip((choice.gemm1, choice.gemm2), WANTED, strict=True)
+    ]
+    return dict(zip(TileSpace.stages, costs, strict=True))
+
+
+def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> Job:
+    budget = more.pop("budget", 1e9)
+    made = Job(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def only(space: Tunable, bench: Fake, **more: object) -> Tuned:
+    (tuned,) = tune(job(space, bench, **more))
+    return tuned
+
+
+TIMES = {0: 10.0, 1: 8.0, 2: 5.0, 3: 9.0}
+
+
+# What both GEMMs cost, as if they were alone: a best pair that no candidate is as a whole.
+WANTED = (Tile(64, 64, 128, 16, 4, 3), Tile(64, 128, 64, 16, 8, 4))
+
+
+def tile_cost(tile: Tile, want: Tile) -> float:
+    have, need = vars(tile).values(), vars(want).values()
+    return 1.0 + sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(have, need, strict=True))
