@@ -1,17 +1,17 @@
 """`mk bench` on the command line: files, peers' files, named shapes, options and exit codes."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from run_mk import Ended, run_mk
 
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench.layers import peer_offers
 from modular_kernel.bench.rows import Report
 from modular_kernel.bench.run import Job
 from modular_kernel.cli import bench as verb
-from modular_kernel.cli import main
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 
 PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
@@ -87,29 +87,14 @@ def test_a_peer_file_that_is_none_is_named(
         peer_offers(tmp_path / "absent.py")
 
 
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
 Mk = Callable[..., Ended]
 
 
 @pytest.fixture
-def mk(capsys: pytest.CaptureFixture[str]) -> Iterator[Mk]:
+def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
     """Runs `mk bench` on a tiny layer in this process."""
 
-    def ended(*words: str) -> Ended:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as done:
-            main.run(["bench", "--ms", "0.01", *words])
-        code = done.value.code
-        assert isinstance(code, int | None)
-        return Ended(code or 0, *capsys.readouterr())
-
-    return ended
+    return partial(run_mk, capsys, "bench", "--ms", "0.01")
 
 
 TINY = ("--hidden", "32", "--intermediate", "48", "--experts", "4", *PAIR_WORDS)

@@ -1,22 +1,20 @@
 """The verbs of the `mk` command: exit codes, refusals with every reason, JSON, traces."""
 
-import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
+from run_mk import Ended, run_mk
 
 from experts import TorchExperts
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli import main, output
+from modular_kernel.cli import output
 from modular_kernel.testing import mutants
 from modular_kernel.testing.cases import BASE, Case
 
@@ -26,43 +24,22 @@ REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "Tri
 TRITON_HERE = this_machine().device == "cuda" or this_machine().interpreter
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-Mk = Callable[..., Outcome]
+Mk = Callable[..., Ended]
 
 
 @pytest.fixture
 def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
     """Runs `mk` in this process."""
 
-    def run(*words: str) -> Outcome:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main.run(list(words))
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return Outcome(code or 0, *capsys.readouterr())
-
-    return run
+    return partial(run_mk, capsys)
 
 
-def python(*words: str) -> Outcome:
+def python(*words: str) -> Ended:
     """Runs a fresh interpreter in the checkout."""
     done = subprocess.run(
         [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    return Ended(done.returncode, done.stdout, done.stderr)
 
 
 def test_the_module_and_the_version() -> None:
@@ -145,7 +122,7 @@ def test_check_refuses_with_rule_parties_got_and_need(mk: Mk) -> None:
     assert set(record["machine"]) == {"device", "arch", "packages", "interpreter", "name"}
 
 
-def _lines(ended: Outcome) -> Iterator[str]:
+def _lines(ended: Ended) -> Iterator[str]:
     yield from ended.out.splitlines()
 
 

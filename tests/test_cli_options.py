@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_mk import run_mk
 
 from modular_kernel.cli import main, prove
 from modular_kernel.cli.host import parse_arch
@@ -44,16 +45,6 @@ def python(*words: str) -> subprocess.CompletedProcess[str]:
     """Runs a fresh interpreter in the checkout."""
     command = [sys.executable, *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `mk` in this process."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as done:
-        main.run(list(words))
-    code = done.value.code
-    assert isinstance(code, int | None)
-    return (code or 0, *capsys.readouterr())
 
 
 @pytest.mark.parametrize("words", [[], *([verb] for verb in VERBS)], ids=" ".join)
@@ -91,7 +82,7 @@ def _seconds(*words: str) -> float:
 
 
 def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
-    _, shown, _ = ended(capsys, "--help")
+    _, shown, _ = run_mk(capsys, "--help")
     assert [verb for verb in VERBS if f"\n  {verb} " not in shown] == []
 
 
@@ -99,7 +90,7 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
 def test_problem_options_are_the_same_for_every_verb(
     capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:
-    _, shown, _ = ended(capsys, verb, "--help")
+    _, shown, _ = run_mk(capsys, verb, "--help")
     names = [name.replace("_", "-") for name in ProblemOptions.__dataclass_fields__]
     assert len(names) == 25
     assert [name for name in names if f"--{name}" not in shown] == []
@@ -228,14 +219,14 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
 def test_bad_usage_ends_with_2_and_says_why(
     capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    code, out, err = ended(capsys, *words.split())
+    code, out, err = run_mk(capsys, *words.split())
     assert code == 2
     assert message in err
     assert out == ""
 
 
 def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = ended(capsys, "check", "--json", "--dtype", "int8")
+    code, out, _ = run_mk(capsys, "check", "--json", "--dtype", "int8")
     assert code == 2
     need = "one of ['bfloat16', 'float16', 'float32']"
     error = {"type": "ConfigurationError", "what": "dtype", "got": "int8", "need": need}
@@ -243,7 +234,7 @@ def test_bad_usage_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_described_gpu_needs_an_arch(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, _ = ended(capsys, "check", "--device", "cuda")
+    code, _, _ = run_mk(capsys, "check", "--device", "cuda")
     assert code == (0 if torch.cuda.is_available() else 2)
 
 

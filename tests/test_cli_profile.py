@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from run_mk import run_mk
 
 from modular_kernel import stages
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli import main, profile
+from modular_kernel.cli import profile
 from modular_kernel.profiling.chrome import faults
 from modular_kernel.testing.cases import BASE, axes
 
@@ -23,12 +24,7 @@ Capsys = pytest.CaptureFixture[str]
 
 def run(capsys: Capsys, *words: str) -> tuple[int, str]:
     """Exit code and stdout of `mk` in this process."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main.run(list(words))
-    code = ended.value.code
-    assert isinstance(code, int | None)
-    return code or 0, capsys.readouterr().out
+    return run_mk(capsys, *words)[:2]
 
 
 def stage_events(path: Path) -> dict[str, dict[str, Any]]:

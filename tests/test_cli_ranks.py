@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from run_mk import run_mk
 
 from modular_kernel import stages
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli import main
 from modular_kernel.placement import Placement
 from modular_kernel.profiling.chrome import faults
 from modular_kernel.testing.cases import command
@@ -23,18 +23,9 @@ ON_CPU = ("--backend", "gloo")
 Capture = pytest.CaptureFixture[str]
 
 
-def mk(capsys: Capture, *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        main.run(list(words))
-    assert isinstance(ended.value.code, int | None)
-    return ended.value.code or 0, *capsys.readouterr()
-
-
 def test_every_pairing_valid_for_two_ranks_is_proven(capsys: Capture) -> None:
     words = ("test", "--world-size", "2", *ON_CPU, "--experts-type", "TorchExperts", "--json")
-    code, shown, _ = mk(capsys, *words)
+    code, shown, _ = run_mk(capsys, *words)
     record = json.loads(shown)
     assert code == 0
     assert (record["ok"], record["world_size"], record["backend"]) == (True, 2, "gloo")
@@ -55,7 +46,7 @@ def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
     (case,) = (case for case in cases if case.routing == "out_of_range")
     words = shlex.split(command(case))
     assert "--rank-tokens 5,0 --placement copies" in command(case)
-    code, shown, _ = mk(capsys, *words[1:], *ON_CPU)
+    code, shown, _ = run_mk(capsys, *words[1:], *ON_CPU)
     assert code == 0
     assert "1 case(s) of 1 pair(s): 1 proven, 0 failed" in shown
 
@@ -64,17 +55,17 @@ def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
 def test_a_pair_for_one_rank_is_refused(capsys: Capture, verb: str, tmp_path: Path) -> None:
     words = (*ALONE, "--world-size", "2", *ON_CPU)
     where = ("--out", str(tmp_path)) if verb == "profile" else ()
-    code, shown, told = mk(capsys, verb, *words, *where)
+    code, shown, told = run_mk(capsys, verb, *words, *where)
     assert code == 1
     assert re.search(r"world_size +MoEPrepareAndFinalizeNoEP / problem +2 +1 to 1", shown + told)
 
 
 def test_check_judges_for_so_many_ranks(capsys: Capture) -> None:
-    assert mk(capsys, "check", *PAIR, "--world-size", "2")[0] == 0
-    code, shown, _ = mk(capsys, "check", *PAIR)
+    assert run_mk(capsys, "check", *PAIR, "--world-size", "2")[0] == 0
+    code, shown, _ = run_mk(capsys, "check", *PAIR)
     assert code == 1
     assert re.search(r"world_size +TorchAll2AllPrepareAndFinalize / problem +1 +>= 2", shown)
-    code, shown, _ = mk(capsys, "check", "--world-size", "2", "--json")
+    code, shown, _ = run_mk(capsys, "check", "--world-size", "2", "--json")
     verdicts = {(v["prepare_finalize"], v["experts"]): v for v in json.loads(shown)["pairs"]}
     assert verdicts[PAIR[1], PAIR[3]]["ok"]
     assert not verdicts[ALONE[1], ALONE[3]]["ok"]
@@ -83,7 +74,7 @@ def test_check_judges_for_so_many_ranks(capsys: Capture) -> None:
 def test_check_judges_every_rank(capsys: Capture) -> None:
     """Of 3 experts rank 0 holds two and rank 1 one: so many local experts fit rank 0 alone."""
     sizes = ("--world-size", "2", "--experts", "3", "--local-experts", "2")
-    code, shown, _ = mk(capsys, "check", *PAIR, *sizes)
+    code, shown, _ = run_mk(capsys, "check", *PAIR, *sizes)
     assert code == 1
     assert re.search(r"placement +TorchAll2AllPrepareAndFinalize / problem +local_experts=2", shown)
 
@@ -94,7 +85,7 @@ def test_placement_as_an_option(capsys: Capture) -> None:
         ("round_robin", Placement.round_robin(4, 2)),
         ("3,0/1,2", Placement(((3, 0), (1, 2)))),
     ):
-        code, shown, _ = mk(capsys, *words, text)
+        code, shown, _ = run_mk(capsys, *words, text)
         assert code == 0
         slots = json.loads(shown)["problem"]["parallel"]["placement"]["slots"]
         assert slots == [list(held) for held in need.slots]
@@ -122,7 +113,7 @@ def test_bad_options(capsys: Capture, words: str, message: str) -> None:
     line = words.split()
     if "--one" in line:
         line += [*PAIR, *(() if "--world-size" not in line else ON_CPU)]
-    code, _, told = mk(capsys, *line)
+    code, _, told = run_mk(capsys, *line)
     assert code == 2
     assert message in told
 
@@ -136,7 +127,7 @@ def test_defects_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
         mutants_ranks, "sensitivity_ranks", lambda *given: whole(*given, mutants=few)
     )
     words = ("test", "--sensitivity", "--world-size", "2", *ON_CPU, *PAIR, "--json")
-    code, shown, _ = mk(capsys, *words)
+    code, shown, _ = run_mk(capsys, *words)
     assert code == 0
     (mutant,) = json.loads(shown)["mutants"]
     assert (mutant["mutant"], mutant["ok"]) == ("last_expert_lost", True)
@@ -144,7 +135,7 @@ def test_defects_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_trace_of_each_rank_and_one_of_all(capsys: Capture, tmp_path: Path) -> None:
     words = ("profile", "--world-size", "2", *ON_CPU, *PAIR, "--out", str(tmp_path), "--json")
-    code, shown, _ = mk(capsys, *words)
+    code, shown, _ = run_mk(capsys, *words)
     assert code == 0
     record = json.loads(shown)
     traces = [Path(trace) for trace in record["traces"]]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_mk import Ended, run_mk
 
 import modular_kernel as mk
 from modular_kernel.catalog import make_kernel
@@ -16,7 +17,6 @@ from modular_kernel.choose.choosing import Terms, choose, compose
 from modular_kernel.choose.inputs import make_weights
 from modular_kernel.choose.record import Outcome
 from modular_kernel.choose.timing import Stopwatch
-from modular_kernel.cli import main
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
 from modular_kernel.types import Machine, Parallel, Problem
@@ -286,14 +286,8 @@ def test_a_group_must_be_the_problems(folder: Path) -> None:
 # ---------------------------------------------------------------------------- the command line
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of `mk compose` in this process."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as done:
-        main.run(["compose", *words])
-    code = done.value.code
-    assert isinstance(code, int | None)
-    return (code or 0, *capsys.readouterr())
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
+    return run_mk(capsys, "compose", *words)
 
 
 SMALL = ("--tokens-list", "1,8", "--hidden", "64", "--intermediate", "32", "--experts", "4")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from doc_blocks import LANGUAGES, Block, Mk, blocks_of, run_page
+from run_mk import run_mk
 
-from modular_kernel.cli import main
 from modular_kernel.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,15 +23,7 @@ SHOWN = ("add-a-part.md", "choose.md", "compose.md", "concepts.md", "errors.md",
 def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
     """Runs `mk` in this process."""
 
-    def run(*words: str) -> tuple[int, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main.run(list(words))
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0, capsys.readouterr().out
-
-    return run
+    return lambda *words: run_mk(capsys, *words)[:2]
 
 
 def test_the_pages_were_read() -> None:

@@ -4,13 +4,13 @@ import random
 
 import pytest
 import torch
+from ops_samples import DEVICE, kernel_and_twin
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops import numbers
 from modular_kernel.placement import Placement
 from modular_kernel.tensors import Routing
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PLACEMENTS = (
     Placement.linear(8, 2),
     Placement.linear(7, 2),
@@ -19,14 +19,7 @@ PLACEMENTS = (
 )
 
 
-@pytest.fixture(params=["kernel", "twin"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs the Triton kernel, and once more the torch twin beside it."""
-    if request.param == "twin":
-        monkeypatch.setattr(numbers, "use_triton", lambda tensor: False)
-    else:
-        assert numbers.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
-    return request.param
+path = kernel_and_twin(numbers)
 
 
 def drawn(placement: Placement, tokens: int, top_k: int, dtype: torch.dtype) -> Routing:

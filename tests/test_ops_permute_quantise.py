@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import permute, permute_quantise, quantise
@@ -11,7 +12,6 @@ from modular_kernel.ops.quantise import Quantised, quantise_rows, scale_shape
 from modular_kernel.quant import STORAGE
 from modular_kernel.schemes import QuantScheme
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN, STATIC, ROWS = float("nan"), 0.0123, 12
 SCHEMES = (
     "fp8_w8a8_tensor:static=true",
@@ -27,20 +27,7 @@ PLACES = torch.tensor([[3, -1, 0], [7, 7, 11], [-1, -1, -1], [1, 2, 4], [-1, 10,
 UNNAMED = [6, 8, 9]
 
 
-@pytest.fixture(params=["kernel", "twin"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs the Triton kernel, and once more the torch twin beside it."""
-    if request.param == "twin":
-        for module in (permute, permute_quantise, quantise):
-            monkeypatch.setattr(module, "use_triton", lambda tensor: False)
-    else:
-        assert permute_quantise.use_triton(torch.empty(0, device=DEVICE)), "nothing runs kernels"
-    return request.param
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+path = kernel_and_twin(permute_quantise, permute, quantise)
 
 
 def buffers(scheme: QuantScheme, rows: int, columns: int) -> Quantised:

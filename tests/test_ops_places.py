@@ -2,24 +2,17 @@
 
 import pytest
 import torch
+from ops_samples import DEVICE, kernel_and_twin
 
 from modular_kernel.ops import places
 from modular_kernel.ops.places import SlotLayout, place_pairs
 from modular_kernel.placement import Placement
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN, INF = float("nan"), float("inf")
 WRONG = (8, -2, 2**31 - 1, -(2**31))
 
 
-@pytest.fixture(params=["kernel", "twin"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs the Triton kernel, and once more the torch twin."""
-    if request.param == "twin":
-        monkeypatch.setattr(places, "use_triton", lambda tensor: False)
-    else:
-        assert places.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
-    return request.param
+path = kernel_and_twin(places)
 
 
 def placed(ids_TK, weights_TK, placement, layout, *, rank, factor=1.0):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops import activation, permute, quantise
@@ -24,7 +25,6 @@ from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import ActivationSpec, IdSpace
 from modular_kernel.workspace import Workspace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 STATIC = 0.0123
@@ -40,20 +40,7 @@ each_scheme = pytest.mark.parametrize("text", SCHEMES)
 UNTOUCHED = {"q": 0x55, "scale": -3.0}  # what buffers hold before: not NaN, so it can be compared
 
 
-@pytest.fixture(params=["kernel", "twin"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs the Triton kernels, and once more the torch twins beside them."""
-    if request.param == "twin":
-        for module in (activation, permute, quantise):
-            monkeypatch.setattr(module, "use_triton", lambda tensor: False)
-    else:
-        assert quantise.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
-    return request.param
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+path = kernel_and_twin(quantise, activation, permute)
 
 
 # ------------------------------------------------------------------------------------- the loop

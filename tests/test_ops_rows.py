@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel import reference
 from modular_kernel.errors import ShapeError
@@ -11,25 +12,11 @@ from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import GATED, UNGATED, ActivationSpec, IdSpace
 from modular_kernel.workspace import Workspace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = float("nan")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-@pytest.fixture(params=["kernel", "twin"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs the Triton kernels, and once more the torch twins beside them."""
-    if request.param == "twin":
-        for module in (activation, batch, permute, reduce):
-            monkeypatch.setattr(module, "use_triton", lambda tensor: False)
-    else:
-        assert reduce.use_triton(torch.empty(0, device=DEVICE)), "no GPU and no interpreter"
-    return request.param
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+path = kernel_and_twin(reduce, activation, batch, permute)
 
 
 def after_nan(rows: torch.Tensor) -> torch.Tensor:

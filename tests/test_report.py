@@ -9,13 +9,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from run_mk import run_mk
 
 from experts import TorchExperts
 from modular_kernel import catalog as catalogs
 from modular_kernel import errors, machine
 from modular_kernel.bench.rows import OK, OURS, PEER, Report, Row, ranked
 from modular_kernel.catalog import Catalog, Part, check, load_catalog
-from modular_kernel.cli import main
 from modular_kernel.report.curves import drawing
 from modular_kernel.report.document import Heading, Items, Table, Text
 from modular_kernel.report.errors_page import errors_document
@@ -42,15 +42,7 @@ Run = Callable[..., tuple[int, str]]
 def mk(capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `mk report` in this process: exit code and stdout."""
 
-    def run(*words: str) -> tuple[int, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main.run(["report", *words])
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return code or 0, capsys.readouterr().out
-
-    return run
+    return lambda *words: run_mk(capsys, "report", *words)[:2]
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_mk import Ended, run_mk
 
 from modular_kernel.bench.routing import RoutingKind, draw
-from modular_kernel.cli import main
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.sizing.compare import cells_of, compare, summaries
 from modular_kernel.sizing.estimate import in_world, size
@@ -189,13 +189,8 @@ def test_impossible_worlds_are_refused() -> None:
         Traffic("some", Way(0, 1), Way(0, 1), "")
 
 
-def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as done:
-        main.run(["plan", *words])
-    code = done.value.code
-    assert isinstance(code, int | None)
-    return (code or 0, *capsys.readouterr())
+def ended(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
+    return run_mk(capsys, "plan", *words)
 
 
 def test_the_verb_sizes_and_prints_what_it_assumes(capsys: pytest.CaptureFixture[str]) -> None:

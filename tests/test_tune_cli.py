@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import typer
+from run_mk import Ended, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
 from experts.tile_files import pair_from_json
 from experts.tile_names import TileKey
 from experts.tile_search import TileSpace
 from modular_kernel.catalog import this_machine
-from modular_kernel.cli import main
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.cli.tune import Search, _pair, _problems, _run, _valid
@@ -37,7 +38,7 @@ from modular_kernel.types import Problem
 SMALL = Problem(tokens=40, hidden=64, intermediate=64, experts=4, top_k=2)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 ON_CPU = not torch.cuda.is_available()
-Mk = Callable[..., tuple[int, str, str]]
+Mk = Callable[..., Ended]
 
 
 @pytest.fixture
@@ -45,15 +46,7 @@ def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_
     """Runs `mk tune` in this process: exit code, stdout and stderr."""
     monkeypatch.setenv("MK_CONFIG_DIR", str(tmp_path / "config"))
 
-    def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main.run(["tune", *words])
-        code = ended.value.code
-        assert isinstance(code, int | None)
-        return (code or 0, *capsys.readouterr())
-
-    return run
+    return partial(run_mk, capsys, "tune")
 
 
 @pytest.mark.skipif(not ON_CPU, reason="this machine has a GPU")

@@ -1,0 +1,30 @@
+"""Runs the `mk` command in the process of a test."""
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from modular_kernel.cli import main
+
+
+class Ended(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def run_mk(capsys: pytest.CaptureFixture[str], *words: str) -> Ended:
+    """Exit code, and what was printed since."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main.run(list(words))
+    code = ended.value.code
+    assert isinstance(code, int | None)
+    return Ended(code or 0, *capsys.readouterr())
