@@ -3,9 +3,10 @@
 Two things are measured apart. The total that users get is that of a planned call: on a GPU a
 replayed CUDA graph where the pairing can be captured, timed by events, with no profiler loaded
 (once it was, launches are slower). The stages are those of eager calls of the same plan under
-torch's profiler, which runs the parts' host code instead of replaying. They are queued behind a
-pause of the GPU, so that it never waits for the host. On a GPU the L2 cache is overwritten before
-every call of either kind, so that both find it cold.
+torch's profiler, which runs the parts' host code instead of replaying. They are queued while the
+GPU is busy, so that it never waits for the host: with the graph's replays, where there is a graph,
+because a GPU that rested runs faster at first than its power limit lets it go on. On a GPU the L2
+cache is overwritten before every call of either kind, so that both find it cold.
 """
 
 import math
@@ -35,6 +36,8 @@ from modular_kernel.types import Machine, Problem, dtype_name
 _CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
 _SPARE = 3.0  # times what the host takes for an eager call that nobody profiles
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 5e-3, 0.5
+# Seen on an H200: clocks settle within 65 ms. More replays than that would only fill the trace.
+_HEAT_S, _MOST_HEAT = 0.1, 100
 _WARM_CALLS = 3
 _BARRIERS = 5  # of which the one that let go most equally tells how far clocks agree
 _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed: ranks that wait for each other make as many
@@ -144,6 +147,24 @@ def _difference(outputs: Sequence[torch.Tensor]) -> float:
     return float((second - first).square().mean().sqrt()) / norm if norm else math.nan
 
 
+@dataclass(frozen=True)
+class _Load:
+    """What keeps a GPU busy while calls are queued: run, if there is a graph to replay, takes
+    run_s; else it sleeps."""
+
+    run: Callable[[], torch.Tensor] | None
+    run_s: float
+
+    def replays(self) -> int:
+        if self.run is None:
+            return 0
+        return min(math.ceil(_HEAT_S / max(self.run_s, 1e-9)), _MOST_HEAT)
+
+    def sleep_s(self, pause: float) -> float:
+        """What is left of `pause` beside the replays."""
+        return max(pause - self.replays() * self.run_s, 0.0)
+
+
 class _Bench:
     """The pairings of one job on one rank, in the order in which they are measured."""
 
@@ -163,12 +184,14 @@ class _Bench:
         made = [self._made(*pair) for pair in self.job.pairs]
         outputs = [output for _, _, output in made]
         calls = [partial(self._call, plan) for plan, _, _ in made]
-        totals = self._totals(calls)
+        totals, loads = self._totals(calls)
         recorded = []
-        for (plan, memory, _), total, stem in zip(made, totals, self.job.traces, strict=True):
+        for (plan, memory, _), total, load, stem in zip(
+            made, totals, loads, self.job.traces, strict=True
+        ):
             name = f"{stem.name}-rank{self.problem.parallel.rank}.trace.json"
             trace = stem.with_name(name)
-            self._trace(plan, trace)
+            self._trace(plan, load, trace)
             plan.kernel.prepare_finalize.check()
             recorded.append(Recorded(plan.kernel.pairing, trace, total, memory))
         return tuple(recorded), outputs
@@ -198,8 +221,11 @@ class _Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device)
 
-    def _totals(self, calls: Sequence[Callable[[], torch.Tensor]]) -> list[Total]:
-        """Of each planned call; those of two pairings in the order A, B, B, A."""
+    def _totals(
+        self, calls: Sequence[Callable[[], torch.Tensor]]
+    ) -> tuple[list[Total], list[_Load]]:
+        """Of each planned call; those of two pairings in the order A, B, B, A. And what loads the
+        GPU as each of them does."""
         runs, modes = [], []
         for (pf, experts), call in zip(self.job.pairs, calls, strict=True):
             run, mode = self._captured(pf, experts, call)
@@ -212,7 +238,7 @@ class _Bench:
             samples[index] += self._samples(runs[index], replays)
         # No graph is replayed any more, and no profiler was loaded yet.
         hosts = [host_cost(call, self.device) for call in calls]
-        return [
+        totals = [
             Total(
                 median(own),
                 tuple(own),
@@ -222,6 +248,12 @@ class _Bench:
             )
             for own, mode, host in zip(samples, modes, hosts, strict=True)
         ]
+        loads = [
+            # Ranks that wait for each other replay as often.
+            _Load(run if mode == "graph" else None, self._largest(total.us) / 1e6)
+            for run, mode, total in zip(runs, modes, totals, strict=True)
+        ]
+        return totals, loads
 
     def _captured(
         self, pf: str, experts: str, call: Callable[[], torch.Tensor]
@@ -248,7 +280,7 @@ class _Bench:
         self.clock.wait()
         return [self.clock.ms(start, end) * 1e3 for start, end in marks[1:]]
 
-    def _trace(self, plan: Plan, path: Path) -> None:
+    def _trace(self, plan: Plan, load: _Load, path: Path) -> None:
         """A Chrome trace of some eager calls. The step before it pays for the profiler itself."""
         call, pause = partial(self._call, plan), self._pause(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
@@ -259,22 +291,31 @@ class _Bench:
             acc_events=True,
         ) as profiler:
             for _ in range(2):
-                self._queue(call, pause)
+                self._queue(call, load, pause)
                 profiler.step()
 
-    def _queue(self, call: Callable[[], torch.Tensor], pause: float) -> None:
-        """The calls to trace, behind a pause of the GPU in which the host queues them all."""
+    def _queue(self, call: Callable[[], torch.Tensor], load: _Load, pause: float) -> None:
+        """The calls to trace, behind a time of the GPU in which the host queues them all."""
         for _ in range(_BARRIERS):
             with record_function(BARRIER):
                 self._barrier()
         if self.on_gpu:
-            torch.cuda._sleep(int(pause * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+            self._occupy(load, pause)
         for _ in range(self.job.calls):
             if self.wipe is not None:
                 self.wipe()
             with record_function(stages.CALL):
                 call()
         self.clock.wait()
+
+    def _occupy(self, load: _Load, pause: float) -> None:
+        """Give the GPU `pause` seconds to do, the load last."""
+        torch.cuda._sleep(int(load.sleep_s(pause) * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+        for _ in range(load.replays()):
+            if self.wipe is not None:
+                self.wipe()
+            assert load.run is not None
+            load.run()
 
     def _pause(self, plan: Plan) -> float:
         """Seconds that are enough for the host to queue all calls under the profiler."""

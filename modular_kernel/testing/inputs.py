@@ -134,7 +134,7 @@ def _fence_value(dtype: torch.dtype) -> float:
 
 def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
     """x, put in its place with NaN between its rows."""
-    gap = torch.full((x_TH.shape[0], 16), math.nan, dtype=x_TH.dtype)
+    gap = x_TH.new_full((x_TH.shape[0], 16), math.nan)
     return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
 
 
