@@ -23,6 +23,7 @@ from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 _MOST_IDS = 1024
+_REGISTERS = 128  # of a thread, so that 16 warps are at work on a multiprocessor
 
 
 class PackedPath:
@@ -82,7 +83,7 @@ class PackedPath:
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
             **product.constants,
-            **_arguments(product, tile),
+            **_arguments(product, tile, 1),
             **ids,
         )
 
@@ -103,17 +104,20 @@ class PackedPath:
             TOP_K=slots,
             HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
-            **_arguments(product, tile),
+            **_arguments(product, tile, slots),
             **ids,
         )
 
 
-def _arguments(product: Product, tile: Tile) -> dict[str, object]:
-    """What both kernels take of a product."""
+def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
+    """What both kernels take of a product; slots: pairs whose products a program adds up."""
     w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
     assert scale is not None
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
+    chunks = tile_packed.chunks(tile, group)
+    blocks = slots * -(-product.depth // (chunks * tile_packed.CHUNK))
+    steps = -(-blocks // tile.num_warps)
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
@@ -132,9 +136,13 @@ def _arguments(product: Product, tile: Tile) -> dict[str, object]:
         "HAS_ZERO": zero is not None,
         "GROUP_K": group,
         "BLOCK_N": tile.block_n,
-        "CHUNKS": tile_packed.chunks(tile, group),
+        "CHUNKS": chunks,
+        "STEPS": steps,
+        "steps": steps,
         "PARTS": tile.num_warps,
-        "STAGES": tile.num_stages,
+        "STAGES": max(1, tile.num_stages - 1),
+        "LATE": tile.num_stages == 1,
         "num_warps": tile.num_warps,
         "num_stages": 1,
+        "maxnreg": _REGISTERS,
     }

@@ -6,10 +6,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from experts.kernels.triton.packed_words import (
     by_slot,
-    keep_order,
     load_by_slot,
     load_pairs,
     load_words,
+    loads_are_off,
     scaled_sums,
     slots_of_chunk,
 )
@@ -67,15 +67,66 @@ def _load_block(
 
 
 @triton.jit
+def _step(
+    total, h, ring, step, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
+    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+    shift, stride_be, stride_bse, stride_bze,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+    TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """total with the products of ring[0] and h added, the next h, and the ring moved on: what
+    comes next sets off before, or with LATE behind."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    words, scale, zero, weight, _, _, _ = ring[0]
+    pairs = h
+    if STEPS > STAGES and not LATE:
+        pair, local, chunk = _block(
+            token, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
+            DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
+        )  # fmt: skip
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+            pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+        )  # fmt: skip
+        ring = ring[1:] + (new,)
+    elif STAGES > 1:
+        ring = ring[1:] + (ring[0],)
+    if STEPS > 1 and not LATE:
+        _, _, _, _, pair, live, chunk = ring[0]
+        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
+    after = loads_are_off(PARTS)
+    sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS)
+    if HAS_ROW_WEIGHTS:
+        rows: tl.constexpr = words.shape[3]
+        sums *= by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, PARTS, rows, 2)))
+    if STEPS > 1 and LATE:
+        pair, local, chunk = _block(
+            token, step + 1, num_experts, num_local, ids_ptr, map_ptr,
+            DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
+        )  # fmt: skip
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+            pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+        )  # fmt: skip
+        ring = (new,)
+        h = load_pairs(pairs_ptr, pair, local >= 0, chunk, DEPTH, CHUNKS, SLOTS)
+    return total + sums, h, ring
+
+
+@triton.jit
 def packed_down_kernel(
     h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
-    num_tokens, hidden, num_experts, num_local, factor,
+    num_tokens, hidden, num_experts, num_local, steps, factor,
     stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
-    DEPTH: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
@@ -88,7 +139,6 @@ def packed_down_kernel(
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    STEPS: tl.constexpr = (TOP_K * blocks_along(DEPTH, CHUNKS) + PARTS - 1) // PARTS
     EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
     token = tl.program_id(0) % num_tokens
     first_column = tl.program_id(0) // num_tokens * BLOCK_N
@@ -134,31 +184,26 @@ def packed_down_kernel(
     _, _, _, _, pair, live, chunk = ring[0]
     h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
     total = tl.zeros((PARTS, BLOCK_N, 8), tl.float32)
-    for first in range(0, STEPS, STAGES):
-        for s in tl.static_range(STAGES):
-            words, scale, zero, weight, pair, live, chunk = ring[0]
-            new = ring[0]
-            if STEPS > STAGES:
-                pair, local, chunk = _block(
-                    token, first + s + STAGES, num_experts, num_local, ids_ptr, map_ptr,
-                    DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
+    # In a loop what does not change would be unpacked before it.
+    if STEPS <= STAGES:
+        for s in tl.static_range(STEPS):
+            total, h, ring = _step(
+                total, h, ring, s, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
+                words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+                shift, stride_be, stride_bse, stride_bze,
+                DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
+                GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+            )  # fmt: skip
+    else:
+        for first in range(0, steps, STAGES):
+            for s in tl.static_range(STAGES):
+                total, h, ring = _step(
+                    total, h, ring, first + s, token, num_experts, num_local, ids_ptr, map_ptr,
+                    pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at,
+                    scale_at, zero_at, shift, stride_be, stride_bse, stride_bze,
+                    DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
+                    GROUP_K, CHUNKS, PARTS, STAGES, LATE,
                 )  # fmt: skip
-                new = _load_block(
-                    words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
-                    pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
-                    HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
-                )  # fmt: skip
-            ring = ring[1:] + (new,)
-            pairs = h
-            if STEPS > 1:
-                _, _, _, _, pair, live, chunk = ring[0]
-                h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
-            keep_order()
-            sums = scaled_sums(words, pairs, scale, zero, shift, TYPE, E2M1, HAS_ZERO, SLOTS)
-            if HAS_ROW_WEIGHTS:
-                by_part = tl.broadcast_to(weight[:, :, :, :, None], (4, 8, PARTS, BLOCK_N // 8, 2))
-                sums *= by_slot(by_part)
-            total += sums
     out = tl.sum(tl.sum(total, 2), 0) + bias
     out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
     tl.store(out_ptrs, (out * factor).to(out_ptr.dtype.element_ty), mask=column_mask)

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 from experts.kernels.triton.packed_words import (
-    keep_order,
     load_by_slot,
     load_row,
     load_words,
+    loads_are_off,
     pairs_of,
     scaled_sums,
     slots_of_chunk,
@@ -50,17 +50,53 @@ def _load_x(
 
 
 @triton.jit
+def _step(
+    total, x, ring, step, x_ptr, stride_xk,
+    words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, E2M1: tl.constexpr,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """total with the products of ring[0] and x added, the next x, and the ring moved on: what
+    comes next sets off before, or with LATE behind."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    words, scale, zero = ring[0]
+    row = x
+    if STEPS > STAGES and not LATE:
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + STAGES, DEPTH,
+            HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+        )  # fmt: skip
+        ring = ring[1:] + (new,)
+    elif STAGES > 1:
+        ring = ring[1:] + (ring[0],)
+    if STEPS > 1 and not LATE:
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
+    after = loads_are_off(PARTS)
+    pairs = pairs_of(row, after, E2M1)
+    total += scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS)
+    if STEPS > 1 and LATE:
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + 1, DEPTH,
+            HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+        )  # fmt: skip
+        ring = (new,)
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
+    return total, x, ring
+
+
+@triton.jit
 def packed_up_kernel(
     x_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, invalid_ptr, h_ptr,
-    num_pairs, intermediate, up_row, num_experts, num_local,
+    num_pairs, intermediate, up_row, num_experts, num_local, steps,
     stride_xm, stride_xk, stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
-    DEPTH: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
+    LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
 
@@ -82,8 +118,6 @@ def packed_up_kernel(
         return
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     TYPE: tl.constexpr = x_ptr.dtype.element_ty
-    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    STEPS: tl.constexpr = (DEPTH + PARTS * CHUNKS * 128 - 1) // (PARTS * CHUNKS * 128)
     EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
     expert = local.to(tl.int64)
     x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm
@@ -93,9 +127,9 @@ def packed_up_kernel(
     # Gate rows, then up rows; columns past the last one read it again.
     of_row = tl.arange(0, 8)[None, :, None, None] + tl.arange(0, ROWS // 8)[None, None, None, :] * 8
     column = tl.minimum(block * BLOCK_N + of_row % BLOCK_N, intermediate - 1)
-    row = column * ROW_STEP + (of_row // BLOCK_N) * up_row
-    shift = (row % 2 * 4)[:, :, :, :, None]
-    words_at, scale_at, zero_at = row * (stride_bn // 4), row * stride_bsn, (row // 2) * stride_bzn
+    w_row = column * ROW_STEP + (of_row // BLOCK_N) * up_row
+    shift = (w_row % 2 * 4)[:, :, :, :, None]
+    words_at, scale_at, zero_at = w_row * (stride_bn // 4), w_row * stride_bsn, (w_row // 2) * stride_bzn
     ring = ()
     for s in tl.static_range(STAGES):
         ring += (
@@ -117,21 +151,22 @@ def packed_up_kernel(
     if HAS_ROW_WEIGHTS:
         row_weight = tl.load(row_weights_ptr + pair)
     total = tl.zeros((PARTS, ROWS, 8), tl.float32)
-    for first in range(0, STEPS, STAGES):
-        for s in tl.static_range(STAGES):
-            words, scale, zero = ring[0]
-            new = ring[0]
-            if STEPS > STAGES:
-                new = _load_block(
-                    words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at,
-                    first + s + STAGES, DEPTH, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+    # In a loop what does not change would be unpacked before it.
+    if STEPS <= STAGES:
+        for s in tl.static_range(STEPS):
+            total, x, ring = _step(
+                total, x, ring, s, x_ptr, stride_xk,
+                words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+                DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+            )  # fmt: skip
+    else:
+        for first in range(0, steps, STAGES):
+            for s in tl.static_range(STAGES):
+                total, x, ring = _step(
+                    total, x, ring, first + s, x_ptr, stride_xk,
+                    words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+                    DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
                 )  # fmt: skip
-            ring = ring[1:] + (new,)
-            pairs = pairs_of(x, E2M1)
-            if STEPS > 1:
-                x = _load_x(x_ptr, stride_xk, first + s + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
-            keep_order()
-            total += scaled_sums(words, pairs, scale, zero, shift, TYPE, E2M1, HAS_ZERO, SLOTS)
     sums = tl.sum(tl.sum(total, 2), 0)
     if HAS_ROW_WEIGHTS:
         sums *= row_weight

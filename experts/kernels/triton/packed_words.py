@@ -29,13 +29,24 @@ def slots_of_chunk(group: int) -> int:
 
 
 @triton.jit
-def keep_order():
-    """Loads before this are on their way before anything after it: the compiler may not wait with
-    them until their values are needed."""
+def loads_are_off(WARPS: tl.constexpr):
+    """0, but only once the loads before this have set off.
+
+    Left alone the compiler waits with loads until there are registers for their values, which is
+    when they should have arrived. What it may not move a load past is a barrier, here of two warps;
+    what it may not move before one is what needs a value from behind it. Barrier 0 is for the whole
+    program.
+    """
+    zero = 0
     if _ASSEMBLE:
-        tl.inline_asm_elementwise(
-            "bar.warp.sync 0xffffffff; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
+        threads: tl.constexpr = 64 if WARPS > 1 else 32
+        zero = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .pred p; mov.u32 t, %tid.x; setp.gt.u32 p, t, 4096; "
+            "shr.b32 t, t, 6; add.u32 t, t, 1; "
+            f"bar.red.popc.u32 $0, t, {threads}, p; }}",
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return zero
 
 
 @triton.jit
@@ -119,11 +130,11 @@ def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.
 
 
 @triton.jit
-def pairs_of(x, E2M1: tl.constexpr):
+def pairs_of(x, after, E2M1: tl.constexpr):
     """int32 (4, 8, PARTS, 1, 4, 4) of x (4, 8, PARTS, 1, 4, 8): values k and k + 4 of a word are
-    one pair, `boosted`."""
+    one pair, `boosted`. after: as in slot_sums."""
     parts: tl.constexpr = x.shape[2]
-    odd = tl.arange(0, 8)[None, None, None, None, None, :] % 2
+    odd = tl.arange(0, 8)[None, None, None, None, None, :] % 2 + after
     if x.dtype == tl.bfloat16:
         x = x * tl.where(odd == 1, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
     bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, parts, 1, 4, 2, 4))
@@ -154,10 +165,10 @@ def _left(words, E2M1: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _right(pairs, dtype: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, CHUNKS * 128, 8), each column a slot's."""
+def _right(pairs, after, dtype: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, CHUNKS * 128, 8), each column a slot's. after: 0."""
     parts: tl.constexpr = pairs.shape[2]
-    slot = tl.arange(0, 8)[None, :, None, None, None, None]
+    slot = tl.arange(0, 8)[None, :, None, None, None, None] + after
     chunk = tl.arange(0, CHUNKS)[None, None, None, :, None, None]
     columns = tl.where(slot // SLOTS == chunk, pairs, 0)
     low = columns.to(tl.int16).to(dtype, bitcast=True)
@@ -169,18 +180,18 @@ def _right(pairs, dtype: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr
 
 @triton.jit
 def slot_sums(
-    words, pairs, zero, dtype: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    words, pairs, zero, after, dtype: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, ROWS, 8): weights less their zero points times x, without scales.
 
     words (4, 8, PARTS, ROWS / 8, CHUNKS, 4), pairs (4, 8, PARTS, 1, 4, 4), zero float32
-    (PARTS, ROWS, 8).
+    (PARTS, ROWS, 8); after: 0, and nothing is multiplied before it is known.
     """
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
-    x = _right(pairs, dtype, chunks, SLOTS)
+    x = _right(pairs, after, dtype, chunks, SLOTS)
     part = tl.dot(_left(words, E2M1, dtype), x)
     from_zero: tl.constexpr = counts_from_zero(E2M1, dtype)
     if HAS_ZERO or from_zero:
@@ -210,7 +221,7 @@ def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
 
 @triton.jit
 def scaled_sums(
-    words, pairs, scale, zero, shift, dtype: tl.constexpr, E2M1: tl.constexpr,
+    words, pairs, scale, zero, shift, after, dtype: tl.constexpr, E2M1: tl.constexpr,
     HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, ROWS, 8): what a block adds to each slot's column.
@@ -221,4 +232,4 @@ def scaled_sums(
     zeros = values
     if HAS_ZERO:
         zeros = by_slot(zero_values(zero, shift, HAS_ZERO, counts_from_zero(E2M1, dtype)))
-    return slot_sums(words, pairs, zeros, dtype, E2M1, HAS_ZERO, SLOTS) * values
+    return slot_sums(words, pairs, zeros, after, dtype, E2M1, HAS_ZERO, SLOTS) * values
