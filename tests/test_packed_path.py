@@ -28,48 +28,46 @@ def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -
 
 
 # Several steps along both depths and several blocks of columns; all at once; more warps than work.
-_LONG = _pair((16, 128, 1, 1), (16, 128, 2, 2))
-_DEEP = _pair((16, 128, 1, 2), (32, 256, 1, 3))
-_ONCE = _pair((16, 512, 4, 1), (16, 256, 4, 1))
-_MANY = _pair((32, 1024, 8, 2), (64, 1024, 8, 2))
+_LONG = _pair((32, 128, 1, 1), (64, 128, 2, 2))
+_DEEP = _pair((64, 128, 1, 2), (128, 256, 1, 3))
+_ONCE = _pair((64, 512, 4, 1), (128, 256, 4, 1))
+_MANY = _pair((64, 1024, 8, 2), (128, 1024, 8, 2))
 # Widths that are no multiple of a block, depths that are no multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
 _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 1}, "uniform", _LONG),
-    ({"tokens": 2, "hidden": 416, "intermediate": 352}, "uniform", _LONG),
-    ({"tokens": 4, "hidden": 416, "intermediate": 352, "top_k": 3}, "skips", _DEEP),
-    ({"tokens": 1, "hidden": 768, "intermediate": 1120, "top_k": 6, "experts": 9}, "uniform",
+    ({"tokens": 2, "hidden": 416, "top_k": 3}, "skips", _DEEP),
+    ({"tokens": 1, "hidden": 192, "intermediate": 1120, "top_k": 6, "experts": 7}, "uniform",
      _ONCE),
-    ({"tokens": 2, "top_k": 8, "experts": 9}, "uniform", _MANY),
-    ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 384, "intermediate": 224},
+    ({"tokens": 1, "top_k": 8, "experts": 9}, "uniform", _MANY),
+    ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 288, "intermediate": 224},
      "skips", _LONG),
-    ({"tokens": 3, "quant": f"{_INT4}:group=64,{_ZEROS}", "hidden": 192, "intermediate": 416,
-      "activation": _OAI, "bias": True}, "duplicates", _ONCE),
+    ({"tokens": 2, "quant": f"{_INT4}:group=64,{_ZEROS}", "hidden": 192, "activation": _OAI,
+      "bias": True}, "duplicates", _ONCE),
     ({"tokens": 1, "quant": f"{_INT4}:group=32", "dtype": torch.float16, "activation": "relu2",
-      "bias": True, "hidden": 288}, "uniform", _MANY),
-    ({"tokens": 3, "quant": f"{_INT4}:group=32,{_ZEROS}", "dtype": torch.float16,
-      "intermediate": 416}, "uniform", _DEEP),
-    ({"tokens": 2, "quant": f"{_INT4}:group=96", "hidden": 384, "intermediate": 288}, "uniform",
+      "bias": True}, "uniform", _MANY),
+    ({"tokens": 2, "quant": f"{_INT4}:group=32,{_ZEROS}", "dtype": torch.float16,
+      "intermediate": 288}, "uniform", _DEEP),
+    ({"tokens": 1, "quant": f"{_INT4}:group=96", "hidden": 192, "intermediate": 288}, "uniform",
      _ONCE),
     # One group is all of a depth.
-    ({"tokens": 2, "quant": f"{_INT4}:group=256,{_ZEROS}", "hidden": 1024, "intermediate": 160},
+    ({"tokens": 1, "quant": f"{_INT4}:group=256,{_ZEROS}", "hidden": 512, "intermediate": 160},
      "uniform", _ONCE),
     ({"tokens": 1, "quant": _MXFP4, "hidden": 288, "intermediate": 416}, "uniform", _LONG),
-    ({"tokens": 4, "quant": _MXFP4, "top_k": 4, "intermediate": 544}, "skips", _ONCE),
-    ({"tokens": 2, "quant": _MXFP4, "dtype": torch.float16, "activation": _OAI, "bias": True,
-      "hidden": 544}, "skips", _DEEP),
-    ({"tokens": 2, "quant": _MXFP4, "combine": Combine.TOPK_WEIGHTED, "intermediate": 288},
-     "all_skipped", _MANY),
-    ({"tokens": 3, "combine": Combine.TOPK_UNWEIGHTED, "expert_map": True, "local_experts": 3},
+    ({"tokens": 4, "quant": _MXFP4, "top_k": 4}, "skips", _ONCE),
+    ({"tokens": 2, "quant": _MXFP4, "dtype": torch.float16, "activation": _OAI, "bias": True},
+     "skips", _DEEP),
+    ({"tokens": 2, "quant": _MXFP4, "combine": Combine.TOPK_WEIGHTED}, "all_skipped", _MANY),
+    ({"tokens": 2, "combine": Combine.TOPK_UNWEIGHTED, "expert_map": True, "local_experts": 3},
      "skips", _LONG),
-    ({"tokens": 3, "combine": Combine.TOPK_WEIGHTED, "dtype": torch.float16}, "skips", _ONCE),
-    ({"tokens": 3, "expert_map": True, "local_experts": 3, "bias": True}, "uniform", _DEEP),
+    ({"tokens": 2, "combine": Combine.TOPK_WEIGHTED, "dtype": torch.float16}, "skips", _ONCE),
+    ({"tokens": 2, "expert_map": True, "local_experts": 3, "bias": True}, "uniform", _DEEP),
     ({"tokens": 2, "top_k": 1, "apply_router_weight_on_input": True, "bias": True}, "uniform",
      _LONG),
     ({"tokens": 2, "inplace": True, "routed_scaling_factor": 2.5}, "skips", _ONCE),
-    ({"tokens": 4, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _LONG),
-    ({"tokens": 9, "chunk_tokens": 4, "quant": _MXFP4}, "zipf", _ONCE),
+    ({"tokens": 2, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _MANY),
+    ({"tokens": 5, "chunk_tokens": 4, "quant": _MXFP4}, "zipf", _ONCE),
 )  # fmt: skip
 
 

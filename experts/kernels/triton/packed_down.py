@@ -54,11 +54,11 @@ def _load_block(
     at = expert * (stride_be // 4) + words_at
     words = load_words(words_ptr, at, chunk, live, depth, CHUNKS, EVEN_K)
     at = expert * stride_bse + scale_at
-    scale = load_by_slot(scale_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K)
+    scale = load_by_slot(scale_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
     zero = scale
     if HAS_ZERO:
         at = expert * stride_bze + zero_at
-        zero = load_by_slot(zero_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K)
+        zero = load_by_slot(zero_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
     weight = live
     if HAS_ROW_WEIGHTS:
         # A skipped pair's weight may be anything, NaN too.
@@ -117,7 +117,7 @@ def _step(
     return total + sums, h, ring
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def packed_down_kernel(
     h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
     num_tokens, hidden, num_experts, num_local, steps, factor,

@@ -30,10 +30,10 @@ def _load_block(
     chunk = (step * PARTS + part) * CHUNKS
     inside = chunk * 128 < depth
     words = load_words(words_ptr, words_at, chunk, inside, depth, CHUNKS, EVEN_K)
-    scale = load_by_slot(scale_ptr, scale_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K)
+    scale = load_by_slot(scale_ptr, scale_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
     zero = scale
     if HAS_ZERO:
-        zero = load_by_slot(zero_ptr, zero_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K)
+        zero = load_by_slot(zero_ptr, zero_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
     return words, scale, zero
 
 
@@ -85,7 +85,7 @@ def _step(
     return total, x, ring
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def packed_up_kernel(
     x_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, invalid_ptr, h_ptr,

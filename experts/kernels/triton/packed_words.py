@@ -70,7 +70,7 @@ def load_words(ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, EVEN_K: 
 @triton.jit
 def load_by_slot(
     ptr, offset, chunk, inside, depth,
-    CHUNKS: tl.constexpr, SLOTS: tl.constexpr, GROUP_K: tl.constexpr,
+    CHUNKS: tl.constexpr, SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """(4, 8, PARTS, ROWS / 8, 2): scales, or what lies like them, of each row and slot.
 
@@ -79,14 +79,14 @@ def load_by_slot(
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None, None]
     slot = slot + tl.arange(0, 2)[None, None, None, None, :]
+    k = chunk[:, :, :, :, None] * 128 + slot * (128 // SLOTS)
     if GROUP_K == 128 // SLOTS:
         group = chunk[:, :, :, :, None] * SLOTS + slot
-        within = group * GROUP_K < depth
     else:
-        k = chunk[:, :, :, :, None] * 128 + slot * (128 // SLOTS)
         group = k // GROUP_K
-        within = k < depth
-    mask = inside[:, :, :, :, None] & within & (slot < CHUNKS * SLOTS)
+    mask = inside[:, :, :, :, None] & (slot < CHUNKS * SLOTS)
+    if not EVEN_K:  # otherwise two are loaded at once
+        mask = mask & (k < depth)
     return tl.load(ptr + (offset[:, :, :, :, None] + group), mask=mask, other=0)
 
 
