@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from experts import tile_packed
 from experts.tile_shapes import SINGLE, Gemm, Tile, TilePair
 from modular_kernel.types import Problem
 
@@ -31,11 +32,11 @@ _WIDE = 4096  # hidden values from which programs of GEMM 1 share the search for
 
 
 def serves(problem: Problem) -> bool:
-    """Whether the kernels of this path can compute `problem`: weights are not packed, and groups
-    of activations are powers of two, because they are cut by halves."""
+    """Whether the kernels of this path can compute `problem`: groups of activations are powers of
+    two, because they are cut by halves. Packed weights have kernels of their own."""
     scheme = problem.scheme
     if scheme.packed:
-        return False
+        return tile_packed.serves(problem)
     group = scheme.group[-1] if scheme.activation_granularity == "group" else 1
     return group & (group - 1) == 0 or group >= max(problem.hidden, problem.intermediate)
 
@@ -46,6 +47,8 @@ def most_tokens(problem: Problem) -> int:
     Tokens read the weights of an expert they share once each, so that it pays while few do; the
     aligned path's products of 8 bits catch up sooner.
     """
+    if problem.scheme.packed:
+        return tile_packed.most_tokens(problem)
     most, share = (4, 4) if problem.scheme.quantised else (8, 2)
     return min(most, max(1, problem.experts // (share * problem.top_k)))
 
@@ -57,6 +60,8 @@ def unbounded(gemm: Gemm) -> Gemm:
 
 def default(problem: Problem) -> TilePair:
     """The tiles without a tuned file."""
+    if problem.scheme.packed:
+        return tile_packed.default(problem)
     narrow = problem.scheme.quantised
     rows = next(row for most, row in (_BYTES if narrow else _HALF) if problem.intermediate <= most)
     first = (32 if narrow and problem.hidden > _WIDE else 16, 512, 8)

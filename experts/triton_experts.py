@@ -8,6 +8,7 @@ from experts.tile_shapes import SINGLE
 from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_gemm import SCHEMES, group_rejections
+from experts.triton_packed import PackedPath
 from experts.triton_path import Path, PathCall, room_for
 from experts.triton_permuted import PermutedPath
 from experts.triton_single import SinglePath
@@ -101,7 +102,8 @@ def _paths(problem: Problem) -> dict[str, Path]:
     """The paths that can serve `problem` here, by name."""
     paths: list[Path] = [AlignedPath(problem)]
     if tile_single.serves(problem):
-        paths.append(SinglePath(problem))
+        single = PackedPath if problem.scheme.packed else SinglePath
+        paths.append(single(problem))
     if tile_permuted.serves(problem, this_store().device):
         paths.append(PermutedPath(problem))
     return {path.name: path for path in paths}

@@ -20,6 +20,7 @@ from experts.triton_path import PathCall
 from modular_kernel.ops.align import Aligned, align_specs
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.overlap import overlap
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec
 
@@ -32,13 +33,17 @@ def takes(problem: Problem, call: PathCall) -> bool:
     return (
         few(problem, call.tokens.routing.topk_ids_TK.numel(), call.tiles)
         and call.tokens.x_TH.stride(1) == 1
-        and all(_lie_ready(w) for w in (call.weights.w1, call.weights.w2))
+        and lie_ready(call.weights)
     )
 
 
-def _lie_ready(w: torch.Tensor) -> bool:
-    starts = (w.data_ptr(), w.stride(0), w.stride(1))
-    return w.stride(2) == 1 and all(n % _ALIGNMENT == 0 for n in starts)
+def lie_ready(weights: ExpertWeights) -> bool:
+    """Whether w1 and w2, of bytes, can be read 16 bytes at once along their rows."""
+    return all(
+        w.stride(2) == 1
+        and all(n % _ALIGNMENT == 0 for n in (w.data_ptr(), w.stride(0), w.stride(1)))
+        for w in (weights.w1, weights.w2)
+    )
 
 
 def specs(problem: Problem, pairs: int) -> dict[str, BufferSpec]:

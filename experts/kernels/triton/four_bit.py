@@ -107,8 +107,10 @@ def rows_in_word_order(a, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.con
 # Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1
 # times 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's
 # range, so that the rows they meet are `boosted` first, by two to these powers.
-_BOOST_E2M1: tl.constexpr = tl.constexpr(48)
-_BOOST_COUNTS: tl.constexpr = tl.constexpr(64)
+@triton.constexpr_function
+def boost_of(e2m1: bool, odd: int) -> float:
+    """The factor of a value of x in bf16, for an even or an odd k."""
+    return 2.0**48 if e2m1 else 2.0 ** (64 - 4 * odd)
 
 
 @triton.constexpr_function
@@ -133,10 +135,10 @@ def boosted(x, E2M1: tl.constexpr, DEPTH: tl.constexpr):
     """
     if x.dtype == tl.bfloat16:
         if E2M1:
-            x = x * tl.full((1, 1, 1), 2.0**_BOOST_E2M1, tl.bfloat16)
+            x = x * tl.full((1, 1, 1), boost_of(E2M1, 0), tl.bfloat16)
         else:
-            even = tl.full((1, DEPTH, 1), 2.0**_BOOST_COUNTS, tl.bfloat16)
-            odd = tl.full((1, DEPTH, 1), 2.0 ** (_BOOST_COUNTS - 4), tl.bfloat16)
+            even = tl.full((1, DEPTH, 1), boost_of(E2M1, 0), tl.bfloat16)
+            odd = tl.full((1, DEPTH, 1), boost_of(E2M1, 1), tl.bfloat16)
             is_odd = (tl.arange(0, DEPTH)[None, :, None] // 2) % 2 == 1
             x = x * tl.where(is_odd, odd, even)
     return x
@@ -160,13 +162,11 @@ def _plain(words, J: tl.constexpr, E2M1: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def unpack_words(
-    words, E2M1: tl.constexpr, dtype: tl.constexpr,
-    STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """int32 (STEPS, ROWS, DEPTH / 8) to q or q - 8 (`counts_from_zero`), or to e2m1 values.
+def nibbles(words, E2M1: tl.constexpr, dtype: tl.constexpr):
+    """int32 (...) to (..., 2, 2, 2) by the bits of k, the highest first: q or q - 8
+    (`counts_from_zero`), or e2m1 values.
 
-    Exact but for a factor (`lacking`), in the order of `in_word_order`.
+    Exact but for a factor (`lacking`).
     """
     if _ASSEMBLE and dtype == tl.bfloat16:
         v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
@@ -189,14 +189,28 @@ def unpack_words(
         v7 = _plain(words, 7, E2M1, dtype)
     even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
     odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
-    return in_word_order(tl.join(even, odd), STEPS, ROWS, DEPTH)
+    return tl.join(even, odd)
+
+
+@triton.jit
+def unpack_words(
+    words, E2M1: tl.constexpr, dtype: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """int32 (STEPS, ROWS, DEPTH / 8) to `nibbles` in the order of `in_word_order`."""
+    return in_word_order(nibbles(words, E2M1, dtype), STEPS, ROWS, DEPTH)
 
 
 @triton.jit
 def load_scale(ptrs, mask, E2M1: tl.constexpr, LACK: tl.constexpr):
     """float32 scales times 2^LACK; of e2m1 from E8M0 exponents. Infinite where that overflows,
     which for bf16 is from 2^50 on."""
-    scale = tl.load(ptrs, mask=mask, other=0)
+    return scale_values(tl.load(ptrs, mask=mask, other=0), E2M1, LACK)
+
+
+@triton.jit
+def scale_values(scale, E2M1: tl.constexpr, LACK: tl.constexpr):
+    """As load_scale, of what is loaded."""
     if E2M1:
         exponent = tl.minimum(scale.to(tl.int32) + LACK, 255)
         result = (exponent << 23).to(tl.float32, bitcast=True)

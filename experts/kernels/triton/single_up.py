@@ -5,25 +5,9 @@ import triton.language as tl
 
 from experts.kernels.triton.single_rows import quantised_groups, requantised, step_sums
 from experts.kernels.triton.tile import finish_tile
-from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
 from modular_kernel.ops.kernels.overlap import after_predecessor
 from modular_kernel.ops.kernels.quantise import scale_of
-
-
-@triton.jit
-def _count_invalid(
-    ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local,
-    HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
-    """Add the ids that name no expert to the counter."""
-    for first in range(0, num_pairs, BLOCK_P):
-        pairs = first + tl.arange(0, BLOCK_P)
-        _, invalid = load_local_ids(
-            ids_ptr, pairs, pairs < num_pairs, map_ptr, num_experts, num_local, HAS_MAP
-        )
-        num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
-        if num_invalid > 0:
-            tl.atomic_add(invalid_ptr, num_invalid)
 
 
 @triton.jit
@@ -126,7 +110,7 @@ def single_up_kernel(
     """
     after_predecessor(OVERLAP)
     if tl.program_id(0) == 0:
-        _count_invalid(
+        count_invalid_ids(
             ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
         )
     pair = tl.program_id(0) % num_pairs

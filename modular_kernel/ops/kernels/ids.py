@@ -1,4 +1,4 @@
-"""Device function: top-k ids, as the router gave them, to rows of this rank's weights."""
+"""Device functions: top-k ids, as the router gave them, to rows of this rank's weights."""
 
 import triton
 import triton.language as tl
@@ -18,3 +18,19 @@ def load_local_ids(ids_ptr, offsets, mask, map_ptr, num_experts, num_local, HAS_
         local = tl.load(map_ptr + local, mask=in_range, other=-1)
     local = tl.where((local >= 0) & (local < num_local), local, -1)
     return local.to(tl.int32), invalid
+
+
+@triton.jit
+def count_invalid_ids(
+    ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local,
+    HAS_MAP: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Add the ids that name no expert to the counter; BLOCK_P are looked at at once."""
+    for first in range(0, num_pairs, BLOCK_P):
+        pairs = first + tl.arange(0, BLOCK_P)
+        _, invalid = load_local_ids(
+            ids_ptr, pairs, pairs < num_pairs, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        num_invalid = tl.sum(invalid.to(tl.int32), axis=0)
+        if num_invalid > 0:
+            tl.atomic_add(invalid_ptr, num_invalid)

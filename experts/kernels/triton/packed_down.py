@@ -1,0 +1,209 @@
+"""GEMM 2 of the packed path: a program for each token (or pair) and block of hidden values."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from experts.kernels.triton.packed_words import (
+    by_slot,
+    load_by_slot,
+    load_pairs,
+    load_words,
+    loads_are_off,
+    scaled_sums,
+    slots_of_chunk,
+)
+from modular_kernel.ops.kernels.ids import load_local_ids
+
+
+@triton.constexpr_function
+def blocks_along(depth: int, chunks: int) -> int:
+    """Blocks of chunks * 128 along the depth of a pair."""
+    return -(-depth // (chunks * 128))
+
+
+@triton.jit
+def _block(
+    token, step, num_experts, num_local, ids_ptr, map_ptr, DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of block step * PARTS + p of a token's pairs, one pair behind the other, for part p: its
+    pair, local expert (-1: skipped) and first chunk, (4, 8, PARTS, 1)."""
+    BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS)
+    index = step * PARTS + tl.arange(0, PARTS)[None, None, :, None]
+    # All lanes of a warp load the same id: none has to be told it.
+    index += tl.zeros((4, 8, 1, 1), tl.int32)
+    pair = token * TOP_K + index // BLOCKS
+    local, _ = load_local_ids(
+        ids_ptr, pair, index < TOP_K * BLOCKS, map_ptr, num_experts, num_local, HAS_MAP
+    )
+    return pair, local, index % BLOCKS * CHUNKS
+
+
+@triton.jit
+def _load_block(
+    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+    pair, local, chunk, stride_be, stride_bse, stride_bze, depth,
+    HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
+    GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Words, scales, zero points and router weights of a block of each part."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    live = local >= 0
+    expert = tl.maximum(local, 0).to(tl.int64)
+    at = expert * (stride_be // 4) + words_at
+    words = load_words(words_ptr, at, chunk, live, depth, CHUNKS, EVEN_K)
+    at = expert * stride_bse + scale_at
+    scale = load_by_slot(scale_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+    zero = scale
+    if HAS_ZERO:
+        at = expert * stride_bze + zero_at
+        zero = load_by_slot(zero_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+    weight = live
+    if HAS_ROW_WEIGHTS:
+        # A skipped pair's weight may be anything, NaN too.
+        weight = tl.load(row_weights_ptr + pair, mask=live, other=0.0)
+    return words, scale, zero, weight, pair, live, chunk
+
+
+@triton.jit
+def _step(
+    total, h, ring, step, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
+    words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+    shift, stride_be, stride_bse, stride_bze,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+    TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """total with the products of ring[0] and h added, the next h, and the ring moved on: what
+    comes next sets off before, or with LATE behind."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    words, scale, zero, weight, _, _, _ = ring[0]
+    pairs = h
+    if STEPS > STAGES and not LATE:
+        pair, local, chunk = _block(
+            token, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
+            DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
+        )  # fmt: skip
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+            pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+        )  # fmt: skip
+        ring = ring[1:] + (new,)
+    elif STAGES > 1:
+        ring = ring[1:] + (ring[0],)
+    if STEPS > 1 and not LATE:
+        _, _, _, _, pair, live, chunk = ring[0]
+        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
+    after = loads_are_off(PARTS)
+    sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS)
+    if HAS_ROW_WEIGHTS:
+        rows: tl.constexpr = words.shape[3]
+        sums *= by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, PARTS, rows, 2)))
+    if STEPS > 1 and LATE:
+        pair, local, chunk = _block(
+            token, step + 1, num_experts, num_local, ids_ptr, map_ptr,
+            DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
+        )  # fmt: skip
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+            pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+        )  # fmt: skip
+        ring = (new,)
+        h = load_pairs(pairs_ptr, pair, local >= 0, chunk, DEPTH, CHUNKS, SLOTS)
+    return total + sums, h, ring
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def packed_down_kernel(
+    h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
+    num_tokens, hidden, num_experts, num_local, steps, factor,
+    stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
+
+    h is (num_tokens * TOP_K, DEPTH), as `store_paired` writes it, and out (num_tokens, hidden), both
+    contiguous; skipped pairs are not read. With TOP_K = 1 every pair keeps a row, zero if skipped.
+    PARTS warps share a token's pairs and their depth in blocks of CHUNKS * 128; STAGES blocks of
+    each are on their way while one is multiplied. Sums are added in a fixed order.
+    Grid (num_tokens * blocks of BLOCK_N columns,), tokens side by side. BLOCK_K: a power of two
+    from TOP_K on.
+    """
+    TYPE: tl.constexpr = h_ptr.dtype.element_ty
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
+    token = tl.program_id(0) % num_tokens
+    first_column = tl.program_id(0) // num_tokens * BLOCK_N
+    words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
+    of_row = tl.arange(0, 8)[None, :, None, None]
+    of_row = of_row + tl.arange(0, BLOCK_N // 8)[None, None, None, :] * 8
+    row = tl.minimum(first_column + of_row, hidden - 1)
+    shift = (row % 2 * 4)[:, :, :, :, None]
+    words_at, scale_at, zero_at = row * (stride_bn // 4), row * stride_bsn, (row // 2) * stride_bzn
+    # The first weights are on their way before anything waits for h: GEMM 1 has waited for the ids
+    # when this kernel may begin. See after_predecessor.
+    ring = ()
+    for s in tl.static_range(STAGES):
+        pair, local, chunk = _block(
+            token, s, num_experts, num_local, ids_ptr, map_ptr, DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS
+        )
+        ring += (
+            _load_block(
+                words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+                pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
+                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+            ),
+        )  # fmt: skip
+    column = first_column + tl.arange(0, BLOCK_N)
+    column_mask = column < hidden
+    bias = tl.zeros((BLOCK_N,), tl.float32)
+    if HAS_BIAS:
+        slot = tl.arange(0, BLOCK_K)
+        pairs = token * TOP_K + slot
+        local, _ = load_local_ids(
+            ids_ptr, pairs, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        live = local >= 0
+        ptrs = bias_ptr + tl.maximum(local, 0)[:, None].to(tl.int64) * stride_bias + column[None, :]
+        biases = tl.load(ptrs, mask=live[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+        if HAS_ROW_WEIGHTS:
+            biases *= tl.load(row_weights_ptr + pairs, mask=live, other=0.0)[:, None]
+        bias += tl.sum(biases, 0)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    pairs_ptr = h_ptr.to(tl.pointer_type(tl.int32))
+    _, _, _, _, pair, live, chunk = ring[0]
+    h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
+    total = tl.zeros((PARTS, BLOCK_N, 8), tl.float32)
+    # In a loop what does not change would be unpacked before it.
+    if STEPS <= STAGES:
+        for s in tl.static_range(STEPS):
+            total, h, ring = _step(
+                total, h, ring, s, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
+                words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+                shift, stride_be, stride_bse, stride_bze,
+                DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
+                GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+            )  # fmt: skip
+    else:
+        for first in range(0, steps, STAGES):
+            for s in tl.static_range(STAGES):
+                total, h, ring = _step(
+                    total, h, ring, first + s, token, num_experts, num_local, ids_ptr, map_ptr,
+                    pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at,
+                    scale_at, zero_at, shift, stride_be, stride_bse, stride_bze,
+                    DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
+                    GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                )  # fmt: skip
+    out = tl.sum(tl.sum(total, 2), 0) + bias
+    out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
+    tl.store(out_ptrs, (out * factor).to(out_ptr.dtype.element_ty), mask=column_mask)

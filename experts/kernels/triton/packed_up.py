@@ -1,0 +1,182 @@
+"""GEMM 1 of the packed path: a program for each routed pair and block of intermediate values."""
+
+import triton
+import triton.language as tl
+
+from experts.kernels.triton.packed_words import (
+    load_by_slot,
+    load_row,
+    load_words,
+    loads_are_off,
+    pairs_of,
+    scaled_sums,
+    slots_of_chunk,
+    store_paired,
+)
+from modular_kernel.ops.kernels.activation import activate
+from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
+from modular_kernel.ops.kernels.overlap import after_predecessor
+
+
+@triton.jit
+def _load_block(
+    words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step, depth,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Words, scales and zero points of block step * PARTS + p of the depth, for part p."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    chunk = (step * PARTS + part) * CHUNKS
+    inside = chunk * 128 < depth
+    words = load_words(words_ptr, words_at, chunk, inside, depth, CHUNKS, EVEN_K)
+    scale = load_by_slot(scale_ptr, scale_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+    zero = scale
+    if HAS_ZERO:
+        zero = load_by_slot(zero_ptr, zero_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+    return words, scale, zero
+
+
+@triton.jit
+def _load_x(
+    x_ptr, stride, step, depth,
+    GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The values of x that meet _load_block's words."""
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    chunk = (step * PARTS + part) * CHUNKS
+    inside, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
+    return load_row(x_ptr, stride, inside, chunk, depth, CHUNKS, slots)
+
+
+@triton.jit
+def _step(
+    total, x, ring, step, x_ptr, stride_xk,
+    words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, E2M1: tl.constexpr,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """total with the products of ring[0] and x added, the next x, and the ring moved on: what
+    comes next sets off before, or with LATE behind."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    words, scale, zero = ring[0]
+    row = x
+    if STEPS > STAGES and not LATE:
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + STAGES, DEPTH,
+            HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+        )  # fmt: skip
+        ring = ring[1:] + (new,)
+    elif STAGES > 1:
+        ring = ring[1:] + (ring[0],)
+    if STEPS > 1 and not LATE:
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
+    after = loads_are_off(PARTS)
+    pairs = pairs_of(row, after, E2M1)
+    total += scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS)
+    if STEPS > 1 and LATE:
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + 1, DEPTH,
+            HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+        )  # fmt: skip
+        ring = (new,)
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
+    return total, x, ring
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def packed_up_kernel(
+    x_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
+    ids_ptr, map_ptr, invalid_ptr, h_ptr,
+    num_pairs, intermediate, up_row, num_experts, num_local, steps,
+    stride_xm, stride_xk, stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
+
+    As single_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
+    `store_paired` writes it for GEMM 2. Grid (num_pairs * blocks of BLOCK_N columns + 1,): the last
+    program counts invalid ids. PARTS warps share the depth in blocks of CHUNKS * 128; STAGES blocks
+    of each are on their way while one is multiplied.
+    """
+    after_predecessor(OVERLAP)
+    pair = tl.program_id(0) % num_pairs
+    block = tl.program_id(0) // num_pairs
+    if block * BLOCK_N >= intermediate:
+        count_invalid_ids(
+            ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
+        )
+        return
+    local, _ = load_local_ids(ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP)
+    if local < 0:
+        return
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
+    expert = local.to(tl.int64)
+    x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm
+    words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
+    b_scale_ptr += expert * stride_bse
+    zero_ptr += expert * stride_bze
+    # Gate rows, then up rows; columns past the last one read it again.
+    of_row = tl.arange(0, 8)[None, :, None, None] + tl.arange(0, ROWS // 8)[None, None, None, :] * 8
+    column = tl.minimum(block * BLOCK_N + of_row % BLOCK_N, intermediate - 1)
+    w_row = column * ROW_STEP + (of_row // BLOCK_N) * up_row
+    shift = (w_row % 2 * 4)[:, :, :, :, None]
+    words_at, scale_at, zero_at = w_row * (stride_bn // 4), w_row * stride_bsn, (w_row // 2) * stride_bzn
+    ring = ()
+    for s in tl.static_range(STAGES):
+        ring += (
+            _load_block(
+                words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, s, DEPTH,
+                HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+            ),
+        )  # fmt: skip
+    x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, PARTS)
+    # What the end needs is on its way from here on.
+    end = tl.arange(0, ROWS)
+    end_column = block * BLOCK_N + end % BLOCK_N
+    bias = tl.zeros((ROWS,), tl.float32)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * stride_bias + end_column * ROW_STEP
+        bias_ptrs += (end // BLOCK_N) * up_row
+        bias += tl.load(bias_ptrs, mask=end_column < intermediate, other=0.0).to(tl.float32)
+    row_weight = 1.0
+    if HAS_ROW_WEIGHTS:
+        row_weight = tl.load(row_weights_ptr + pair)
+    total = tl.zeros((PARTS, ROWS, 8), tl.float32)
+    # In a loop what does not change would be unpacked before it.
+    if STEPS <= STAGES:
+        for s in tl.static_range(STEPS):
+            total, x, ring = _step(
+                total, x, ring, s, x_ptr, stride_xk,
+                words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+                DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+            )  # fmt: skip
+    else:
+        for first in range(0, steps, STAGES):
+            for s in tl.static_range(STAGES):
+                total, x, ring = _step(
+                    total, x, ring, first + s, x_ptr, stride_xk,
+                    words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+                    DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                )  # fmt: skip
+    sums = tl.sum(tl.sum(total, 2), 0)
+    if HAS_ROW_WEIGHTS:
+        sums *= row_weight
+    sums += bias
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_N)), (1, 0)))
+    else:
+        gate = sums
+        up = gate
+    out_column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = activate(gate, up, KIND, ALPHA, LIMIT)
+    h_ptr += pair.to(tl.int64) * intermediate
+    store_paired(h_ptr, out_column, out_column < intermediate, h, E2M1)

@@ -1,0 +1,235 @@
+"""Device functions of the packed path: one row of x times 4-bit weights, from registers alone.
+
+A warp multiplies a block of each of its rows at once: CHUNKS * 128 weights. A chunk of a row is four
+lanes' 16 bytes side by side, and a lane's words go from memory to the product without leaving it:
+whatever is loaded for it has axes of four and of eight first, the warp's lanes, then PARTS, the
+warps. Right of the product stand eight columns of one row of x, each with the values of one slot
+and zeros besides: a slot is what of a block shares a scale, a chunk of it at most. So the sums of
+all slots are scaled at once, and added up last.
+"""
+
+import triton
+import triton.language as tl
+
+from experts.kernels.triton.four_bit import (
+    boost_of,
+    counts_from_zero,
+    lacking,
+    nibbles,
+    scale_values,
+)
+
+_ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.constexpr_function
+def slots_of_chunk(group: int) -> int:
+    """Slots of a chunk where `group` weights share a scale: 1, 2 or 4 of 128, 64 or 32 weights."""
+    return next(slots for slots in (1, 2, 4) if group % (128 // slots) == 0)
+
+
+@triton.jit
+def loads_are_off(WARPS: tl.constexpr):
+    """0, but only once the loads before this have set off.
+
+    Left alone the compiler waits with loads until there are registers for their values, which is
+    when they should have arrived. What it may not move a load past is a barrier, here of two warps;
+    what it may not move before one is what needs a value from behind it. Barrier 0 is for the whole
+    program.
+    """
+    zero = 0
+    if _ASSEMBLE:
+        threads: tl.constexpr = 64 if WARPS > 1 else 32
+        zero = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .pred p; mov.u32 t, %tid.x; setp.gt.u32 p, t, 4096; "
+            "shr.b32 t, t, 6; add.u32 t, t, 1; "
+            f"bar.red.popc.u32 $0, t, {threads}, p; }}",
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return zero
+
+
+@triton.jit
+def load_words(ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
+    """int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row.
+
+    ptr: to int32; offset, in words: of rows, (1 or 4, 8, 1 or PARTS, ROWS / 8); chunk: the first of
+    a block, and inside: whether it is to be read, (1 or 4, 1 or 8, PARTS, 1).
+    """
+    lane = tl.arange(0, 4)[:, None, None, None, None, None]
+    here = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
+    word = tl.arange(0, 4)[None, None, None, None, None, :]
+    first = chunk[:, :, :, :, None, None] + here
+    ptrs = ptr + (offset[:, :, :, :, None, None] + (first * 16 + lane * 4 + word))
+    mask = inside[:, :, :, :, None, None]
+    if not EVEN_K:
+        mask = mask & (first * 128 + lane * 32 < depth)
+    return tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def load_by_slot(
+    ptr, offset, chunk, inside, depth,
+    CHUNKS: tl.constexpr, SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """(4, 8, PARTS, ROWS / 8, 2): scales, or what lies like them, of each row and slot.
+
+    offset: of rows, (1 or 4, 8, 1 or PARTS, ROWS / 8); chunk, inside: as in load_words. Slots past
+    a block are 0.
+    """
+    slot = (tl.arange(0, 4) * 2)[:, None, None, None, None]
+    slot = slot + tl.arange(0, 2)[None, None, None, None, :]
+    k = chunk[:, :, :, :, None] * 128 + slot * (128 // SLOTS)
+    if GROUP_K == 128 // SLOTS:
+        group = chunk[:, :, :, :, None] * SLOTS + slot
+    else:
+        group = k // GROUP_K
+    mask = inside[:, :, :, :, None] & (slot < CHUNKS * SLOTS)
+    if not EVEN_K:  # otherwise two are loaded at once
+        mask = mask & (k < depth)
+    return tl.load(ptr + (offset[:, :, :, :, None] + group), mask=mask, other=0)
+
+
+@triton.jit
+def by_slot(values):
+    """(4, 8, PARTS, ROWS / 8, 2) to (PARTS, ROWS, 8), as sums are."""
+    parts: tl.constexpr = values.shape[2]
+    groups: tl.constexpr = values.shape[3]
+    return tl.reshape(tl.permute(values, (2, 3, 1, 0, 4)), (parts, groups * 8, 8))
+
+
+@triton.jit
+def _value_offsets(chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Where lanes find a block of a row of x, eight values each, and whether they are to read
+    them: (4, 8, PARTS, 1, 4, 1). chunk, inside: as in load_words."""
+    lane = tl.arange(0, 4)[:, None, None, None]
+    slot = tl.arange(0, 8)[None, :, None, None]
+    k = (chunk + slot // SLOTS) * 128 + lane * 32
+    own = (slot % SLOTS == lane * SLOTS // 4) & (slot < CHUNKS * SLOTS)
+    mask = inside & own & (k < depth)
+    word = tl.arange(0, 4)[None, None, None, None, :, None]
+    return k[:, :, :, :, None, None] + word * 8, mask[:, :, :, :, None, None]
+
+
+@triton.jit
+def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """int32 (4, 8, PARTS, 1, 4, 4) of rows `depth` wide that `store_paired` has written, seen as
+    int32. row: as chunk."""
+    offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
+    pair = tl.arange(0, 4)[None, None, None, None, None, :]
+    ptrs = ptr + (row.to(tl.int64) * (depth // 2))[:, :, :, :, None, None]
+    return tl.load(ptrs + (offset // 2 + pair), mask=mask, other=0)
+
+
+@triton.jit
+def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """(4, 8, PARTS, 1, 4, 8) of a row of x."""
+    offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
+    k = tl.arange(0, 8)[None, None, None, None, None, :]
+    return tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def pairs_of(x, after, E2M1: tl.constexpr):
+    """int32 (4, 8, PARTS, 1, 4, 4) of x (4, 8, PARTS, 1, 4, 8): values k and k + 4 of a word are
+    one pair, `boosted`. after: as in slot_sums."""
+    parts: tl.constexpr = x.shape[2]
+    odd = tl.arange(0, 8)[None, None, None, None, None, :] % 2 + after
+    if x.dtype == tl.bfloat16:
+        x = x * tl.where(odd == 1, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
+    bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, parts, 1, 4, 2, 4))
+    low, high = tl.split(tl.permute(bits, (0, 1, 2, 3, 4, 6, 5)))
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
+def store_paired(row_ptr, column, mask, values, E2M1: tl.constexpr):
+    """Store values, rounded to what row_ptr points at, as `load_pairs` reads them."""
+    dtype: tl.constexpr = row_ptr.dtype.element_ty
+    values = values.to(dtype)
+    if dtype == tl.bfloat16:
+        odd = column % 2 == 1
+        values = values * tl.where(odd, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
+    k = column % 8
+    tl.store(row_ptr + (column - k + k % 4 * 2 + k // 4), values, mask=mask)
+
+
+@triton.jit
+def _left(words, E2M1: tl.constexpr, dtype: tl.constexpr):
+    """Words (4, 8, PARTS, ROWS / 8, CHUNKS, 4) to weights (PARTS, ROWS, CHUNKS * 128)."""
+    parts: tl.constexpr = words.shape[2]
+    groups: tl.constexpr = words.shape[3]
+    chunks: tl.constexpr = words.shape[4]
+    ordered = tl.permute(nibbles(words, E2M1, dtype), (2, 3, 1, 4, 5, 7, 0, 8, 6))
+    return tl.reshape(ordered, (parts, groups * 8, chunks * 128))
+
+
+@triton.jit
+def _right(pairs, after, dtype: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, CHUNKS * 128, 8), each column a slot's. after: 0."""
+    parts: tl.constexpr = pairs.shape[2]
+    slot = tl.arange(0, 8)[None, :, None, None, None, None] + after
+    chunk = tl.arange(0, CHUNKS)[None, None, None, :, None, None]
+    columns = tl.where(slot // SLOTS == chunk, pairs, 0)
+    low = columns.to(tl.int16).to(dtype, bitcast=True)
+    high = (columns >> 16).to(tl.int16).to(dtype, bitcast=True)
+    values = tl.reshape(tl.join(low, high), (4, 8, parts, CHUNKS, 4, 2, 2, 2))
+    ordered = tl.permute(values, (2, 3, 4, 5, 0, 6, 7, 1))
+    return tl.reshape(ordered, (parts, CHUNKS * 128, 8))
+
+
+@triton.jit
+def slot_sums(
+    words, pairs, zero, after, dtype: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """float32 (PARTS, ROWS, 8): weights less their zero points times x, without scales.
+
+    words (4, 8, PARTS, ROWS / 8, CHUNKS, 4), pairs (4, 8, PARTS, 1, 4, 4), zero float32
+    (PARTS, ROWS, 8); after: 0, and nothing is multiplied before it is known.
+    """
+    parts: tl.constexpr = words.shape[2]
+    rows: tl.constexpr = words.shape[3] * 8
+    chunks: tl.constexpr = words.shape[4]
+    x = _right(pairs, after, dtype, chunks, SLOTS)
+    part = tl.dot(_left(words, E2M1, dtype), x)
+    from_zero: tl.constexpr = counts_from_zero(E2M1, dtype)
+    if HAS_ZERO or from_zero:
+        # Sums of x along the depth, from a product with ones: the same in each of its rows.
+        one: tl.constexpr = 0x11111111 if from_zero else 0x99999999 - (1 << 32)
+        ones = tl.full((4, 8, parts, 2, chunks, 4), one, tl.int32)
+        sums = tl.dot(_left(ones, E2M1, dtype), x)
+        # By reshape: `[:, None]` would send them through shared memory.
+        sums = tl.reshape(sums, (parts, 1, 16, 8))
+        if HAS_ZERO:
+            zeros = tl.reshape(zero, (parts, rows // 16, 16, 8)) * sums
+        else:
+            zeros = tl.broadcast_to(sums * 8.0, (parts, rows // 16, 16, 8))
+        part -= tl.reshape(zeros, (parts, rows, 8))
+    return part
+
+
+@triton.jit
+def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
+    """float32 zero points, less the 8 that unpacked weights are without if not FROM_ZERO.
+
+    codes (4, 8, PARTS, ROWS / 8, 2), bytes; shift (1, 8, 1, ROWS / 8, 1).
+    """
+    zero = ((codes.to(tl.int32) >> shift) & 15).to(tl.float32)
+    return zero if FROM_ZERO else zero - 8.0
+
+
+@triton.jit
+def scaled_sums(
+    words, pairs, scale, zero, shift, after, dtype: tl.constexpr, E2M1: tl.constexpr,
+    HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """float32 (PARTS, ROWS, 8): what a block adds to each slot's column.
+
+    scale, zero: as load_by_slot gives them; shift: 0 or 4 by rows, (1, 8, 1, ROWS / 8, 1).
+    """
+    values = by_slot(scale_values(scale, E2M1, lacking(E2M1, dtype)))
+    zeros = values
+    if HAS_ZERO:
+        zeros = by_slot(zero_values(zero, shift, HAS_ZERO, counts_from_zero(E2M1, dtype)))
+    return slot_sums(words, pairs, zeros, after, dtype, E2M1, HAS_ZERO, SLOTS) * values

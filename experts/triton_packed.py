@@ -1,0 +1,148 @@
+"""The single path for packed weights: a few tokens without an alignment, in two launches.
+
+As triton_single, with tensor cores: eight 4-bit weights are a word, unpacked in registers. GEMM 1
+leaves its results in the order and with the factors that GEMM 2's products need.
+
+What a tile means here: see tile_packed.
+"""
+
+import torch
+
+from experts import tile_packed, tile_single
+from experts.tile_shapes import SINGLE, Tile
+from experts.triton_four_bit import lie_ready
+from experts.triton_gemm import Product, first_product, scale_group, second_product
+from experts.triton_path import PathCall
+from modular_kernel import stages
+from modular_kernel.ops.count import id_arguments, next_power_of_2
+from modular_kernel.ops.launch import launch
+from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.runtime import use_triton
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Combine, Problem
+from modular_kernel.workspace import BufferSpec
+
+_MOST_IDS = 1024
+_REGISTERS = 128  # of a thread, so that 16 warps are at work on a multiprocessor
+
+
+class PackedPath:
+    """Serves what tile_packed.serves says. Row p of h is pair p."""
+
+    name = SINGLE
+
+    def __init__(self, problem: Problem) -> None:
+        from experts.kernels.triton.packed_down import packed_down_kernel
+        from experts.kernels.triton.packed_up import packed_up_kernel
+
+        assert tile_single.serves(problem)
+        self.problem = problem
+        self._up, self._down = packed_up_kernel, packed_down_kernel
+        self._sums = problem.combine is Combine.SUM
+        reduce = (stages.REDUCE,) if self._sums else ()
+        self._second_stage = stages.fused(stages.GEMM2, *reduce)
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Buffers for a call of `tokens` tokens; block_m is of no account."""
+        problem = self.problem
+        shape = (tokens * problem.top_k, problem.intermediate)
+        return {"workspace13": BufferSpec(shape, problem.dtype)}
+
+    def takes(self, weights: ExpertWeights) -> bool:
+        """Weights that lie as words are read, 16 bytes at once."""
+        return lie_ready(weights)
+
+    def run(self, call: PathCall) -> None:
+        pairs = call.tokens.routing.topk_ids_TK.numel()
+        h_PI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
+        use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
+        ids = {**id_arguments(call.tokens.routing, self.problem.e), **overlap()}
+        with stages.stage(stages.GEMM1):
+            self._multiply_x(call, h_PI, ids)
+        with stages.stage(self._second_stage):
+            self._multiply_h(call, h_PI, ids)
+
+    def _multiply_x(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
+        problem, routing, tile = self.problem, call.tokens.routing, call.tiles.gemm1
+        product, pairs = first_product(call.weights, problem), h_PI.shape[0]
+        x_TH = call.tokens.x_TH
+        launch(
+            self._up,
+            (pairs * -(-product.columns // tile.block_n) + 1,),
+            x_ptr=x_TH,
+            row_weights_ptr=routing.topk_weights_TK,
+            invalid_ptr=routing.invalid_ids,
+            h_ptr=h_PI,
+            num_pairs=pairs,
+            intermediate=product.columns,
+            up_row=product.up_row,
+            stride_xm=x_TH.stride(0),
+            stride_xk=x_TH.stride(1),
+            ROW_STEP=product.step,
+            TOP_K=problem.top_k,
+            HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
+            BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
+            **product.constants,
+            **_arguments(product, tile, 1),
+            **ids,
+        )
+
+    def _multiply_h(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
+        problem, routing, tile = self.problem, call.tokens.routing, call.tiles.gemm2
+        product = second_product(call.weights, problem)
+        slots = problem.top_k if self._sums else 1
+        tokens = h_PI.shape[0] // slots
+        launch(
+            self._down,
+            (tokens * -(-product.columns // tile.block_n),),
+            h_ptr=h_PI,
+            row_weights_ptr=routing.topk_weights_TK,
+            out_ptr=call.output,
+            num_tokens=tokens,
+            hidden=product.columns,
+            factor=float(problem.routed_scaling_factor) if self._sums else 1.0,
+            TOP_K=slots,
+            HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
+            BLOCK_K=next_power_of_2(slots),
+            **_arguments(product, tile, slots),
+            **ids,
+        )
+
+
+def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
+    """What both kernels take of a product; slots: pairs whose products a program adds up."""
+    w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
+    assert scale is not None
+    _, group = scale_group(product.scheme, product.depth)
+    group = group or product.depth
+    chunks = tile_packed.chunks(tile, group)
+    blocks = slots * -(-product.depth // (chunks * tile_packed.CHUNK))
+    steps = -(-blocks // tile.num_warps)
+    return {
+        "b_ptr": w,
+        "b_scale_ptr": scale,
+        "zero_ptr": w if zero is None else zero,
+        "bias_ptr": w if bias is None else bias,
+        "stride_be": w.stride(0),
+        "stride_bn": w.stride(1),
+        "stride_bse": scale.stride(0),
+        "stride_bsn": scale.stride(1),
+        "stride_bze": 0 if zero is None else zero.stride(0),
+        "stride_bzn": 0 if zero is None else zero.stride(1),
+        "stride_bias": 0 if bias is None else bias.stride(0),
+        "DEPTH": product.depth,
+        "HAS_BIAS": bias is not None,
+        "E2M1": product.scheme.weight == "float4_e2m1",
+        "HAS_ZERO": zero is not None,
+        "GROUP_K": group,
+        "BLOCK_N": tile.block_n,
+        "CHUNKS": chunks,
+        "STEPS": steps,
+        "steps": steps,
+        "PARTS": tile.num_warps,
+        "STAGES": max(1, tile.num_stages - 1),
+        "LATE": tile.num_stages == 1,
+        "num_warps": tile.num_warps,
+        "num_stages": 1,
+        "maxnreg": _REGISTERS,
+    }

@@ -1,0 +1,80 @@
+"""The single path for packed weights: proven at few tokens, whatever the regimes choose there."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import tile_packed, tile_single
+from experts.tile_shapes import SINGLE, Tile, TilePair, gemms, violations
+from experts.tiles import choose_tiles, override_config
+from experts.triton_experts import TritonExperts
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import BASE
+from modular_kernel.types import Combine, Machine, Problem
+
+_NO_EP = "MoEPrepareAndFinalizeNoEP"
+_PATHS = ("aligned", SINGLE)
+_OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+_INT4, _ZEROS = "int4_w4a16_group", "zero_points=true"
+_MXFP4 = "mxfp4_w4a16"
+
+
+def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -> TilePair:
+    """Of (block_n, block_k, warps, stages) each."""
+    one, two = (Tile(16, n, k, 1, warps, stages) for n, k, warps, stages in (first, second))
+    return TilePair(one, two, SINGLE)
+
+
+# Several steps along both depths and several blocks of columns; all at once; more warps than work.
+_LONG = _pair((32, 128, 1, 1), (64, 128, 2, 2))
+_DEEP = _pair((64, 128, 1, 2), (128, 256, 1, 3))
+_ONCE = _pair((64, 512, 4, 1), (128, 256, 4, 1))
+_MANY = _pair((64, 1024, 8, 2), (128, 1024, 8, 2))
+# Widths that are no multiple of a block, depths that are no multiple of a chunk.
+_BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
+
+_CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
+    ({"tokens": 1}, "uniform", _LONG),
+    ({"tokens": 2, "hidden": 416, "top_k": 3}, "skips", _DEEP),
+    ({"tokens": 1, "hidden": 192, "intermediate": 1120, "top_k": 6, "experts": 7}, "uniform",
+     _ONCE),
+    ({"tokens": 1, "top_k": 8, "experts": 9}, "uniform", _MANY),
+    ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 288, "intermediate": 224},
+     "skips", _LONG),
+    ({"tokens": 2, "quant": f"{_INT4}:group=64,{_ZEROS}", "hidden": 192, "activation": _OAI,
+      "bias": True}, "duplicates", _ONCE),
+    ({"tokens": 1, "quant": f"{_INT4}:group=32", "dtype": torch.float16, "activation": "relu2",
+      "bias": True}, "uniform", _MANY),
+    ({"tokens": 2, "quant": f"{_INT4}:group=32,{_ZEROS}", "dtype": torch.float16,
+      "intermediate": 288}, "uniform", _DEEP),
+    ({"tokens": 1, "quant": f"{_INT4}:group=96", "hidden": 192, "intermediate": 288}, "uniform",
+     _ONCE),
+    # One group is all of a depth.
+    ({"tokens": 1, "quant": f"{_INT4}:group=256,{_ZEROS}", "hidden": 512, "intermediate": 160},
+     "uniform", _ONCE),
+    ({"tokens": 1, "quant": _MXFP4, "hidden": 288, "intermediate": 416}, "uniform", _LONG),
+    ({"tokens": 4, "quant": _MXFP4, "top_k": 4}, "skips", _ONCE),
+    ({"tokens": 2, "quant": _MXFP4, "dtype": torch.float16, "activation": _OAI, "bias": True},
+     "skips", _DEEP),
+    ({"tokens": 2, "quant": _MXFP4, "combine": Combine.TOPK_WEIGHTED}, "all_skipped", _MANY),
+    ({"tokens": 2, "combine": Combine.TOPK_UNWEIGHTED, "expert_map": True, "local_experts": 3},
+     "skips", _LONG),
+    ({"tokens": 2, "combine": Combine.TOPK_WEIGHTED, "dtype": torch.float16}, "skips", _ONCE),
+    ({"tokens": 2, "expert_map": True, "local_experts": 3, "bias": True}, "uniform", _DEEP),
+    ({"tokens": 2, "top_k": 1, "apply_router_weight_on_input": True, "bias": True}, "uniform",
+     _LONG),
+    ({"tokens": 2, "inplace": True, "routed_scaling_factor": 2.5}, "skips", _ONCE),
+    ({"tokens": 2, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _MANY),
+    ({"tokens": 5, "chunk_tokens": 4, "quant": _MXFP4}, "zipf", _ONCE),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
+def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: Machine) -> None:
+    problem = replace(_BASE, **changes)
+    with override_config(pair):
+        assert choose_tiles(problem, 1, _PATHS) == pair
+        proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
+    assert proof.passed, str(proof)
