@@ -186,7 +186,10 @@ def _as_quantised(
         amax = part.abs().amax(1, keepdim=True)
         if scheme.activation_granularity == "tensor":
             amax = amax.amax()
-        scale = (amax / largest).clamp(min=_LEAST_SCALE) if given is None else given
+        # A tensor: by a number torch divides on a GPU as it multiplies by its reciprocal, and a
+        # scale that is the least bit off decides what becomes of every tie.
+        top = amax.new_tensor(largest)
+        scale = (amax / top).clamp(min=_LEAST_SCALE) if given is None else given
         scaled = (part / scale).clamp(-largest, largest)
         near = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
         parts.append(near * scale)

@@ -235,7 +235,7 @@ class _Bench:
         replays = (_REPLAYS if self.on_gpu else _REPLAYS_ON_CPU) // 2
         samples: list[list[float]] = [[] for _ in runs]
         for index in order:
-            samples[index] += self._samples(runs[index], replays)
+            samples[index] += self._samples(runs[index], replays, modes[index])
         # No graph is replayed any more, and no profiler was loaded yet.
         hosts = [host_cost(call, self.device) for call in calls]
         totals = [
@@ -249,7 +249,6 @@ class _Bench:
             for own, mode, host in zip(samples, modes, hosts, strict=True)
         ]
         loads = [
-            # Ranks that wait for each other replay as often.
             _Load(run if mode == "graph" else None, self._largest(total.us) / 1e6)
             for run, mode, total in zip(runs, modes, totals, strict=True)
         ]
@@ -267,18 +266,28 @@ class _Bench:
             return call, "eager"
         return runs[0], "graph"
 
-    def _samples(self, run: Callable[[], torch.Tensor], replays: int) -> list[float]:
-        """Microseconds of each of some calls, after one that is not counted."""
+    def _samples(self, run: Callable[[], torch.Tensor], replays: int, mode: str) -> list[float]:
+        """Microseconds of each of some calls, under the load under which stages are traced."""
+        load = _Load(run if mode == "graph" else None, self._once_s(run))
         self._barrier()
         marks = []
-        for _ in range(replays + 1):
+        for _ in range(load.replays() + replays + 1):
             if self.wipe is not None:
                 self.wipe()
             start = self.clock.mark()
             run()
             marks.append((start, self.clock.mark()))
         self.clock.wait()
-        return [self.clock.ms(start, end) * 1e3 for start, end in marks[1:]]
+        return [self.clock.ms(start, end) * 1e3 for start, end in marks[-replays:]]
+
+    def _once_s(self, run: Callable[[], torch.Tensor]) -> float:
+        """Seconds of a call, the slowest rank's: ranks that wait for each other make as many."""
+        self._barrier()
+        start = self.clock.mark()
+        run()
+        end = self.clock.mark()
+        self.clock.wait()
+        return self._largest(self.clock.ms(start, end)) / 1e3
 
     def _trace(self, plan: Plan, load: _Load, path: Path) -> None:
         """A Chrome trace of some eager calls. The step before it pays for the profiler itself."""
