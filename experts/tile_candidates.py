@@ -147,6 +147,21 @@ _SINGLE: tuple[ByBlock, ByBlock] = (
         ),
     },
 )  # fmt: skip
+# Of packed weights (tile_packed): a warp's block is a multiple of 128 deep.
+_PACKED: tuple[ByBlock, ByBlock] = (
+    {
+        16: (
+            (32, 256, 8, 1), (32, 256, 4, 1), (32, 512, 8, 1), (32, 512, 4, 1), (32, 256, 16, 1),
+            (32, 512, 16, 1), (32, 256, 2, 1), (32, 128, 8, 2), (32, 128, 8, 1),
+        ),
+    },
+    {
+        16: (
+            (16, 512, 8, 1), (16, 512, 16, 1), (16, 256, 8, 2), (16, 256, 16, 1), (16, 256, 8, 1),
+            (16, 256, 16, 2), (16, 512, 4, 1), (16, 256, 4, 2), (32, 256, 8, 1), (32, 128, 8, 1),
+        ),
+    },
+)  # fmt: skip
 
 
 def rows_span(problem: Problem, path: str, block_m: int) -> tuple[float, float]:
@@ -160,7 +175,7 @@ def rows_span(problem: Problem, path: str, block_m: int) -> tuple[float, float]:
 def entries(problem: Problem, path: str) -> tuple[ByBlock, ByBlock]:
     """Entries for the GEMMs of `problem` on `path`, by block_m; the regimes' come beside them."""
     if path == SINGLE:
-        return _SINGLE
+        return _PACKED if problem.scheme.packed else _SINGLE
     both = _both(problem, path)
     return both, both
 

@@ -118,6 +118,13 @@ def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
     chunks = tile_packed.chunks(tile, group)
     blocks = slots * -(-product.depth // (chunks * tile_packed.CHUNK))
     steps = -(-blocks // tile.num_warps)
+    slots_a_chunk = max(1, tile_packed.CHUNK // group)
+    in_twos = (
+        group * slots_a_chunk == tile_packed.CHUNK
+        and slots_a_chunk * chunks % 2 == 0
+        and product.depth % (chunks * tile_packed.CHUNK) == 0
+        and scale.shape[2] % 2 == 0
+    )
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
@@ -135,6 +142,7 @@ def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
         "E2M1": product.scheme.weight == "float4_e2m1",
         "HAS_ZERO": zero is not None,
         "GROUP_K": group,
+        "IN_TWOS": in_twos,
         "BLOCK_N": tile.block_n,
         "CHUNKS": chunks,
         "STEPS": steps,

@@ -25,7 +25,7 @@ _INT4 = "int4_w4a16_group"
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
 _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
-    ({"tokens": 1}, "uniform", 8),
+    ({"tokens": 2}, "uniform", 8),
     ({"tokens": 7, "hidden": 256, "intermediate": 384}, "uniform", 8),
     ({"tokens": 5, "quant": f"{_INT4}:zero_points=true", "hidden": 384, "intermediate": 128},
      "skips", 8),

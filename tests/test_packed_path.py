@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from experts import tile_packed, tile_single
-from experts.tile_shapes import SINGLE, Tile, TilePair, gemms, violations
+from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
 from experts.tiles import choose_tiles, override_config
-from experts.triton_experts import TritonExperts
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases import BASE
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import Combine, Machine
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _PATHS = ("aligned", SINGLE)
@@ -78,3 +77,33 @@ def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: 
         assert choose_tiles(problem, 1, _PATHS) == pair
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
+
+
+def test_who_is_served() -> None:
+    assert tile_single.serves(_BASE)
+    assert tile_single.serves(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
+    for changes in (
+        {"dtype": torch.float32},
+        {"hidden": 176},  # 5.5 lanes of 32
+        {"quant": f"{_INT4}:group=48", "hidden": 192},
+        {"top_k": 65, "experts": 80},
+    ):
+        assert not tile_single.serves(replace(_BASE, **changes)), changes
+
+
+def test_few_tokens_take_it() -> None:
+    for quant in (_INT4, f"{_INT4}:{_ZEROS}", _MXFP4):
+        for depth in (768, 2048, 2880, 14336):
+            problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
+            most = tile_single.most_tokens(problem)
+            pair = choose_tiles(problem, most, _PATHS)
+            assert pair == tile_packed.default(problem)
+            assert choose_tiles(problem, most + 1, _PATHS).path == "aligned"
+            for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+                assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+
+
+def test_a_block_has_no_more_slots_than_the_product_columns() -> None:
+    deep = Tile(16, 16, 1024, 1, 8, 1)
+    assert [tile_packed.chunks(deep, group) for group in (256, 128, 96, 64, 32)] == [8, 8, 2, 4, 2]
+    assert tile_packed.chunks(replace(deep, block_k=32), 128) == 1

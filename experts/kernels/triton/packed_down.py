@@ -45,6 +45,7 @@ def _load_block(
     words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
     pair, local, chunk, stride_be, stride_bse, stride_bze, depth,
     HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
+    IN_TWOS: tl.constexpr,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Words, scales, zero points and router weights of a block of each part."""
@@ -54,11 +55,13 @@ def _load_block(
     at = expert * (stride_be // 4) + words_at
     words = load_words(words_ptr, at, chunk, live, depth, CHUNKS, EVEN_K)
     at = expert * stride_bse + scale_at
-    scale = load_by_slot(scale_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+    scale = load_by_slot(scale_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS)
     zero = scale
     if HAS_ZERO:
         at = expert * stride_bze + zero_at
-        zero = load_by_slot(zero_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+        zero = load_by_slot(
+            zero_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+        )
     weight = live
     if HAS_ROW_WEIGHTS:
         # A skipped pair's weight may be anything, NaN too.
@@ -73,7 +76,8 @@ def _step(
     shift, stride_be, stride_bse, stride_bze,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
-    EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """total with the products of ring[0] and h added, the next h, and the ring moved on: what
@@ -89,11 +93,11 @@ def _step(
         new = _load_block(
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
             pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS,
         )  # fmt: skip
-        ring = ring[1:] + (new,)
+        ring = ring[1:] + (new,)  # noqa: RUF005
     elif STAGES > 1:
-        ring = ring[1:] + (ring[0],)
+        ring = ring[1:] + (ring[0],)  # noqa: RUF005
     if STEPS > 1 and not LATE:
         _, _, _, _, pair, live, chunk = ring[0]
         h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
@@ -110,7 +114,7 @@ def _step(
         new = _load_block(
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
             pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS,
         )  # fmt: skip
         ring = (new,)
         h = load_pairs(pairs_ptr, pair, local >= 0, chunk, DEPTH, CHUNKS, SLOTS)
@@ -122,18 +126,20 @@ def packed_down_kernel(
     h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
     num_tokens, hidden, num_experts, num_local, steps, factor,
     stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
-    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
-    GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
-    h is (num_tokens * TOP_K, DEPTH), as `store_paired` writes it, and out (num_tokens, hidden), both
+    h is (num_tokens * TOP_K, DEPTH), as `store_paired` writes it, out (num_tokens, hidden), both
     contiguous; skipped pairs are not read. With TOP_K = 1 every pair keeps a row, zero if skipped.
     PARTS warps share a token's pairs and their depth in blocks of CHUNKS * 128; STAGES blocks of
-    each are on their way while one is multiplied. Sums are added in a fixed order.
+    each are on their way while one is multiplied, or
+    with LATE one, once the last is multiplied. Sums are added in a fixed order.
     Grid (num_tokens * blocks of BLOCK_N columns,), tokens side by side. BLOCK_K: a power of two
     from TOP_K on.
     """
@@ -142,6 +148,9 @@ def packed_down_kernel(
     EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
     token = tl.program_id(0) % num_tokens
     first_column = tl.program_id(0) // num_tokens * BLOCK_N
+    if IN_TWOS:  # as the compiler does not know
+        stride_bsn = stride_bsn // 2 * 2
+        stride_bzn = stride_bzn // 2 * 2
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
     of_row = tl.arange(0, 8)[None, :, None, None]
     of_row = of_row + tl.arange(0, BLOCK_N // 8)[None, None, None, :] * 8
@@ -159,7 +168,7 @@ def packed_down_kernel(
             _load_block(
                 words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
                 pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
-                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS,
+                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS,
             ),
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)
@@ -192,7 +201,7 @@ def packed_down_kernel(
                 words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
                 shift, stride_be, stride_bse, stride_bze,
                 DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
-                GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                IN_TWOS, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
             )  # fmt: skip
     else:
         for first in range(0, steps, STAGES):
@@ -202,7 +211,7 @@ def packed_down_kernel(
                     pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at,
                     scale_at, zero_at, shift, stride_be, stride_bse, stride_bze,
                     DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
-                    GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                    IN_TWOS, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
                 )  # fmt: skip
     out = tl.sum(tl.sum(total, 2), 0) + bias
     out_ptrs = out_ptr + token.to(tl.int64) * hidden + column

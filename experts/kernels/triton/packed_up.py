@@ -21,7 +21,7 @@ from modular_kernel.ops.kernels.overlap import after_predecessor
 @triton.jit
 def _load_block(
     words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step, depth,
-    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Words, scales and zero points of block step * PARTS + p of the depth, for part p."""
@@ -30,10 +30,14 @@ def _load_block(
     chunk = (step * PARTS + part) * CHUNKS
     inside = chunk * 128 < depth
     words = load_words(words_ptr, words_at, chunk, inside, depth, CHUNKS, EVEN_K)
-    scale = load_by_slot(scale_ptr, scale_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+    scale = load_by_slot(
+        scale_ptr, scale_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+    )
     zero = scale
     if HAS_ZERO:
-        zero = load_by_slot(zero_ptr, zero_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K)
+        zero = load_by_slot(
+            zero_ptr, zero_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+        )
     return words, scale, zero
 
 
@@ -54,7 +58,8 @@ def _step(
     total, x, ring, step, x_ptr, stride_xk,
     words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, E2M1: tl.constexpr,
-    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """total with the products of ring[0] and x added, the next x, and the ring moved on: what
@@ -65,11 +70,11 @@ def _step(
     if STEPS > STAGES and not LATE:
         new = _load_block(
             words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + STAGES, DEPTH,
-            HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+            HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
         )  # fmt: skip
-        ring = ring[1:] + (new,)
+        ring = ring[1:] + (new,)  # noqa: RUF005
     elif STAGES > 1:
-        ring = ring[1:] + (ring[0],)
+        ring = ring[1:] + (ring[0],)  # noqa: RUF005
     if STEPS > 1 and not LATE:
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     after = loads_are_off(PARTS)
@@ -78,7 +83,7 @@ def _step(
     if STEPS > 1 and LATE:
         new = _load_block(
             words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + 1, DEPTH,
-            HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+            HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
         )  # fmt: skip
         ring = (new,)
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
@@ -90,11 +95,14 @@ def packed_up_kernel(
     x_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, invalid_ptr, h_ptr,
     num_pairs, intermediate, up_row, num_experts, num_local, steps,
-    stride_xm, stride_xk, stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
-    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr,
+    stride_xm, stride_xk, stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn,
+    stride_bias,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr,
+    HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
     LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -103,7 +111,8 @@ def packed_up_kernel(
     As single_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
     `store_paired` writes it for GEMM 2. Grid (num_pairs * blocks of BLOCK_N columns + 1,): the last
     program counts invalid ids. PARTS warps share the depth in blocks of CHUNKS * 128; STAGES blocks
-    of each are on their way while one is multiplied.
+    of each are on their way while one is multiplied, or
+    with LATE one, once the last is multiplied.
     """
     after_predecessor(OVERLAP)
     pair = tl.program_id(0) % num_pairs
@@ -121,6 +130,9 @@ def packed_up_kernel(
     EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
     expert = local.to(tl.int64)
     x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm
+    if IN_TWOS:  # as the compiler does not know
+        stride_bsn = stride_bsn // 2 * 2
+        stride_bzn = stride_bzn // 2 * 2
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
@@ -129,13 +141,17 @@ def packed_up_kernel(
     column = tl.minimum(block * BLOCK_N + of_row % BLOCK_N, intermediate - 1)
     w_row = column * ROW_STEP + (of_row // BLOCK_N) * up_row
     shift = (w_row % 2 * 4)[:, :, :, :, None]
-    words_at, scale_at, zero_at = w_row * (stride_bn // 4), w_row * stride_bsn, (w_row // 2) * stride_bzn
+    words_at, scale_at, zero_at = (
+        w_row * (stride_bn // 4),
+        w_row * stride_bsn,
+        (w_row // 2) * stride_bzn,
+    )
     ring = ()
     for s in tl.static_range(STAGES):
         ring += (
             _load_block(
                 words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, s, DEPTH,
-                HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS,
+                HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
             ),
         )  # fmt: skip
     x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, PARTS)
@@ -157,7 +173,8 @@ def packed_up_kernel(
             total, x, ring = _step(
                 total, x, ring, s, x_ptr, stride_xk,
                 words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
-                DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                STAGES, LATE,
             )  # fmt: skip
     else:
         for first in range(0, steps, STAGES):
@@ -165,7 +182,8 @@ def packed_up_kernel(
                 total, x, ring = _step(
                     total, x, ring, first + s, x_ptr, stride_xk,
                     words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
-                    DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                    DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                    STAGES, LATE,
                 )  # fmt: skip
     sums = tl.sum(tl.sum(total, 2), 0)
     if HAS_ROW_WEIGHTS:

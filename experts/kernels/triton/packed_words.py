@@ -1,8 +1,8 @@
 """Device functions of the packed path: one row of x times 4-bit weights, from registers alone.
 
-A warp multiplies a block of each of its rows at once: CHUNKS * 128 weights. A chunk of a row is four
-lanes' 16 bytes side by side, and a lane's words go from memory to the product without leaving it:
-whatever is loaded for it has axes of four and of eight first, the warp's lanes, then PARTS, the
+A warp multiplies a block of each of its rows at once: CHUNKS * 128 weights. A chunk of a row is
+four lanes' 16 bytes side by side, and a lane's words go from memory to the product without leaving
+it: whatever is loaded for it has axes of four and of eight first, the warp's lanes, then PARTS, the
 warps. Right of the product stand eight columns of one row of x, each with the values of one slot
 and zeros besides: a slot is what of a block shares a scale, a chunk of it at most. So the sums of
 all slots are scaled at once, and added up last.
@@ -68,26 +68,49 @@ def load_words(ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, EVEN_K: 
 
 
 @triton.jit
-def load_by_slot(
-    ptr, offset, chunk, inside, depth,
+def _load_slots(
+    ptr, offset, chunk, inside, slot, depth,
     CHUNKS: tl.constexpr, SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """As load_by_slot, of one slot or several."""
+    k = chunk * 128 + slot * (128 // SLOTS)
+    if GROUP_K == 128 // SLOTS:
+        group = chunk * SLOTS + slot
+    else:
+        group = k // GROUP_K
+    mask = inside & (slot < CHUNKS * SLOTS)
+    if not EVEN_K:
+        mask = mask & (k < depth)
+    return tl.load(ptr + (offset + group), mask=mask, other=0)
+
+
+@triton.jit
+def load_by_slot(
+    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
+    GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr,
 ):  # fmt: skip
     """(4, 8, PARTS, ROWS / 8, 2): scales, or what lies like them, of each row and slot.
 
     offset: of rows, (1 or 4, 8, 1 or PARTS, ROWS / 8); chunk, inside: as in load_words. Slots past
-    a block are 0.
+    a block are 0. IN_TWOS: two can be loaded at once. Where they cannot, a load of both would be
+    laid out otherwise, and its values would go through shared memory.
     """
-    slot = (tl.arange(0, 4) * 2)[:, None, None, None, None]
-    slot = slot + tl.arange(0, 2)[None, None, None, None, :]
-    k = chunk[:, :, :, :, None] * 128 + slot * (128 // SLOTS)
-    if GROUP_K == 128 // SLOTS:
-        group = chunk[:, :, :, :, None] * SLOTS + slot
+    slot = (tl.arange(0, 4) * 2)[:, None, None, None]
+    if IN_TWOS:
+        result = _load_slots(
+            ptr, offset[:, :, :, :, None], chunk[:, :, :, :, None], inside[:, :, :, :, None],
+            slot[:, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, :],
+            depth, CHUNKS, SLOTS, GROUP_K, EVEN_K,
+        )  # fmt: skip
     else:
-        group = k // GROUP_K
-    mask = inside[:, :, :, :, None] & (slot < CHUNKS * SLOTS)
-    if not EVEN_K:  # otherwise two are loaded at once
-        mask = mask & (k < depth)
-    return tl.load(ptr + (offset[:, :, :, :, None] + group), mask=mask, other=0)
+        even = _load_slots(
+            ptr, offset, chunk, inside, slot, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K
+        )  # fmt: skip
+        odd = _load_slots(
+            ptr, offset, chunk, inside, slot + 1, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K
+        )  # fmt: skip
+        result = tl.join(even, odd)
+    return result
 
 
 @triton.jit
@@ -166,7 +189,7 @@ def _left(words, E2M1: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _right(pairs, after, dtype: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, CHUNKS * 128, 8), each column a slot's. after: 0."""
+    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, CHUNKS * 128, 8), a column for each slot."""
     parts: tl.constexpr = pairs.shape[2]
     slot = tl.arange(0, 8)[None, :, None, None, None, None] + after
     chunk = tl.arange(0, CHUNKS)[None, None, None, :, None, None]

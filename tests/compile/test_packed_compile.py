@@ -1,0 +1,94 @@
+"""The single path for packed weights compiles for sm_90: from registers alone, no spills."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts import tile_packed
+from experts.tile_shapes import TilePair
+from experts.triton_packed import PackedPath
+from experts.triton_path import PathCall
+from modular_kernel import ExpertWeights, Problem
+from modular_kernel.quant import weight_specs
+from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
+from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.types import Combine, IdSpace
+from modular_kernel.workspace import Workspace
+
+META = torch.device("meta")
+MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
+DEEPSEEK = Problem(tokens=1, hidden=7168, intermediate=2048, experts=32, top_k=8)
+QWEN3 = Problem(tokens=2, hidden=2048, intermediate=768, experts=128, top_k=8)
+# Depths of 22.5 groups of 128, biases in both products.
+GPT_OSS = Problem(
+    tokens=1, hidden=2880, intermediate=2880, experts=128, top_k=4, bias=True,
+    activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true",
+)  # fmt: skip
+MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
+# Bytes of shared memory: what sums of a program's warps take. More are layouts that do not fit.
+SUMS = 4096
+
+
+def compiled(problem: Problem, pair: TilePair, target: str = "sm_90") -> list[CompileRecord]:
+    """Both launches of a call, for tensors that have no memory."""
+    tensors = {
+        name: torch.empty(spec.shape, dtype=spec.dtypes[0], device=META)
+        for name, spec in weight_specs(problem).items()
+    }
+    if problem.bias:
+        tensors["b1"] = torch.empty(problem.e, problem.w1_rows, dtype=problem.dtype, device=META)
+        tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
+    path, shape = PackedPath(problem), (problem.tokens, problem.top_k)
+    arrived = DispatchedRouting(
+        torch.empty(shape, device=META),
+        torch.empty(shape, dtype=torch.int32, device=META),
+        IdSpace.GLOBAL,
+        problem.experts,
+        None,
+        torch.empty(1, dtype=torch.int32, device=META),
+    )
+    x_TH = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
+    workspace = Workspace(path.specs(problem.tokens, pair.gemm1.block_m), META)
+    output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
+    with record_compiles(target) as records:
+        tokens = ContiguousTokens(x_TH, arrived)
+        path.run(PathCall(tokens, ExpertWeights(**tensors), workspace, output, pair))
+    return records
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize(
+    "quant", ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16"]
+)
+def test_defaults_are_clean(quant: str, model: Problem) -> None:
+    problem = replace(model, quant=quant)
+    records = compiled(problem, tile_packed.default(problem))
+    assert [record.kernel for record in records] == ["packed_up_kernel", "packed_down_kernel"]
+    for record in records:
+        assert check(record, expect="HMMA", max_shared=SUMS) == ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float16},
+        {"dtype": torch.float16, "quant": "mxfp4_w4a16", "activation": "relu2"},
+        {"quant": "int4_w4a16_group:group=32,zero_points=true"},
+        {"quant": "int4_w4a16_group:group=256"},
+        {"combine": Combine.TOPK_WEIGHTED},
+    ],
+    ids=str,
+)
+def test_other_problems_are_clean(change: dict[str, object]) -> None:
+    problem = replace(QWEN3, quant="int4_w4a16_group")
+    problem = replace(problem, **change)  # type: ignore[arg-type]
+    for record in compiled(problem, tile_packed.default(problem)):
+        assert check(record, expect="HMMA", max_shared=SUMS) == ()
+
+
+def test_no_launch_overlaps_before_hopper() -> None:
+    problem = replace(QWEN3, quant="mxfp4_w4a16")
+    for target, overlaps in (("sm_80", False), ("sm_90", True)):
+        for record in compiled(problem, tile_packed.default(problem), target):
+            assert record.config.get("OVERLAP", False) is overlaps
