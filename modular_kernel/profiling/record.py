@@ -268,7 +268,7 @@ class _Bench:
 
     def _samples(self, run: Callable[[], torch.Tensor], replays: int, mode: str) -> list[float]:
         """Microseconds of each of some calls, under the load under which stages are traced."""
-        load = _Load(run if mode == "graph" else None, self._once_s(run))
+        load = _Load(run, self._once_s(run)) if mode == "graph" else _Load(None, 0.0)
         self._barrier()
         marks = []
         for _ in range(load.replays() + replays + 1):
