@@ -67,7 +67,7 @@ setup(
         "interpreter": ["ml_dtypes>=0.5"],
         "test": [
             "pytest>=8",
-            "pytest-xdist>=3.6",
+            "pytest-xdist>=3.7",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
             "ml_dtypes>=0.5",
