@@ -9,8 +9,8 @@
 SHELL      := /bin/bash
 PYTHON     ?= python3
 VENV       ?= .venv
-# Ranks mostly wait for each other: four workers keep two processors busy.
-WORKERS    ?= 4
+# Ranks mostly wait for each other: three workers keep two processors busy.
+WORKERS    ?= 3
 ARGS       ?=
 PIP_FLAGS  := --disable-pip-version-check -qq
 EXTRAS     := test,dev,transformers,bench

@@ -37,7 +37,7 @@ _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_
 _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 1}, "uniform", _LONG),
     ({"tokens": 2, "hidden": 416, "top_k": 3}, "skips", _DEEP),
-    ({"tokens": 1, "hidden": 192, "intermediate": 1120, "top_k": 6, "experts": 7}, "uniform",
+    ({"tokens": 1, "hidden": 192, "intermediate": 608, "top_k": 6, "experts": 7}, "uniform",
      _ONCE),
     ({"tokens": 1, "top_k": 8, "experts": 9}, "uniform", _MANY),
     ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 288, "intermediate": 224},
@@ -53,7 +53,7 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     # One group is all of a depth.
     ({"tokens": 1, "quant": f"{_INT4}:group=256,{_ZEROS}", "hidden": 512, "intermediate": 160},
      "uniform", _ONCE),
-    ({"tokens": 1, "quant": _MXFP4, "hidden": 288, "intermediate": 416}, "uniform", _LONG),
+    ({"tokens": 1, "quant": _MXFP4, "hidden": 160, "intermediate": 288}, "uniform", _LONG),
     ({"tokens": 4, "quant": _MXFP4, "top_k": 4}, "skips", _ONCE),
     ({"tokens": 2, "quant": _MXFP4, "dtype": torch.float16, "activation": _OAI, "bias": True},
      "skips", _DEEP),
