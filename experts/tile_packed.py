@@ -15,6 +15,7 @@ from modular_kernel.types import Problem
 CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
 SLOTS = 8  # columns of the product: sums that are scaled apart
 _MOST_PAIRS = 64  # of a token
+MOST_TOKENS = 1  # of a call that takes this path without a tuned file: what was measured
 
 
 def serves(problem: Problem) -> bool:
@@ -26,11 +27,6 @@ def chunks(tile: Tile, group: int) -> int:
     """Chunks of a block of block_k, no more than there are columns for groups of `group`."""
     slots = CHUNK // math.gcd(group, CHUNK)
     return max(1, min(tile.block_k // CHUNK, SLOTS // slots))
-
-
-def most_tokens(problem: Problem) -> int:
-    """The most tokens of a call that takes this path without a tuned file: what was measured."""
-    return 1
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def most_tokens(problem: Problem) -> int:
     aligned path's products of 8 bits catch up sooner.
     """
     if problem.scheme.packed:
-        return tile_packed.most_tokens(problem)
+        return tile_packed.MOST_TOKENS
     most, share = (4, 4) if problem.scheme.quantised else (8, 2)
     return min(most, max(1, problem.experts // (share * problem.top_k)))
 

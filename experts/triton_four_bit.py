@@ -96,31 +96,14 @@ def multiply(
 
 def _arguments(product: Product, found: Shape) -> dict[str, object]:
     """Kernel arguments that do not depend on how rows are found."""
-    w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
-    assert scale is not None
-    _, group = scale_group(product.scheme, product.depth)
     depth = product_depth(product.scheme, product.depth)
     return {
-        "b_ptr": w,
-        "b_scale_ptr": scale,
-        "zero_ptr": w if zero is None else zero,
-        "bias_ptr": w if bias is None else bias,
+        **packed_arguments(product),
         "columns": product.columns,
         "depth": product.depth,
         "up_row": product.up_row,
-        "stride_be": w.stride(0),
-        "stride_bn": w.stride(1),
-        "stride_bse": scale.stride(0),
-        "stride_bsn": scale.stride(1),
-        "stride_bze": 0 if zero is None else zero.stride(0),
-        "stride_bzn": 0 if zero is None else zero.stride(1),
-        "stride_bias": 0 if bias is None else bias.stride(0),
         "ROW_STEP": product.step,
-        "HAS_BIAS": bias is not None,
-        "E2M1": product.scheme.weight == "float4_e2m1",
-        "HAS_ZERO": zero is not None,
         "EVEN_K": product.depth % (found.num_warps * DEPTH) == 0,
-        "GROUP_K": group or product.depth,
         "DEPTH": depth,
         "PARTS": found.num_warps,
         "GROUPS": DEPTH // depth,
@@ -128,4 +111,28 @@ def _arguments(product: Product, found: Shape) -> dict[str, object]:
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
         **product.constants,
+    }
+
+
+def packed_arguments(product: Product) -> dict[str, object]:
+    """Where kernels for packed weights find a product's, and what lies beside them."""
+    w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
+    assert scale is not None
+    _, group = scale_group(product.scheme, product.depth)
+    return {
+        "b_ptr": w,
+        "b_scale_ptr": scale,
+        "zero_ptr": w if zero is None else zero,
+        "bias_ptr": w if bias is None else bias,
+        "stride_be": w.stride(0),
+        "stride_bn": w.stride(1),
+        "stride_bse": scale.stride(0),
+        "stride_bsn": scale.stride(1),
+        "stride_bze": 0 if zero is None else zero.stride(0),
+        "stride_bzn": 0 if zero is None else zero.stride(1),
+        "stride_bias": 0 if bias is None else bias.stride(0),
+        "HAS_BIAS": bias is not None,
+        "E2M1": product.scheme.weight == "float4_e2m1",
+        "HAS_ZERO": zero is not None,
+        "GROUP_K": group or product.depth,
     }

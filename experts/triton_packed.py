@@ -10,7 +10,7 @@ import torch
 
 from experts import tile_packed, tile_single
 from experts.tile_shapes import SINGLE, Tile
-from experts.triton_four_bit import lie_ready
+from experts.triton_four_bit import lie_ready, packed_arguments
 from experts.triton_gemm import Product, first_product, scale_group, second_product
 from experts.triton_path import PathCall
 from modular_kernel import stages
@@ -111,38 +111,15 @@ class PackedPath:
 
 def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
     """What both kernels take of a product; slots: pairs whose products a program adds up."""
-    w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
-    assert scale is not None
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
     chunks = tile_packed.chunks(tile, group)
     blocks = slots * -(-product.depth // (chunks * tile_packed.CHUNK))
     steps = -(-blocks // tile.num_warps)
-    slots_a_chunk = max(1, tile_packed.CHUNK // group)
-    in_twos = (
-        group * slots_a_chunk == tile_packed.CHUNK
-        and slots_a_chunk * chunks % 2 == 0
-        and product.depth % (chunks * tile_packed.CHUNK) == 0
-        and scale.shape[2] % 2 == 0
-    )
     return {
-        "b_ptr": w,
-        "b_scale_ptr": scale,
-        "zero_ptr": w if zero is None else zero,
-        "bias_ptr": w if bias is None else bias,
-        "stride_be": w.stride(0),
-        "stride_bn": w.stride(1),
-        "stride_bse": scale.stride(0),
-        "stride_bsn": scale.stride(1),
-        "stride_bze": 0 if zero is None else zero.stride(0),
-        "stride_bzn": 0 if zero is None else zero.stride(1),
-        "stride_bias": 0 if bias is None else bias.stride(0),
+        **packed_arguments(product),
         "DEPTH": product.depth,
-        "HAS_BIAS": bias is not None,
-        "E2M1": product.scheme.weight == "float4_e2m1",
-        "HAS_ZERO": zero is not None,
-        "GROUP_K": group,
-        "IN_TWOS": in_twos,
+        "IN_TWOS": _in_twos(product, group, chunks),
         "BLOCK_N": tile.block_n,
         "CHUNKS": chunks,
         "STEPS": steps,
@@ -154,3 +131,16 @@ def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
         "num_stages": 1,
         "maxnreg": _REGISTERS,
     }
+
+
+def _in_twos(product: Product, group: int, chunks: int) -> bool:
+    """Whether scales can be loaded two at a time: a block has an even number of whole groups, and
+    so has a row, whose scales are contiguous."""
+    slots = max(1, tile_packed.CHUNK // group)
+    assert product.scale is not None
+    return (
+        group * slots == tile_packed.CHUNK
+        and slots * chunks % 2 == 0
+        and product.depth % (chunks * tile_packed.CHUNK) == 0
+        and product.scale.shape[2] % 2 == 0
+    )

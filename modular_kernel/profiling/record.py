@@ -3,10 +3,10 @@
 Two things are measured apart. The total that users get is that of a planned call: on a GPU a
 replayed CUDA graph where the pairing can be captured, timed by events, with no profiler loaded
 (once it was, launches are slower). The stages are those of eager calls of the same plan under
-torch's profiler, which runs the parts' host code instead of replaying. They are queued while the
-GPU is busy, so that it never waits for the host: with the graph's replays, where there is a graph,
-because a GPU that rested runs faster at first than its power limit lets it go on. On a GPU the L2
-cache is overwritten before every call of either kind, so that both find it cold.
+torch's profiler, which runs the parts' host code instead of replaying. They are queued behind a
+pause of the GPU, so that it never waits for the host. A GPU that rested runs faster at first than
+its power limit lets it go on, so that the graph, where there is one, is replayed for a while before
+calls of either kind; and the L2 cache is overwritten before each, so that all find it cold.
 """
 
 import math
@@ -149,20 +149,15 @@ def _difference(outputs: Sequence[torch.Tensor]) -> float:
 
 @dataclass(frozen=True)
 class _Load:
-    """What keeps a GPU busy while calls are queued: run, if there is a graph to replay, takes
-    run_s; else it sleeps."""
+    """A graph to replay until clocks have settled, and the seconds that it takes; or none."""
 
-    run: Callable[[], torch.Tensor] | None
-    run_s: float
+    run: Callable[[], torch.Tensor] | None = None
+    run_s: float = 0.0
 
     def replays(self) -> int:
         if self.run is None:
             return 0
         return min(math.ceil(_HEAT_S / max(self.run_s, 1e-9)), _MOST_HEAT)
-
-    def sleep_s(self, pause: float) -> float:
-        """What is left of `pause` beside the replays."""
-        return max(pause - self.replays() * self.run_s, 0.0)
 
 
 class _Bench:
@@ -226,16 +221,17 @@ class _Bench:
     ) -> tuple[list[Total], list[_Load]]:
         """Of each planned call; those of two pairings in the order A, B, B, A. And what loads the
         GPU as each of them does."""
-        runs, modes = [], []
+        runs, modes, loads = [], [], []
         for (pf, experts), call in zip(self.job.pairs, calls, strict=True):
             run, mode = self._captured(pf, experts, call)
             runs.append(run)
             modes.append(mode)
+            loads.append(_Load(run, self._once_s(run)) if mode == "graph" else _Load())
         order = [*range(len(runs)), *reversed(range(len(runs)))]
         replays = (_REPLAYS if self.on_gpu else _REPLAYS_ON_CPU) // 2
         samples: list[list[float]] = [[] for _ in runs]
         for index in order:
-            samples[index] += self._samples(runs[index], replays, modes[index])
+            samples[index] += self._samples(runs[index], replays, loads[index])
         # No graph is replayed any more, and no profiler was loaded yet.
         hosts = [host_cost(call, self.device) for call in calls]
         totals = [
@@ -247,10 +243,6 @@ class _Bench:
                 None if host is None else host.allocations,
             )
             for own, mode, host in zip(samples, modes, hosts, strict=True)
-        ]
-        loads = [
-            _Load(run if mode == "graph" else None, self._largest(total.us) / 1e6)
-            for run, mode, total in zip(runs, modes, totals, strict=True)
         ]
         return totals, loads
 
@@ -266,9 +258,9 @@ class _Bench:
             return call, "eager"
         return runs[0], "graph"
 
-    def _samples(self, run: Callable[[], torch.Tensor], replays: int, mode: str) -> list[float]:
-        """Microseconds of each of some calls, under the load under which stages are traced."""
-        load = _Load(run, self._once_s(run)) if mode == "graph" else _Load(None, 0.0)
+    def _samples(self, run: Callable[[], torch.Tensor], replays: int, load: _Load) -> list[float]:
+        """Microseconds of each of some calls, behind the load behind which stages are traced, and
+        one that is not counted."""
         self._barrier()
         marks = []
         for _ in range(load.replays() + replays + 1):
@@ -318,8 +310,8 @@ class _Bench:
         self.clock.wait()
 
     def _occupy(self, load: _Load, pause: float) -> None:
-        """Give the GPU `pause` seconds to do, the load last."""
-        torch.cuda._sleep(int(load.sleep_s(pause) * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
+        """Have the GPU sleep for `pause` seconds, in which the host queues all, then load it."""
+        torch.cuda._sleep(int(pause * _CYCLES_PER_S))  # type: ignore[no-untyped-call]
         for _ in range(load.replays()):
             if self.wipe is not None:
                 self.wipe()

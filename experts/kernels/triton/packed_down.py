@@ -42,25 +42,31 @@ def _block(
 
 @triton.jit
 def _load_block(
+    token, step, num_experts, num_local, ids_ptr, map_ptr,
     words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
-    pair, local, chunk, stride_be, stride_bse, stride_bze, depth,
+    stride_be, stride_bse, stride_bze,
+    DEPTH: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
-    IN_TWOS: tl.constexpr,
-    GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
+    IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Words, scales, zero points and router weights of a block of each part."""
+    """Words, scales, zero points and router weights of a block of each part; its pair, whether it
+    is to be read, and its first chunk."""
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    pair, local, chunk = _block(
+        token, step, num_experts, num_local, ids_ptr, map_ptr,
+        DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
+    )  # fmt: skip
     live = local >= 0
     expert = tl.maximum(local, 0).to(tl.int64)
     at = expert * (stride_be // 4) + words_at
-    words = load_words(words_ptr, at, chunk, live, depth, CHUNKS, EVEN_K)
+    words = load_words(words_ptr, at, chunk, live, DEPTH, CHUNKS, EVEN_K)
     at = expert * stride_bse + scale_at
-    scale = load_by_slot(scale_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS)
+    scale = load_by_slot(scale_ptr, at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS)
     zero = scale
     if HAS_ZERO:
         at = expert * stride_bze + zero_at
         zero = load_by_slot(
-            zero_ptr, at, chunk, live, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+            zero_ptr, at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
         )
     weight = live
     if HAS_ROW_WEIGHTS:
@@ -86,14 +92,11 @@ def _step(
     words, scale, zero, weight, _, _, _ = ring[0]
     pairs = h
     if STEPS > STAGES and not LATE:
-        pair, local, chunk = _block(
-            token, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
-            DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
-        )  # fmt: skip
         new = _load_block(
+            token, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
-            pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS,
+            stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
         )  # fmt: skip
         ring = ring[1:] + (new,)  # noqa: RUF005
     elif STAGES > 1:
@@ -107,17 +110,15 @@ def _step(
         rows: tl.constexpr = words.shape[3]
         sums *= by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, PARTS, rows, 2)))
     if STEPS > 1 and LATE:
-        pair, local, chunk = _block(
-            token, step + 1, num_experts, num_local, ids_ptr, map_ptr,
-            DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
-        )  # fmt: skip
         new = _load_block(
+            token, step + 1, num_experts, num_local, ids_ptr, map_ptr,
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
-            pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS,
+            stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
         )  # fmt: skip
         ring = (new,)
-        h = load_pairs(pairs_ptr, pair, local >= 0, chunk, DEPTH, CHUNKS, SLOTS)
+        _, _, _, _, pair, live, chunk = new
+        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
     return total + sums, h, ring
 
 
@@ -138,10 +139,9 @@ def packed_down_kernel(
     h is (num_tokens * TOP_K, DEPTH), as `store_paired` writes it, out (num_tokens, hidden), both
     contiguous; skipped pairs are not read. With TOP_K = 1 every pair keeps a row, zero if skipped.
     PARTS warps share a token's pairs and their depth in blocks of CHUNKS * 128; STAGES blocks of
-    each are on their way while one is multiplied, or
-    with LATE one, once the last is multiplied. Sums are added in a fixed order.
-    Grid (num_tokens * blocks of BLOCK_N columns,), tokens side by side. BLOCK_K: a power of two
-    from TOP_K on.
+    each are on their way while one is multiplied, or with LATE one, once the last is multiplied.
+    Sums are added in a fixed order. BLOCK_K: a power of two from TOP_K on. Grid
+    (num_tokens * blocks of BLOCK_N columns,), tokens side by side.
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
@@ -161,14 +161,12 @@ def packed_down_kernel(
     # when this kernel may begin. See after_predecessor.
     ring = ()
     for s in tl.static_range(STAGES):
-        pair, local, chunk = _block(
-            token, s, num_experts, num_local, ids_ptr, map_ptr, DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS
-        )
         ring += (
             _load_block(
+                token, s, num_experts, num_local, ids_ptr, map_ptr,
                 words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
-                pair, local, chunk, stride_be, stride_bse, stride_bze, DEPTH,
-                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS,
+                stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
+                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
             ),
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)

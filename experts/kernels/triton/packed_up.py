@@ -111,8 +111,7 @@ def packed_up_kernel(
     As single_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
     `store_paired` writes it for GEMM 2. Grid (num_pairs * blocks of BLOCK_N columns + 1,): the last
     program counts invalid ids. PARTS warps share the depth in blocks of CHUNKS * 128; STAGES blocks
-    of each are on their way while one is multiplied, or
-    with LATE one, once the last is multiplied.
+    of each are on their way while one is multiplied, or with LATE one, once the last is multiplied.
     """
     after_predecessor(OVERLAP)
     pair = tl.program_id(0) % num_pairs
