@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
@@ -254,3 +256,23 @@ def test_an_unknown_quantisation_is_refused() -> None:
     inputs = make_inputs(SMALL, "uniform", CPU)
     with pytest.raises(ConfigurationError, match="another scheme"):
         oracle(replace(SMALL, quant="nvfp4_w4a4"), inputs)
+
+
+class AsOnAGpu(TorchDispatchMode):
+    """Divides by a number as torch does on a GPU: by a product with its reciprocal."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):
+            return args[0] * args[0].new_tensor(1 / args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("quant", ["fp8_w8a8_block", "fp8_w8a8_channel"])
+def test_the_recipe_is_the_same_on_a_gpu(quant: str) -> None:
+    """Scales that are an ulp off send ties, which are many among bf16 values, another way."""
+    problem = replace(BASE, tokens=32, hidden=256, dtype=torch.bfloat16, quant=quant)
+    given = make_inputs(problem, "uniform", CPU)
+    here = reference.recipe(given.x_TH, given.weights, given.routing, problem)
+    with AsOnAGpu():
+        there = reference.recipe(given.x_TH, given.weights, given.routing, problem)
+    assert torch.equal(here, there)
