@@ -22,7 +22,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
-_MOST_IDS = 1024
+_MOST_IDS = 128  # looked at at once: one kernel for all numbers of tokens
 _REGISTERS = 128  # of a thread, so that 16 warps are at work on a multiprocessor
 
 
@@ -75,13 +75,13 @@ class PackedPath:
             h_ptr=h_PI,
             num_pairs=pairs,
             intermediate=product.columns,
-            up_row=product.up_row,
+            UP_ROW=product.up_row,
             stride_xm=x_TH.stride(0),
             stride_xk=x_TH.stride(1),
             ROW_STEP=product.step,
             TOP_K=problem.top_k,
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
-            BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
+            BLOCK_P=_MOST_IDS,
             **product.constants,
             **_arguments(product, tile, 1),
             **ids,
@@ -121,6 +121,7 @@ def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
         "DEPTH": product.depth,
         "IN_TWOS": _in_twos(product, group, chunks),
         "BLOCK_N": tile.block_n,
+        "EVEN_N": product.columns % tile.block_n == 0,
         "CHUNKS": chunks,
         "STEPS": steps,
         "steps": steps,
@@ -141,6 +142,6 @@ def _in_twos(product: Product, group: int, chunks: int) -> bool:
     return (
         group * slots == tile_packed.CHUNK
         and slots * chunks % 2 == 0
-        and product.depth % (chunks * tile_packed.CHUNK) == 0
+        and product.depth % (2 * group) == 0
         and product.scale.shape[2] % 2 == 0
     )

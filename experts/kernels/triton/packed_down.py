@@ -10,8 +10,10 @@ from experts.kernels.triton.packed_words import (
     load_pairs,
     load_words,
     loads_are_off,
+    rows_of,
     scaled_sums,
     slots_of_chunk,
+    times,
 )
 from modular_kernel.ops.kernels.ids import load_local_ids
 
@@ -58,15 +60,17 @@ def _load_block(
     )  # fmt: skip
     live = local >= 0
     expert = tl.maximum(local, 0).to(tl.int64)
-    at = expert * (stride_be // 4) + words_at
-    words = load_words(words_ptr, at, chunk, live, DEPTH, CHUNKS, EVEN_K)
-    at = expert * stride_bse + scale_at
-    scale = load_by_slot(scale_ptr, at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS)
+    words_ptr += expert * (stride_be // 4)
+    words = load_words(words_ptr, words_at, chunk, live, DEPTH, CHUNKS, EVEN_K)
+    scale_ptr += expert * stride_bse
+    scale = load_by_slot(
+        scale_ptr, scale_at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+    )
     zero = scale
     if HAS_ZERO:
-        at = expert * stride_bze + zero_at
+        zero_ptr += expert * stride_bze
         zero = load_by_slot(
-            zero_ptr, at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+            zero_ptr, zero_at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
         )
     weight = live
     if HAS_ROW_WEIGHTS:
@@ -126,12 +130,14 @@ def _step(
 def packed_down_kernel(
     h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
     num_tokens, hidden, num_experts, num_local, steps, factor,
-    stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
+    stride_be, stride_bse, stride_bze, stride_bias,
+    stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
     GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
@@ -148,15 +154,12 @@ def packed_down_kernel(
     EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
     token = tl.program_id(0) % num_tokens
     first_column = tl.program_id(0) // num_tokens * BLOCK_N
-    if IN_TWOS:  # as the compiler does not know
-        stride_bsn = stride_bsn // 2 * 2
-        stride_bzn = stride_bzn // 2 * 2
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
-    of_row = tl.arange(0, 8)[None, :, None, None]
-    of_row = of_row + tl.arange(0, BLOCK_N // 8)[None, None, None, :] * 8
-    row = tl.minimum(first_column + of_row, hidden - 1)
-    shift = (row % 2 * 4)[:, :, :, :, None]
-    words_at, scale_at, zero_at = row * (stride_bn // 4), row * stride_bsn, (row // 2) * stride_bzn
+    rows = rows_of(first_column, hidden, BLOCK_N, 1, 0, BLOCK_N, EVEN_N)
+    shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
+    words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
+    # The rows of lanes or those of groups are even.
+    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     # The first weights are on their way before anything waits for h: GEMM 1 has waited for the ids
     # when this kernel may begin. See after_predecessor.
     ring = ()

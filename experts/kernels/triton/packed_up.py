@@ -9,9 +9,11 @@ from experts.kernels.triton.packed_words import (
     load_words,
     loads_are_off,
     pairs_of,
+    rows_of,
     scaled_sums,
     slots_of_chunk,
     store_paired,
+    times,
 )
 from modular_kernel.ops.kernels.activation import activate
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
@@ -78,7 +80,7 @@ def _step(
     if STEPS > 1 and not LATE:
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     after = loads_are_off(PARTS)
-    pairs = pairs_of(row, after, E2M1)
+    pairs = pairs_of(row, after, TYPE, E2M1)
     total += scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS)
     if STEPS > 1 and LATE:
         new = _load_block(
@@ -94,16 +96,17 @@ def _step(
 def packed_up_kernel(
     x_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, invalid_ptr, h_ptr,
-    num_pairs, intermediate, up_row, num_experts, num_local, steps,
-    stride_xm, stride_xk, stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn,
-    stride_bias,
-    DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr,
+    num_pairs, intermediate, num_experts, num_local, steps,
+    stride_xm, stride_xk, stride_be, stride_bse, stride_bze, stride_bias,
+    stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
+    UP_ROW: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr,
     HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
     LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
@@ -129,22 +132,14 @@ def packed_up_kernel(
     EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
     expert = local.to(tl.int64)
     x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm
-    if IN_TWOS:  # as the compiler does not know
-        stride_bsn = stride_bsn // 2 * 2
-        stride_bzn = stride_bzn // 2 * 2
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
-    # Gate rows, then up rows; columns past the last one read it again.
-    of_row = tl.arange(0, 8)[None, :, None, None] + tl.arange(0, ROWS // 8)[None, None, None, :] * 8
-    column = tl.minimum(block * BLOCK_N + of_row % BLOCK_N, intermediate - 1)
-    w_row = column * ROW_STEP + (of_row // BLOCK_N) * up_row
-    shift = (w_row % 2 * 4)[:, :, :, :, None]
-    words_at, scale_at, zero_at = (
-        w_row * (stride_bn // 4),
-        w_row * stride_bsn,
-        (w_row // 2) * stride_bzn,
-    )
+    rows = rows_of(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
+    shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
+    words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
+    # The rows of lanes or those of groups are even.
+    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     ring = ()
     for s in tl.static_range(STAGES):
         ring += (
@@ -154,17 +149,6 @@ def packed_up_kernel(
             ),
         )  # fmt: skip
     x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, PARTS)
-    # What the end needs is on its way from here on.
-    end = tl.arange(0, ROWS)
-    end_column = block * BLOCK_N + end % BLOCK_N
-    bias = tl.zeros((ROWS,), tl.float32)
-    if HAS_BIAS:
-        bias_ptrs = bias_ptr + expert * stride_bias + end_column * ROW_STEP
-        bias_ptrs += (end // BLOCK_N) * up_row
-        bias += tl.load(bias_ptrs, mask=end_column < intermediate, other=0.0).to(tl.float32)
-    row_weight = 1.0
-    if HAS_ROW_WEIGHTS:
-        row_weight = tl.load(row_weights_ptr + pair)
     total = tl.zeros((PARTS, ROWS, 8), tl.float32)
     # In a loop what does not change would be unpacked before it.
     if STEPS <= STAGES:
@@ -184,6 +168,17 @@ def packed_up_kernel(
                     DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
                     STAGES, LATE,
                 )  # fmt: skip
+    # Not earlier: that takes registers of the loop.
+    end = tl.arange(0, ROWS)
+    end_column = block * BLOCK_N + end % BLOCK_N
+    bias = tl.zeros((ROWS,), tl.float32)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * stride_bias + end_column * ROW_STEP
+        bias_ptrs += (end // BLOCK_N) * UP_ROW
+        bias += tl.load(bias_ptrs, mask=end_column < intermediate, other=0.0).to(tl.float32)
+    row_weight = 1.0
+    if HAS_ROW_WEIGHTS:
+        row_weight = tl.load(row_weights_ptr + pair)
     sums = tl.sum(tl.sum(total, 2), 0)
     if HAS_ROW_WEIGHTS:
         sums *= row_weight

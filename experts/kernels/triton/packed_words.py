@@ -50,38 +50,71 @@ def loads_are_off(WARPS: tl.constexpr):
 
 
 @triton.jit
+def rows_of(
+    first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Rows of weights of columns `first` to first + BLOCK_N, of gate and then of up if ROWS is
+    twice as many: what differs from lane to lane, (1, 8, 1, 1), and what is to be added in the
+    groups of eight, (1, 1 or 8, 1, ROWS / 8). All of the latter is known to the compiler, unless
+    `count` columns leave a rest (not EVEN_N): past the last one it is read again.
+    """
+    lane = tl.arange(0, 8)[None, :, None, None]
+    group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
+    up = group // BLOCK_N * UP_ROW
+    if EVEN_N:
+        rows = ((first + lane) * STEP, group % BLOCK_N * STEP + up)
+    else:
+        column = tl.minimum(first + lane + group % BLOCK_N, count - 1)
+        rows = (lane * 0, column * STEP + up)
+    return rows
+
+
+@triton.jit
+def times(rows, stride):
+    """Offsets of rows that lie `stride` apart."""
+    return rows[0] * stride, rows[1] * stride
+
+
+@triton.jit
 def load_words(ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
     """int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row.
 
-    ptr: to int32; offset, in words: of rows, (1 or 4, 8, 1 or PARTS, ROWS / 8); chunk: the first of
-    a block, and inside: whether it is to be read, (1 or 4, 1 or 8, PARTS, 1).
+    ptr: to int32, or as many of them as lanes; offset, in words: `rows_of`; chunk: the first of a
+    block, and inside: whether it is to be read, (1 or 4, 1 or 8, PARTS, 1).
     """
-    lane = tl.arange(0, 4)[:, None, None, None, None, None]
+    lane = tl.arange(0, 4)[:, None, None, None]
     here = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
     word = tl.arange(0, 4)[None, None, None, None, None, :]
-    first = chunk[:, :, :, :, None, None] + here
-    ptrs = ptr + (offset[:, :, :, :, None, None] + (first * 16 + lane * 4 + word))
+    # One address, and from there as far as the compiler knows.
+    first = ptr + (offset[0] + (chunk * 16 + lane * 4))
+    ptrs = first[:, :, :, :, None, None] + (offset[1][:, :, :, :, None, None] + (here * 16 + word))
     mask = inside[:, :, :, :, None, None]
     if not EVEN_K:
-        mask = mask & (first * 128 + lane * 32 < depth)
+        k = (chunk * 128 + lane * 32)[:, :, :, :, None, None] + here * 128
+        mask = mask & (k < depth)
     return tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _load_slots(
-    ptr, offset, chunk, inside, slot, depth,
-    CHUNKS: tl.constexpr, SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
-):  # fmt: skip
+def _is_inside(
+    chunk, inside, slot, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, EVEN_K: tl.constexpr
+):
+    """Whether a slot begins within its block, and within the depth."""
+    mask = inside & (slot < CHUNKS * SLOTS)
+    if not EVEN_K:
+        mask = mask & (chunk * 128 + slot * (128 // SLOTS) < depth)
+    return mask
+
+
+@triton.jit
+def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl.constexpr):
     """As load_by_slot, of one slot or several."""
-    k = chunk * 128 + slot * (128 // SLOTS)
     if GROUP_K == 128 // SLOTS:
         group = chunk * SLOTS + slot
     else:
-        group = k // GROUP_K
-    mask = inside & (slot < CHUNKS * SLOTS)
-    if not EVEN_K:
-        mask = mask & (k < depth)
-    return tl.load(ptr + (offset + group), mask=mask, other=0)
+        group = (chunk * 128 + slot * (128 // SLOTS)) // GROUP_K
+    return tl.load((ptr + (offset[0] + group)) + offset[1], mask=mask, other=0)
 
 
 @triton.jit
@@ -91,24 +124,20 @@ def load_by_slot(
 ):  # fmt: skip
     """(4, 8, PARTS, ROWS / 8, 2): scales, or what lies like them, of each row and slot.
 
-    offset: of rows, (1 or 4, 8, 1 or PARTS, ROWS / 8); chunk, inside: as in load_words. Slots past
-    a block are 0. IN_TWOS: two can be loaded at once. Where they cannot, a load of both would be
+    ptr, offset, chunk, inside: as in load_words. Slots past a block are 0. IN_TWOS: two can be loaded at once. Where they cannot, a load of both would be
     laid out otherwise, and its values would go through shared memory.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
-    if IN_TWOS:
-        result = _load_slots(
-            ptr, offset[:, :, :, :, None], chunk[:, :, :, :, None], inside[:, :, :, :, None],
-            slot[:, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, :],
-            depth, CHUNKS, SLOTS, GROUP_K, EVEN_K,
-        )  # fmt: skip
+    mask = _is_inside(chunk, inside, slot, depth, CHUNKS, SLOTS, EVEN_K)
+    if IN_TWOS:  # the second slot is inside as the first is
+        two = tl.arange(0, 2)[None, None, None, None, :]
+        first = ptr + (offset[0] + (chunk * SLOTS + slot))
+        ptrs = first[:, :, :, :, None] + (offset[1][:, :, :, :, None] + two)
+        result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
-        even = _load_slots(
-            ptr, offset, chunk, inside, slot, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K
-        )  # fmt: skip
-        odd = _load_slots(
-            ptr, offset, chunk, inside, slot + 1, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K
-        )  # fmt: skip
+        even = _load_slots(ptr, offset, chunk, slot, mask, SLOTS, GROUP_K)
+        mask = _is_inside(chunk, inside, slot + 1, depth, CHUNKS, SLOTS, EVEN_K)
+        odd = _load_slots(ptr, offset, chunk, slot + 1, mask, SLOTS, GROUP_K)
         result = tl.join(even, odd)
     return result
 
@@ -146,21 +175,26 @@ def load_pairs(ptr, row, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.c
 
 @triton.jit
 def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """(4, 8, PARTS, 1, 4, 8) of a row of x."""
+    """int32 (4, 8, PARTS, 1, 4, 4) of a row of x: two values side by side each, for `pairs_of`."""
     offset, mask = _value_offsets(chunk, inside, depth, CHUNKS, SLOTS)
     k = tl.arange(0, 8)[None, None, None, None, None, :]
-    return tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
+    x = tl.load(ptr + (offset + k) * stride, mask=mask, other=0.0)
+    bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, x.shape[2], 1, 4, 4, 2))
+    low, high = tl.split(bits)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
-def pairs_of(x, after, E2M1: tl.constexpr):
-    """int32 (4, 8, PARTS, 1, 4, 4) of x (4, 8, PARTS, 1, 4, 8): values k and k + 4 of a word are
-    one pair, `boosted`. after: as in slot_sums."""
+def pairs_of(x, after, dtype: tl.constexpr, E2M1: tl.constexpr):
+    """int32 (4, 8, PARTS, 1, 4, 4) of what load_row gave of values of dtype: values k and k + 4 of
+    a word are one pair, `boosted`. after: as in slot_sums."""
     parts: tl.constexpr = x.shape[2]
-    odd = tl.arange(0, 8)[None, None, None, None, None, :] % 2 + after
-    if x.dtype == tl.bfloat16:
-        x = x * tl.where(odd == 1, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
-    bits = tl.reshape(x.to(tl.int16, bitcast=True), (4, 8, parts, 1, 4, 2, 4))
+    bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
+    if dtype == tl.bfloat16:
+        odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + after
+        boost = tl.where(odd == 1, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
+        bits = (bits.to(tl.bfloat16, bitcast=True) * boost).to(tl.int16, bitcast=True)
+    bits = tl.reshape(bits, (4, 8, parts, 1, 4, 2, 4))
     low, high = tl.split(tl.permute(bits, (0, 1, 2, 3, 4, 6, 5)))
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
@@ -179,26 +213,37 @@ def store_paired(row_ptr, column, mask, values, E2M1: tl.constexpr):
 
 @triton.jit
 def _left(words, E2M1: tl.constexpr, dtype: tl.constexpr):
-    """Words (4, 8, PARTS, ROWS / 8, CHUNKS, 4) to weights (PARTS, ROWS, CHUNKS * 128)."""
+    """Words (4, 8, PARTS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * PARTS, ROWS, 128)."""
     parts: tl.constexpr = words.shape[2]
     groups: tl.constexpr = words.shape[3]
     chunks: tl.constexpr = words.shape[4]
-    ordered = tl.permute(nibbles(words, E2M1, dtype), (2, 3, 1, 4, 5, 7, 0, 8, 6))
-    return tl.reshape(ordered, (parts, groups * 8, chunks * 128))
+    ordered = tl.permute(nibbles(words, E2M1, dtype), (4, 2, 3, 1, 5, 7, 0, 8, 6))
+    return tl.reshape(ordered, (chunks * parts, groups * 8, 128))
 
 
 @triton.jit
-def _right(pairs, after, dtype: tl.constexpr, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
-    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, CHUNKS * 128, 8), a column for each slot."""
+def _right(pairs, dtype: tl.constexpr):
+    """Pairs (4, 8, PARTS, 1, 4, 4) to x (PARTS, 128, 8): in each slot's column its own chunk."""
     parts: tl.constexpr = pairs.shape[2]
-    slot = tl.arange(0, 8)[None, :, None, None, None, None] + after
-    chunk = tl.arange(0, CHUNKS)[None, None, None, :, None, None]
-    columns = tl.where(slot // SLOTS == chunk, pairs, 0)
-    low = columns.to(tl.int16).to(dtype, bitcast=True)
-    high = (columns >> 16).to(tl.int16).to(dtype, bitcast=True)
-    values = tl.reshape(tl.join(low, high), (4, 8, parts, CHUNKS, 4, 2, 2, 2))
-    ordered = tl.permute(values, (2, 3, 4, 5, 0, 6, 7, 1))
-    return tl.reshape(ordered, (parts, CHUNKS * 128, 8))
+    low = pairs.to(tl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+    values = tl.reshape(tl.join(low, high), (4, 8, parts, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(values, (2, 3, 4, 0, 5, 6, 1)), (parts, 128, 8))
+
+
+@triton.jit
+def _of_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
+    """(CHUNKS * PARTS, ROWS, 8) to (PARTS, ROWS, 8): of each column what its slot's chunk gave."""
+    parts: tl.constexpr = sums.shape[0] // CHUNKS
+    rows: tl.constexpr = sums.shape[1]
+    result = tl.permute(tl.reshape(sums, (CHUNKS, parts, rows, 8)), (1, 2, 3, 0))
+    chunk = tl.arange(0, 8)[None, None, :, None] // SLOTS
+    for bit in tl.static_range(3):
+        if CHUNKS >> bit > 1:
+            halves = tl.reshape(result, (parts, rows, 8, CHUNKS >> (bit + 1), 2))
+            even, odd = tl.split(halves)
+            result = tl.where((chunk >> bit) % 2 == 0, even, odd)
+    return tl.reshape(result, (parts, rows, 8))
 
 
 @triton.jit
@@ -209,27 +254,33 @@ def slot_sums(
     """float32 (PARTS, ROWS, 8): weights less their zero points times x, without scales.
 
     words (4, 8, PARTS, ROWS / 8, CHUNKS, 4), pairs (4, 8, PARTS, 1, 4, 4), zero float32
-    (PARTS, ROWS, 8); after: 0, and nothing is multiplied before it is known.
+    (PARTS, ROWS, 8); after: 0, and nothing is multiplied before it is known. Every chunk is
+    multiplied with all columns, and those of other chunks are let go: fewer instructions than to
+    put zeros into them.
     """
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
-    x = _right(pairs, after, dtype, chunks, SLOTS)
-    part = tl.dot(_left(words, E2M1, dtype), x)
+    x = _right(pairs, dtype)
+    part = tl.zeros((parts, rows, 8), tl.float32) + after.to(tl.float32, bitcast=True)
     from_zero: tl.constexpr = counts_from_zero(E2M1, dtype)
     if HAS_ZERO or from_zero:
         # Sums of x along the depth, from a product with ones: the same in each of its rows.
         one: tl.constexpr = 0x11111111 if from_zero else 0x99999999 - (1 << 32)
-        ones = tl.full((4, 8, parts, 2, chunks, 4), one, tl.int32)
-        sums = tl.dot(_left(ones, E2M1, dtype), x)
+        ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
+        nothing = tl.zeros((parts, 16, 8), tl.float32) + after.to(tl.float32, bitcast=True)
+        sums = tl.dot(_left(ones, E2M1, dtype), x, nothing)
         # By reshape: `[:, None]` would send them through shared memory.
         sums = tl.reshape(sums, (parts, 1, 16, 8))
         if HAS_ZERO:
-            zeros = tl.reshape(zero, (parts, rows // 16, 16, 8)) * sums
+            zeros = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
         else:
-            zeros = tl.broadcast_to(sums * 8.0, (parts, rows // 16, 16, 8))
-        part -= tl.reshape(zeros, (parts, rows, 8))
-    return part
+            zeros = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
+        part = tl.reshape(zeros, (parts, rows, 8))
+    xs = tl.reshape(tl.broadcast_to(x[None, :, :, :], (chunks, parts, 128, 8)), (chunks * parts, 128, 8))
+    start = tl.broadcast_to(part[None, :, :, :], (chunks, parts, rows, 8))
+    part = tl.dot(_left(words, E2M1, dtype), xs, tl.reshape(start, (chunks * parts, rows, 8)))
+    return _of_own_chunk(part, chunks, SLOTS)
 
 
 @triton.jit
@@ -251,6 +302,8 @@ def scaled_sums(
 
     scale, zero: as load_by_slot gives them; shift: 0 or 4 by rows, (1, 8, 1, ROWS / 8, 1).
     """
+    if E2M1:  # more than bytes, so that they are not computed two to a register and parted again
+        scale = scale.to(tl.int32) + after
     values = by_slot(scale_values(scale, E2M1, lacking(E2M1, dtype)))
     zeros = values
     if HAS_ZERO:
