@@ -26,7 +26,7 @@ _HALF: tuple[_Row, ...] = (
 _BYTES: tuple[_Row, ...] = (
     (2048, (32, 256, 4, 8)),
     (4096, (32, 512, 8, 8)),
-    (_DEEP, (16, 1024, 4, 8)),
+    (_DEEP, (32, 1024, 8, 8)),
 )
 _WIDE = 4096  # hidden values from which programs of GEMM 1 share the search for the largest
 
@@ -48,7 +48,7 @@ def most_tokens(problem: Problem) -> int:
     aligned path's products of 8 bits catch up sooner.
     """
     if problem.scheme.packed:
-        return tile_packed.MOST_TOKENS
+        return tile_packed.most_tokens(problem)
     most, share = (4, 4) if problem.scheme.quantised else (8, 2)
     return min(most, max(1, problem.experts // (share * problem.top_k)))
 

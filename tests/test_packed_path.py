@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from experts import tile_packed, tile_single
+from experts.tile_regimes import regimes
 from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
 from experts.tiles import choose_tiles, override_config
 from modular_kernel.testing import Case, prove
@@ -67,6 +68,10 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 2, "inplace": True, "routed_scaling_factor": 2.5}, "skips", _ONCE),
     ({"tokens": 2, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _MANY),
     ({"tokens": 5, "chunk_tokens": 4, "quant": _MXFP4}, "zipf", _ONCE),
+    # Widths of whole blocks: rows of weights at distances that are known to the compiler.
+    ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 256, "intermediate": 192,
+      "activation": _OAI, "bias": True}, "skips", _LONG),
+    ({"tokens": 1, "quant": _MXFP4, "hidden": 256, "intermediate": 192}, "uniform", _LONG),
 )  # fmt: skip
 
 
@@ -96,11 +101,22 @@ def test_few_tokens_take_it() -> None:
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
             most = tile_single.most_tokens(problem)
-            pair = choose_tiles(problem, most, _PATHS)
+            steps = regimes(problem, Device(), _PATHS)  # files of a device would say otherwise
+            pair = steps.choose(most)
             assert pair == tile_packed.default(problem)
-            assert choose_tiles(problem, most + 1, _PATHS).path == "aligned"
+            assert steps.choose(most + 1).path == "aligned"
             for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
                 assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "integers", "floats"),
+    [(8, 2, 4, 2), (32, 8, 4, 2), (128, 8, 8, 8), (128, 4, 16, 16), (512, 1, 16, 16), (2, 2, 1, 1)],
+)
+def test_how_many_tokens_are_few(experts: int, top_k: int, integers: int, floats: int) -> None:
+    problem = replace(_BASE, experts=experts, top_k=top_k)
+    assert tile_single.most_tokens(problem) == integers
+    assert tile_single.most_tokens(replace(problem, quant=_MXFP4)) == floats
 
 
 def test_a_block_has_no_more_slots_than_the_product_columns() -> None:

@@ -61,8 +61,7 @@ def _step(
     words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, E2M1: tl.constexpr,
     HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """total with the products of ring[0] and x added, the next x, and the ring moved on: what
     comes next sets off before, or with LATE behind."""
@@ -99,15 +98,13 @@ def packed_up_kernel(
     num_pairs, intermediate, num_experts, num_local, steps,
     stride_xm, stride_xk, stride_be, stride_bse, stride_bze, stride_bias,
     stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
-    UP_ROW: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, ROW_STEP: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    UP_ROW: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr,
+    ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
 

@@ -124,8 +124,9 @@ def load_by_slot(
 ):  # fmt: skip
     """(4, 8, PARTS, ROWS / 8, 2): scales, or what lies like them, of each row and slot.
 
-    ptr, offset, chunk, inside: as in load_words. Slots past a block are 0. IN_TWOS: two can be loaded at once. Where they cannot, a load of both would be
-    laid out otherwise, and its values would go through shared memory.
+    ptr, offset, chunk, inside: as in load_words. Slots past a block are 0. IN_TWOS: two can be
+    loaded at once. Where they cannot, a load of both would be laid out otherwise, and its values
+    would go through shared memory.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
     mask = _is_inside(chunk, inside, slot, depth, CHUNKS, SLOTS, EVEN_K)
@@ -232,6 +233,16 @@ def _right(pairs, dtype: tl.constexpr):
 
 
 @triton.jit
+def _for_each(values, CHUNKS: tl.constexpr):
+    """(PARTS, M, N) to (CHUNKS * PARTS, M, N), the same for every chunk."""
+    parts: tl.constexpr = values.shape[0]
+    m: tl.constexpr = values.shape[1]
+    n: tl.constexpr = values.shape[2]
+    same = tl.broadcast_to(values[None, :, :, :], (CHUNKS, parts, m, n))
+    return tl.reshape(same, (CHUNKS * parts, m, n))
+
+
+@triton.jit
 def _of_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
     """(CHUNKS * PARTS, ROWS, 8) to (PARTS, ROWS, 8): of each column what its slot's chunk gave."""
     parts: tl.constexpr = sums.shape[0] // CHUNKS
@@ -262,24 +273,22 @@ def slot_sums(
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
     x = _right(pairs, dtype)
-    part = tl.zeros((parts, rows, 8), tl.float32) + after.to(tl.float32, bitcast=True)
+    zero_yet = after.to(tl.float32, bitcast=True)
+    start = tl.zeros((parts, rows, 8), tl.float32) + zero_yet
     from_zero: tl.constexpr = counts_from_zero(E2M1, dtype)
     if HAS_ZERO or from_zero:
         # Sums of x along the depth, from a product with ones: the same in each of its rows.
         one: tl.constexpr = 0x11111111 if from_zero else 0x99999999 - (1 << 32)
         ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
-        nothing = tl.zeros((parts, 16, 8), tl.float32) + after.to(tl.float32, bitcast=True)
-        sums = tl.dot(_left(ones, E2M1, dtype), x, nothing)
+        nothing = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
         # By reshape: `[:, None]` would send them through shared memory.
-        sums = tl.reshape(sums, (parts, 1, 16, 8))
+        sums = tl.reshape(tl.dot(_left(ones, E2M1, dtype), x, nothing), (parts, 1, 16, 8))
         if HAS_ZERO:
-            zeros = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
+            less = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
         else:
-            zeros = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
-        part = tl.reshape(zeros, (parts, rows, 8))
-    xs = tl.reshape(tl.broadcast_to(x[None, :, :, :], (chunks, parts, 128, 8)), (chunks * parts, 128, 8))
-    start = tl.broadcast_to(part[None, :, :, :], (chunks, parts, rows, 8))
-    part = tl.dot(_left(words, E2M1, dtype), xs, tl.reshape(start, (chunks * parts, rows, 8)))
+            less = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
+        start = tl.reshape(less, (parts, rows, 8))
+    part = tl.dot(_left(words, E2M1, dtype), _for_each(x, chunks), _for_each(start, chunks))
     return _of_own_chunk(part, chunks, SLOTS)
 
 
