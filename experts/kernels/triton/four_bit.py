@@ -66,6 +66,20 @@ _OUTPUTS: tl.constexpr = tl.constexpr("=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r")
 
 
 @triton.jit
+def opaque(value):
+    """value, an int32 or int64, and nothing else of it known to the compiler; no instruction."""
+    if _ASSEMBLE and value.dtype.primitive_bitwidth == 64:
+        value = tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=True, pack=1
+        )
+    elif _ASSEMBLE:
+        value = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return value
+
+
+@triton.jit
 def in_word_order(values, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """(STEPS, ROWS, DEPTH) in order of k to the order in which `unpack_words` gives weights.
 
@@ -137,10 +151,12 @@ def boosted(x, E2M1: tl.constexpr, DEPTH: tl.constexpr):
         if E2M1:
             x = x * tl.full((1, 1, 1), boost_of(E2M1, 0), tl.bfloat16)
         else:
-            even = tl.full((1, DEPTH, 1), boost_of(E2M1, 0), tl.bfloat16)
-            odd = tl.full((1, DEPTH, 1), boost_of(E2M1, 1), tl.bfloat16)
-            is_odd = (tl.arange(0, DEPTH)[None, :, None] // 2) % 2 == 1
-            x = x * tl.where(is_odd, odd, even)
+            even = tl.full((1, DEPTH // 4, 1, 1), boost_of(E2M1, 0), tl.bfloat16)
+            odd = tl.full((1, DEPTH // 4, 1, 1), boost_of(E2M1, 1), tl.bfloat16)
+            # Constants alone, so that the compiler can load x as products take it.
+            boost = tl.permute(tl.join(even, odd), (0, 1, 4, 2, 3))
+            four = tl.reshape(x, (x.shape[0], DEPTH // 4, 2, 2, x.shape[2]))
+            x = tl.reshape(four * boost, x.shape)
     return x
 
 
@@ -202,15 +218,37 @@ def unpack_words(
 
 
 @triton.jit
-def load_scale(ptrs, mask, E2M1: tl.constexpr, LACK: tl.constexpr):
-    """float32 scales times 2^LACK; of e2m1 from E8M0 exponents. Infinite where that overflows,
-    which for bf16 is from 2^50 on."""
-    return scale_values(tl.load(ptrs, mask=mask, other=0), E2M1, LACK)
+def load_scale(ptrs, inside, E2M1: tl.constexpr, LACK: tl.constexpr):
+    """float32 scales times 2^LACK, 0 where `inside` (None for everywhere) is false; of e2m1 from
+    E8M0 exponents. Infinite where that overflows, which for bf16 is from 2^50 on."""
+    scale = tl.load(ptrs)
+    if E2M1:
+        # A mask of the load, or values that stay bytes and are taken two at once, cost more.
+        most = 255 if inside is None else tl.where(inside, 255, 0)
+        exponent = tl.minimum(opaque(scale.to(tl.int32)) + LACK, most)
+        result = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        result = scale_values(_widened(scale), E2M1, LACK)
+        if inside is not None:
+            result = tl.where(inside, result, 0.0)
+    return result
+
+
+@triton.jit
+def _widened(scale):
+    """scale; of bf16 as float32 at once, so that a loop does not carry 16 bits from step to step,
+    two to a register."""
+    if _ASSEMBLE and scale.dtype == tl.bfloat16:
+        scale = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; cvt.u32.u16 t, $1; shl.b32 $0, t, 16; }",
+            "=r,h", [scale], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return scale
 
 
 @triton.jit
 def scale_values(scale, E2M1: tl.constexpr, LACK: tl.constexpr):
-    """As load_scale, of what is loaded."""
+    """As load_scale, of what is loaded everywhere."""
     if E2M1:
         exponent = tl.minimum(scale.to(tl.int32) + LACK, 255)
         result = (exponent << 23).to(tl.float32, bitcast=True)
@@ -220,10 +258,10 @@ def scale_values(scale, E2M1: tl.constexpr, LACK: tl.constexpr):
 
 
 @triton.jit
-def load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
+def load_zero(ptrs, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
     """float32 zero points, less the 8 that unpacked weights are without if not FROM_ZERO."""
     if HAS_ZERO:
-        zero = (tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift) & 15
+        zero = (opaque(tl.load(ptrs).to(tl.int32)) >> shift) & 15
         result = (zero if FROM_ZERO else zero - 8).to(tl.float32)
     else:
         result = tl.full((1, 1, 1), 8.0 if FROM_ZERO else 0.0, tl.float32)
@@ -240,7 +278,7 @@ def multiply_words(
     words: int32 (STEPS, ROWS, DEPTH / 8); x: (STEPS, DEPTH, M) in word order, `boosted`; zero: as
     load_zero gives it, (STEPS, ROWS, 1).
     """
-    part = tl.dot(unpack_words(words, E2M1, x.dtype, STEPS, ROWS, DEPTH), x)
+    start = tl.zeros((STEPS, ROWS, M), tl.float32)
     if HAS_ZERO or counts_from_zero(E2M1, x.dtype):
         # Sums of x along the depth, from a product with ones: the same in each of its rows.
         one: tl.constexpr = 1 if counts_from_zero(E2M1, x.dtype) else 9
@@ -249,8 +287,8 @@ def multiply_words(
         # By reshape: `[:, None]` would send them through shared memory.
         sums = tl.reshape(sums, (STEPS, 1, 16, M))
         if HAS_ZERO:
-            zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, 1)) * sums
+            zeros = tl.reshape(zero, (STEPS, ROWS // 16, 16, 1)) * -sums
         else:
-            zeros = tl.broadcast_to(sums * 8.0, (STEPS, ROWS // 16, 16, M))
-        part -= tl.reshape(zeros, (STEPS, ROWS, M))
-    return part
+            zeros = tl.broadcast_to(sums * -8.0, (STEPS, ROWS // 16, 16, M))
+        start = tl.reshape(zeros, (STEPS, ROWS, M))
+    return tl.dot(unpack_words(words, E2M1, x.dtype, STEPS, ROWS, DEPTH), x, start)

@@ -11,6 +11,7 @@ from experts.kernels.triton.four_bit import (
     load_scale,
     load_zero,
     multiply_words,
+    opaque,
     rows_in_word_order,
     word_order_offsets,
 )
@@ -18,16 +19,61 @@ from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_r
 from modular_kernel.ops.kernels.overlap import after_predecessor
 
 
+@triton.jit
+def _rows_of(
+    first, columns, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Rows of weights of columns `first` to first + BLOCK_N, of gate and then of up if ROWS is
+    twice as many, (1, ROWS, 1): what differs within spans of rows, and what is to be added for
+    each span. The latter is known to the compiler, unless the columns leave a rest (not EVEN_N):
+    past the last one it is read again.
+    """
+    row = tl.arange(0, ROWS)[None, :, None]
+    if EVEN_N:
+        span = row // SPAN * SPAN
+        rows = ((first + row % SPAN) * STEP, span % BLOCK_N * STEP + span // BLOCK_N * UP_ROW)
+    else:
+        column = tl.minimum(first + row % BLOCK_N, columns - 1)
+        rows = (column * STEP + row // BLOCK_N * UP_ROW, row * 0)
+    return rows
+
+
+@triton.jit
+def _load_scales(
+    scale_ptr, scale_at, zero_ptr, zero_at, shift, start, step_k, depth,
+    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
+    STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of a step, (STEPS, ROWS, 1). Past the depth the last ones are loaded:
+    a load with a mask takes an instruction more to set a register to 0 before."""
+    if EVEN_K:
+        start = tl.minimum(start, depth - STEP_K)
+    if STEP_K % GROUP_K == 0:
+        group = step_k // GROUP_K + start // GROUP_K
+    else:
+        group = (start + step_k) // GROUP_K
+    inside = None
+    if not EVEN_K:
+        inside = start + step_k < depth
+        group = tl.minimum(group, (depth - 1) // GROUP_K)
+    scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
+    zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
+    scale = load_scale(scale_ptrs, inside, E2M1, LACK)
+    return scale, load_zero(zero_ptrs, shift, HAS_ZERO, FROM_ZERO)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "num_m"])
 def four_bit_gemm_kernel(
     a_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
     sorted_ptr, expert_ids_ptr, num_post_ptr,
-    num_pairs, columns, depth, up_row, num_m,
-    stride_am, stride_be, stride_bn, stride_bse, stride_bsn, stride_bze, stride_bzn, stride_bias,
-    A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
+    num_pairs, columns, depth, num_m,
+    stride_am, stride_be, stride_bse, stride_bze, stride_bias,
+    stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
+    UP_ROW: tl.constexpr, A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
+    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     GROUP_K: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -59,45 +105,53 @@ def four_bit_gemm_kernel(
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
     LACK: tl.constexpr = lacking(E2M1, a_ptr.dtype.element_ty)
     FROM_ZERO: tl.constexpr = counts_from_zero(E2M1, a_ptr.dtype.element_ty)
-    # Gate rows, then up rows.
-    of_row = tl.arange(0, ROWS)
-    of_column = pid_n * BLOCK_N + of_row % BLOCK_N
-    row = (of_column * ROW_STEP + (of_row // BLOCK_N) * up_row)[None, :, None]
-    inside_n = (of_column < columns)[None, :, None]
+    # From one address of a thread on, its others are as far as the compiler knows: in steps of
+    # eight rows, or of as many as a load of scales takes. 32 bits are enough for one expert.
+    first = pid_n * BLOCK_N
+    rows = _rows_of(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
+    words_at = (rows[0] * (stride_bn // 4), rows[1] * (stride_bn // 4))
+    SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
+    rows = _rows_of(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
+    scale_at = (rows[0] * stride_bsn, rows[1] * stride_bsn)
+    # One of the two is even.
+    zero_at = (rows[0] // 2 * stride_bzn, rows[1] // 2 * stride_bzn)
+    shift = (rows[0] + rows[1]) % 2 * 4
     step = tl.arange(0, STEPS)[:, None, None]
     step_k = (step % PARTS) * PART_K + (step // PARTS) * DEPTH
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     # A part's words stand side by side: pieces of 16 bytes would be fetched twice, by sectors.
     word = tl.arange(0, PARTS)[:, None, None] * (PART_K // 8)
     word += tl.arange(0, PART_K // 8)[None, None, :]
-    # Of one expert: 32 bits are enough, and cheaper to add to a pointer than 64.
-    words_offsets = row * (stride_bn // 4) + word
     a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
     a_k = step_k[:, :, :, None] + word_order_offsets(DEPTH)
     a_ptrs = a_ptr + a_row * stride_am + a_k
     a_mask = row_mask[None, None, :, None]
-    scale_ptrs = b_scale_ptr + expert * stride_bse + row * stride_bsn
-    zero_ptrs = zero_ptr + expert * stride_bze + (row // 2) * stride_bzn
-    shift = (row % 2) * 4
+    b_scale_ptr += expert * stride_bse
+    zero_ptr += expert * stride_bze
     total = tl.zeros((PARTS, ROWS, BLOCK_M), tl.float32)
     # Scales and zero points are loaded a step ahead: nothing else hides their way from memory.
-    group = step_k // GROUP_K
-    mask = inside_n & (step_k < depth)
-    scale = load_scale(scale_ptrs + group, mask, E2M1, LACK)
-    zero = load_zero(zero_ptrs + group, shift, mask, HAS_ZERO, FROM_ZERO)
+    scale, zero = _load_scales(
+        b_scale_ptr, scale_at, zero_ptr, zero_at, shift, 0, step_k, depth,
+        E2M1, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+    )  # fmt: skip
     for start in range(0, depth, STEP_K):
-        words_mask = inside_n
         a_inside = a_mask
         if not EVEN_K:
             # A copy of 16 bytes holds 32 weights.
-            words_mask = inside_n & (word // 4 * 32 < depth - start)
+            words_mask = word // 4 * 32 < depth - start
             a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
-        words = tl.load(words_ptr + words_offsets, mask=words_mask, other=0)
+        # Opaque, or each row's pointer would be carried, two registers, from step to step.
+        here = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
+        words_ptrs = (here + (words_at[0] + word)) + words_at[1]
+        if EVEN_K:
+            words = tl.load(words_ptrs)
+        else:
+            words = tl.load(words_ptrs, mask=words_mask, other=0)
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
-        group = (start + STEP_K + step_k) // GROUP_K
-        mask = inside_n & (step_k < depth - start - STEP_K)
-        next_scale = load_scale(scale_ptrs + group, mask, E2M1, LACK)
-        next_zero = load_zero(zero_ptrs + group, shift, mask, HAS_ZERO, FROM_ZERO)
+        next_scale, next_zero = _load_scales(
+            b_scale_ptr, scale_at, zero_ptr, zero_at, shift, start + STEP_K, step_k, depth,
+            E2M1, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+        )  # fmt: skip
         groups = tl.reshape(words, (PARTS, ROWS, GROUPS, DEPTH // 8))
         words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
         x = boosted(rows_in_word_order(a, STEPS, BLOCK_M, DEPTH), E2M1, DEPTH)
@@ -117,11 +171,14 @@ def four_bit_gemm_kernel(
     else:
         gate_tile = tl.trans(tile)
         up_tile = gate_tile
+    # Once more, rather than to keep them in registers over the loop.
+    pairs = tl.load(sorted_ptr + opaque(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M))
+    row_mask = pairs < num_pairs
     row_weights = gate_tile
     if HAS_ROW_WEIGHTS:
         row_weights = tl.load(row_weights_ptr + pairs, mask=row_mask, other=0.0)
     result = finish_tile(
-        gate_tile, up_tile, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
+        gate_tile, up_tile, bias_ptr + expert * stride_bias, column * ROW_STEP, UP_ROW, column_mask,
         row_weights, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
     )  # fmt: skip
     store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, result)
