@@ -36,22 +36,22 @@ class Shape:
 
 
 # (below so many blocks of 64 columns, from this depth on, shape): the first row that applies.
-# Measured on one H200 (2026-11-20, triton 3.6.0, bf16) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B
-# and gpt-oss with 4 and 16 tokens; the rows below 200 blocks, and below 500 of mxfp4, with one
-# token in an earlier run. What spills registers is left out: with zero points that is what won on
-# Mixtral, and on DeepSeek-V3 with 16 tokens.
+# Measured on one H200 (triton 3.6.0, bf16) over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss:
+# integers with 4 to 16 tokens on 2026-11-22; mxfp4 with 4 and 16, and the rows below 200 blocks and
+# below 500 of mxfp4 with one token, on 2026-11-20, before the loop was made shorter.
 _Rows = tuple[tuple[float, int, Shape], ...]
 # By the weights' format and whether they come with zero points: of gated products, of others.
 _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
     ("uint4", False): (
         (
             (200, 0, Shape(32, 4, 3)),
-            (math.inf, 6144, Shape(64, 4, 2)),
+            (math.inf, 4096, Shape(64, 4, 2)),
             (math.inf, 0, Shape(64, 2, 3)),
         ),
         (
             (200, 0, Shape(32, 4, 4)),
-            (400, 8192, Shape(64, 4, 3)),
+            (400, 8192, Shape(64, 4, 2)),
+            (math.inf, 8192, Shape(128, 4, 2)),
             (500, 0, Shape(64, 2, 3)),
             (math.inf, 0, Shape(128, 2, 3)),
         ),
@@ -59,13 +59,15 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
     ("uint4", True): (
         (
             (200, 0, Shape(32, 4, 3)),
-            (math.inf, 0, Shape(32, 2, 3)),
+            (math.inf, 6144, Shape(64, 4, 3)),
+            (math.inf, 0, Shape(64, 2, 3)),
         ),
         (
             (200, 0, Shape(32, 4, 4)),
-            (400, 8192, Shape(64, 4, 3)),
+            (400, 8192, Shape(64, 4, 2)),
+            (math.inf, 8192, Shape(128, 4, 2)),
             (600, 0, Shape(64, 2, 3)),
-            (math.inf, 1024, Shape(64, 2, 3)),
+            (math.inf, 1024, Shape(128, 2, 3)),
             (math.inf, 0, Shape(64, 1, 4)),
         ),
     ),
@@ -176,10 +178,10 @@ def shape(product: FewRows, spread: Spread) -> Shape:
 
 def _registers(found: Shape, product: FewRows, block_m: int) -> int:
     """What a thread holds at once: words, sums, and a step's products of each group, beside what
-    zero points take from them."""
+    several groups' zero points take from them."""
     rows = found.block_n * (2 if product.gated else 1)
     groups = DEPTH // product_depth(product.scheme, product.depth)
-    per_group = (2 if groups == 1 else 3) if product.zeros else 1
+    per_group = 3 if product.zeros and groups > 1 else 1
     return rows // 2 + rows * block_m // 32 * (1 + groups * per_group)
 
 

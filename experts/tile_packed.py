@@ -14,7 +14,7 @@ from modular_kernel.types import Problem
 CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
 SLOTS = 8  # columns of the product: sums that are scaled apart
 _MOST_PAIRS = 64  # of a token
-_MOST_TOKENS, _MOST_INTEGERS = 16, 8  # of a call without a tuned file: what was measured
+_MOST_TOKENS = 8  # of a call without a tuned file: those of 16 were slower, if little
 
 
 def serves(problem: Problem) -> bool:
@@ -33,14 +33,9 @@ def most_tokens(problem: Problem) -> int:
 
     Tokens read the weights of an expert they share once each. Measured on one H200 (2026-11-22,
     triton 3.6.0, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, 1 to 16 tokens): ahead of the
-    aligned path up to half as many pairs as experts, and integers, at 8 tokens and fewer, up to as
-    many.
+    aligned path up to half as many pairs as experts.
     """
-    once = problem.experts // problem.top_k  # tokens whose pairs are as many as experts
-    most = once // 2
-    if problem.scheme.weight == "uint4":
-        most = max(most, min(once, _MOST_INTEGERS))
-    return max(1, min(most, _MOST_TOKENS))
+    return max(1, min(_MOST_TOKENS, problem.experts // (2 * problem.top_k)))
 
 
 # (block_n, block_k, warps, stages) of GEMM 1; by the weights' format those of GEMM 2 by its depth,
@@ -50,7 +45,7 @@ _GEMM1: _Launch = (16, 256, 4, 1)
 _DEEP = 1 << 62
 _GEMM2: dict[str, tuple[tuple[int, _Launch], ...]] = {
     "uint4": ((1024, (16, 256, 8, 2)), (2048, (16, 512, 4, 1)), (_DEEP, (16, 256, 8, 2))),
-    "float4_e2m1": ((1024, (16, 256, 8, 2)), (2048, (16, 256, 4, 1)), (_DEEP, (16, 256, 8, 2))),
+    "float4_e2m1": ((1024, (16, 256, 4, 2)), (2048, (16, 256, 4, 1)), (_DEEP, (16, 256, 8, 2))),
 }
 
 

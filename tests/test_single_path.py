@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from experts import tile_single
-from experts.tile_shapes import SINGLE, Tile, TilePair, gemms, violations
+from experts.tile_regimes import regimes
+from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
 from experts.tiles import choose_tiles, override_config
 from experts.triton_experts import TritonExperts
 from modular_kernel.catalog import make_kernel
@@ -89,9 +90,10 @@ def test_few_tokens_take_it() -> None:
         (replace(qwen, quant="fp8_w8a8_block"), 4),
         (replace(mixtral, quant="fp8_w8a8_channel"), 1),
     ):
-        assert choose_tiles(problem, most, _PATHS) == tile_single.default(problem)
-        assert choose_tiles(problem, most + 1, _PATHS).path == "aligned"
-        assert choose_tiles(problem, most).path == "aligned"
+        steps = regimes(problem, Device(), _PATHS)  # files of a device would say otherwise
+        assert steps.choose(most) == tile_single.default(problem)
+        assert steps.choose(most + 1).path == "aligned"
+        assert regimes(problem, Device(), ("aligned",)).choose(most).path == "aligned"
 
 
 def test_packed_weights_and_odd_groups_are_not_served() -> None:
@@ -102,8 +104,6 @@ def test_packed_weights_and_odd_groups_are_not_served() -> None:
 
 
 def test_every_default_can_be_launched() -> None:
-    from experts.tile_shapes import Device
-
     for quant in ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a16_channel"):
         for depth in (256, 2048, 2880, 7168, 14336):
             problem = Problem(
