@@ -10,6 +10,9 @@ from experts import tile_packed, tile_single
 from experts.tile_regimes import regimes
 from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
 from experts.tiles import choose_tiles, override_config
+from modular_kernel.catalog import make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.quant import quantise_weights
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases import BASE
 from modular_kernel.types import Combine, Machine
@@ -82,6 +85,30 @@ def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: 
         assert choose_tiles(problem, 1, _PATHS) == pair
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("path", [SINGLE, "aligned"])
+def test_exponents_at_both_ends(path: str) -> None:
+    """E8M0 codes of 0 and 1, 2^-127 and 2^-126, are as good as nothing; one of 2^50 and more gives
+    no number, rather than to come round to another."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    problem = replace(_BASE, tokens=2, quant=_MXFP4)
+    x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
+    weights = quantise_weights(plain, problem)
+    pair = regimes(problem, Device(), _PATHS if path == SINGLE else (path,)).choose(1)
+    assert pair.path == path
+
+    def output(experts: str, scale: torch.Tensor) -> torch.Tensor:
+        given = replace(weights, w1_scale=scale)
+        with override_config(pair):
+            return make_kernel(_NO_EP, experts, problem)(x_TH, given, routing)
+
+    assert weights.w1_scale is not None
+    tiny, huge = weights.w1_scale.clone(), weights.w1_scale.clone()
+    tiny[:, 0::4, :2], tiny[:, 1::4, 0], huge[:, 5] = 0, 1, 250
+    found, expected = output("TritonExperts", tiny), output("TorchExperts", tiny)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    assert not output("TritonExperts", huge).isfinite().any()
 
 
 def test_who_is_served() -> None:
