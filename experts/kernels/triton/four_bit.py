@@ -80,6 +80,31 @@ def opaque(value):
 
 
 @triton.jit
+def rows_of(
+    first, count, inner, outer, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Rows of weights of columns `first` to first + BLOCK_N, of gate and then of up where there are
+    twice as many, as two summands: block row inner + outer is meant. What comes of `outer`, the
+    firsts of equal shares of BLOCK_N, is known to the compiler if that is, unless `count` columns
+    leave a rest (not EVEN_N): past the last one it is read again.
+    """
+    up = outer // BLOCK_N * UP_ROW
+    if EVEN_N:
+        rows = ((first + inner) * STEP, outer % BLOCK_N * STEP + up)
+    else:
+        column = tl.minimum(first + inner + outer % BLOCK_N, count - 1)
+        rows = (inner * 0, column * STEP + up)
+    return rows
+
+
+@triton.jit
+def times(rows, stride):
+    """Offsets of `rows_of` that lie `stride` apart."""
+    return rows[0] * stride, rows[1] * stride
+
+
+@triton.jit
 def in_word_order(values, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """(STEPS, ROWS, DEPTH) in order of k to the order in which `unpack_words` gives weights.
 
@@ -225,8 +250,7 @@ def load_scale(ptrs, inside, E2M1: tl.constexpr, LACK: tl.constexpr):
     if E2M1:
         # A mask of the load, or values that stay bytes and are taken two at once, cost more.
         most = 255 if inside is None else tl.where(inside, 255, 0)
-        exponent = tl.minimum(opaque(scale.to(tl.int32)) + LACK, most)
-        result = (exponent << 23).to(tl.float32, bitcast=True)
+        result = scale_values(opaque(scale.to(tl.int32)), E2M1, LACK, most)
     else:
         result = scale_values(_widened(scale), E2M1, LACK)
         if inside is not None:
@@ -247,10 +271,10 @@ def _widened(scale):
 
 
 @triton.jit
-def scale_values(scale, E2M1: tl.constexpr, LACK: tl.constexpr):
-    """As load_scale, of what is loaded everywhere."""
+def scale_values(scale, E2M1: tl.constexpr, LACK: tl.constexpr, most=255):
+    """As load_scale, of what is loaded; most: of an exponent, 255 or 0 for nothing."""
     if E2M1:
-        exponent = tl.minimum(scale.to(tl.int32) + LACK, 255)
+        exponent = tl.minimum(scale.to(tl.int32) + LACK, most)
         result = (exponent << 23).to(tl.float32, bitcast=True)
     else:
         result = scale.to(tl.float32) * 2.0**LACK

@@ -13,6 +13,8 @@ from experts.kernels.triton.four_bit import (
     multiply_words,
     opaque,
     rows_in_word_order,
+    rows_of,
+    times,
     word_order_offsets,
 )
 from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_rows
@@ -20,23 +22,14 @@ from modular_kernel.ops.kernels.overlap import after_predecessor
 
 
 @triton.jit
-def _rows_of(
-    first, columns, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+def _rows_of_spans(
+    first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows of weights of columns `first` to first + BLOCK_N, of gate and then of up if ROWS is
-    twice as many, (1, ROWS, 1): what differs within spans of rows, and what is to be added for
-    each span. The latter is known to the compiler, unless the columns leave a rest (not EVEN_N):
-    past the last one it is read again.
-    """
+    """`rows_of` spans of SPAN rows, (1, ROWS, 1) each."""
     row = tl.arange(0, ROWS)[None, :, None]
-    if EVEN_N:
-        span = row // SPAN * SPAN
-        rows = ((first + row % SPAN) * STEP, span % BLOCK_N * STEP + span // BLOCK_N * UP_ROW)
-    else:
-        column = tl.minimum(first + row % BLOCK_N, columns - 1)
-        rows = (column * STEP + row // BLOCK_N * UP_ROW, row * 0)
-    return rows
+    span = row // SPAN * SPAN
+    return rows_of(first, count, row % SPAN, span, STEP, UP_ROW, BLOCK_N, EVEN_N)
 
 
 @triton.jit
@@ -108,13 +101,13 @@ def four_bit_gemm_kernel(
     # From one address of a thread on, its others are as far as the compiler knows: in steps of
     # eight rows, or of as many as a load of scales takes. 32 bits are enough for one expert.
     first = pid_n * BLOCK_N
-    rows = _rows_of(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
-    words_at = (rows[0] * (stride_bn // 4), rows[1] * (stride_bn // 4))
+    rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
+    words_at = times(rows, stride_bn // 4)
     SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
-    rows = _rows_of(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
-    scale_at = (rows[0] * stride_bsn, rows[1] * stride_bsn)
+    rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
+    scale_at = times(rows, stride_bsn)
     # One of the two is even.
-    zero_at = (rows[0] // 2 * stride_bzn, rows[1] // 2 * stride_bzn)
+    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     shift = (rows[0] + rows[1]) % 2 * 4
     step = tl.arange(0, STEPS)[:, None, None]
     step_k = (step % PARTS) * PART_K + (step // PARTS) * DEPTH

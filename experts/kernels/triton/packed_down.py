@@ -4,16 +4,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from experts.kernels.triton.four_bit import times
 from experts.kernels.triton.packed_words import (
     by_slot,
     load_by_slot,
     load_pairs,
     load_words,
     loads_are_off,
-    rows_of,
+    rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
-    times,
 )
 from modular_kernel.ops.kernels.ids import load_local_ids
 
@@ -152,7 +152,7 @@ def packed_down_kernel(
     token = tl.program_id(0) % num_tokens
     first_column = tl.program_id(0) // num_tokens * BLOCK_N
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
-    rows = rows_of(first_column, hidden, BLOCK_N, 1, 0, BLOCK_N, EVEN_N)
+    rows = rows_of_lanes(first_column, hidden, BLOCK_N, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
     # The rows of lanes or those of groups are even.

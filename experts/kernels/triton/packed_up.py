@@ -3,17 +3,17 @@
 import triton
 import triton.language as tl
 
+from experts.kernels.triton.four_bit import times
 from experts.kernels.triton.packed_words import (
     load_by_slot,
     load_row,
     load_words,
     loads_are_off,
     pairs_of,
-    rows_of,
+    rows_of_lanes,
     scaled_sums,
     slots_of_chunk,
     store_paired,
-    times,
 )
 from modular_kernel.ops.kernels.activation import activate
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
@@ -132,7 +132,7 @@ def packed_up_kernel(
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
-    rows = rows_of(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
+    rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
     # The rows of lanes or those of groups are even.

@@ -16,6 +16,7 @@ from experts.kernels.triton.four_bit import (
     counts_from_zero,
     lacking,
     nibbles,
+    rows_of,
     scale_values,
 )
 
@@ -50,38 +51,22 @@ def loads_are_off(WARPS: tl.constexpr):
 
 
 @triton.jit
-def rows_of(
+def rows_of_lanes(
     first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows of weights of columns `first` to first + BLOCK_N, of gate and then of up if ROWS is
-    twice as many: what differs from lane to lane, (1, 8, 1, 1), and what is to be added in the
-    groups of eight, (1, 1 or 8, 1, ROWS / 8). All of the latter is known to the compiler, unless
-    `count` columns leave a rest (not EVEN_N): past the last one it is read again.
-    """
+    """`rows_of` eight lanes, (1, 8, 1, 1), and groups of eight rows, (1, 1 or 8, 1, ROWS / 8)."""
     lane = tl.arange(0, 8)[None, :, None, None]
     group = tl.arange(0, ROWS // 8)[None, None, None, :] * 8
-    up = group // BLOCK_N * UP_ROW
-    if EVEN_N:
-        rows = ((first + lane) * STEP, group % BLOCK_N * STEP + up)
-    else:
-        column = tl.minimum(first + lane + group % BLOCK_N, count - 1)
-        rows = (lane * 0, column * STEP + up)
-    return rows
-
-
-@triton.jit
-def times(rows, stride):
-    """Offsets of rows that lie `stride` apart."""
-    return rows[0] * stride, rows[1] * stride
+    return rows_of(first, count, lane, group, STEP, UP_ROW, BLOCK_N, EVEN_N)
 
 
 @triton.jit
 def load_words(ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
     """int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row.
 
-    ptr: to int32, or as many of them as lanes; offset, in words: `rows_of`; chunk: the first of a
-    block, and inside: whether it is to be read, (1 or 4, 1 or 8, PARTS, 1).
+    ptr: to int32, or as many of them as lanes; offset, in words: of `rows_of_lanes`; chunk: the
+    first of a block, and inside: whether it is to be read, (1 or 4, 1 or 8, PARTS, 1).
     """
     lane = tl.arange(0, 4)[:, None, None, None]
     here = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
