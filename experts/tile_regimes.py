@@ -173,7 +173,8 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
         )
     steps = Steps(tuple(lasts), tuple(pairs))
     if SINGLE in paths and tile_single.serves(problem):
-        steps = steps.since(tile_single.most_tokens(problem), tile_single.default(problem))
+        for most, pair in reversed(tuple(tile_single.defaults(problem))):
+            steps = steps.since(most, pair)
     if PERMUTED in paths and tile_permuted.serves(problem, device):
         rows = tile_permuted.LEAST_ROWS * problem.experts // problem.top_k
         steps = steps.until(rows - 1, tile_permuted.default(problem))

@@ -112,7 +112,7 @@ class Gemm:
     index: 1 or 2. sides: 2 where gate and up columns are computed side by side. a_bits, b_bits:
     of a stored value of the left and the right operand. widened: bits of a weight once it is
     dequantised, 0 if it enters the product as it is stored. scaled: there are scales. group_k: the
-    depth of one weight scale, 0 for all of it.
+    depth of one weight scale, 0 for all of it. least_block_n: columns of the narrowest tile.
     """
 
     index: int
@@ -125,6 +125,7 @@ class Gemm:
     group_k: int
     out_bits: int
     tensor_cores: bool
+    least_block_n: int = 16
 
     @property
     def least_block_k(self) -> int:
@@ -204,7 +205,11 @@ def violations(tile: Tile, gemm: Gemm, device: Device) -> Iterator[Violation]:
 
 
 def _unusable_numbers(tile: Tile, gemm: Gemm) -> Iterator[Violation]:
-    blocks = (("block_m", 16), ("block_n", 16), ("block_k", gemm.least_block_k))
+    blocks = (
+        ("block_m", 16),
+        ("block_n", gemm.least_block_n),
+        ("block_k", gemm.least_block_k),
+    )
     for name, least in blocks:
         value = getattr(tile, name)
         if not least <= value <= _LARGEST_BLOCK or value & (value - 1):
@@ -243,7 +248,7 @@ def clamped(tile: Tile, gemm: Gemm, device: Device) -> Tile:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif tile.block_k > least:
             tile = replace(tile, block_k=tile.block_k // 2)
-        elif tile.block_n > 16:
+        elif tile.block_n > gemm.least_block_n:
             tile = replace(tile, block_n=tile.block_n // 2)
         else:
             break

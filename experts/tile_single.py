@@ -5,6 +5,7 @@ in GEMM 2 group_m pairs of a token share them. block_k may span a scheme's group
 account.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,7 @@ _BYTES: tuple[_Row, ...] = (
     (4096, (32, 512, 8, 8)),
     (_DEEP, (32, 1024, 8, 8)),
 )
+_PACKED_BITS = 4
 _WIDE = 4096  # hidden values from which programs of GEMM 1 share the search for the largest
 
 
@@ -54,14 +56,25 @@ def most_tokens(problem: Problem) -> int:
 
 
 def unbounded(gemm: Gemm) -> Gemm:
-    """`gemm` as it bounds tiles of this path: groups do not."""
-    return replace(gemm, group_k=0)
+    """`gemm` as it bounds tiles of this path: groups do not, and of packed weights a product has 16
+    rows, be they of gate and up."""
+    least = tile_packed.ROWS // gemm.sides if gemm.b_bits == _PACKED_BITS else gemm.least_block_n
+    return replace(gemm, group_k=0, least_block_n=least)
 
 
-def default(problem: Problem) -> TilePair:
-    """The tiles without a tuned file."""
+def defaults(problem: Problem) -> Iterator[tuple[int, TilePair]]:
+    """The tiles without a tuned file: the most tokens each pair is for, ascending."""
+    most = most_tokens(problem)
+    pairs = [default(problem, tokens) for tokens in range(1, most + 1)]
+    for tokens, (pair, after) in enumerate(zip(pairs, [*pairs[1:], None], strict=True), 1):
+        if pair != after:
+            yield tokens, pair
+
+
+def default(problem: Problem, tokens: int = 1) -> TilePair:
+    """The tiles without a tuned file for a call of `tokens` tokens."""
     if problem.scheme.packed:
-        return tile_packed.default(problem)
+        return tile_packed.default(problem, tokens)
     narrow = problem.scheme.quantised
     rows = next(row for most, row in (_BYTES if narrow else _HALF) if problem.intermediate <= most)
     first = (32 if narrow and problem.hidden > _WIDE else 16, 512, 8)

@@ -23,7 +23,6 @@ from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 _MOST_IDS = 128  # looked at at once: one kernel for all numbers of tokens
-_REGISTERS = 128  # of a thread, so that 16 warps are at work on a multiprocessor
 
 
 class PackedPath:
@@ -130,7 +129,7 @@ def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
         "LATE": tile.num_stages == 1,
         "num_warps": tile.num_warps,
         "num_stages": 1,
-        "maxnreg": _REGISTERS,
+        "maxnreg": tile_packed.registers(tile),
     }
 
 

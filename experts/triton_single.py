@@ -70,7 +70,7 @@ class SinglePath:
         with stages.stage(self._first_stage(call)):
             launch(
                 self._up,
-                (pairs * blocks,),
+                (pairs * blocks + 1,),
                 row_weights_ptr=routing.topk_weights_TK,
                 invalid_ptr=routing.invalid_ids,
                 h_ptr=h_PI,

@@ -35,6 +35,7 @@ _LONG = _pair((32, 128, 1, 1), (64, 128, 2, 2))
 _DEEP = _pair((64, 128, 1, 2), (128, 256, 1, 3))
 _ONCE = _pair((64, 512, 4, 1), (128, 256, 4, 1))
 _MANY = _pair((64, 1024, 8, 2), (128, 1024, 8, 2))
+_NARROW = _pair((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of up are a product
 # Widths that are no multiple of a block, depths that are no multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
@@ -71,6 +72,9 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 2, "inplace": True, "routed_scaling_factor": 2.5}, "skips", _ONCE),
     ({"tokens": 2, "top_k": 3, "ids_dtype": torch.int64}, "out_of_range", _MANY),
     ({"tokens": 5, "chunk_tokens": 4, "quant": _MXFP4}, "zipf", _ONCE),
+    ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 288, "activation": _OAI,
+      "bias": True}, "skips", _NARROW),
+    ({"tokens": 1, "quant": _MXFP4, "hidden": 256, "intermediate": 100}, "uniform", _NARROW),
     # Widths of whole blocks: rows of weights at distances that are known to the compiler.
     ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 256, "intermediate": 192,
       "activation": _OAI, "bias": True}, "skips", _LONG),
@@ -129,11 +133,24 @@ def test_few_tokens_take_it() -> None:
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
             most = tile_single.most_tokens(problem)
             steps = regimes(problem, Device(), _PATHS)  # files of a device would say otherwise
-            pair = steps.choose(most)
-            assert pair == tile_packed.default(problem)
             assert steps.choose(most + 1).path == "aligned"
-            for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-                assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+            for tokens in range(1, most + 1):
+                pair = steps.choose(tokens)
+                assert pair == tile_packed.default(problem, tokens)
+                for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
+                    assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"activation": "relu2"}, {"quant": "none"}, {"quant": "int8_w8a16_channel"}],
+    ids=str,
+)
+def test_only_gate_and_up_of_packed_weights_are_narrow(changes: dict[str, Any]) -> None:
+    for problem, refused in ((_BASE, False), (replace(_BASE, **changes), True)):
+        first, second = map(tile_single.unbounded, gemms(problem))
+        assert bool(list(violations(_NARROW.gemm1, first, Device()))) is refused
+        assert list(violations(_NARROW.gemm1, second, Device()))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_packed
+from experts import tile_packed, tile_single
 from experts.tile_shapes import TilePair
 from experts.triton_packed import PackedPath
 from experts.triton_path import PathCall
@@ -67,6 +67,16 @@ def test_defaults_are_clean(quant: str, model: Problem) -> None:
     assert [record.kernel for record in records] == ["packed_up_kernel", "packed_down_kernel"]
     for record in records:
         assert check(record, expect="HMMA", max_shared=SUMS) == ()
+
+
+@pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16"])
+def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
+    first, *more = tile_single.defaults(replace(QWEN3, quant=quant))
+    assert first[0] == 1
+    assert more
+    for tokens, pair in more:
+        for record in compiled(replace(QWEN3, quant=quant, tokens=tokens), pair):
+            assert check(record, expect="HMMA", max_shared=SUMS) == ()
 
 
 @pytest.mark.parametrize(

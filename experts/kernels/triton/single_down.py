@@ -38,14 +38,13 @@ def _pair_scales(
 
 @triton.jit
 def _add_step(
-    sums, codes, start, h_ptrs, h_scale, live, depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
+    sums, codes, start, h, h_scale, live, depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
     QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """sums with the products of one step added. h_ptrs (S, BLOCK_K), h_scale (S,)."""
-    inside = (start + tl.arange(0, BLOCK_K) < depth)[None, :]
-    h = tl.load(h_ptrs + start, mask=live[:, None] & inside, other=0.0).to(tl.float32)
+    """sums with the products of one step added. h (S, BLOCK_K), h_scale (S,)."""
+    h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
         h, scales = quantised_groups(
@@ -114,6 +113,9 @@ def single_down_kernel(
         if OVERLAP:
             gdc_wait()
             gdc_launch_dependents()
+        h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
+        # h sets off before anything waits for its largest values.
+        h = tl.load(h_ptrs, mask=live[:, None] & (k < depth)[None, :], other=0.0)
         h_scale = tl.full((S,), 1.0, tl.float32)
         if QUANT == "token" or QUANT == "tensor":
             h_scale = _pair_scales(
@@ -129,19 +131,19 @@ def single_down_kernel(
         zero_ptrs = (
             zero_ptr + expert[:, None, None] * stride_bze + scale_row[None, :, None] * stride_bzn
         )
-        h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
         sums = _add_step(
-            tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h_ptrs, h_scale, live,
+            tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, live,
             depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
             QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
             S, BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
         for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
-            w_mask = row_mask & (start + k < depth)[None, None, :]
+            inside = start + k < depth
             w_ptrs += BLOCK_K * stride_bk
-            codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
+            codes = tl.load(w_ptrs, mask=row_mask & inside[None, None, :], other=0.0)
+            h = tl.load(h_ptrs + start, mask=live[:, None] & inside[None, :], other=0.0)
             sums = _add_step(
-                sums, codes, start, h_ptrs, h_scale, live,
+                sums, codes, start, h, h_scale, live,
                 depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
                 QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
                 S, BLOCK_N, BLOCK_K, VEC,

@@ -26,13 +26,13 @@ def _largest(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
 
 @triton.jit
 def _step_input(
-    x_ptr, x_scale_ptr, start, hidden, scale, stride_xk, stride_xsk,
+    x, x_scale_ptr, start, hidden, scale, stride_xsk,
     QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """x (1, BLOCK_K) float32, quantised already or here, and its scales (1, BLOCK_K / VEC)."""
-    k = start + tl.arange(0, BLOCK_K)
-    x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0).to(tl.float32)[None, :]
+    """x (BLOCK_K,) as (1, BLOCK_K) float32, quantised already or here, and its scales
+    (1, BLOCK_K / VEC)."""
+    x = x.to(tl.float32)[None, :]
     scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
         x, scales = quantised_groups(
@@ -52,16 +52,15 @@ def _step_input(
 
 @triton.jit
 def _add_step(
-    gate, up, gate_codes, up_codes, start, x_ptr, x_scale_ptr, x_scale, hidden,
-    scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
-    stride_xk, stride_xsk, stride_bsk, stride_bzk,
+    gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden,
+    scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs, stride_xsk, stride_bsk, stride_bzk,
     QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """gate and up with the products of one step added."""
     x, scales = _step_input(
-        x_ptr, x_scale_ptr, start, hidden, x_scale, stride_xk, stride_xsk,
+        x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
         QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
     )  # fmt: skip
     vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
@@ -102,19 +101,21 @@ def single_up_kernel(
 
     w is (e, rows, hidden) and column n uses row n * ROW_STEP, and up_row further if GATED; h is
     (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Grid
-    (num_pairs * blocks of BLOCK_N columns,), the pairs of a block side by side.
+    (num_pairs * blocks of BLOCK_N columns + 1,), the pairs of a block side by side; the last
+    program counts invalid ids.
     QUANT: how x is quantised: "none", "given" with its scales, or here, with one scale a "token",
     a "group", a "tensor", or the "static" one at x_scale_ptr. SCALED: weights have scales, one for
     GROUP_N rows and GROUP_K of the depth (0: all); SCALE_ROWS: 1 if one serves all BLOCK_N rows.
     KEEP_LARGEST: largest[p, block] = largest magnitude of the program's values.
     """
     after_predecessor(OVERLAP)
-    if tl.program_id(0) == 0:
+    pair = tl.program_id(0) % num_pairs
+    block = tl.program_id(0) // num_pairs
+    if block * BLOCK_N >= intermediate:
         count_invalid_ids(
             ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
         )
-    pair = tl.program_id(0) % num_pairs
-    block = tl.program_id(0) // num_pairs
+        return
     local, _ = load_local_ids(ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP)
     if local < 0:
         return
@@ -135,6 +136,8 @@ def single_up_kernel(
         up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
     x_ptr += token * stride_xm
     x_scale_ptr += token * stride_xsm
+    # And so does x before anything waits for its largest value.
+    x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0)
     x_scale = 1.0
     if QUANT == "token":
         largest = _largest(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
@@ -156,23 +159,25 @@ def single_up_kernel(
     gate = tl.zeros((1, BLOCK_N, BLOCK_K // VEC), tl.float32)
     up = gate
     gate, up = _add_step(
-        gate, up, gate_codes, up_codes, 0, x_ptr, x_scale_ptr, x_scale, hidden,
+        gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden,
         scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
-        stride_xk, stride_xsk, stride_bsk, stride_bzk,
+        stride_xsk, stride_bsk, stride_bzk,
         QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
         BLOCK_N, BLOCK_K, VEC,
     )  # fmt: skip
     for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
-        w_mask = column_mask[None, :, None] & (start + k < hidden)[None, None, :]
+        inside = start + k < hidden
+        w_mask = column_mask[None, :, None] & inside[None, None, :]
         w_ptrs += BLOCK_K * stride_bk
         gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
         up_codes = gate_codes
         if GATED:
             up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
+        x = tl.load(x_ptr + (start + k) * stride_xk, mask=inside, other=0.0)
         gate, up = _add_step(
-            gate, up, gate_codes, up_codes, start, x_ptr, x_scale_ptr, x_scale, hidden,
+            gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden,
             scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
-            stride_xk, stride_xsk, stride_bsk, stride_bzk,
+            stride_xsk, stride_bsk, stride_bzk,
             QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
             BLOCK_N, BLOCK_K, VEC,
         )  # fmt: skip
