@@ -57,6 +57,8 @@ class PrepareAndFinalize(ABC):
     requires: ClassVar[PrepareFinalizeRequirements]
     replayable: ClassVar[bool] = False
     keeps_expert_output: ClassVar[bool] = False  # memory that other ranks read, say
+    # `prepare` costs less than `prepare_no_receive` and what waits for it.
+    prepares_at_once: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         self.problem = problem

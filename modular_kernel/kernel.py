@@ -120,7 +120,7 @@ class FusedMoEModularKernel:
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: written and returned if
         given. Raises an InputError before anything is launched if a tensor does not fit.
         """
-        return self.start(x_TH, weights, routing, out=out).finish()
+        return self._started(x_TH, weights, routing, out, at_once=True).finish()
 
     def start(
         self,
@@ -135,12 +135,23 @@ class FusedMoEModularKernel:
         With an asynchronous PrepareAndFinalize, work done in between overlaps the dispatch.
         Several calls may be in flight at once.
         """
+        return self._started(x_TH, weights, routing, out, at_once=False)
+
+    def _started(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+        *,
+        at_once: bool,
+    ) -> "Pending":
         self.check(x_TH, weights, routing, out)
         specs = self.workspace_specs(x_TH.shape[0])
         workspace = Workspace(specs, x_TH.device, poison=self.poison)
         output = self._output(x_TH, out)
         self.poison_output(output)
-        return self.start_checked(x_TH, weights, routing, output, workspace)
+        return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
 
     def plan(self, problem: Problem | None = None) -> Plan:
         """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.
@@ -234,8 +245,11 @@ class FusedMoEModularKernel:
         routing: Routing,
         out: torch.Tensor,
         workspace: Workspace,
+        *,
+        at_once: bool = False,
     ) -> "Pending":
-        """`start` for tensors that were checked, with the buffers to use."""
+        """`start` for tensors that were checked, with the buffers to use. at_once: it is finished
+        before anything else is launched."""
         call = Call(
             workspace,
             self.count_invalid_ids_on(x_TH.device),
@@ -244,7 +258,7 @@ class FusedMoEModularKernel:
         )
         part = self.prepare_finalize
         with stages.stage(stages.PREPARE):
-            if part.has_prepare_no_receive():
+            if part.has_prepare_no_receive() and not (at_once and part.prepares_at_once):
                 arriving = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
 
                 def receive() -> tuple[Dispatched, Handle]:

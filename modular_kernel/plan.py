@@ -12,7 +12,7 @@ from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
 
 if TYPE_CHECKING:
-    from modular_kernel.kernel import FusedMoEModularKernel
+    from modular_kernel.kernel import FusedMoEModularKernel, Pending
 
 
 class Plan:
@@ -126,12 +126,17 @@ class Plan:
         assert bound is not None
         self._poison(out)
         if not kernel.replayable or not self._tapes.wants(kind) or out.numel() == 0:
-            return kernel.start_checked(x_TH, weights, routing, out, self._workspace).finish()
+            return self._start(x_TH, weights, routing, out).finish()
         with replay.recording((*_tensors(x_TH, routing, out), *bound.tensors)) as recorder:
-            kernel.finish(kernel.start_checked(x_TH, weights, routing, out, self._workspace))
+            kernel.finish(self._start(x_TH, weights, routing, out))
         self._tapes.keep(kind, recorder.tape())
         self._check_red_zones()
         return out
+
+    def _start(
+        self, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor
+    ) -> "Pending":
+        return self.kernel.start_checked(x_TH, weights, routing, out, self._workspace, at_once=True)
 
     def _poison(self, out: torch.Tensor) -> None:
         if self.kernel.poison:

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
-from modular_kernel.errors import CommunicationError
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.deepep_part import BF16, HOPPER, DeepEPHandle, DeepEPPart
-from prepare_finalize.tokens import quantise_tokens, reduced_rows
+from prepare_finalize.tokens import number_and_quantise_tokens, reduced_rows
 
 _WORLD_SIZES = (2, 4, 8)
 # A row travels in two halves, each of them and 8 bytes in 8 KiB, a multiple of 16 bytes.
@@ -23,8 +22,10 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
     """A token's row goes once to each rank that holds one of its experts; that rank weights and
     adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
 
-    Activations are quantised before they travel, where the scheme quantises them. The host waits
-    for the number of rows that come. T may differ from rank to rank and be 0.
+    The host waits for nothing: a call has the most rows that can come, of which those that stand
+    for no token have only ids of -1, and are undefined besides, their weights too. Activations are
+    quantised before they travel, where the scheme quantises them. T may differ from rank to rank
+    and be 0.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -35,9 +36,11 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         dtypes=BF16,
         top_k=(1, 32),
         hidden_multiple=256,  # a warp adds up 32 times 16 bytes of a row at once
+        graph_capturable=True,
         deterministic=False,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
         localises_ids=True,
+        padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(_WORLD_SIZES[0], _WORLD_SIZES[-1]),
         asynchronous=True,
@@ -61,39 +64,50 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         self.manager.high_throughput(self.problem.hidden)
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
-        # Whatever this rank passes, another may pass problem.tokens.
-        return ContiguousShape(self.world_size * self.problem.tokens, self.problem.top_k)
+        # Whatever this rank passes, another may pass problem.tokens. For no rows at all the library
+        # would have the host wait for their number.
+        rows = self.world_size * max(1, self.problem.tokens)
+        return ContiguousShape(rows, self.problem.top_k)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         return self.row_specs(tokens, self.dispatch_shape(tokens).tokens)
 
-    def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
         made = self.manager.high_throughput(self.problem.hidden)
-        ids_TK, weights_TK = self.numbered(routing, call, join=False)
-        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
-        travels = scale is not None and not self.problem.scheme.static
-        counts_R, _, counts_E, is_there_TR, _ = made.buffer.get_dispatch_layout(
-            ids_TK, self.numbers
+        pairs = self.pairs(routing, call, join=False)
+        rows, scale = number_and_quantise_tokens(
+            x_TH, self.problem, pairs, weights=weights, call=call
         )
-        try:
-            got_x, got_ids, got_weights, _, given, event = made.buffer.dispatch(
-                (rows, scale) if travels else rows.contiguous(),
-                num_tokens_per_rank=counts_R,
-                is_token_in_rank=is_there_TR,
-                num_tokens_per_expert=counts_E,
-                topk_idx=ids_TK,
-                topk_weights=weights_TK,
-                config=made.dispatch_config,
-                async_finish=True,
-            )
-        except RuntimeError as error:
-            raise self._lost(error) from error
+        travels = scale is not None and not self.problem.scheme.static
+        # What a graph holds stays alive in its pool, and needs no stream to be recorded.
+        overlaps = not (at_once or self.manager.capturing)
+        counts_R, _, counts_E, is_there_TR, _ = made.buffer.get_dispatch_layout(
+            pairs.numbers_TK, self.numbers
+        )
+        got_x, got_ids, got_weights, _, given, event = made.buffer.dispatch(
+            (rows, scale) if travels else rows.contiguous(),
+            num_tokens_per_rank=counts_R,
+            is_token_in_rank=is_there_TR,
+            num_tokens_per_expert=counts_E,
+            topk_idx=pairs.numbers_TK,
+            topk_weights=pairs.weights_TK,
+            num_worst_tokens=self.dispatch_shape(len(x_TH)).tokens,
+            config=made.dispatch_config,
+            async_finish=overlaps,
+        )
 
         def receive() -> tuple[Dispatched, Handle]:
-            event.current_stream_wait()
+            if overlaps:
+                event.current_stream_wait()
             x_RH, scales = got_x if travels else (got_x, scale)
             arrived = self.local_tokens(call, x_RH, scales, got_ids, got_weights)
             return arrived, DeepEPHandle(self, call, given, got_weights)
@@ -113,10 +127,3 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
         combined_TH, _, _ = made.buffer.combine(rows_RH, own.given, config=made.combine_config)
         out.copy_(combined_TH)
-
-    def _lost(self, error: RuntimeError) -> CommunicationError:
-        """What a dispatch raises where a rank does not come in the library's own time."""
-        got, need = str(error).splitlines()[0][:200], "the same calls on every rank"
-        return CommunicationError(
-            "DeepEP's dispatch", got=got, need=need, rank=self.manager.rank, phase="dispatch"
-        )

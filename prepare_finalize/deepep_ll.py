@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
-from modular_kernel.ops.numbers import slots_of
+from modular_kernel.ops.numbers import number_pairs, slots_of
 from modular_kernel.ops.quantise import (
     BatchedRows,
     quantise_rows,
@@ -110,20 +110,30 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
             return {**pairs, **specs}
         return pairs
 
-    def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
         # An expert has room for one row of each token. The scaling factor multiplies the weighted
         # sum, and it is the library that weights.
         factor = self.problem.routed_scaling_factor
-        ids_TK, weights_TK = self.numbered(routing, call, join=True, factor=factor)
-        by_library = quantises(self.problem, call) and quantised_by_library(self.problem)
-        arrival = self._buffer().dispatch(x_TH.contiguous(), ids_TK, quantise=by_library)
+        pairs = self.pairs(routing, call, join=True, factor=factor)
+        number_pairs(pairs)
+        ids_TK, by_library = pairs.numbers_TK, quantised_by_library(self.problem)
+        by_library = by_library and quantises(self.problem, call)
+        arrival = self._buffer().dispatch(
+            x_TH.contiguous(), ids_TK, quantise=by_library, at_once=at_once
+        )
 
         def receive() -> tuple[Dispatched, Handle]:
             arrival.receive()
-            handle = LowLatencyHandle(self, call, arrival.handle, weights_TK, ids_TK)
+            handle = LowLatencyHandle(self, call, arrival.handle, pairs.weights_TK, ids_TK)
             return self._arrived(arrival, weights, call), handle
 
         return receive

@@ -20,7 +20,7 @@ from prepare_finalize.all2all.deepep_part import (
     DeepEPHandle,
     DeepEPPart,
 )
-from prepare_finalize.tokens import quantise_tokens, reduced_rows
+from prepare_finalize.tokens import number_and_quantise_tokens, reduced_rows
 
 _LEAST_TOKENS, _STEP = 8, 128
 
@@ -57,7 +57,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
     most_slots = 256
 
     def make_buffer(self) -> None:
-        self._ids_dtype = load_deepep(self.generation).topk_idx_t
+        self.ids_dtype = load_deepep(self.generation).topk_idx_t
         self._buffer()
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
@@ -73,23 +73,32 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
             "live_weights": BufferSpec((rows, self.problem.top_k), torch.float32),
         }
 
-    def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
     ) -> Receiver:
         self.manager.check_device(x_TH.device)
         # The library stops the device at an expert that is twice in a row.
-        ids_TK, weights_TK = self.numbered(routing, call, join=True)
-        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        pairs = self.pairs(routing, call, join=True)
+        rows, scale = number_and_quantise_tokens(
+            x_TH, self.problem, pairs, weights=weights, call=call
+        )
         travels = scale is not None and not self.problem.scheme.static
         # What a graph holds stays alive in its pool, and needs no stream to be recorded.
-        overlaps = not torch.cuda.is_current_stream_capturing()
+        overlaps = not (at_once or self.manager.capturing)
         got_x, got_ids, got_weights, given, event = self._buffer().dispatch(
             (rows, scale) if travels else rows.contiguous(),
-            topk_idx=ids_TK.to(self._ids_dtype),
-            topk_weights=weights_TK,
+            topk_idx=pairs.numbers_TK,
+            topk_weights=pairs.weights_TK,
             num_experts=self.numbers,
             num_sms=self.manager.num_sms or 0,
             async_with_compute_stream=overlaps,
+            do_handle_copy=False,  # the ids are this call's own until its combine
             do_cpu_sync=False,
         )
 

@@ -8,8 +8,9 @@ import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
 from modular_kernel.errors import CapacityError, UnsupportedError
-from modular_kernel.ops.places import SlotLayout, place_pairs
+from modular_kernel.ops.numbers import Pairs, slots_of
 from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.zero_rows import zero_rows
 from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
@@ -22,9 +23,13 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
-from prepare_finalize.all2all.part import GroupPart, PartHandle
+from prepare_finalize.all2all.part import AtOncePart, PartHandle
 from prepare_finalize.all2all.pplx import PplxExchange, PplxGroup, PplxShape
-from prepare_finalize.tokens import one_scale_for_all, quantise_tokens, token_specs
+from prepare_finalize.tokens import (
+    number_and_quantise_tokens,
+    one_scale_for_all,
+    token_specs,
+)
 
 _SHARED = (
     *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
@@ -37,23 +42,24 @@ _MOST_ROW_BYTES = 48 << 10  # a row, its scales and its number pass through shar
 @dataclass(frozen=True)
 class PplxHandle(PartHandle):
     """turn: of the exchange, in which this call has it. slots_TK uint32 and weights_TK float32, as
-    the library was and will be told them."""
+    the library was and will be told them. sink_counts_S: int32, how many rows came to each sink."""
 
     exchange: PplxExchange
     turn: int
     slots_TK: torch.Tensor
     weights_TK: torch.Tensor
+    sink_counts_S: torch.Tensor
 
 
-class PplxPrepareAndFinalize(GroupPart[PplxGroup]):
+class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
     """(T, H) tokens -> (e, W * problem.tokens, H) rows, one per token and expert, in any order
     among the rows of an expert; the combine applies the router weights and sums in float32.
 
     Activations are quantised before they travel where the scheme quantises them. Nothing is read
     on the host. The GPU waits for its peers: a rank that does not come stops the others for good.
-    The library sends exactly K rows for a token, to K places that exist: `SlotLayout` has sinks
-    for pairs that are skipped. A captured call uses its buffers in every replay, so no other call
-    of that shape may be in flight then. Making and destroying a part is collective.
+    The library sends exactly K rows for a token, to K places that exist: behind a rank's slots are
+    sinks for pairs that are skipped. A captured call uses its buffers in every replay, so no other
+    call of that shape may be in flight then. Making and destroying a part is collective.
     """
 
     requires = PrepareFinalizeRequirements(
@@ -77,8 +83,8 @@ class PplxPrepareAndFinalize(GroupPart[PplxGroup]):
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
-        self._layout = SlotLayout.of(problem)
-        self._shape = _shape(problem, self._layout)
+        self._shape = _shape(problem)
+        self._sinks = sinks_of(problem)
         self.manager.agree({name: getattr(problem, name) for name in _SHARED})
         self.manager.reserve(self._shape)
 
@@ -102,8 +108,8 @@ class PplxPrepareAndFinalize(GroupPart[PplxGroup]):
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
         # Experts see their own slots; the sinks behind them are in their output's buffer.
-        capacity = self._layout.world_size * self._shape.max_tokens
-        return BatchedShape(self._layout.each, capacity)
+        world_size = self.problem.parallel.world_size
+        return BatchedShape(self._shape.slots // world_size, world_size * self._shape.max_tokens)
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
@@ -124,30 +130,42 @@ class PplxPrepareAndFinalize(GroupPart[PplxGroup]):
             "expert_counts": BufferSpec((shape.experts,), torch.int32),
         }
 
-    def prepare_no_receive(
-        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
     ) -> Receiver:
         if len(x_TH) > self._shape.max_tokens:
             need = f"<= {self._shape.max_tokens}, as the buffers are made for"
             raise CapacityError("tokens", got=len(x_TH), need=need)
         self.manager.check_device(x_TH.device)
-        slots_TK, weights_TK = self._places(routing, call)
-        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        pairs = self._pairs(routing, call)
+        rows, scale = number_and_quantise_tokens(
+            x_TH, self.problem, pairs, weights=weights, call=call
+        )
+        slots_TK = pairs.numbers_TK.view(torch.uint32)
         arrived = self._arriving(call)
         sent = (_dense(rows, call), self._sent_scale(scale, call))
         exchange = self.manager.take(self._shape)
         turn, arguments = exchange.turn, (*arrived, *sent, slots_TK, None)
-        exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=False)
+        exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=at_once)
 
         def receive() -> tuple[Dispatched, Handle]:
-            exchange.all_to_all.dispatch(*arguments, do_send=False, do_recv=True)
+            if not at_once:
+                exchange.all_to_all.dispatch(*arguments, do_send=False, do_recv=True)
             counts, x_eCH, scales = (t if t is None else t[: self.problem.e] for t in arrived)
             assert counts is not None
             assert x_eCH is not None
             if scales is not None and scale is not None:
                 scales = scales[..., : scale.shape[1]]  # without what made whole units
             tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
-            return tokens, PplxHandle(self, call, exchange, turn, slots_TK, weights_TK)
+            to_sinks = arrived[0][-self._sinks :]
+            told = slots_TK, pairs.weights_TK, to_sinks
+            return tokens, PplxHandle(self, call, exchange, turn, *told)
 
         return receive
 
@@ -169,26 +187,22 @@ class PplxPrepareAndFinalize(GroupPart[PplxGroup]):
         )
         if expert_output.data_ptr() != whole.data_ptr():
             whole[: len(expert_output)].copy_(expert_output)
-        whole[self._layout.real :].zero_()
+        zero_rows(whole[-self._sinks :], own.sink_counts_S)
         exchange.all_to_all.combine(out, own.slots_TK, own.weights_TK, whole, None)
         self.manager.give_back(exchange)
 
-    def _places(self, routing: Routing, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """(T, K) places as the library takes them, uint32, and their weights, float32."""
-        ids_TK = routing.topk_ids_TK
-        take = call.workspace.take
-        places_TK = take("places", tuple(ids_TK.shape))
-        weights_TK = take("place_weights", tuple(ids_TK.shape))
-        place_pairs(
-            ids_TK,
-            routing.topk_weights_TK,
-            self.tables(ids_TK.device),
-            self._layout,
-            rank=self.manager.rank,
+    def _pairs(self, routing: Routing, call: Call) -> Pairs:
+        """The pairs of a call, and where their places and weights are written."""
+        ids_TK, take = routing.topk_ids_TK, call.workspace.take
+        return Pairs(
+            routing,
+            self.numbering(ids_TK.device, sinks=self._sinks),
+            take("places", tuple(ids_TK.shape)),
+            take("place_weights", tuple(ids_TK.shape)),
+            call.invalid_ids,
+            join=True,
             factor=self.problem.routed_scaling_factor,
-            out=(places_TK, weights_TK, call.invalid_ids),
         )
-        return places_TK.view(torch.uint32), weights_TK
 
     def _arriving(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Where the library writes: counts, rows and their scales, of every slot."""
@@ -221,9 +235,15 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
     return problem.hidden * itemsize, ceil(scales / _UNIT) * _UNIT
 
 
-def _shape(problem: Problem, layout: SlotLayout) -> PplxShape:
+def sinks_of(problem: Problem) -> int:
+    """A rank's sinks: as many as let all K pairs of a token be skipped, each to a place of its
+    own."""
+    return ceil(problem.top_k / problem.parallel.world_size)
+
+
+def _shape(problem: Problem) -> PplxShape:
     row, scales = _row_bytes(problem)
-    slots = layout.world_size * layout.each
+    slots = problem.parallel.world_size * (slots_of(problem.placement) + sinks_of(problem))
     # The library cannot be made for no tokens at all.
     return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
 

@@ -6,6 +6,8 @@ import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.ops.number_quantise import number_and_quantise
+from modular_kernel.ops.numbers import Pairs, number_pairs
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.tensors import ExpertRows, ExpertWeights
@@ -50,6 +52,24 @@ def quantise_tokens(
         return x_TH, None
     with stages.stage(stages.QUANTISE_INPUT):
         return _quantised(x_TH, problem, weights, call, largest)
+
+
+def number_and_quantise_tokens(
+    x_TH: torch.Tensor, problem: Problem, pairs: Pairs, *, weights: ExpertWeights, call: Call
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`quantise_tokens`, and `number_pairs` of their pairs, in one launch.
+
+    Not where one scale is computed for all tokens.
+    """
+    if not quantises(problem, call):
+        number_pairs(pairs)
+        return x_TH, None
+    scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
+    static = weights.a1_scale if scheme.static else None
+    out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+    with stages.stage(stages.QUANTISE_INPUT):
+        number_and_quantise(x_TH, scheme, pairs, out=out)
+    return out.q_RK, out.scale
 
 
 def _quantised(

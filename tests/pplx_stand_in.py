@@ -6,6 +6,7 @@ every such use raises. Rows of an expert arrive in no order that a caller could 
 
 import pickle
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
@@ -38,6 +39,7 @@ class AllToAll:
     """One set of buffers; `intranode`, `dispatch` and `combine` as the library declares them."""
 
     made = 0
+    halves: ClassVar = []  # (do_send, do_recv) of each dispatch of this process
 
     def __init__(self, **sizes):
         self.__dict__.update(sizes)
@@ -79,7 +81,7 @@ class AllToAll:
         self.open = False
 
     def dispatch(self, counts, x, x_scale, given, given_scale, indices, bound_m, **split):
-        self._enter({"idle": "sent", "sent": "received"}, split)
+        self._enter_dispatch(**split)
         self._check_indices(indices, given)
         slots, capacity = self.local, self.max_num_tokens * self.world_size
         assert (counts.dtype, tuple(counts.shape)) == (torch.int32, (slots,))
@@ -98,6 +100,7 @@ class AllToAll:
             scales = None if given_scale is None else given_scale.clone()
             places = indices.view(torch.int32).tolist()
             self.told = gathered(self.group, (places, raw(given).clone(), scales))
+        if not split["do_recv"]:
             return
         self.arrived = self._rows()
         for slot, rows in enumerate(self.arrived):
@@ -108,7 +111,7 @@ class AllToAll:
                     x_scale[slot, place] = self.told[source][2][token]
 
     def combine(self, out, indices, weights, y, bound_m, do_send=True, do_recv=True):
-        self._enter({"received": "idle"}, {})
+        self._enter("received", "idle")
         assert do_send
         assert do_recv
         self._check_indices(indices, out)
@@ -134,13 +137,16 @@ class AllToAll:
                 total += weight * everywhere[token, place].float()
             out[token] = total.to(out.dtype)
 
-    def _enter(self, steps, split):
+    def _enter_dispatch(self, *, do_send, do_recv):
+        """Both halves in one launch, or the receiving one after the sending one."""
+        assert do_send or do_recv
+        AllToAll.halves.append((do_send, do_recv))
+        self._enter("idle" if do_send else "sent", "received" if do_recv else "sent")
+
+    def _enter(self, before, after):
         assert self.open, "used after destroy"
-        assert self.state in steps, f"out of turn: {self.state}"
-        if split:  # the receiving half must follow the sending one
-            assert split["do_send"] != split["do_recv"]
-            assert split["do_send"] == (self.state == "idle")
-        self.state = steps[self.state]
+        assert self.state == before, f"out of turn: {self.state}"
+        self.state = after
 
     def _check_indices(self, indices, rows):
         assert indices.dtype == torch.uint32

@@ -78,7 +78,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
     (HT, {"hidden": 8192}, {"hidden"}),
     (HT, {"hidden": 2176, "quant": BLOCK}, {"hidden"}),
     (HT, {"experts": 258, "quant": "fp8_w8a8_tensor"}, {"max_experts", "dispatch_quant"}),
-    (HT, {"parallel": Parallel(3), "graph": True}, {"world_size", "graph"}),
+    (HT, {"parallel": Parallel(3), "graph": True}, {"world_size"}),
     (HT, {"parallel": Parallel(16), "deterministic": True}, {"world_size", "deterministic"}),
     (HT, {"combine": Combine.TOPK_WEIGHTED, "expert_map": True}, {"keep_topk", "expert_map"}),
     (HT, {"local_experts": 3}, {"placement"}),
@@ -253,8 +253,10 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def low_latency_dispatch(self, x: str, *_: object, **__: object) -> tuple[Any, ...]:
-        self.calls.append(f"send {x}")
+    def low_latency_dispatch(
+        self, x: str, *_: object, return_recv_hook: bool, **__: object
+    ) -> tuple[Any, ...]:
+        self.calls.append(f"send {x}" if return_recv_hook else f"send and receive {x}")
         return x, None, (), None, lambda: self.calls.append(f"receive {x}")
 
     def low_latency_combine(self, x: str, *_: object, **__: object) -> None:
@@ -280,6 +282,16 @@ def test_a_dispatch_is_received_before_the_next_exchange() -> None:
         "send a", "receive a", "send b", "receive b", "combine b", "combine a",
         "send c", "receive c", "destroy",
     ]  # fmt: skip
+
+
+def test_a_dispatch_at_once_is_one_launch_and_leaves_nothing_to_receive() -> None:
+    recorder = Recorder()
+    buffer: Any = LowLatency(recorder, 8, 4)
+    buffer.dispatch("a", None, quantise=False)
+    arrival = buffer.dispatch("b", None, quantise=False, at_once=True)
+    arrival.receive()
+    buffer.combine("b", None, None, (), None)
+    assert recorder.calls == ["send a", "receive a", "send and receive b", "combine b"]
 
 
 # ------------------------------------------------------------------------- ids, weights and sizes
@@ -321,7 +333,10 @@ def test_what_the_low_latency_kernels_quantise(quant: str, by_library: bool) -> 
 def test_shapes_are_those_of_the_fullest_call() -> None:
     """Whatever this rank passes, the others may pass problem.tokens."""
     problem = replace(BASE, tokens=50)
-    assert _unmade(DeepEPHTPrepareAndFinalize, problem).dispatch_shape(3) == ContiguousShape(100, 8)
+    part = _unmade(DeepEPHTPrepareAndFinalize, problem)
+    assert part.dispatch_shape(3) == ContiguousShape(100, 8)
+    none = _unmade(DeepEPHTPrepareAndFinalize, replace(problem, tokens=0))
+    assert none.dispatch_shape(0) == ContiguousShape(2, 8)  # for 0 the library's host would wait
     assert _unmade(DeepEPLLPrepareAndFinalize, problem).dispatch_shape(3) == BatchedShape(16, 104)
     part = _unmade(DeepEPV2PrepareAndFinalize, problem)
     assert part.dispatch_shape(3) == ContiguousShape(128, 8)

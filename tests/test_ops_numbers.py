@@ -45,12 +45,15 @@ def run(
     weights = torch.full(shape, torch.nan, device=DEVICE)
     invalid = torch.full((1,), 5, dtype=torch.int32, device=DEVICE)
     numbers.number_pairs(
-        routing,
-        numbers.Numbering.of(placement, DEVICE, first),
-        join=join,
-        factor=factor,
-        out=numbers.NumberedPairs(out, weights),
-        invalid_ids=invalid,
+        numbers.Pairs(
+            routing,
+            numbers.Numbering.of(placement, DEVICE, first),
+            out,
+            weights,
+            invalid,
+            join,
+            factor,
+        )
     )
     return out.tolist(), weights.tolist(), int(invalid) - 5
 
@@ -106,12 +109,13 @@ def test_no_tokens() -> None:
 def test_outputs_have_the_shape_of_the_ids() -> None:
     routing, placement = drawn(PLACEMENTS[0], 4, 2, torch.int32), PLACEMENTS[0]
     out = torch.empty(4, 3, dtype=torch.int64, device=DEVICE)
+    pairs = numbers.Pairs(
+        routing,
+        numbers.Numbering.of(placement, DEVICE),
+        out,
+        out.float(),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+        join=False,
+    )
     with pytest.raises(ShapeError, match=r"numbers of pairs: got \(4, 3\), need \(4, 2\)"):
-        numbers.number_pairs(
-            routing,
-            numbers.Numbering.of(placement, DEVICE),
-            join=False,
-            factor=1.0,
-            out=numbers.NumberedPairs(out, out.float()),
-            invalid_ids=torch.zeros(1, dtype=torch.int32, device=DEVICE),
-        )
+        numbers.number_pairs(pairs)

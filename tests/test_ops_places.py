@@ -1,38 +1,44 @@
-"""place_pairs: Triton kernel and torch twin against a loop over pairs."""
+"""number_pairs with sinks: Triton kernel and torch twin against a loop over pairs."""
 
 import pytest
 import torch
 from ops_samples import DEVICE, kernel_and_twin
 
-from modular_kernel.ops import places
-from modular_kernel.ops.places import SlotLayout, place_pairs
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.ops import numbers
+from modular_kernel.ops.numbers import Numbering, Pairs, number_pairs
 from modular_kernel.placement import Placement
+from modular_kernel.tensors import Routing
 
 NAN, INF = float("nan"), float("inf")
 WRONG = (8, -2, 2**31 - 1, -(2**31))
 
 
-path = kernel_and_twin(places)
+path = kernel_and_twin(numbers)
 
 
-def placed(ids_TK, weights_TK, placement, layout, *, rank, factor=1.0):
+def placed(ids_TK, weights_TK, placement, sinks, *, rank, factor=1.0):
     """Places, weights and the count of invalid ids, which had been 5."""
-    tables = placement.tables(DEVICE)
     shape = tuple(ids_TK.shape)
-    out = (
+    pairs = Pairs(
+        Routing(weights_TK.to(DEVICE), ids_TK.to(DEVICE)),
+        Numbering.of(placement, DEVICE, rank, sinks=sinks),
         torch.full(shape, 12345, dtype=torch.int32, device=DEVICE),
         torch.full(shape, NAN, device=DEVICE),
         torch.full((1,), 5, dtype=torch.int32, device=DEVICE),
+        join=True,
+        factor=factor,
     )
-    given = ids_TK.to(DEVICE), weights_TK.to(DEVICE)
-    place_pairs(*given, tables, layout, rank=rank, factor=factor, out=out)
-    return out[0].tolist(), out[1].tolist(), int(out[2]) - 5
+    number_pairs(pairs)
+    return pairs.numbers_TK.tolist(), pairs.weights_TK.tolist(), int(pairs.invalid_ids) - 5
 
 
-def by_a_loop(ids_TK, weights_TK, placement, layout, *, rank, factor):
+def by_a_loop(ids_TK, weights_TK, placement, sinks, *, rank, factor):
+    world_size, slots = placement.world_size, max(map(len, placement.slots))
+    each = slots + sinks
     places_TK, weights, invalid = [], [], 0
     for token, (ids, router) in enumerate(zip(ids_TK.tolist(), weights_TK.tolist(), strict=True)):
-        first, sinks, row, carried = {}, 0, [], []
+        first, dropped, row, carried = {}, 0, [], []
         for expert, weight in zip(ids, router, strict=True):
             valid = 0 <= expert < placement.experts
             invalid += expert < -1 or expert >= placement.experts
@@ -42,13 +48,13 @@ def by_a_loop(ids_TK, weights_TK, placement, layout, *, rank, factor):
                 homes = placement.homes[expert]
                 home, slot = homes[(token + rank) % len(homes)]
                 first[expert] = len(row)
-                row.append(home * layout.each + slot)
+                row.append(home * each + slot)
                 carried.append(weight * factor)
             else:
-                home, slot = (sinks + rank) % layout.world_size, sinks // layout.world_size
-                row.append(home * layout.each + layout.real + slot)
+                home, slot = (dropped + rank) % world_size, dropped // world_size
+                row.append(home * each + slots + slot)
                 carried.append(0.0)
-                sinks += 1
+                dropped += 1
         places_TK.append(row)
         weights.append(carried)
     return places_TK, weights, invalid
@@ -56,31 +62,50 @@ def by_a_loop(ids_TK, weights_TK, placement, layout, *, rank, factor):
 
 def test_an_example(path: str) -> None:
     """Skipped pairs and second pairs of an expert go to sinks, this rank's first."""
-    layout = SlotLayout(world_size=2, real=3, each=5)
     ids_TK = torch.tensor([[2, 3, 2], [-1, 4, -1], [-1, -7, 6]])
     weights_TK = torch.tensor([[1.0, 2.0, 4.0], [NAN, 8.0, INF], [NAN, NAN, NAN]])
-    found = placed(ids_TK, weights_TK, Placement.linear(6, 2), layout, rank=1)
+    found = placed(ids_TK, weights_TK, Placement.linear(6, 2), 2, rank=1)
     weights = [[5.0, 2.0, 0.0], [0.0, 8.0, 0.0], [0.0, 0.0, 0.0]]
     assert found == ([[2, 5, 8], [8, 6, 3], [8, 3, 9]], weights, 2)
 
 
+COPIES = Placement.linear(8, 3).with_copies({0: (2,), 7: (0, 1)})
+
+
+@pytest.mark.parametrize("placement", [COPIES, Placement.linear(8, 2)], ids=["copies", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("top_k", [1, 3, 8, 16])
 @pytest.mark.parametrize("tokens", [0, 1, 37])
-def test_places_are_those_of_a_loop(path: str, tokens: int, top_k: int, dtype: torch.dtype) -> None:
+def test_places_are_those_of_a_loop(
+    path: str, tokens: int, top_k: int, dtype: torch.dtype, placement: Placement
+) -> None:
     generator = torch.Generator().manual_seed(tokens + top_k)
-    placement = Placement.linear(8, 3).with_copies({0: (2,), 7: (0, 1)})
-    sinks = -(-top_k // 3)
-    layout = SlotLayout(3, 4, 4 + sinks)
+    sinks = -(-top_k // placement.world_size)
+    numbered = placement.world_size * (max(map(len, placement.slots)) + sinks)
     ids_TK = torch.randint(-1, 8, (tokens, top_k), generator=generator)
     wrong = torch.rand(ids_TK.shape, generator=generator) < 0.2
     ids_TK[wrong] = torch.tensor(WRONG).repeat(int(wrong.sum()))[: int(wrong.sum())]
     # Eighths: sums of them are exact in any order.
     weights_TK = torch.randint(0, 64, (tokens, top_k), generator=generator) / 8
-    for rank in range(3):
-        given = weights_TK, placement, layout
+    for rank in range(placement.world_size):
+        given = weights_TK, placement, sinks
         found = placed(ids_TK.to(dtype), *given, rank=rank, factor=2.5)
         assert found == by_a_loop(ids_TK, *given, rank=rank, factor=2.5)
         for row in found[0]:
             assert len(set(row)) == top_k
-            assert all(0 <= place < layout.world_size * layout.each for place in row)
+            assert all(0 <= place < numbered for place in row)
+
+
+def test_sinks_take_what_joining_drops() -> None:
+    """Apart, two pairs of one expert would need its place twice."""
+    ids = torch.zeros(1, 2, dtype=torch.int32)
+    apart = Pairs(
+        Routing(torch.ones(1, 2), ids),
+        Numbering.of(Placement.linear(8, 2), "cpu", sinks=1),
+        torch.empty_like(ids),
+        torch.empty(1, 2),
+        torch.zeros(1, dtype=torch.int32),
+        join=False,
+    )
+    with pytest.raises(ConfigurationError, match="sinks: got pairs of one expert apart"):
+        number_pairs(apart)

@@ -16,9 +16,8 @@ from modular_kernel.errors import (
     ConfigurationError,
     UnsupportedError,
 )
-from modular_kernel.ops.places import SlotLayout
 from modular_kernel.placement import Placement
-from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tensors import BatchedShape, ExpertWeights, Routing
 from modular_kernel.testing.battery_ranks import RANK_MUTANTS
 from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
 from modular_kernel.testing.inputs import make_inputs
@@ -27,6 +26,7 @@ from modular_kernel.testing.mutants_ranks import sensitivity_ranks
 from modular_kernel.testing.prove_ranks import prove_ranks
 from modular_kernel.testing.ranks import RankError, RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
+from prepare_finalize import pplx
 from prepare_finalize.all2all.pplx import PplxGroup, PplxShape
 
 PART = stand_in.PplxOverGloo
@@ -72,10 +72,12 @@ def test_defects_are_found(name: str, rank_pool: Pool) -> None:
 def test_there_are_sinks_for_all_pairs_of_a_token() -> None:
     for world_size, top_k, sinks in ((2, 8, 4), (4, 8, 2), (8, 8, 1), (4, 9, 3)):
         problem = Problem(1, 64, 32, 32, top_k, parallel=Parallel(world_size))
-        layout = SlotLayout.of(problem)
-        assert (layout.real, layout.each) == (32 // world_size, 32 // world_size + sinks)
+        assert pplx.sinks_of(problem) == sinks
+        part = PART.__new__(PART)
+        part.problem, part._shape = problem, pplx._shape(problem)
+        assert part.dispatch_shape(1) == BatchedShape(32 // world_size + sinks, world_size)
     copies = Placement.linear(6, 2).with_copies({0: (1,)})
-    assert SlotLayout.of(replace(PROBLEM, parallel=Parallel(2, copies))).real == 4
+    assert pplx._shape(replace(PROBLEM, parallel=Parallel(2, copies))).slots == 2 * (4 + 2)
 
 
 def test_what_the_library_takes_is_known() -> None:
@@ -261,3 +263,21 @@ def test_a_missing_library_is_an_error_that_says_so(rank_pool: Pool) -> None:
         rank_pool(2).run(without_library)
     with pytest.raises(ConfigurationError, match="in_flight"):
         PplxGroup(in_flight=0)
+
+
+def dispatch_in_halves(rank: int, world: int, group: object) -> list[list[tuple[bool, bool]]]:
+    """How the library was asked to dispatch: by a call, a plan, and a call that is started."""
+    kernel, given, found = layer(rank, group), inputs(rank), []
+    plan = kernel.plan()
+    for run in (kernel, plan, lambda *args: kernel.start(*args).finish()):
+        stand_in.AllToAll.halves.clear()
+        out = run(*given).clone()
+        assert torch.equal(out, kernel(*given))
+        found.append(stand_in.AllToAll.halves[:-1])
+    kernel.prepare_finalize.destroy()
+    return found
+
+
+def test_only_a_call_that_is_started_is_dispatched_in_halves(rank_pool: Pool) -> None:
+    for found in rank_pool(2).run(dispatch_in_halves):
+        assert found == [[(True, True)], [(True, True)], [(True, False), (False, True)]]

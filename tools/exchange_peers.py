@@ -153,8 +153,9 @@ class DeepEPV1(Peer):
 
 
 class HighThroughput(DeepEPV1):
-    """One row for each token and rank; the host waits for the counts."""
+    """One row for each token and rank, without a wait of the host: room for all that can come."""
 
+    capturable = True
     note = "its layout kernel included; rows quantised before"
 
     def __init__(self, sms):
@@ -179,10 +180,11 @@ class HighThroughput(DeepEPV1):
             num_tokens_per_expert=per_expert,
             topk_idx=self.ids,
             topk_weights=self.weights,
+            num_worst_tokens=self.cell.world_size * self.cell.capacity,
         )
 
     def identity(self):
-        rows, ids, weights, *_ = self.arrived
+        rows, ids, weights, *_ = self.arrived  # behind those that came, whatever was there
         self.weighted(rows, ids, weights)
 
     def combine(self):
@@ -290,7 +292,8 @@ class Pplx(Peer):
         # Its handles are exchanged over the CPU.
         backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo"
         self.group = dist.new_group(list(range(cell.world_size)), backend=backend)
-        scales = cell.hidden // BLOCK if self.fp8 else 0
+        # Scales travel in pieces of 16 bytes, with whatever fills up the last one.
+        self.columns = -(-(cell.hidden // BLOCK) // 4) * 4 if self.fp8 else 0
         self.all2all = import_module("pplx_kernels.all_to_all").AllToAll.intranode(
             max_num_tokens=cell.capacity,
             num_experts=cell.experts,
@@ -300,7 +303,7 @@ class Pplx(Peer):
             dp_size=1,
             hidden_dim=cell.hidden,
             hidden_dim_bytes=cell.hidden * (1 if self.fp8 else 2),
-            hidden_dim_scale_bytes=-(-4 * scales // 16) * 16,
+            hidden_dim_scale_bytes=4 * self.columns,
             group_name=self.group.group_name,
         )
         rows = self.local, cell.capacity * cell.world_size
@@ -309,11 +312,14 @@ class Pplx(Peer):
         self.there = torch.empty(*rows, cell.hidden, dtype=dtype, device=place.device)
         self.scale = None
         if self.fp8:
-            self.scale = torch.empty(*rows, scales, dtype=torch.float32, device=place.device)
+            self.scale = torch.empty(*rows, self.columns, dtype=torch.float32, device=place.device)
 
     def load(self, given):
         super().load(given)
         self.ids = self.ids.to(torch.uint32)
+        if self.fp8:
+            rows, scale = self.rows
+            self.rows = rows, torch.nn.functional.pad(scale, (0, self.columns - scale.shape[1]))
         self.out = torch.empty_like(self.x)
 
     def dispatch(self):

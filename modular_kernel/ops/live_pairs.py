@@ -4,12 +4,13 @@ import torch
 
 from modular_kernel.errors import ShapeError
 from modular_kernel.ops.launch import launch
+from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 
 if HAS_TRITON:
     from modular_kernel.ops.kernels.live_pairs import live_pairs_kernel
 
-_BLOCK = 512
+_BLOCK = 256  # two of a lane
 
 
 def live_pairs(
@@ -52,6 +53,7 @@ def live_pairs(
         num_pairs=pairs,
         TOP_K=shape[1],
         BLOCK=_BLOCK,
+        **overlap(),
     )
 
 

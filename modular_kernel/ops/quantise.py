@@ -134,7 +134,7 @@ def quantise_rows(
     scales of them are written. row_weights_R: (R,) float32, multiplies x first, in float32.
     One launch on a GPU, two for a computed scale per tensor. Zero rows launch nothing.
     """
-    _check(x_RK.shape[0], x_RK.shape[1], scheme, out)
+    check_quantised(x_RK.shape[0], x_RK.shape[1], scheme, out)
     if x_RK.numel() == 0:
         return
     if not use_triton(x_RK):
@@ -168,7 +168,7 @@ def activation_and_quantise(
     width = intermediate * (2 if spec.gated else 1)
     if tuple(x_RN.shape) != (rows, width):
         raise ShapeError("activation input", got=tuple(x_RN.shape), need=(rows, width))
-    _check(rows, intermediate, scheme, out)
+    check_quantised(rows, intermediate, scheme, out)
     if out.q_RK.numel() == 0:
         return
     if not use_triton(x_RN):
@@ -186,7 +186,8 @@ def _check_scheme(scheme: QuantScheme) -> None:
         raise ConfigurationError("activation quantisation", got=str(scheme), need=need)
 
 
-def _check(rows: int, columns: int, scheme: QuantScheme, out: Quantised) -> None:
+def check_quantised(rows: int, columns: int, scheme: QuantScheme, out: Quantised) -> None:
+    """Raise the InputError of an `out` that is not for (rows, columns) values."""
     _check_scheme(scheme)
     if tuple(out.q_RK.shape) != (rows, columns):
         raise ShapeError("quantised rows", got=tuple(out.q_RK.shape), need=(rows, columns))
@@ -257,6 +258,23 @@ def _launch_quantise(
     num_partials: int,
     arguments: dict[str, object],
 ) -> None:
+    tiles, grid = tile_arguments(scheme, out, live)
+    launch(
+        quantise_rows_kernel,
+        grid,
+        partials_ptr=out.scale if out.partials is None else out.partials,
+        num_partials=num_partials,
+        BLOCK_P=next_power_of_2(num_partials),
+        **tiles,
+        **arguments,
+        **overlap(),
+    )
+
+
+def tile_arguments(
+    scheme: QuantScheme, out: Quantised, live: Live
+) -> tuple[dict[str, object], tuple[int, int]]:
+    """Kernel arguments that say where to and in what tiles, num_warps among them; and the grid."""
     rows, columns = out.q_RK.shape
     computed = scheme.activation_granularity != "tensor"
     group = _group(scheme, columns) if computed else min(columns, _CHUNK)
@@ -264,27 +282,21 @@ def _launch_quantise(
     groups = -(-columns // group)
     most = _MAX_PROGRAMS if isinstance(live, BatchedRows) else rows
     tiles, programs = _tiles(rows, group, live, most)
-    launch(
-        quantise_rows_kernel,
-        (programs, groups),
-        q_ptr=out.q_RK,
-        scale_ptr=out.scale,
-        partials_ptr=out.scale if out.partials is None else out.partials,
-        num_columns=columns,
-        group=group,
-        num_groups=groups,
-        num_partials=num_partials,
-        SCALE="computed" if computed else ("given" if scheme.static else "partials"),
-        LARGEST=LARGEST[scheme.activation],
-        ROUND=scheme.activation == "int8",
-        MIN_SCALE=MIN_SCALE,
-        WHOLE=group <= tiles["BLOCK_C"],
-        BLOCK_P=next_power_of_2(num_partials),
-        num_warps=min(16, max(4, tiles["BLOCK_R"] * tiles["BLOCK_C"] // _WARP_TILE)),
+    values = tiles["BLOCK_R"] * tiles["BLOCK_C"]
+    return {
+        "q_ptr": out.q_RK,
+        "scale_ptr": out.scale,
+        "num_columns": columns,
+        "group": group,
+        "num_groups": groups,
+        "SCALE": "computed" if computed else ("given" if scheme.static else "partials"),
+        "LARGEST": LARGEST[scheme.activation],
+        "ROUND": scheme.activation == "int8",
+        "MIN_SCALE": MIN_SCALE,
+        "WHOLE": group <= tiles["BLOCK_C"],
+        "num_warps": min(16, max(4, values // _WARP_TILE)),
         **tiles,
-        **arguments,
-        **overlap(),
-    )
+    }, (programs, groups)
 
 
 # ------------------------------------------------------------------------------ in plain torch

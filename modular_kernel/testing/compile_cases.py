@@ -14,7 +14,7 @@ from modular_kernel.composer import Inputs, random_inputs
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import importable
 from modular_kernel.ops.activation import gated_activation
-from modular_kernel.ops.places import SlotLayout, place_pairs
+from modular_kernel.ops.numbers import Numbering, Pairs, number_pairs
 from modular_kernel.placement import Placement, PlacementTables
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.compile import CompileRecord, check, record_compiles
@@ -90,7 +90,7 @@ def compile_all(target: str = "sm_90") -> list[Row]:
             )
             add(f"{verdict.pairing} {problem}", _compile(kernel, target))
     add("gated_activation", _compile_activation(target))
-    add("place_pairs", _compile_places(target))
+    add("number_pairs", _compile_numbers(target))
     return list(rows.values())
 
 
@@ -117,19 +117,23 @@ def _compile_activation(target: str) -> list[CompileRecord]:
     return records
 
 
-def _compile_places(target: str) -> list[CompileRecord]:
-    """The places of a library's rows, whose parts need ranks."""
+def _compile_numbers(target: str) -> list[CompileRecord]:
+    """The numbers of a library's rows, whose parts need ranks."""
     placement, records = Placement.linear(8, 2), list[CompileRecord]()
+    tables = PlacementTables(*(t.to(_META) for t in vars(placement.tables()).values()))
     for top_k in (1, 3, 8):
-        layout, shape = SlotLayout(2, 4, 4 + top_k), (4, top_k)
-        tables = PlacementTables(*(t.to(_META) for t in vars(placement.tables()).values()))
-        ids_TK, places_TK, counter = (
-            torch.empty(size, dtype=torch.int32, device=_META) for size in (shape, shape, (1,))
+        ids_TK = torch.empty(4, top_k, dtype=torch.int32, device=_META)
+        weights_TK = torch.empty(4, top_k, device=_META)
+        pairs = Pairs(
+            Routing(weights_TK, ids_TK),
+            Numbering(placement, tables, 1, sinks=top_k),
+            torch.empty_like(ids_TK),
+            torch.empty_like(weights_TK),
+            torch.empty(1, dtype=torch.int32, device=_META),
+            join=True,
         )
-        weights_TK = torch.empty(shape, device=_META)
-        out = places_TK, torch.empty_like(weights_TK), counter
         with record_compiles(target) as found:
-            place_pairs(ids_TK, weights_TK, tables, layout, rank=1, factor=1.0, out=out)
+            number_pairs(pairs)
         records += found
     return records
 

@@ -141,10 +141,14 @@ class MutatedKernel(FusedMoEModularKernel):
         routing: Routing,
         out: torch.Tensor,
         workspace: Workspace,
+        *,
+        at_once: bool = False,
     ) -> Pending:
         given = Arguments(x_TH, weights, routing, self.problem, self.memory)
         args = self.mutant.arguments(given) if self.mutant.arguments else given
-        pending = super().start_checked(args.x_TH, args.weights, args.routing, out, workspace)
+        pending = super().start_checked(
+            args.x_TH, args.weights, args.routing, out, workspace, at_once=at_once
+        )
         specs = self.workspace_specs(x_TH.shape[0])
         started = Started(given, out, out.clone(), workspace, specs)
         if self.mutant.started:
@@ -174,7 +178,7 @@ class MutatedPending(Pending):
 
 def wrap(part: PrepareAndFinalize, mutant: Mutant, problem: Problem) -> PrepareAndFinalize:
     """`part` with a tampered handle; declares what `part` does, and shows the true problem."""
-    declared = {"requires": part.requires}
+    declared = {"requires": part.requires, "prepares_at_once": part.prepares_at_once}
     wrapper = type(type(part).__name__, (_WrappedPrepareAndFinalize,), declared)
     made: PrepareAndFinalize = wrapper(part, mutant, problem)
     return made

@@ -118,6 +118,11 @@ class DeepEPGroup:
             need = f"{self.device}, the process's current one: the buffers are there"
             raise DeviceError("tensors of an exchange", got=given, need=need)
 
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured in a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
     def check_open(self) -> None:
         """UnsupportedError after `destroy`."""
         if self._destroyed:

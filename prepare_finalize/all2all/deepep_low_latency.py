@@ -3,7 +3,7 @@
 The library sends through two halves of a buffer in turn, an exchange a half. A dispatch that was
 sent but not yet received still lies in its half, where the exchange after next would write. So a
 dispatch is received, at the latest, when the next exchange begins; any number of calls may then be
-in flight.
+in flight. Where nothing is to run in between, the library sends and receives in one launch.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,10 @@ class Arrival:
         scale_eCG: torch.Tensor | None,
         counts_e: torch.Tensor,
         handle: tuple[Any, ...],
-        hook: Callable[[], None],
+        hook: Callable[[], None] | None,
     ) -> None:
         self.x_eCH, self.scale_eCG, self.counts_e, self.handle = x_eCH, scale_eCG, counts_e, handle
-        self._hook: Callable[[], None] | None = hook
+        self._hook = hook
 
     def receive(self) -> None:
         """Have the current stream wait for every rank's rows. May be called again."""
@@ -44,19 +44,28 @@ class LowLatency:
         self._buffer, self._tokens, self._experts = buffer, tokens, experts
         self._sent: Arrival | None = None
 
-    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantise: bool) -> Arrival:
+    def dispatch(
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, *, quantise: bool, at_once: bool = False
+    ) -> Arrival:
         """Send rows; `.receive()` before anything of the Arrival is read.
 
         x_TH: bfloat16; ids_TK: int64, no expert twice in a row, -1 to skip; both contiguous.
-        quantise: to float8_e4m3fn on the way, with a scale for 128 values.
+        quantise: to float8_e4m3fn on the way, with a scale for 128 values. at_once: receive as
+        well, in the same launch.
         """
         self._settle()
         rows, counts, handle, _, hook = self._buffer.low_latency_dispatch(
-            x_TH, ids_TK, self._tokens, self._experts, use_fp8=quantise, return_recv_hook=True
+            x_TH,
+            ids_TK,
+            self._tokens,
+            self._experts,
+            use_fp8=quantise,
+            return_recv_hook=not at_once,
         )
         x, scale = rows if quantise else (rows, None)
-        self._sent = Arrival(x, scale, counts, handle, hook)
-        return self._sent
+        arrival = Arrival(x, scale, counts, handle, None if at_once else hook)
+        self._sent = None if at_once else arrival
+        return arrival
 
     def combine(
         self,

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from modular_kernel.contracts import Call
-from modular_kernel.ops.numbers import NumberedPairs, Numbering, number_pairs, slots_of
+from modular_kernel.ops.numbers import Pairs, slots_of
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.deepep import DeepEPGroup, load_deepep
-from prepare_finalize.all2all.part import GroupPart, PartHandle
+from prepare_finalize.all2all.part import AtOncePart, PartHandle
 from prepare_finalize.tokens import one_scale_for_all, token_specs
 
 BF16 = frozenset({torch.bfloat16})
@@ -33,7 +33,7 @@ class DeepEPHandle(PartHandle):
     weights: torch.Tensor
 
 
-class DeepEPPart(GroupPart[DeepEPGroup]):
+class DeepEPPart(AtOncePart[DeepEPGroup]):
     """A part over buffers of a DeepEPGroup.
 
     Making and destroying one is collective. ConfigurationError where library or group cannot
@@ -42,13 +42,13 @@ class DeepEPPart(GroupPart[DeepEPGroup]):
 
     manager_class = DeepEPGroup
     generation = 1  # of the library
+    ids_dtype = torch.int64  # as the library takes them
     most_slots: int | None = None  # experts of a rank
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         load_deepep(self.generation)
         super().__init__(problem, group)
         self.slots = slots_of(problem.placement)
-        self._numberings: dict[torch.device, Numbering] = {}
         self.manager.agree(_shared(type(self).__name__, problem))
         self.make_buffer()
 
@@ -86,10 +86,10 @@ class DeepEPPart(GroupPart[DeepEPGroup]):
         return self.world_size * self.slots
 
     def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """The buffers of `numbered`."""
+        """The buffers of `pairs`."""
         shape = (tokens, self.problem.top_k)
         return {
-            "pair_numbers": BufferSpec(shape, torch.int64),
+            "pair_numbers": BufferSpec(shape, self.ids_dtype),
             "pair_weights": BufferSpec(shape, torch.float32),
         }
 
@@ -102,28 +102,18 @@ class DeepEPPart(GroupPart[DeepEPGroup]):
             "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
         }
 
-    def numbered(
-        self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(T, K) numbers int64 and weights times `factor`, as `number_pairs` writes them; counts
-        invalid ids. join: no expert twice in a row."""
-        device, shape = routing.topk_ids_TK.device, tuple(routing.topk_ids_TK.shape)
-        if device not in self._numberings:
-            # Ranks take turns with the copies of an expert.
-            placement, first = self.problem.placement, self.manager.rank
-            self._numberings[device] = Numbering.of(placement, device, first)
-        out = NumberedPairs(
-            call.workspace.take("pair_numbers", shape), call.workspace.take("pair_weights", shape)
-        )
-        number_pairs(
+    def pairs(self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0) -> Pairs:
+        """The pairs of a call, and where their numbers and weights are written."""
+        ids_TK, take = routing.topk_ids_TK, call.workspace.take
+        return Pairs(
             routing,
-            self._numberings[device],
-            join=join,
-            factor=factor,
-            out=out,
-            invalid_ids=call.invalid_ids,
+            self.numbering(ids_TK.device),
+            take("pair_numbers", tuple(ids_TK.shape)),
+            take("pair_weights", tuple(ids_TK.shape)),
+            call.invalid_ids,
+            join,
+            factor,
         )
-        return out.numbers_TK, out.weights_TK
 
 
 def _shared(part: str, problem: Problem) -> dict[str, object]:

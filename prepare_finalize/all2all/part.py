@@ -9,6 +9,7 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.ops.numbers import Numbering
 from modular_kernel.ops.quantise import quantise_rejections, scale_shape
 from modular_kernel.placement import PlacementTables
 from modular_kernel.quant import STORAGE
@@ -105,6 +106,11 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             self._tables[device] = self.problem.placement.tables(device)
         return self._tables[device]
 
+    def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
+        """The numbers of experts, and of sinks, for ids on `device`: ranks take turns with the
+        copies of an expert."""
+        return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
+
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
     ) -> tuple[Dispatched, Handle]:
@@ -148,6 +154,36 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         if x_TH.numel() == 0:
             return x_TH.new_zeros(1, dtype=torch.float32)
         return x_TH.abs().amax().float().reshape(1)
+
+
+class AtOncePart(GroupPart[M]):
+    """A part whose library dispatches with fewer launches, or less of the host's time, where
+    nothing is to run between sending and receiving."""
+
+    prepares_at_once = True
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        return self.send(x_TH, routing, weights, call, at_once=True)()
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        return self.send(x_TH, routing, weights, call, at_once=False)
+
+    @abstractmethod
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
+    ) -> Receiver:
+        """Start the exchange and return what waits for it. at_once: it is called before anything
+        else is launched."""
 
 
 class RowsPart(GroupPart[TorchGroup]):

@@ -1,52 +1,95 @@
-"""number_pairs and live_pairs compile for sm_90, in every form that parts launch."""
+"""What parts around libraries launch compiles for sm_90, in every form that they launch."""
 
 import pytest
 import torch
 
 from modular_kernel.ops.live_pairs import live_pairs
-from modular_kernel.ops.numbers import NumberedPairs, Numbering, number_pairs
+from modular_kernel.ops.number_quantise import number_and_quantise
+from modular_kernel.ops.numbers import Numbering, Pairs, number_pairs
+from modular_kernel.ops.quantise import quantise_specs, take_quantised
+from modular_kernel.ops.zero_rows import zero_rows
 from modular_kernel.placement import Placement, PlacementTables
+from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import Routing
-from modular_kernel.testing.compile import check, record_compiles
+from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.workspace import Workspace
+
+LINEAR = Placement.linear(32, 2)
+COPIES = LINEAR.with_copies({0: (1,)})
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def pairs_of(
+    placement: Placement, top_k: int, *, join: bool, ids_dtype: torch.dtype, sinks: int = 0
+) -> Pairs:
+    """As DeepEP takes them, or with sinks as pplx-kernels does."""
+    tables = PlacementTables(empty(32, 2, 2, dtype=torch.int32), empty(32, dtype=torch.int32))
+    weights = empty(16, top_k)
+    return Pairs(
+        Routing(weights, empty(16, top_k, dtype=ids_dtype)),
+        Numbering(placement, tables, 1, sinks),
+        empty(16, top_k, dtype=torch.int32 if sinks else torch.int64),
+        weights,
+        empty(1, dtype=torch.int32),
+        join,
+        2.5,
+    )
+
+
+def assert_clean(records: list[CompileRecord], *kernels: str) -> None:
+    assert tuple(record.kernel for record in records) == kernels
+    assert [violation for record in records for violation in check(record)] == []
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(("join", "top_k"), [(False, 8), (True, 1), (True, 8), (True, 32)])
-def test_it_compiles_without_spills(ids_dtype: torch.dtype, join: bool, top_k: int) -> None:
-    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    placements = Placement.linear(32, 2), Placement.linear(32, 2).with_copies({0: (1,)})
+@pytest.mark.parametrize(
+    ("join", "top_k", "sinks"),
+    [(False, 8, 0), (True, 1, 0), (True, 8, 0), (True, 32, 0), (True, 8, 4), (True, 3, 2)],
+)
+def test_it_compiles_without_spills(
+    ids_dtype: torch.dtype, join: bool, top_k: int, sinks: int
+) -> None:
     with record_compiles("sm_90") as records:
-        for placement in placements:
-            tables = PlacementTables(
-                empty(32, 2, 2, dtype=torch.int32), empty(32, dtype=torch.int32)
-            )
-            weights = empty(16, top_k, dtype=torch.float32)
-            number_pairs(
-                Routing(weights, empty(16, top_k, dtype=ids_dtype)),
-                Numbering(placement, tables, 1),
-                join=join,
-                factor=2.5,
-                out=NumberedPairs(empty(16, top_k, dtype=torch.int64), weights),
-                invalid_ids=empty(1, dtype=torch.int32),
-            )
-    assert [record.kernel for record in records] == ["number_pairs_kernel"] * 2
-    assert [violation for record in records for violation in check(record)] == []
+        for placement in (LINEAR, COPIES):
+            number_pairs(pairs_of(placement, top_k, join=join, ids_dtype=ids_dtype, sinks=sinks))
+    assert_clean(records, *["number_pairs_kernel"] * 2)
+    # One warp compares its lanes without memory between them.
+    assert [record.shared for record in records] == [0, 0]
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize(
+    "text", ["fp8_w8a8_tensor:static=true", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a8_block"]
+)
+def test_both_in_one_compile_without_spills(text: str, sinks: int) -> None:
+    scheme, hidden = QuantScheme.parse(text), 7168
+    workspace = Workspace(quantise_specs("x", scheme, 16, hidden), torch.device("meta"))
+    static = empty(1) if scheme.static else None
+    out = take_quantised(workspace, "x", scheme, (16, hidden), static_scale=static)
+    pairs = pairs_of(LINEAR, 8, join=True, ids_dtype=torch.int32, sinks=sinks)
+    with record_compiles("sm_90") as records:
+        number_and_quantise(empty(16, hidden, dtype=torch.bfloat16), scheme, pairs, out=out)
+    assert_clean(records, "number_and_quantise_kernel")
 
 
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 def test_live_pairs_compile_without_spills(ids_dtype: torch.dtype) -> None:
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     with record_compiles("sm_90") as records:
         live_pairs(
-            empty(ids_dtype, 16, 8),
-            empty(torch.float32, 16, 8),
-            empty(torch.int32),
-            out_ids_RK=empty(torch.int32, 16, 8),
-            out_weights_RK=empty(torch.float32, 16, 8),
+            empty(16, 8, dtype=ids_dtype),
+            empty(16, 8),
+            empty(dtype=torch.int32),
+            out_ids_RK=empty(16, 8, dtype=torch.int32),
+            out_weights_RK=empty(16, 8),
         )
-    assert [record.kernel for record in records] == ["live_pairs_kernel"]
-    assert [violation for record in records for violation in check(record)] == []
+    assert_clean(records, "live_pairs_kernel")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_zero_rows_compile_without_spills(dtype: torch.dtype) -> None:
+    with record_compiles("sm_90") as records:
+        zero_rows(empty(4, 256, 7168, dtype=dtype), empty(4, dtype=torch.int32))
+    assert_clean(records, "zero_rows_kernel")

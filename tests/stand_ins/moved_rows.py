@@ -9,12 +9,39 @@ import torch
 import torch.distributed as dist
 
 
+class Event:
+    """`happens`: whether there is one to wait for, which is so in asynchronous calls alone."""
+
+    def __init__(self, happens):
+        self.happens = happens
+
+    def current_stream_wait(self):
+        assert self.happens
+
+
+def worst(rows, number, fill=torch.nan):
+    """As many rows as can come; those that did not hold `fill`, NaN meaning anything."""
+    assert len(rows) <= number
+    if not rows.dtype.is_floating_point and fill is torch.nan:
+        fill = 5
+    out = torch.full((number, rows.shape[1]), fill).to(rows.dtype)
+    out[: len(rows)] = rows
+    return out
+
+
 def told_by_all(*given):
     """What each rank gave."""
     file, found = io.BytesIO(), [None] * dist.get_world_size()
-    torch.save(given, file)  # plain pickle does not know float8
+    torch.save(_apart(given), file)  # plain pickle does not know float8
     dist.all_gather_object(found, file.getvalue())
     return [torch.load(io.BytesIO(each), weights_only=False) for each in found]
+
+
+def _apart(given):
+    """Tensors cut out of one workspace cannot be saved together."""
+    if isinstance(given, torch.Tensor):
+        return given.clone()
+    return tuple(map(_apart, given)) if isinstance(given, tuple) else given
 
 
 def local_ids(ids_TK, experts):
@@ -24,13 +51,14 @@ def local_ids(ids_TK, experts):
     return torch.where((ids >= 0) & (ids < each), ids, -1)
 
 
-def rows_by_rank(x, ids, weights, experts):
-    """(rows, local ids, weights, (source, token) of each row): one row for each token and rank."""
+def rows_by_rank(x, ids, weights, experts, elsewhere=99.0):
+    """(rows, local ids, weights, (source, token) of each row): one row for each token and rank.
+    elsewhere: the weights of pairs whose expert is on another rank; nobody may read 99."""
     found, places = [], []
     for source, (rows, theirs, router) in enumerate(told_by_all(x, ids, weights)):
         here = local_ids(theirs, experts)
         tokens = (here >= 0).any(1).nonzero().flatten()
-        router = router[tokens].masked_fill(here[tokens] < 0, 99.0)  # nobody may read these
+        router = router[tokens].masked_fill(here[tokens] < 0, elsewhere)
         parts = rows if isinstance(rows, tuple) else (rows,)
         found.append(([part[tokens] for part in parts], here[tokens], router))
         places += [(source, int(token)) for token in tokens]
@@ -74,6 +102,8 @@ def sums_by_expert(y_eCH, places, ids, weights, experts):
     total = torch.zeros(len(ids), y_eCH.shape[2])
     for token, chosen in enumerate(ids.long().tolist()):
         for k, expert in enumerate(chosen):
+            if expert < 0:
+                continue
             theirs, at = told[expert // each]
             row = at[dist.get_rank(), token, expert % each]
             total[token] += weights[token, k] * theirs[expert % each, row].float()

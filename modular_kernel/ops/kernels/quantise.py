@@ -92,26 +92,24 @@ def amax_kernel(
 
 
 @triton.jit
-def quantise_rows_kernel(
-    x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+def quantise_part(
+    program, which, x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
     num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
     num_experts, num_local,
     SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
     LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
-    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
-    """q = x / scale for `group` columns of the program's rows. Grid (segments * parts, groups).
+    """q = x / scale for the columns of group `which` in the rows of `program`, one of
+    segments * parts.
 
     SCALE "computed": one scale for each row and group, stored; WHOLE: BLOCK_C holds all of a group,
     so x is read once. "given": the one at scale_ptr. "partials": one for all, of the maxima that
     amax_kernel left; the first program stores it.
     Neither q nor scales of rows without a token are written.
     """
-    after_predecessor(OVERLAP)
-    segment = (tl.program_id(0) // parts).to(tl.int64)
-    which = tl.program_id(1)
+    segment = (program // parts).to(tl.int64)
     first = which * group
     end = tl.minimum(first + group, num_columns)
     count = capacity
@@ -125,9 +123,9 @@ def quantise_rows_kernel(
         amax = tl.load(partials_ptr + index, mask=index < num_partials, other=0.0)
         one = scale_of(tl.max(amax, axis=0), LARGEST, MIN_SCALE)
         scale += one
-        if tl.program_id(0) + which == 0:
+        if program + which == 0:
             tl.store(scale_ptr, one)
-    for start in range(tl.program_id(0) % parts * BLOCK_R, count, parts * BLOCK_R):
+    for start in range(program % parts * BLOCK_R, count, parts * BLOCK_R):
         rows, live = _live_rows(
             segment, start + tl.arange(0, BLOCK_R), count, capacity,
             live_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP,
@@ -163,3 +161,24 @@ def quantise_rows_kernel(
                 q = quantised_values(other, inverse, LARGEST, ROUND).to(q_ptr.dtype.element_ty)
                 mask = live[:, None] & (columns < end)[None, :]
                 tl.store(q_ptrs + columns[None, :], q, mask=mask)
+
+
+@triton.jit
+def quantise_rows_kernel(
+    x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr, scale_ptr, partials_ptr,
+    num_columns, group, num_groups, stride_x, up_offset, capacity, parts, num_partials,
+    num_experts, num_local,
+    SCALE: tl.constexpr, SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, STEP: tl.constexpr,
+    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """See `quantise_part`. Grid (segments * parts, groups)."""
+    after_predecessor(OVERLAP)
+    quantise_part(
+        tl.program_id(0), tl.program_id(1), x_ptr, weights_ptr, live_ptr, map_ptr, q_ptr,
+        scale_ptr, partials_ptr, num_columns, group, num_groups, stride_x, up_offset, capacity,
+        parts, num_partials, num_experts, num_local, SCALE, SOURCE, HAS_MAP, HAS_WEIGHTS, KIND,
+        ALPHA, LIMIT, STEP, LARGEST, ROUND, MIN_SCALE, WHOLE, BLOCK_R, BLOCK_C, BLOCK_P,
+    )  # fmt: skip

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 import torch
-from moved_rows import rows_by_rank, sums_by_rank
+import torch.distributed as dist
+from moved_rows import Event, rows_by_rank, sums_by_rank, worst
 
 topk_idx_t = torch.int64
 
@@ -17,6 +18,7 @@ class ElasticBuffer:
         num_topk=0,
         use_fp8_dispatch=False,
         explicitly_destroy=False,
+        **timeouts,
     ):
         assert num_topk > 0
         assert explicitly_destroy
@@ -33,24 +35,37 @@ class ElasticBuffer:
         num_experts=None,
         num_max_tokens_per_rank=None,
         num_sms=0,
+        async_with_compute_stream=False,
+        do_handle_copy=True,
         do_cpu_sync=None,
     ):
-        assert isinstance(x, tuple) is self.fp8
         assert do_cpu_sync is False
-        assert num_max_tokens_per_rank == self.most
+        assert num_max_tokens_per_rank in (None, self.most)
+        assert topk_idx.dtype == topk_idx_t
+        each = topk_idx.masked_fill(topk_idx < 0, num_experts).sort(1).values
+        twice = (each[:, 1:] == each[:, :-1]) & (each[:, 1:] < num_experts)
+        assert not twice.any(), "an expert twice in a row stops the device"
+        quantised, number = isinstance(x, tuple), self.most * dist.get_world_size()
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, num_experts)
-        padded = [self._worst(part) for part in (rows if self.fp8 else (rows,))]
-        handle = SimpleNamespace(places=places, tokens=len(topk_idx))
-        received = tuple(padded) if self.fp8 else padded[0]
-        return received, self._worst(ids), self._worst(weights), handle, None
+        padded = [worst(part, number) for part in (rows if quantised else (rows,))]
+        counts = [sum(source <= rank for source, _ in places) for rank in self._ranks()]
+        handle = SimpleNamespace(
+            places=places,
+            rows=number,
+            topk_idx=topk_idx.clone() if do_handle_copy else topk_idx,
+            told=topk_idx.clone(),
+            psum_num_recv_tokens_per_scaleup_rank=torch.tensor(counts, dtype=torch.int32),
+        )
+        received = tuple(padded) if quantised else padded[0]
+        event = Event(async_with_compute_stream)
+        return received, worst(ids, number), worst(weights, number), handle, event
 
-    def _worst(self, rows):
-        """As many as can come; those that did not are undefined."""
-        out = torch.full((2 * self.most, rows.shape[1]), 5.0).to(rows.dtype)
-        if rows.dtype.is_floating_point:
-            out = torch.full((2 * self.most, rows.shape[1]), torch.nan).to(rows.dtype)
-        out[: len(rows)] = rows
-        return out
+    def _ranks(self):
+        return range(dist.get_world_size())
 
     def combine(self, x, handle, num_sms=0):
-        return sums_by_rank(x, handle.places, handle.tokens), None, None
+        assert x.is_contiguous()
+        assert x.dtype == torch.bfloat16
+        assert len(x) == handle.rows
+        assert torch.equal(handle.topk_idx, handle.told), "ids were overwritten in between"
+        return sums_by_rank(x, handle.places, len(handle.told)), None, Event(False)

@@ -23,7 +23,7 @@ class AllToAll:
         assert dp_size == 1
         assert group_name
         self = cls()
-        self.experts = num_experts
+        self.experts, self.scales = num_experts, hidden_dim_scale_bytes // 4
         return self
 
     def dispatch(
@@ -40,6 +40,8 @@ class AllToAll:
     ):
         assert indices.dtype == torch.uint32
         assert (out_expert_x_scale is None) == (dp_x_scale is None)
+        for scale in (out_expert_x_scale, dp_x_scale):
+            assert (0 if scale is None else scale.shape[-1]) == self.scales, "read or written past"
         out = [t for t in (out_expert_x, out_expert_x_scale) if t is not None]
         parts = [t for t in (dp_x, dp_x_scale) if t is not None]
         for into in out:

@@ -1,0 +1,99 @@
+"""The parts over DeepEP on gloo ranks: themselves, over stand-ins of both generations."""
+
+import sys
+from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from prepare_finalize import (
+    DeepEPHTPrepareAndFinalize,
+    DeepEPLLPrepareAndFinalize,
+    DeepEPV2PrepareAndFinalize,
+)
+from prepare_finalize.all2all.connect import place_in
+from prepare_finalize.all2all.deepep import HighThroughput
+from prepare_finalize.all2all.deepep_low_latency import LowLatency
+
+FOLDER = Path(__file__).parent / "stand_ins"
+
+
+def stand_in(version):
+    """The module deep_ep of a generation, under a name of its own."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    spec = spec_from_file_location(f"deep_ep_{version}", FOLDER / version / "deep_ep.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FIRST, SECOND = stand_in("v1"), stand_in("v2")
+
+
+class GlooGroup:
+    """What a part asks of DeepEPGroup."""
+
+    device, num_sms, capturing = "cpu", None, False
+
+    def __init__(self, group=None):
+        self.rank, self.world_size = place_in(group)
+        self._kept = {}
+
+    def check_device(self, device):
+        assert str(device) == "cpu"
+
+    def agree(self, facts):
+        pass
+
+    def high_throughput(self, hidden):
+        config = FIRST.Buffer.get_dispatch_config(self.world_size)
+        return HighThroughput(self._first(num_nvl_bytes=128), config, config)
+
+    def low_latency(self, tokens, hidden, experts):
+        key = tokens, hidden, experts
+        if key not in self._kept:
+            buffer = self._first(num_rdma_bytes=1, low_latency_mode=True)
+            self._kept[key] = LowLatency(buffer, tokens, experts)
+        return self._kept[key]
+
+    def elastic(self, tokens, hidden, top_k):
+        return SECOND.ElasticBuffer(None, tokens, hidden, top_k, explicitly_destroy=True)
+
+    def destroy(self):
+        pass
+
+    def _first(self, **sizes):
+        return FIRST.Buffer(None, explicitly_destroy=True, **sizes)
+
+
+class OverGloo:
+    """Over a stand-in instead of the library."""
+
+    manager_class = GlooGroup
+
+    def __init__(self, problem, group=None):
+        before = sys.modules.get("deep_ep")
+        sys.modules["deep_ep"] = FIRST if self.generation == 1 else SECOND
+        try:
+            super().__init__(problem, group)
+        finally:
+            sys.modules.pop("deep_ep")
+            if before is not None:
+                sys.modules["deep_ep"] = before
+
+
+def here(requires, **changes):
+    """As declared, but for a CPU."""
+    return replace(requires, devices=frozenset({"cpu"}), min_arch=None, packages=(), **changes)
+
+
+class HTOverGloo(OverGloo, DeepEPHTPrepareAndFinalize):
+    requires = here(DeepEPHTPrepareAndFinalize.requires)
+
+
+class LLOverGloo(OverGloo, DeepEPLLPrepareAndFinalize):
+    requires = here(DeepEPLLPrepareAndFinalize.requires, hidden_sizes=frozenset({512}))
+
+
+class V2OverGloo(OverGloo, DeepEPV2PrepareAndFinalize):
+    requires = here(DeepEPV2PrepareAndFinalize.requires)

@@ -1,0 +1,39 @@
+"""The parts over DeepEP on gloo ranks, over stand-ins that leave open what the library does."""
+
+from collections.abc import Callable
+
+import deepep_stand_in as stand_in
+import pytest
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
+from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.ranks import RankPool
+
+MACHINE = this_machine(device="cpu")
+PAIRS = (
+    (stand_in.HTOverGloo, "TorchExperts"),
+    (stand_in.V2OverGloo, "TorchExperts"),
+    (stand_in.LLOverGloo, "NaiveBatchedExperts"),
+    (stand_in.HTOverGloo, "TritonExperts"),
+    (stand_in.HTOverGloo, "GroupedGemmExperts"),
+)
+
+Pool = Callable[[int], RankPool]
+
+
+def cases() -> list[RankCase]:
+    return [
+        case for part, experts in PAIRS for case in rank_cases_for(part, experts, MACHINE, 2).cases
+    ]
+
+
+def name(case: RankCase) -> str:
+    """Without the class's repr."""
+    return f"{case.prepare_finalize.__name__}+{str(case).partition('+')[2]}"
+
+
+@pytest.mark.parametrize("case", cases(), ids=name)
+def test_proven(case: RankCase, rank_pool: Pool) -> None:
+    proof = prove_ranks(case, rank_pool(2), MACHINE)
+    assert proof.passed, str(proof)

@@ -1,0 +1,91 @@
+"""number_and_quantise: bit for bit what number_pairs and quantise_rows give in turn."""
+
+import pytest
+import torch
+from ops_samples import DEVICE, kernel_and_twin, random
+
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.ops import number_quantise, numbers, quantise
+from modular_kernel.ops.number_quantise import number_and_quantise
+from modular_kernel.ops.numbers import Numbering, Pairs, number_pairs
+from modular_kernel.ops.quantise import Quantised, quantise_rows, scale_shape
+from modular_kernel.placement import Placement
+from modular_kernel.quant import STORAGE
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import Routing
+
+SCHEMES = (
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=8x24",
+    "int8_w8a8_block:block=8x32",
+)
+BLOCKS, COPIES = Placement.linear(8, 2), Placement.linear(7, 2).with_copies({0: (1,)})
+COLUMNS = 100
+
+path = kernel_and_twin(number_quantise, numbers, quantise)
+
+
+class Made:
+    """A call, and all that it writes, full of what must not stay."""
+
+    def __init__(
+        self, routing: Routing, numbering: Numbering, scheme: QuantScheme, tokens: int, join: bool
+    ) -> None:
+        shape = routing.topk_ids_TK.shape
+        self.pairs = Pairs(
+            routing,
+            numbering,
+            torch.full(shape, 12345, device=DEVICE),
+            torch.full(shape, torch.nan, device=DEVICE),
+            torch.full((1,), 5, dtype=torch.int32, device=DEVICE),
+            join,
+            0.5,
+        )
+        q = torch.full((tokens, COLUMNS), 0x55, dtype=torch.uint8, device=DEVICE)
+        scales = scale_shape(scheme, tokens, COLUMNS)
+        scale = torch.full(scales, 0.0123 if scheme.static else -3.0, device=DEVICE)
+        self.rows = Quantised(q.view(STORAGE[scheme.activation]), scale)
+
+    def values(self) -> list[torch.Tensor]:
+        pairs, rows = self.pairs, self.rows
+        written = pairs.numbers_TK, pairs.weights_TK, pairs.invalid_ids
+        return [*written, rows.q_RK.view(torch.uint8), rows.scale]
+
+
+def drawn(tokens: int, top_k: int) -> Routing:
+    """Ids from -2 to 8, some twice in a row; weights of skipped pairs are NaN."""
+    ids = torch.randint(-2, 9, (tokens, top_k), generator=torch.Generator().manual_seed(tokens))
+    weights = torch.rand(tokens, top_k).masked_fill(ids < 0, torch.nan)
+    return Routing(weights.to(DEVICE), ids.to(DEVICE))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("text", SCHEMES)
+@pytest.mark.parametrize(("placement", "sinks"), [(BLOCKS, 0), (BLOCKS, 2), (COPIES, 0)])
+@pytest.mark.parametrize("tokens", [0, 1, 75])
+def test_it_is_both_in_one(tokens: int, placement: Placement, sinks: int, text: str) -> None:
+    scheme, routing = QuantScheme.parse(text), drawn(tokens, 3)
+    x_TH = random(tokens, COLUMNS + 8, dtype=torch.bfloat16)[:, :COLUMNS]
+    numbering = Numbering.of(placement, DEVICE, 1, sinks=sinks)
+    got, want = (Made(routing, numbering, scheme, tokens, join=True) for _ in range(2))
+    number_and_quantise(x_TH, scheme, got.pairs, out=got.rows)
+    number_pairs(want.pairs)
+    quantise_rows(x_TH, scheme, out=want.rows)
+    assert all(map(torch.equal, got.values(), want.values()))
+
+
+def refused(text: str, ids: int, join: bool = True) -> None:
+    scheme, numbering = QuantScheme.parse(text), Numbering.of(BLOCKS, DEVICE, sinks=2)
+    made = Made(drawn(ids, 3), numbering, scheme, 4, join)
+    x_TH = random(4, COLUMNS, dtype=torch.bfloat16)
+    number_and_quantise(x_TH, scheme, made.pairs, out=made.rows)
+
+
+def test_what_cannot_be_done_at_once_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="need a scale per token, per group, or static"):
+        refused("fp8_w8a8_tensor", 4)
+    with pytest.raises(ShapeError, match="tokens: got 4, need 5, as many as rows of ids"):
+        refused(SCHEMES[1], 5)
+    with pytest.raises(ConfigurationError, match="need join"):
+        refused(SCHEMES[1], 4, join=False)
