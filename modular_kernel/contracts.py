@@ -57,6 +57,7 @@ class PrepareAndFinalize(ABC):
     requires: ClassVar[PrepareFinalizeRequirements]
     replayable: ClassVar[bool] = False
     keeps_expert_output: ClassVar[bool] = False  # memory that other ranks read, say
+    makes_output: ClassVar[bool] = False  # see `combined`
     # `prepare` costs less than `prepare_no_receive` and what waits for it.
     prepares_at_once: ClassVar[bool] = False
 
@@ -143,6 +144,15 @@ class PrepareAndFinalize(ABC):
     ) -> None:
         """Combine into `out` (T, H) or (T, K, H), applying `reduce`, or a substitute if it
         delegates. `handle` must come from the prepare of the same call."""
+
+    def combined(
+        self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
+    ) -> torch.Tensor:
+        """As `finalize`, but returns a tensor that nobody else has, for a part whose library
+        allocates its results: where the caller named no `out`, that spares a copy. Only of parts
+        with `makes_output`."""
+        need = "a part that makes its output"
+        raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
 
 class PermuteExpertsUnpermute(ABC):

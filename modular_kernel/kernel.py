@@ -151,7 +151,10 @@ class FusedMoEModularKernel:
         workspace = Workspace(specs, x_TH.device, poison=self.poison)
         output = self._output(x_TH, out)
         self.poison_output(output)
-        return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
+        asked = out is not None or self.problem.inplace
+        return self.start_checked(
+            x_TH, weights, routing, output, workspace, at_once=at_once, asked=asked
+        )
 
     def plan(self, problem: Problem | None = None) -> Plan:
         """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.
@@ -247,9 +250,10 @@ class FusedMoEModularKernel:
         workspace: Workspace,
         *,
         at_once: bool = False,
+        asked: bool = True,
     ) -> "Pending":
         """`start` for tensors that were checked, with the buffers to use. at_once: it is finished
-        before anything else is launched."""
+        before anything else is launched. asked: the output has to be in `out`."""
         call = Call(
             workspace,
             self.count_invalid_ids_on(x_TH.device),
@@ -271,18 +275,20 @@ class FusedMoEModularKernel:
                 def receive() -> tuple[Dispatched, Handle]:
                     return arrived
 
-        return Pending(self, receive, weights, workspace, out)
+        return Pending(self, receive, weights, workspace, out, asked)
 
-    def finish(self, pending: "Pending") -> None:
-        """The experts and the combine of `pending`, into its output."""
+    def finish(self, pending: "Pending") -> torch.Tensor:
+        """The experts and the combine of `pending`; returns where its output is."""
         tokens, handle = pending.receive()
         output = self._expert_output(tokens, handle, pending)
         with stages.stage(stages.EXPERTS):
             self._apply_experts(tokens, pending, output)
+        part, reduce = self.prepare_finalize, self.reduce
         with stages.stage(stages.FINALIZE):
-            self.prepare_finalize.finalize(
-                output, handle=handle, reduce=self.reduce, out=pending.out
-            )
+            if part.makes_output and not pending.asked:
+                return part.combined(output, handle=handle, reduce=reduce)
+            part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
+        return pending.out
 
     def _expert_output(
         self, tokens: Dispatched, handle: Handle, pending: "Pending"
@@ -315,6 +321,7 @@ class Pending:
     weights: ExpertWeights
     workspace: Workspace
     out: torch.Tensor
+    asked: bool = True  # that the output is in `out`
 
     @property
     def tokens(self) -> int:
@@ -322,12 +329,12 @@ class Pending:
 
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine; returns the layer's output."""
-        self.kernel.finish(self)
+        output = self.kernel.finish(self)
         if self.kernel.checked:
             self.kernel.prepare_finalize.check()
         if self.kernel.poison:
             self.workspace.check_red_zones()
-        return self.out
+        return output
 
 
 def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:

@@ -19,10 +19,11 @@ class Plan:
     """A kernel with everything bound: a call allocates nothing and can be captured in a graph.
 
     Calls of one plan share its buffers, so they must not be in flight together (make two plans).
-    The tensor returned is the plan's own until the next call, unless `out` is given or the
-    problem is inplace. Weights are checked once per ExpertWeights object. Where both parts are
-    replayable, whatever they decide on the host they decide in the first call of a kind (one with
-    other shapes, say, is of another); the next ones launch what that one launched.
+    The tensor returned is the plan's own until the next call, or a new one of a part that makes its
+    output, unless `out` is given or the problem is inplace. Weights are checked once per
+    ExpertWeights object. Where both parts are replayable, whatever they decide on the host they
+    decide in the first call of a kind (one with other shapes, say, is of another); the next ones
+    launch what that one launched.
     """
 
     def __init__(self, kernel: "FusedMoEModularKernel", problem: Problem) -> None:
@@ -69,7 +70,8 @@ class Plan:
         if tape is None or not self._may_replay(tape, x_TH, out):
             if not new:
                 self._checked(x_TH, weights, routing, out)
-            return self._run(x_TH, weights, routing, output, kind)
+            asked = out is not None or self.problem.inplace
+            return self._run(x_TH, weights, routing, output, kind, asked)
         # All that the checks read is in the kind, but for this.
         validate.check_no_grad(x_TH, weights, routing)
         self._poison(output)
@@ -120,23 +122,31 @@ class Plan:
         routing: Routing,
         out: torch.Tensor,
         kind: Hashable,
+        asked: bool,
     ) -> torch.Tensor:
         """A checked call by the parts' host code, recorded if it is the first of its kind."""
         kernel, bound = self.kernel, self._tapes.bound(weights)
         assert bound is not None
         self._poison(out)
         if not kernel.replayable or not self._tapes.wants(kind) or out.numel() == 0:
-            return self._start(x_TH, weights, routing, out).finish()
+            return self._start(x_TH, weights, routing, out, asked).finish()
         with replay.recording((*_tensors(x_TH, routing, out), *bound.tensors)) as recorder:
-            kernel.finish(self._start(x_TH, weights, routing, out))
+            kernel.finish(self._start(x_TH, weights, routing, out, asked=True))
         self._tapes.keep(kind, recorder.tape())
         self._check_red_zones()
         return out
 
     def _start(
-        self, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor,
+        asked: bool,
     ) -> "Pending":
-        return self.kernel.start_checked(x_TH, weights, routing, out, self._workspace, at_once=True)
+        return self.kernel.start_checked(
+            x_TH, weights, routing, out, self._workspace, at_once=True, asked=asked
+        )
 
     def _poison(self, out: torch.Tensor) -> None:
         if self.kernel.poison:

@@ -46,6 +46,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         asynchronous=True,
         received_by_library=True,
     )
+    makes_output = True
     most_slots = 128
 
     @classmethod
@@ -122,8 +123,15 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
+        out.copy_(self.combined(expert_output, handle=handle, reduce=reduce))
+
+    def combined(
+        self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
+    ) -> torch.Tensor:
         own = self.own_handle(handle, DeepEPHandle)
         made = self.manager.high_throughput(self.problem.hidden)
         rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
-        combined_TH, _, _ = made.buffer.combine(rows_RH, own.given, config=made.combine_config)
-        out.copy_(combined_TH)
+        combined_TH: torch.Tensor = made.buffer.combine(
+            rows_RH, own.given, config=made.combine_config
+        )[0]
+        return combined_TH

@@ -54,6 +54,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         received_by_library=True,
     )
     generation = 2
+    makes_output = True
     most_slots = 256
 
     def make_buffer(self) -> None:
@@ -121,10 +122,15 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
+        out.copy_(self.combined(expert_output, handle=handle, reduce=reduce))
+
+    def combined(
+        self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
+    ) -> torch.Tensor:
         own = self.own_handle(handle, DeepEPHandle)
         rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
-        combined_TH, _, _ = self._buffer().combine(rows_RH, own.given)
-        out.copy_(combined_TH)
+        combined_TH: torch.Tensor = self._buffer().combine(rows_RH, own.given)[0]
+        return combined_TH
 
     def _live_pairs(
         self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call

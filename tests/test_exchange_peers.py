@@ -39,9 +39,20 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
     folder = tmp_path_factory.mktemp("peers")
     offers = []
     for library, names in (
-        ("v1", [f"DeepEP V1 high throughput, {n} SMs" for n in (20, 96)]),
+        (
+            "v1",
+            [f"DeepEP V1 high throughput, {n}" for n in ("20 SMs", "20 SMs, quantising", "96 SMs")],
+        ),
         ("v1", ["DeepEP V1 low latency", "DeepEP V2, 64 SMs"]),
-        ("v2", ["DeepEP V2, 22 SMs", "DeepEP V2, 64 SMs", "DeepEP V1 low latency"]),
+        (
+            "v2",
+            [
+                "DeepEP V2, 22 SMs",
+                "DeepEP V2, 22 SMs, quantising",
+                "DeepEP V2, 64 SMs",
+                "DeepEP V1 low latency",
+            ],
+        ),
         ("pplx", ["pplx-kernels"]),
     ):
         path = folder / f"{library}.py"
@@ -83,3 +94,19 @@ def test_rows_come_back_as_they_went(library: str, name: str, rows: dict) -> Non
 )
 def test_the_other_version_is_refused(library: str, name: str, why: str, rows: dict) -> None:
     assert {(row.status, row.note) for row in rows[library, name]} == {("refused", why)}
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [
+        ("v1", "DeepEP V1 high throughput, 20 SMs, quantising"),
+        ("v2", "DeepEP V2, 22 SMs, quantising"),
+    ],
+)
+def test_those_that_quantise_do_so_in_each_dispatch(library: str, name: str, rows: dict) -> None:
+    for row in rows[library, name]:
+        if row.quant == "none":
+            assert (row.status, row.note) == ("refused", "bfloat16 rows travel as they are")
+        else:
+            assert row.status == "ok", row.note
+            assert 0 < row.error < 0.07

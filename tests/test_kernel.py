@@ -187,6 +187,34 @@ def test_calls_in_flight_finish_in_any_order(pair: tuple[Any, Any]) -> None:
         assert_right(pending[index].finish(), many[index])
 
 
+def test_a_part_makes_the_output_unless_somebody_names_one() -> None:
+    class Maker(MoEPrepareAndFinalizeNoEP):
+        makes_output = True
+        made: list[torch.Tensor] = []  # noqa: RUF012 (one list for one test)
+
+        def combined(self, expert_output: torch.Tensor, **rest: Any) -> torch.Tensor:
+            tokens = len(expert_output)
+            self.made.append(torch.empty(tokens, BASE.hidden, dtype=BASE.dtype))
+            self.finalize(expert_output, out=self.made[-1], **rest)
+            return self.made[-1]
+
+    inputs = inputs_for(BASE)
+    given, args = torch.empty_like(inputs.x_TH), (inputs.x_TH, inputs.weights, inputs.routing)
+    kernel = composed((Maker, TorchExperts), BASE)
+    calls = (kernel, kernel.plan(), lambda *a, **named: kernel.start(*a, **named).finish())
+    for number, run in enumerate(calls, 1):
+        made = run(*args)
+        assert made is Maker.made[-1]
+        assert_right(made, inputs)
+        assert run(*args, out=given) is given
+        assert_right(given, inputs)
+        assert len(Maker.made) == number
+    inplace = replace(BASE, inplace=True)
+    x_TH = inputs.x_TH.clone()
+    assert composed((Maker, TorchExperts), inplace)(x_TH, *args[1:]) is x_TH
+    assert len(Maker.made) == 3
+
+
 def asynchronous() -> type[MoEPrepareAndFinalizeNoEP]:
     """NoEP that dispatches when it is asked to receive, and notes what it was asked."""
 

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.bench.exchange import Transport, dequantised
+from modular_kernel.ops.quantise import Quantised, quantise_rows
 
 BLOCK = 128  # columns of one scale
+_WHEN = {False: "before", True: "in a launch of its own"}
 FEW = 512  # tokens for which buffers of one row an expert still fit
 
 
@@ -25,14 +27,17 @@ def quantised(x_TH):
 
 
 class Peer(Transport):
-    """few: serves small capacities only. worlds: numbers of ranks."""
+    """few: serves small capacities only. worlds: numbers of ranks. quantising: rows are quantised
+    in each dispatch, in a launch of their own, where the library does not."""
 
-    few = False
+    few = quantising = False
     worlds = None
 
     def refusal(self, cell):
         if cell.quant not in ("none", "fp8_w8a8_block") or cell.hidden % BLOCK:
             return f"bfloat16 or blocks of {BLOCK} columns"
+        if self.quantising and cell.quant == "none":
+            return "bfloat16 rows travel as they are"
         if cell.experts % cell.world_size:
             return "as many experts on each rank"
         if self.worlds and cell.world_size not in self.worlds:
@@ -54,8 +59,17 @@ class Peer(Transport):
         self.cell = given.cell  # several cells share what `open` made
         self.x, self.tokens = given.x_TH, len(given.x_TH)
         self.rows = quantised(self.x) if self.fp8 else self.x
+        if self.quantising:
+            self.made = Quantised(*map(torch.empty_like, self.rows))
         self.ids = given.routing.topk_ids_TK.to(torch.int64)
         self.weights = given.routing.topk_weights_TK
+
+    def rows_given(self):
+        """What the library is given."""
+        if self.quantising:
+            quantise_rows(self.x, self.cell.scheme, out=self.made)
+            return self.made.q_RK, self.made.scale
+        return self.rows
 
     def keep(self, made):
         """The experts' output at one address: a captured combine reads there."""
@@ -156,10 +170,11 @@ class HighThroughput(DeepEPV1):
     """One row for each token and rank, without a wait of the host: room for all that can come."""
 
     capturable = True
-    note = "its layout kernel included; rows quantised before"
 
-    def __init__(self, sms):
-        self.sms, self.name = sms, f"DeepEP V1 high throughput, {sms} SMs"
+    def __init__(self, sms, *, quantising=False):
+        self.sms, self.quantising = sms, quantising
+        self.name = f"DeepEP V1 high throughput, {sms} SMs" + ", quantising" * quantising
+        self.note = "its layout kernel included; rows quantised " + _WHEN[quantising]
 
     def setup(self):
         Buffer = import_module("deep_ep").Buffer
@@ -174,7 +189,7 @@ class HighThroughput(DeepEPV1):
         layout = self.buffer.get_dispatch_layout(self.ids, self.cell.experts)
         per_rank, _, per_expert, in_rank, _ = layout
         self.arrived = self.buffer.dispatch(
-            self.rows,
+            self.rows_given(),
             num_tokens_per_rank=per_rank,
             is_token_in_rank=in_rank,
             num_tokens_per_expert=per_expert,
@@ -230,10 +245,11 @@ class DeepEPV2(Peer):
     """ElasticBuffer without a wait of the host."""
 
     capturable = True
-    note = "rows quantised before"
 
-    def __init__(self, sms):
-        self.sms, self.name = sms, f"DeepEP V2, {sms} SMs"
+    def __init__(self, sms, *, quantising=False):
+        self.sms, self.quantising = sms, quantising
+        self.name = f"DeepEP V2, {sms} SMs" + ", quantising" * quantising
+        self.note = "rows quantised " + _WHEN[quantising]
 
     def refusal(self, cell):
         if not hasattr(import_module("deep_ep"), "ElasticBuffer"):
@@ -258,7 +274,7 @@ class DeepEPV2(Peer):
 
     def dispatch(self):
         self.arrived = self.buffer.dispatch(
-            self.rows,
+            self.rows_given(),
             topk_idx=self.ids,
             topk_weights=self.weights,
             num_experts=self.cell.experts,
@@ -357,8 +373,8 @@ def transports():
     """Those whose modules are found here."""
     found = [Nccl(pairs=False), Nccl(pairs=True)]
     if find_spec("deep_ep") is not None:
-        found += [HighThroughput(20), HighThroughput(96), LowLatency()]
-        found += [DeepEPV2(22), DeepEPV2(64)]
+        found += [HighThroughput(20), HighThroughput(20, quantising=True), HighThroughput(96)]
+        found += [LowLatency(), DeepEPV2(22), DeepEPV2(22, quantising=True), DeepEPV2(64)]
     if find_spec("pplx_kernels") is not None:
         found += [Pplx()]
     return found

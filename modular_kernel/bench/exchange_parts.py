@@ -114,10 +114,11 @@ class PartTransport(Transport):
         self._output.copy_(made)
 
     def combine(self) -> torch.Tensor:
-        assert self._part is not None
-        self._part.finalize(
-            self._output, handle=self.arrived[1], reduce=self._reduce, out=self._out
-        )
+        part, handle = self._part, self.arrived[1]
+        assert part is not None
+        if part.makes_output:  # as where a caller names no output
+            return part.combined(self._output, handle=handle, reduce=self._reduce)
+        part.finalize(self._output, handle=handle, reduce=self._reduce, out=self._out)
         return self._out
 
     def settle(self) -> None:

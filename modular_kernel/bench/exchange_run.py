@@ -57,7 +57,7 @@ class Offer:
     machine: Machine
     alone: bool = False
     path: Path | None = None
-    seconds: float = 20.0
+    seconds: float = 60.0  # some libraries compile at a first call
 
     def make(self) -> Transport:
         if self.path is None:

@@ -143,6 +143,7 @@ class MutatedKernel(FusedMoEModularKernel):
         workspace: Workspace,
         *,
         at_once: bool = False,
+        asked: bool = True,
     ) -> Pending:
         given = Arguments(x_TH, weights, routing, self.problem, self.memory)
         args = self.mutant.arguments(given) if self.mutant.arguments else given
