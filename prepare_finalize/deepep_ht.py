@@ -1,24 +1,25 @@
 """DeepEP's high-throughput kernels (first generation): training and prefill over NVLink."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import Call, Receiver
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.all2all.deepep_part import BF16, HOPPER, DeepEPHandle, DeepEPPart
-from prepare_finalize.tokens import number_and_quantise_tokens, reduced_rows
+from prepare_finalize.all2all.deepep_part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
+from prepare_finalize.tokens import number_and_quantise_tokens
 
 _WORLD_SIZES = (2, 4, 8)
 # A row travels in two halves, each of them and 8 bytes in 8 KiB, a multiple of 16 bytes.
 _MOST_ROW_BYTES = 2 * 8176
 
 
-class DeepEPHTPrepareAndFinalize(DeepEPPart):
+class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
     """A token's row goes once to each rank that holds one of its experts; that rank weights and
     adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
 
@@ -46,7 +47,6 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
         asynchronous=True,
         received_by_library=True,
     )
-    makes_output = True
     most_slots = 128
 
     @classmethod
@@ -115,23 +115,8 @@ class DeepEPHTPrepareAndFinalize(DeepEPPart):
 
         return receive
 
-    def finalize(
-        self,
-        expert_output: torch.Tensor,
-        *,
-        handle: Handle,
-        reduce: TopKWeightAndReduce,
-        out: torch.Tensor,
-    ) -> None:
-        out.copy_(self.combined(expert_output, handle=handle, reduce=reduce))
-
-    def combined(
-        self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
-    ) -> torch.Tensor:
-        own = self.own_handle(handle, DeepEPHandle)
+    def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
         made = self.manager.high_throughput(self.problem.hidden)
-        rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
-        combined_TH: torch.Tensor = made.buffer.combine(
-            rows_RH, own.given, config=made.combine_config
-        )[0]
-        return combined_TH
+        combined = made.buffer.combine(rows_RH, given, config=made.combine_config)
+        sums_TH: torch.Tensor = combined[0]
+        return sums_TH

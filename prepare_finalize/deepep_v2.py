@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.contracts import Call, Receiver
 from modular_kernel.ops.live_pairs import live_pairs
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.support import PrepareFinalizeRequirements
@@ -18,14 +18,14 @@ from prepare_finalize.all2all.deepep_part import (
     BF16,
     HOPPER,
     DeepEPHandle,
-    DeepEPPart,
+    DeepEPRowsPart,
 )
-from prepare_finalize.tokens import number_and_quantise_tokens, reduced_rows
+from prepare_finalize.tokens import number_and_quantise_tokens
 
 _LEAST_TOKENS, _STEP = 8, 128
 
 
-class DeepEPV2PrepareAndFinalize(DeepEPPart):
+class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
     """A token's row goes once to each rank that holds one of its experts; that rank weights and
     adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
 
@@ -54,7 +54,6 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
         received_by_library=True,
     )
     generation = 2
-    makes_output = True
     most_slots = 256
 
     def make_buffer(self) -> None:
@@ -114,23 +113,9 @@ class DeepEPV2PrepareAndFinalize(DeepEPPart):
 
         return receive
 
-    def finalize(
-        self,
-        expert_output: torch.Tensor,
-        *,
-        handle: Handle,
-        reduce: TopKWeightAndReduce,
-        out: torch.Tensor,
-    ) -> None:
-        out.copy_(self.combined(expert_output, handle=handle, reduce=reduce))
-
-    def combined(
-        self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
-    ) -> torch.Tensor:
-        own = self.own_handle(handle, DeepEPHandle)
-        rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
-        combined_TH: torch.Tensor = self._buffer().combine(rows_RH, own.given)[0]
-        return combined_TH
+    def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
+        sums_TH: torch.Tensor = self._buffer().combine(rows_RH, given)[0]
+        return sums_TH
 
     def _live_pairs(
         self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call

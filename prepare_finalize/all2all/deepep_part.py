@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from modular_kernel.contracts import Call
+from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.ops.numbers import Pairs, slots_of
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import Routing
+from modular_kernel.tensors import Handle, Routing
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.deepep import DeepEPGroup, load_deepep
 from prepare_finalize.all2all.part import AtOncePart, PartHandle
-from prepare_finalize.tokens import one_scale_for_all, token_specs
+from prepare_finalize.tokens import one_scale_for_all, reduced_rows, token_specs
 
 BF16 = frozenset({torch.bfloat16})
 HOPPER = (9, 0)  # the library's kernels use the bulk copy engine
@@ -93,15 +93,6 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
             "pair_weights": BufferSpec(shape, torch.float32),
         }
 
-    def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
-        """The buffers of a part that quantises its tokens, and sums the `rows` that come."""
-        problem = self.problem
-        return {
-            **token_specs(problem, tokens),
-            **self.pair_specs(tokens),
-            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
-        }
-
     def pairs(self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0) -> Pairs:
         """The pairs of a call, and where their numbers and weights are written."""
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
@@ -114,6 +105,43 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
             join,
             factor,
         )
+
+
+class DeepEPRowsPart(DeepEPPart):
+    """A part whose library brings a row to each rank that holds one of its experts, and adds up the
+    sums of those ranks in a tensor of its own."""
+
+    makes_output = True
+
+    def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
+        """The buffers of a part that quantises its tokens, and sums the `rows` that come."""
+        problem = self.problem
+        return {
+            **token_specs(problem, tokens),
+            **self.pair_specs(tokens),
+            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
+        }
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        out.copy_(self.combined(expert_output, handle=handle, reduce=reduce))
+
+    def combined(
+        self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
+    ) -> torch.Tensor:
+        own = self.own_handle(handle, DeepEPHandle)
+        rows_RH = reduced_rows(expert_output, own.weights, self.problem, own.call, reduce)
+        return self.sums_of_ranks(rows_RH, own.given)
+
+    @abstractmethod
+    def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
+        """(T, H) sums of the ranks' rows for this rank's tokens; given: by the dispatch."""
 
 
 def _shared(part: str, problem: Problem) -> dict[str, object]:
