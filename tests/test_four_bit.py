@@ -28,8 +28,8 @@ _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_
 
 _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"tokens": 2}, "uniform", 8),
-    ({"tokens": 7, "hidden": 256, "intermediate": 384}, "uniform", 8),
-    ({"tokens": 5, "quant": f"{_INT4}:zero_points=true", "hidden": 384, "intermediate": 128},
+    ({"tokens": 4, "hidden": 256, "intermediate": 256}, "uniform", 8),
+    ({"tokens": 5, "quant": f"{_INT4}:zero_points=true", "hidden": 256, "intermediate": 128},
      "skips", 8),
     ({"tokens": 4, "quant": f"{_INT4}:group=64,zero_points=true", "hidden": 192,
       "intermediate": 64, "activation": _OAI, "bias": True}, "duplicates", 8),

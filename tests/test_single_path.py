@@ -46,7 +46,7 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 4, "quant": "fp8_w8a8_block:block=48x64", **_WIDE}, "duplicates", _TWO),
     ({"tokens": 1, "quant": "fp8_w8a8_block:block=32x32", "activation": _OAI, **_WIDE}, "uniform",
      _ONE),
-    ({"tokens": 9, "chunk_tokens": 4, "quant": "fp8_w8a8_block:block=32x32", **_WIDE}, "uniform",
+    ({"tokens": 5, "chunk_tokens": 2, "quant": "fp8_w8a8_block:block=32x32", **_WIDE}, "uniform",
      _TWO),
     ({"tokens": 2, "quant": "int8_w8a8_channel", "bias": True, **_WIDE}, "uniform", _TWO),
     ({"tokens": 1, "quant": "int8_w8a16_channel", **_WIDE}, "uniform", _ONE),
