@@ -4,6 +4,7 @@ Each is made anew for every kernel of every rank, so that one rank alone may hav
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.settings import deadline
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
 from modular_kernel.testing.battery import MUTANTS
 from modular_kernel.testing.cases import Case
@@ -23,13 +25,15 @@ from modular_kernel.types import Combine, Machine, Problem
 @dataclass(frozen=True)
 class RankMutant:
     """One defect over ranks. applies: cases in which it must show. make: what one rank's kernel
-    gets, given that rank's problem; it may act on one rank and be harmless on the others.
+    gets, given that rank's problem; it may act on one rank and be harmless on the others. waits:
+    seconds that ranks then wait for each other, where one may wait in vain; None: as always.
     """
 
     name: str
     description: str
     applies: Callable[[RankCase], bool]
     make: Callable[[Problem], Mutant]
+    waits: float | None = None
 
 
 def build_mutant(
@@ -37,7 +41,8 @@ def build_mutant(
 ) -> FusedMoEModularKernel:
     """A rank's kernel with the defect of that name; `partial(build_mutant, name)` is a build."""
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
-    return mutant.make(case.problem).build(case, machine, poison, group)
+    with nullcontext() if mutant.waits is None else deadline(mutant.waits):
+        return mutant.make(case.problem).build(case, machine, poison, group)
 
 
 def build_on_last_rank(
@@ -235,6 +240,7 @@ RANK_MUTANTS: tuple[RankMutant, ...] = (
         "the last rank confuses counts or memory of ranks 0 and 1, or counts of its experts",
         _uneven,
         _on_last_rank("peer_counts_swapped", _swap_counts),
+        waits=6.0,
     ),
     RankMutant(
         "weights_on_both_sides",
