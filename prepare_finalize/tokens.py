@@ -8,7 +8,7 @@ from modular_kernel import stages
 from modular_kernel.contracts import Call, TopKWeightAndReduce
 from modular_kernel.ops.number_quantise import number_and_quantise
 from modular_kernel.ops.numbers import Pairs, number_pairs
-from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.tensors import ExpertRows, ExpertWeights
 from modular_kernel.types import Problem, Reduce
@@ -64,12 +64,17 @@ def number_and_quantise_tokens(
     if not quantises(problem, call):
         number_pairs(pairs)
         return x_TH, None
+    out = _room(x_TH, problem, weights, call)
+    with stages.stage(stages.QUANTISE_INPUT):
+        number_and_quantise(x_TH, problem.scheme, pairs, out=out)
+    return out.q_RK, out.scale
+
+
+def _room(x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call) -> Quantised:
+    """Where the tokens of a call are quantised to, and the static scale if there is one."""
     scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
     static = weights.a1_scale if scheme.static else None
-    out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
-    with stages.stage(stages.QUANTISE_INPUT):
-        number_and_quantise(x_TH, scheme, pairs, out=out)
-    return out.q_RK, out.scale
+    return take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
 
 
 def _quantised(
@@ -79,9 +84,7 @@ def _quantised(
     call: Call,
     largest: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
-    static = weights.a1_scale if scheme.static else None
-    out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+    scheme, out = problem.scheme, _room(x_TH, problem, weights, call)
     if largest is not None:
         amax = out.scale.new_full((1,), largest)
         # By a tensor, as `quantise_rows` does: one rounding, the same everywhere.
