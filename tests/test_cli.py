@@ -248,12 +248,27 @@ def test_sensitivity_prints_every_defect(mk: Mk, monkeypatch: pytest.MonkeyPatch
 
 def test_a_defect_that_is_missed_ends_with_1(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
-    kill = mutants.Kill("harmless", case, sound=True, killed_by=None)
+    kill = mutants.Kill("harmless", case, unsound=None, killed_by=None)
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
     ended = mk("test", *TORCH_PAIR, "--sensitivity")
     assert ended.code == 1
     assert "MISSED" in ended.out
     assert mk("test", *TORCH_PAIR, "--sensitivity", "--one").code == 2
+
+
+def test_a_pair_that_fails_without_a_defect_says_how(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
+    kill = mutants.Kill("zeros", case, unsound="numeric: far off", killed_by="numeric: all zeros")
+    monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
+    ended = mk("test", *TORCH_PAIR, "--sensitivity")
+    assert ended.code == 1
+    assert f"zeros in {case}: fails without the mutant: numeric: far off" in ended.out
+    assert "fails without it" in ended.out
+    record = mk("test", *TORCH_PAIR, "--sensitivity", "--json").json
+    assert not record["ok"]
+    assert record["mutants"][0]["unsound"] == "numeric: far off"
 
 
 # -------------------------------------------------------------------------------- doctor, compile

@@ -102,6 +102,13 @@ def test_a_killed_rank(pool: RankPool) -> None:
     assert not any(alive(pid) for pid in before)
 
 
+def test_a_rank_that_crashes_says_where(pool: RankPool) -> None:
+    error = failure(pool, samples.die, 1, signal.SIGSEGV)
+    first, *trace = error.failures[1].splitlines()
+    assert first == "died: killed by signal SIGSEGV"
+    assert "in die" in "\n".join(trace)
+
+
 def test_a_rank_that_ends_its_process(pool: RankPool) -> None:
     error = failure(pool, samples.leave)
     assert (error.rank, error.failures[0]) == (0, "died: exit code 3")

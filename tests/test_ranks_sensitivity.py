@@ -1,12 +1,14 @@
 """The harness can see across ranks: every defect of its battery is killed in every pairing."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
+import torch
 
 from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.tensors import Handle
 from modular_kernel.testing import Case
 from modular_kernel.testing.battery_ranks import (
     RANK_MUTANTS,
@@ -18,6 +20,7 @@ from modular_kernel.testing.cases_ranks import rank_cases_for, rank_pairings
 from modular_kernel.testing.mutants_ranks import sensitivity_ranks
 from modular_kernel.testing.prove_ranks import prove_ranks
 from modular_kernel.testing.ranks import RankPool
+from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")
 PAIRINGS = rank_pairings(MACHINE, 2)
@@ -38,8 +41,8 @@ Pool = Callable[[int], RankPool]
 
 
 @pytest.fixture(scope="module")
-def proven() -> dict[Case, bool]:
-    """Cases that were proven without a mutant, and whether they passed."""
+def proven() -> dict[Case, str | None]:
+    """Cases that were proven without a mutant, and their first failure."""
     return {}
 
 
@@ -63,7 +66,7 @@ def triples(world_size: int) -> list[object]:
 
 
 def survivors(
-    pairing: tuple[str, str], mutant: RankMutant, pool: RankPool, proven: dict[Case, bool]
+    pairing: tuple[str, str], mutant: RankMutant, pool: RankPool, proven: dict[Case, str | None]
 ) -> list[str]:
     kills = sensitivity_ranks(*pairing, pool, mutants=[mutant], proven=proven)
     assert kills, "no case shows it"
@@ -72,14 +75,14 @@ def survivors(
 
 @pytest.mark.parametrize(("pairing", "mutant"), triples(2))
 def test_killed_on_two_ranks(
-    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, bool]
+    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
     assert survivors(pairing, mutant, rank_pool(2), proven) == []
 
 
 @pytest.mark.parametrize(("pairing", "mutant"), triples(4))
 def test_killed_on_four_ranks(
-    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, bool]
+    pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]
 ) -> None:
     assert survivors(pairing, mutant, rank_pool(4), proven) == []
 
@@ -136,3 +139,22 @@ def test_a_promise_broken_on_one_rank_is_found_there(
         case = replace(case, tokens=case.tokens[::-1])
     proof = prove_ranks(case, rank_pool(2), MACHINE, partial(build_on_last_rank, name))
     assert any(failure.startswith(f"rank 1: {check}: ") for failure in proof.failures), str(proof)
+
+
+@dataclass(frozen=True)
+class Told(Handle):
+    """What a part that writes to its peers' memory keeps of a call."""
+
+    flags_W: torch.Tensor
+    deltas_W: torch.Tensor
+
+
+def test_confused_memory_is_still_memory() -> None:
+    """Distances to peers' memory change places; flags there do not move away from them."""
+    (mutant,) = (each for each in RANK_MUTANTS if each.name == "peer_counts_swapped")
+    problem = Problem(tokens=4, hidden=48, intermediate=80, experts=4, top_k=2)
+    last = replace(problem, parallel=Parallel(world_size=2, rank=1))
+    told = Told(torch.zeros(64, dtype=torch.int32)[:2], torch.tensor([-4096, 0]))
+    confused = mutant.make(last).handle(told)
+    assert confused.deltas_W.tolist() == [0, -4096]
+    assert confused.flags_W.data_ptr() == told.flags_W.data_ptr()

@@ -25,15 +25,15 @@ HERE = [mutant for mutant in MUTANTS if mutant.device in (None, MACHINE.device)]
 
 
 @pytest.fixture(scope="module")
-def proven() -> dict[Case, bool]:
-    """Cases that were proven without a mutant, and whether they passed."""
+def proven() -> dict[Case, str | None]:
+    """Cases that were proven without a mutant, and their first failure."""
     return {}
 
 
 @pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
 def test_killed(
-    pairing: tuple[str, str], mutant: Mutant, machine: Machine, proven: dict[Case, bool]
+    pairing: tuple[str, str], mutant: Mutant, machine: Machine, proven: dict[Case, str | None]
 ) -> None:
     kills = sensitivity(*pairing, machine, mutants=[mutant], proven=proven)
     assert [str(kill) for kill in kills if not kill.ok] == []

@@ -34,7 +34,7 @@ def _record(kill: "Kill") -> dict[str, object]:
         "experts": kill.case.experts,
         "case": str(kill.case),
         "ok": kill.ok,
-        "sound": kill.sound,
+        "unsound": kill.unsound,
         "killed_by": kill.killed_by,
     }
 
@@ -60,6 +60,6 @@ def _checks(kills: "Sequence[Kill]") -> str:
 
 
 def _fate(kills: "Sequence[Kill]") -> str:
-    if not all(kill.sound for kill in kills):
+    if any(kill.unsound is not None for kill in kills):
         return "fails without it"
     return "found" if all(kill.ok for kill in kills) else "MISSED"

@@ -143,9 +143,13 @@ def _swap_counts(problem: Problem) -> dict[str, Any]:
         return value
 
     def by_rank(name: str, value: object) -> bool:
-        """Whether a field is a list over ranks, or may hold one; a tensor's name says so."""
+        """Whether a field is a list over ranks, or may hold one; a tensor's name says so.
+
+        Not flags in memory that peers write to: addresses of peers are distances from there, so a
+        copy elsewhere would have this rank's stores go anywhere.
+        """
         if isinstance(value, torch.Tensor):
-            return name.endswith("_W")
+            return name.endswith("_W") and value.untyped_storage().nbytes() == value.nbytes
         return is_dataclass(value) or isinstance(value, tuple | list)
 
     def handle(given: Handle) -> Handle:

@@ -4,7 +4,7 @@ A harness is worth what it catches: each mutant must be killed by the same check
 runs. One that survives is a failure, of the harness.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from modular_kernel.testing.battery import MUTANTS as PLAIN_MUTANTS
@@ -21,21 +21,23 @@ __all__ = ["MUTANTS", "Kill", "Mutant", "sensitivity"]
 
 @dataclass(frozen=True)
 class Kill:
-    """One mutant in one case. sound: the kernel without it passes. killed_by: the first failure,
-    or None if the mutant survived."""
+    """One mutant in one case. unsound: the first failure of the kernel without it, or None if that
+    passes. killed_by: the first failure with it, or None if the mutant survived."""
 
     mutant: str
     case: Case
-    sound: bool
+    unsound: str | None
     killed_by: str | None
 
     @property
     def ok(self) -> bool:
-        return self.sound and self.killed_by is not None
+        return self.unsound is None and self.killed_by is not None
 
     def __str__(self) -> str:
         fate = self.killed_by or "SURVIVED"
-        return f"{self.mutant} in {self.case}: {fate if self.sound else 'fails without the mutant'}"
+        if self.unsound is not None:
+            fate = f"fails without the mutant: {self.unsound}"
+        return f"{self.mutant} in {self.case}: {fate}"
 
 
 def sensitivity(
@@ -45,12 +47,13 @@ def sensitivity(
     *,
     mutants: Sequence[Mutant] = MUTANTS,
     cases_each: int = 2,
-    proven: dict[Case, bool] | None = None,
+    proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
     """For each mutant that can occur in the pairing: is it killed, and by which check?
 
     Up to `cases_each` cases for each mutant in which it must show, few enough in all that proving
-    them without a mutant costs little. proven: which cases pass so, as far as known; filled in.
+    them without a mutant costs little. proven: the first failure of each case without a mutant, None
+    if it passes, as far as known; filled in.
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
@@ -62,10 +65,15 @@ def sensitivity(
             few = [case for case in full if mutant.occurs(case, machine)]
         for case in _spread(few, cases_each):
             if case not in proven:
-                proven[case] = prove(case, machine).passed
-            killer = next(findings(Trial(case, machine, mutant.build)), None)
+                proven[case] = first_of(prove(case, machine).failures)
+            killer = first_of(findings(Trial(case, machine, mutant.build)))
             kills.append(Kill(mutant.name, case, proven[case], killer))
     return tuple(kills)
+
+
+def first_of(failures: Iterable[str]) -> str | None:
+    """The first failure, if there is one."""
+    return next(iter(failures), None)
 
 
 def _spread(cases: list[Case], count: int) -> list[Case]:

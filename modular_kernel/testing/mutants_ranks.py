@@ -7,7 +7,7 @@ from modular_kernel.testing.battery_ranks import RANK_MUTANTS, RankMutant, build
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
 from modular_kernel.testing.checks import CHECKS, plan_reused
-from modular_kernel.testing.mutants import Kill
+from modular_kernel.testing.mutants import Kill, first_of
 from modular_kernel.testing.prove_ranks import machine_of, prove_ranks
 from modular_kernel.testing.ranks import RankPool
 
@@ -24,7 +24,7 @@ def sensitivity_ranks(
     *,
     mutants: Sequence[RankMutant] = RANK_MUTANTS,
     cases_each: int = 1,
-    proven: dict[Case, bool] | None = None,
+    proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:
     """For each mutant that can occur in the pairing over the pool's ranks: is it killed?
 
@@ -38,8 +38,8 @@ def sensitivity_ranks(
         few: list[RankCase] = [case for case in cases if mutant.applies(case)]
         for case in few[:cases_each]:
             if case not in proven:
-                proven[case] = prove_ranks(case, pool, machine).passed
+                proven[case] = first_of(prove_ranks(case, pool, machine).failures)
             build = partial(build_mutant, mutant.name)
             proof = prove_ranks(case, pool, machine, build, checks=EARLY)
-            kills.append(Kill(mutant.name, case, proven[case], next(iter(proof.failures), None)))
+            kills.append(Kill(mutant.name, case, proven[case], first_of(proof.failures)))
     return tuple(kills)

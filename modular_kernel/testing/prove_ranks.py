@@ -265,5 +265,6 @@ def _told(failure: str) -> list[str]:
     found = failure.partition(f"{CheckError.__name__}: ")[2]
     if found:
         return found.splitlines()
-    last = failure.strip().splitlines()
-    return [last[0] if not failure.startswith("Traceback") else f"raised {last[-1]}"]
+    if failure.startswith("Traceback"):
+        return [f"raised {failure.strip().splitlines()[-1]}"]
+    return [failure.strip()]

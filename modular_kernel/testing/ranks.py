@@ -237,7 +237,7 @@ class RankPool:
         how = "closed its pipe" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             how = f"killed by signal {signal.Signals(-code).name}"
-        return f"died: {how}"
+        return f"died: {how}\n{self._trace(number)}".rstrip()
 
     def _give_up(self, pending: set[int], failures: dict[int, str]) -> None:
         """Name the ranks that do not answer, and where each of them is."""
@@ -249,13 +249,14 @@ class RankPool:
         time.sleep(0.2)  # for the traces to be written; a stopped process writes none
         for number in sorted(pending):
             text = "did not answer after another rank failed" if waited else "did not answer"
-            path = self._trace_file(number)
-            trace = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-            failures[number] = f"{text}\n{trace or '(no trace: it does not take signals)'}"
+            trace = self._trace(number) or "(no trace: it does not take signals)"
+            failures[number] = f"{text}\n{trace}"
 
-    def _trace_file(self, number: int) -> Path:
+    def _trace(self, number: int) -> str:
+        """Where a rank was when it was asked, or when it crashed; empty if it told nothing."""
         assert self._folder is not None
-        return _trace_path(self._folder.name, number)
+        path = _trace_path(self._folder.name, number)
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
         """The next run gets a group of its own, and processes that surely follow."""
@@ -300,6 +301,7 @@ def _serve(place: _Place, pipe: Connection) -> None:
     generation: int | None = None
     failed: list[BaseException] = []
     with _trace_path(place.folder, place.rank).open("w") as traces:
+        faulthandler.enable(file=traces)
         faulthandler.register(signal.SIGUSR1, file=traces)
         while message := _next(pipe):
             try:
@@ -322,6 +324,7 @@ def _serve(place: _Place, pipe: Connection) -> None:
                 break  # nobody is there to hear it
             failed.clear()
         faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
