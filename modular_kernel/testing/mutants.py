@@ -52,8 +52,8 @@ def sensitivity(
     """For each mutant that can occur in the pairing: is it killed, and by which check?
 
     Up to `cases_each` cases for each mutant in which it must show, few enough in all that proving
-    them without a mutant costs little. proven: the first failure of each case without a mutant, None
-    if it passes, as far as known; filled in.
+    them without a mutant costs little. proven: what each case fails by without a mutant, None where
+    it passes, as far as known; filled in.
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
