@@ -60,7 +60,8 @@ class UnsupportedError(InputError):
 
 
 class CorruptionError(ModularKernelError):
-    """A part wrote outside its workspace (red zones are watched in poison mode)."""
+    """A part wrote outside its workspace (red zones are watched in poison mode), or a kernel
+    touched memory that no argument of its launch holds (watched where kernels are interpreted)."""
 
 
 class UnknownPartError(InputError):

@@ -11,10 +11,11 @@ replaces the interpreter's storage and arithmetic:
 - float to int truncates and saturates as `cvt.rzi` does, `fma` rounds once, `minimum`, `maximum`
   and their reductions drop NaN as PTX does, sums of 16-bit floats round at every step of a tree;
 - a Python number given to a launch becomes the typed scalar that a compiled kernel gets;
-- `device_assert` raises, loops work with numpy >= 2.4, launches from several threads take turns.
+- `device_assert` raises, loops work with numpy >= 2.4, launches from several threads take turns;
+- an access outside the launch's arguments raises, see `modular_kernel.ops.bounds`.
 
 Written against triton 3.6 to 3.9. Import it only where triton exists, and call `install()` before
-the first launch. Not emulated: fp8e4b15, bounds of pointers, the order of sums inside a `dot`.
+the first launch. Not emulated: fp8e4b15, the order of sums inside a `dot`.
 """
 
 import threading
@@ -30,6 +31,7 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
 from modular_kernel.ops.block_types import init_block_type, type_of_tuple
+from modular_kernel.ops.bounds import Bounds
 from modular_kernel.ops.narrow import (
     BF16,
     BITS,
@@ -115,7 +117,12 @@ def _options(builder: Foreign) -> Foreign:
 
 
 class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
-    """The builder behind every `tl` operation, with a GPU's rounding instead of numpy's."""
+    """The builder behind every `tl` operation, with a GPU's rounding instead of numpy's.
+
+    bounds: of the launch under way.
+    """
+
+    bounds = Bounds({})
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,7 +224,7 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         counts = np.bincount(values[valid].astype(np.int64), minlength=bins)
         return _handle(counts.astype(np.int32), tl.int32)
 
-    # Memory.
+    # Memory. Every access comes through these.
 
     def create_masked_load(
         self,
@@ -228,30 +235,35 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         **policies: Foreign,
     ) -> Handle:
         storage = storage_of(ptrs.get_element_ty())
+        lanes = mask if isinstance(mask, np.ndarray) else mask.data
+        self.bounds.check(ptrs.data, lanes, storage.itemsize)
         if storage not in NARROW:
             return super().create_masked_load(ptrs, mask, other, *policy, **policies)
         if other is None:
             fill = np.zeros(ptrs.data.shape, BITS[storage])
         else:
             fill = np.ascontiguousarray(convert(other.data, storage)).view(BITS[storage])
-        lanes = mask if isinstance(mask, np.ndarray) else mask.data
         loaded = upstream._interpreter.load(ptrs.data, lanes, fill, BITS[storage])
         return upstream.TensorHandle(loaded.view(storage), ptrs.get_element_ty())
 
     def create_masked_store(
         self, ptrs: Handle, value: Handle, mask: Foreign, *policy: Foreign, **policies: Foreign
     ) -> Foreign:
+        lanes = mask if isinstance(mask, np.ndarray) else mask.data
+        self.bounds.check(ptrs.data, lanes, storage_of(ptrs.get_element_ty()).itemsize)
         return super().create_masked_store(ptrs, _as_bits(value), mask, *policy, **policies)
 
     def create_atomic_cas(
         self, ptr: Handle, cmp: Handle, val: Handle, sem: Foreign, scope: Foreign
     ) -> Handle:
+        self.bounds.check(ptr.data, np.ones(ptr.data.shape, BOOL), val.data.dtype.itemsize)
         old = super().create_atomic_cas(ptr, _as_bits(cmp), _as_bits(val), sem, scope)
         return upstream.TensorHandle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
 
     def create_atomic_rmw(
         self, op: Foreign, ptr: Handle, val: Handle, mask: Handle, sem: Foreign, scope: Foreign
     ) -> Handle:
+        self.bounds.check(ptr.data, mask.data, val.data.dtype.itemsize)
         if val.data.dtype not in NARROW:
             return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
         if op not in (upstream._ir.ATOMIC_OP.FADD, upstream._ir.ATOMIC_OP.ADD):
@@ -322,6 +334,15 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
     def __call__(self, *args: Foreign, **kwargs: Foreign) -> None:
         with _ONE_LAUNCH, np.errstate(all="ignore"):
             super().__call__(*args, **kwargs)
+
+    def _init_args_hst(
+        self, args_dev: tuple[Foreign, ...], kwargs: dict[str, Foreign]
+    ) -> tuple[list[Foreign], dict[str, Foreign]]:
+        """The arguments where programs find them, and nothing else of what they may touch."""
+        positional, named = super()._init_args_hst(args_dev, kwargs)
+        arguments = dict(zip(self.arg_names, positional, strict=False)) | named
+        upstream.interpreter_builder.bounds = Bounds(arguments)
+        return positional, named
 
 
 def _call_device_function(self: Foreign, *args: Foreign, **kwargs: Foreign) -> Foreign:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from modular_kernel.ops.bounds import make_reachable
 from prepare_finalize.all2all.meeting import Meeting
 
 _IN_MEMORY = Path("/dev/shm")
@@ -31,4 +32,6 @@ def share_file(meeting: Meeting, rank: int, nbytes: int, value: int) -> list[tor
 
 
 def _mapped(name: str, nbytes: int) -> torch.Tensor:
-    return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+    block = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+    make_reachable(block)
+    return block

@@ -1,0 +1,93 @@
+"""Which memory an interpreted launch may touch: its arguments, and what processes share.
+
+A GPU reads and writes wherever an address leads, and often nobody notices. In the interpreter every
+access is held against the arguments of its launch.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from modular_kernel.errors import CorruptionError
+
+# Kernels find other ranks' memory at a distance from their own: it is no argument of theirs.
+_shared: "WeakValueDictionary[int, torch.Tensor]" = WeakValueDictionary()
+
+
+def make_reachable(shared: torch.Tensor) -> None:
+    """Let every launch touch all of `shared`, as long as that tensor lives."""
+    _shared[shared.data_ptr()] = shared
+
+
+class Bounds:
+    """The ranges of addresses that a launch may touch.
+
+    arguments: the launch's, by name; tensors count, alone, in tuples, or as the base of a tensor
+    descriptor. A tensor reaches from its first element to its last, with what lies between.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        tensors = [*_tensors(arguments), *(("shared memory", each) for each in _shared.values())]
+        self._named = sorted((*_extent(each), name) for name, each in tensors if each.numel())
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end, _ in self._named:
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def check(self, pointers: Any, lanes: Any, nbytes: int) -> None:
+        """CorruptionError unless all elements at `pointers` whose `lanes` are on lie inside.
+
+        pointers, lanes: numpy arrays of one shape; nbytes: of an element.
+        """
+        if self._around(pointers, nbytes):
+            return  # masked off or not; so it is nearly always
+        live = pointers[lanes]
+        if live.size == 0 or self._around(live, nbytes):
+            return
+        for address in np.unique(live).tolist():
+            if not self._inside(address, address + nbytes):
+                raise CorruptionError(self._told(address, nbytes))
+
+    def _around(self, pointers: Any, nbytes: int) -> bool:
+        """Whether one range holds all of them."""
+        return self._inside(int(pointers.min()), int(pointers.max()) + nbytes)
+
+    def _inside(self, start: int, end: int) -> bool:
+        at = bisect_right(self._starts, start) - 1
+        return at >= 0 and end <= self._ends[at]
+
+    def _told(self, address: int, nbytes: int) -> str:
+        """What was touched, counted from the beginning of the nearest argument."""
+        if not self._named:
+            return f"a kernel's access: got {nbytes} bytes, need none: no argument holds memory"
+        start, end, name = min(
+            self._named, key=lambda each: max(each[0] - address, address + nbytes - each[1])
+        )
+        first = address - start
+        got, need = f"bytes {first} to {first + nbytes - 1} of {name}", f"0 to {end - start - 1}"
+        return f"a kernel's access: got {got}, need {need}"
+
+
+def _tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in arguments.items():
+        if isinstance(value, tuple):
+            yield from _tensors({f"{name}[{at}]": each for at, each in enumerate(value)})
+        elif isinstance(value, torch.Tensor):
+            yield name, value
+        elif hasattr(value, "base"):  # a tensor descriptor, or a tensor taken for another dtype's
+            yield from _tensors({name: value.base})
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address of the first byte, and behind the last, of a tensor that is not empty."""
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in strides)
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
