@@ -76,8 +76,9 @@ class FusedMoEModularKernel:
         self._moves_rows = (
             self.problem.parallel.world_size > 1 and not prepare_finalize.requires.replicated_input
         )
-        self._experts_write_out = not self._moves_rows and (
-            self.reduce.kind is Reduce.NOOP or (self.reduce.kind is None and standard)
+        nothing_left = self.reduce.kind is Reduce.NOOP or (self.reduce.kind is None and standard)
+        self._experts_write_out = (
+            nothing_left and not self._moves_rows and not prepare_finalize.makes_output
         )
         self._part_keeps_output = (
             prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
@@ -151,10 +152,7 @@ class FusedMoEModularKernel:
         workspace = Workspace(specs, x_TH.device, poison=self.poison)
         output = self._output(x_TH, out)
         self.poison_output(output)
-        asked = out is not None or self.problem.inplace
-        return self.start_checked(
-            x_TH, weights, routing, output, workspace, at_once=at_once, asked=asked
-        )
+        return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
 
     def plan(self, problem: Problem | None = None) -> Plan:
         """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.
@@ -210,10 +208,11 @@ class FusedMoEModularKernel:
             specs[EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
         return specs
 
-    def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Where a call writes; None if the part makes its output."""
         if self.problem.inplace:
             return x_TH
-        if out is not None:
+        if out is not None or self.prepare_finalize.makes_output:
             return out
         shape = (x_TH.shape[0], *self.problem.output_shape[1:])
         return torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
@@ -236,9 +235,9 @@ class FusedMoEModularKernel:
             return False
         return self.experts.takes_unquantised(part.dispatch_shape(tokens))
 
-    def poison_output(self, out: torch.Tensor) -> None:
+    def poison_output(self, out: torch.Tensor | None) -> None:
         """In poison mode, fill what a call must write; x is not for inplace problems."""
-        if self.poison and not self.problem.inplace:
+        if self.poison and out is not None and not self.problem.inplace:
             poison_tensor(out)
 
     def start_checked(
@@ -246,14 +245,13 @@ class FusedMoEModularKernel:
         x_TH: torch.Tensor,
         weights: ExpertWeights,
         routing: Routing,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         workspace: Workspace,
         *,
         at_once: bool = False,
-        asked: bool = True,
     ) -> "Pending":
-        """`start` for tensors that were checked, with the buffers to use. at_once: it is finished
-        before anything else is launched. asked: the output has to be in `out`."""
+        """`start` for tensors that were checked, with the buffers to use. out: None if the part
+        makes its output. at_once: the call is finished before anything else is launched."""
         call = Call(
             workspace,
             self.count_invalid_ids_on(x_TH.device),
@@ -275,7 +273,7 @@ class FusedMoEModularKernel:
                 def receive() -> tuple[Dispatched, Handle]:
                     return arrived
 
-        return Pending(self, receive, weights, workspace, out, asked)
+        return Pending(self, receive, weights, workspace, out, x_TH.shape[0])
 
     def finish(self, pending: "Pending") -> torch.Tensor:
         """The experts and the combine of `pending`; returns where its output is."""
@@ -285,7 +283,7 @@ class FusedMoEModularKernel:
             self._apply_experts(tokens, pending, output)
         part, reduce = self.prepare_finalize, self.reduce
         with stages.stage(stages.FINALIZE):
-            if part.makes_output and not pending.asked:
+            if pending.out is None:
                 return part.combined(output, handle=handle, reduce=reduce)
             part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
         return pending.out
@@ -294,6 +292,7 @@ class FusedMoEModularKernel:
         self, tokens: Dispatched, handle: Handle, pending: "Pending"
     ) -> torch.Tensor:
         if self._experts_write_out:
+            assert pending.out is not None  # or the part would make it
             return pending.out
         if self._part_keeps_output:
             return self.prepare_finalize.expert_output(handle)
@@ -314,18 +313,15 @@ class FusedMoEModularKernel:
 
 @dataclass(frozen=True)
 class Pending:
-    """A call between its dispatch and its experts; `finish` must be called exactly once."""
+    """A call of `tokens` tokens between its dispatch and its experts; `finish` must be called
+    exactly once. out: None if the part makes the output."""
 
     kernel: FusedMoEModularKernel
     receive: Receiver
     weights: ExpertWeights
     workspace: Workspace
-    out: torch.Tensor
-    asked: bool = True  # that the output is in `out`
-
-    @property
-    def tokens(self) -> int:
-        return self.out.shape[0]
+    out: torch.Tensor | None
+    tokens: int
 
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine; returns the layer's output."""

@@ -36,7 +36,10 @@ class Plan:
         self._index: int | None = device.index if device.type == "cuda" else None
         specs = kernel.workspace_specs(problem.tokens)
         self._workspace = Workspace(specs, device, poison=kernel.poison)
-        self._out = torch.empty(problem.output_shape, dtype=problem.dtype, device=device)
+        self._makes_output = kernel.prepare_finalize.makes_output and not problem.inplace
+        rows = 0 if self._makes_output else problem.tokens
+        shape = (rows, *problem.output_shape[1:])
+        self._out = torch.empty(shape, dtype=problem.dtype, device=device)
         self._outputs: dict[torch.Size, torch.Tensor] = {}  # by x's shape: first rows of _out
         self._tapes = replay.Tapes()
         kernel.count_invalid_ids_on(device)
@@ -70,8 +73,7 @@ class Plan:
         if tape is None or not self._may_replay(tape, x_TH, out):
             if not new:
                 self._checked(x_TH, weights, routing, out)
-            asked = out is not None or self.problem.inplace
-            return self._run(x_TH, weights, routing, output, kind, asked)
+            return self._run(x_TH, weights, routing, output, kind, named=out is not None)
         # All that the checks read is in the kind, but for this.
         validate.check_no_grad(x_TH, weights, routing)
         self._poison(output)
@@ -122,16 +124,20 @@ class Plan:
         routing: Routing,
         out: torch.Tensor,
         kind: Hashable,
-        asked: bool,
+        *,
+        named: bool,
     ) -> torch.Tensor:
-        """A checked call by the parts' host code, recorded if it is the first of its kind."""
+        """A checked call by the parts' host code, recorded if it is the first of its kind. named:
+        the caller asked for the output in `out`."""
         kernel, bound = self.kernel, self._tapes.bound(weights)
         assert bound is not None
         self._poison(out)
+        if self._makes_output and not named:
+            return self._start(x_TH, weights, routing, None).finish()
         if not kernel.replayable or not self._tapes.wants(kind) or out.numel() == 0:
-            return self._start(x_TH, weights, routing, out, asked).finish()
+            return self._start(x_TH, weights, routing, out).finish()
         with replay.recording((*_tensors(x_TH, routing, out), *bound.tensors)) as recorder:
-            kernel.finish(self._start(x_TH, weights, routing, out, asked=True))
+            kernel.finish(self._start(x_TH, weights, routing, out))
         self._tapes.keep(kind, recorder.tape())
         self._check_red_zones()
         return out
@@ -141,12 +147,9 @@ class Plan:
         x_TH: torch.Tensor,
         weights: ExpertWeights,
         routing: Routing,
-        out: torch.Tensor,
-        asked: bool,
+        out: torch.Tensor | None,
     ) -> "Pending":
-        return self.kernel.start_checked(
-            x_TH, weights, routing, out, self._workspace, at_once=True, asked=asked
-        )
+        return self.kernel.start_checked(x_TH, weights, routing, out, self._workspace, at_once=True)
 
     def _poison(self, out: torch.Tensor) -> None:
         if self.kernel.poison:

@@ -209,6 +209,7 @@ def test_a_part_makes_the_output_unless_somebody_names_one() -> None:
         assert run(*args, out=given) is given
         assert_right(given, inputs)
         assert len(Maker.made) == number
+    assert kernel.start(*args).out is None  # none is made that nobody uses
     inplace = replace(BASE, inplace=True)
     x_TH = inputs.x_TH.clone()
     assert composed((Maker, TorchExperts), inplace)(x_TH, *args[1:]) is x_TH

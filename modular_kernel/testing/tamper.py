@@ -139,12 +139,12 @@ class MutatedKernel(FusedMoEModularKernel):
         x_TH: torch.Tensor,
         weights: ExpertWeights,
         routing: Routing,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
         workspace: Workspace,
         *,
         at_once: bool = False,
-        asked: bool = True,
     ) -> Pending:
+        assert out is not None  # a wrapped part makes none
         given = Arguments(x_TH, weights, routing, self.problem, self.memory)
         args = self.mutant.arguments(given) if self.mutant.arguments else given
         pending = super().start_checked(
@@ -158,7 +158,14 @@ class MutatedKernel(FusedMoEModularKernel):
         if self.mutant.receive:
             receive = self.mutant.receive(receive(), self.memory)
         return MutatedPending(
-            self, receive, args.weights, workspace, out, mutant=self.mutant, started=started
+            self,
+            receive,
+            args.weights,
+            workspace,
+            out,
+            pending.tokens,
+            mutant=self.mutant,
+            started=started,
         )
 
 
