@@ -109,6 +109,15 @@ def test_a_rank_that_crashes_says_where(pool: RankPool) -> None:
     assert "in die" in "\n".join(trace)
 
 
+def test_a_death_comes_before_what_follows_from_it() -> None:
+    error = RankError(
+        {2: "Traceback: peer gone", 0: "Traceback: peer gone", 1: "died: exit code 3"}, {}
+    )
+    assert error.rank == 1
+    assert list(error.failures) == [1, 2, 0]
+    assert str(error).startswith("rank 1: died")
+
+
 def test_a_rank_that_ends_its_process(pool: RankPool) -> None:
     error = failure(pool, samples.leave)
     assert (error.rank, error.failures[0]) == (0, "died: exit code 3")

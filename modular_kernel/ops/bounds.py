@@ -41,6 +41,19 @@ class Bounds:
             else:
                 self._starts.append(start)
                 self._ends.append(end)
+        sizes = [end - start for start, end in zip(self._starts, self._ends, strict=True)]
+        self._first = np.array(self._starts, np.uint64)
+        self._places = np.cumsum([0, *sizes])
+
+    @property
+    def nbytes(self) -> int:
+        """Of all ranges together."""
+        return int(self._places[-1])
+
+    def places(self, pointers: Any) -> Any:
+        """Where `pointers`, all inside, are: int64 numbers of bytes if ranges lay side by side."""
+        at = np.searchsorted(self._first, pointers, "right") - 1
+        return self._places[at] + (pointers - self._first[at]).astype(np.int64)
 
     def check(self, pointers: Any, lanes: Any, nbytes: int) -> None:
         """CorruptionError unless all elements at `pointers` whose `lanes` are on lie inside.
@@ -64,13 +77,18 @@ class Bounds:
         at = bisect_right(self._starts, start) - 1
         return at >= 0 and end <= self._ends[at]
 
+    def named(self, address: int) -> str:
+        """The argument that holds `address`, or the nearest one."""
+        return self._nearest(address, 1)[2]
+
+    def _nearest(self, address: int, nbytes: int) -> tuple[int, int, str]:
+        return min(self._named, key=lambda each: max(each[0] - address, address + nbytes - each[1]))
+
     def _told(self, address: int, nbytes: int) -> str:
         """What was touched, counted from the beginning of the nearest argument."""
         if not self._named:
             return f"a kernel's access: got {nbytes} bytes, need none: no argument holds memory"
-        start, end, name = min(
-            self._named, key=lambda each: max(each[0] - address, address + nbytes - each[1])
-        )
+        start, end, name = self._nearest(address, nbytes)
         first = address - start
         got, need = f"bytes {first} to {first + nbytes - 1} of {name}", f"0 to {end - start - 1}"
         return f"a kernel's access: got {got}, need {need}"

@@ -12,7 +12,8 @@ replaces the interpreter's storage and arithmetic:
   and their reductions drop NaN as PTX does, sums of 16-bit floats round at every step of a tree;
 - a Python number given to a launch becomes the typed scalar that a compiled kernel gets;
 - `device_assert` raises, loops work with numpy >= 2.4, launches from several threads take turns;
-- an access outside the launch's arguments raises, see `modular_kernel.ops.bounds`.
+- an access outside the launch's arguments raises, see `modular_kernel.ops.bounds`, and programs
+  that race are found where somebody watches, see `modular_kernel.ops.races`.
 
 Written against triton 3.6 to 3.9. Import it only where triton exists, and call `install()` before
 the first launch. Not emulated: fp8e4b15, the order of sums inside a `dot`.
@@ -31,7 +32,6 @@ from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
 from modular_kernel.ops.block_types import init_block_type, type_of_tuple
-from modular_kernel.ops.bounds import Bounds
 from modular_kernel.ops.narrow import (
     BF16,
     BITS,
@@ -52,6 +52,8 @@ from modular_kernel.ops.narrow import (
     tree_sum,
     widen,
 )
+from modular_kernel.ops.races import Access
+from modular_kernel.ops.watch import Watch
 
 # Triton ships no annotations: a handle is what a builder passes around, numpy data with a triton
 # type; anything else of its own (tensors, types, enums, jit functions, cache policies) is foreign.
@@ -64,6 +66,8 @@ _patch_lang_tensor = upstream._patch_lang_tensor
 
 # The interpreter keeps the running program's index in one global, so one launch at a time.
 _ONE_LAUNCH = threading.RLock()
+
+watch = Watch()
 
 
 def active() -> bool:
@@ -117,12 +121,7 @@ def _options(builder: Foreign) -> Foreign:
 
 
 class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
-    """The builder behind every `tl` operation, with a GPU's rounding instead of numpy's.
-
-    bounds: of the launch under way.
-    """
-
-    bounds = Bounds({})
+    """The builder behind every `tl` operation, with a GPU's rounding instead of numpy's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +235,9 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
     ) -> Handle:
         storage = storage_of(ptrs.get_element_ty())
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
-        self.bounds.check(ptrs.data, lanes, storage.itemsize)
+        volatile = policies.get("is_volatile", policy[-1] if policy else False)
+        access = Access.ATOMIC if volatile else Access.READ
+        watch.touch(access, ptrs.data, lanes, storage.itemsize, self._program)
         if storage not in NARROW:
             return super().create_masked_load(ptrs, mask, other, *policy, **policies)
         if other is None:
@@ -250,25 +251,38 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
         self, ptrs: Handle, value: Handle, mask: Foreign, *policy: Foreign, **policies: Foreign
     ) -> Foreign:
         lanes = mask if isinstance(mask, np.ndarray) else mask.data
-        self.bounds.check(ptrs.data, lanes, storage_of(ptrs.get_element_ty()).itemsize)
+        nbytes = storage_of(ptrs.get_element_ty()).itemsize
+        watch.touch(Access.WRITE, ptrs.data, lanes, nbytes, self._program)
         return super().create_masked_store(ptrs, _as_bits(value), mask, *policy, **policies)
 
     def create_atomic_cas(
         self, ptr: Handle, cmp: Handle, val: Handle, sem: Foreign, scope: Foreign
     ) -> Handle:
-        self.bounds.check(ptr.data, np.ones(ptr.data.shape, BOOL), val.data.dtype.itemsize)
+        self._touch_atomically(ptr, np.ones(ptr.data.shape, BOOL), val, sem)
         old = super().create_atomic_cas(ptr, _as_bits(cmp), _as_bits(val), sem, scope)
         return upstream.TensorHandle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
 
     def create_atomic_rmw(
         self, op: Foreign, ptr: Handle, val: Handle, mask: Handle, sem: Foreign, scope: Foreign
     ) -> Handle:
-        self.bounds.check(ptr.data, mask.data, val.data.dtype.itemsize)
+        self._touch_atomically(ptr, mask.data, val, sem)
         if val.data.dtype not in NARROW:
             return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
         if op not in (upstream._ir.ATOMIC_OP.FADD, upstream._ir.ATOMIC_OP.ADD):
             raise ValueError(f"atomic {op} of {val.dtype}: only add exists")
         return upstream.TensorHandle(_atomic_add(ptr.data, val.data, mask.data), val.dtype.scalar)
+
+    def _touch_atomically(self, ptr: Handle, lanes: Array, value: Handle, sem: Foreign) -> None:
+        nbytes = value.data.dtype.itemsize
+        watch.touch(Access.ATOMIC, ptr.data, lanes, nbytes, self._program)
+        if sem == upstream._ir.MEM_SEMANTIC.ACQUIRE_RELEASE:
+            watch.order(ptr.data, lanes, self._program)
+
+    @property
+    def _program(self) -> int:
+        """The running one's number, in the order in which they run."""
+        (x, y, z), (_, rows, columns) = self.grid_idx, self.grid_dim
+        return int((x * rows + y) * columns + z)
 
     # Assertions: written out, because `python -O` would drop upstream's `assert` statement.
 
@@ -341,7 +355,7 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
         """The arguments where programs find them, and nothing else of what they may touch."""
         positional, named = super()._init_args_hst(args_dev, kwargs)
         arguments = dict(zip(self.arg_names, positional, strict=False)) | named
-        upstream.interpreter_builder.bounds = Bounds(arguments)
+        watch.begin(self.fn.__name__, arguments)
         return positional, named
 
 

@@ -1,5 +1,8 @@
 """Where an operation runs: its Triton kernel, or its torch twin. The only guard around triton."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from modular_kernel.machine import importable
@@ -32,3 +35,13 @@ def use_triton(tensor: torch.Tensor) -> bool:
         interpreter.install()
         return True
     return False
+
+
+@contextmanager
+def watched_races() -> Iterator[list[str]]:
+    """Filled within it by races between programs of one launch, where kernels are interpreted."""
+    if HAS_INTERPRETER and interpreter.active():
+        with interpreter.watch.races() as found:
+            yield found
+    else:
+        yield []

@@ -1,8 +1,9 @@
 """What a pairing must do, one small function for each promise; each yields what it found wrong.
 
 Numbers: right against the oracle, on three unlike calls. Promises: inputs stay as they are, `out`
-is the tensor written, invalid ids are counted, equal calls give equal bits, calls in flight and
-calls of a plan do not disturb each other, a plan can be captured and allocates nothing.
+is the tensor written, invalid ids are counted, programs do not race, equal calls give equal bits,
+calls in flight and calls of a plan do not disturb each other, a plan can be captured and allocates
+nothing.
 Every kernel here is poisoned, so stale or unwritten memory is NaN and an overrun is an error.
 """
 
@@ -15,6 +16,7 @@ import torch
 from modular_kernel import reference
 from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
+from modular_kernel.ops.runtime import watched_races
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import (
@@ -96,6 +98,16 @@ class Into:
     intact: bool
 
 
+@dataclass(frozen=True)
+class First:
+    """The first call. invalid_ids: how many the kernel counted in it. races: between programs of
+    one launch; none are seen where kernels are compiled."""
+
+    output: torch.Tensor
+    invalid_ids: int
+    races: tuple[str, ...]
+
+
 class Trial:
     """One case on one machine. Results that several checks read are computed once, on demand.
 
@@ -150,16 +162,17 @@ class Trial:
         return self.build(self.case, self.machine, True)
 
     @cached_property
-    def first_call(self) -> tuple[torch.Tensor, int]:
-        """The first call's output, and how many invalid ids the kernel counted in it."""
+    def first_call(self) -> First:
+        """The first call, watched."""
         before = self.kernel.invalid_ids
-        output = call(self.kernel, self.first)
-        return output, self.kernel.invalid_ids - before
+        with watched_races() as races:
+            output = call(self.kernel, self.first)
+        return First(output, self.kernel.invalid_ids - before, tuple(races))
 
     @property
     def eager(self) -> torch.Tensor:
         """The first call's output."""
-        return self.first_call[0]
+        return self.first_call.output
 
     @cached_property
     def plan(self) -> Plan:
@@ -233,9 +246,14 @@ def numeric(trial: Trial) -> Findings:
 
 def invalid_ids(trial: Trial) -> Findings:
     """Ids outside [-1, E) are counted, each once, and nothing else is."""
-    _, counted = trial.first_call
+    counted = trial.first_call.invalid_ids
     if counted != trial.first.invalid_ids:
         yield f"counted {counted}, there are {trial.first.invalid_ids}"
+
+
+def races(trial: Trial) -> Findings:
+    """Interpreted: no program of a launch touches what another one writes, unless in order."""
+    yield from trial.first_call.races
 
 
 def numeric_planned(trial: Trial) -> Findings:
@@ -331,6 +349,7 @@ def _allocations() -> int:
 CHECKS: tuple[Check, ...] = (
     numeric,
     invalid_ids,
+    races,
     numeric_planned,
     plan_reused,
     out_given,

@@ -1,0 +1,181 @@
+"""Races in the interpreter: programs that meet without order are found, those in order are not."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from experts import TorchExperts
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.ops.interpreter import watch
+from modular_kernel.ops.launch import launch
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import BASE
+from prepare_finalize import MoEPrepareAndFinalizeNoEP
+
+
+def races(kernel, *arguments, programs=3, **constants):
+    with watch.races() as found:
+        kernel[(programs,)](*arguments, **constants)
+    return found
+
+
+def zeros(count=8, dtype=torch.int32):
+    return torch.zeros(count, dtype=dtype)
+
+
+@triton.jit
+def own_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for _ in range(2):
+        tl.store(y_ptr + at, tl.load(y_ptr + at) + tl.load(x_ptr))
+
+
+def test_programs_that_keep_to_their_own():
+    assert races(own_kernel, zeros(), zeros(24), BLOCK=8) == []
+    assert races(own_kernel, zeros(), zeros(24, torch.int8), BLOCK=8) == []
+
+
+@triton.jit
+def same_place_kernel(y_ptr, first, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, at, mask=at >= tl.program_id(0) * first)
+
+
+def test_two_that_write_one_place():
+    told = "same_place_kernel: a program writes what another one writes, in y_ptr"
+    assert races(same_place_kernel, zeros(), 7, BLOCK=8) == [told]
+    assert races(same_place_kernel, zeros(), 7, BLOCK=8, programs=1) == []
+    assert races(same_place_kernel, zeros(), 8, BLOCK=8) == []  # the others' lanes are off
+
+
+@triton.jit
+def neighbour_kernel(y_ptr, step):
+    at = tl.program_id(0) + 1
+    tl.store(y_ptr + at, tl.load(y_ptr + at + step))
+
+
+def test_one_that_reads_what_another_writes():
+    y = zeros()
+    before = "neighbour_kernel: a program reads what another one writes, in y_ptr"
+    after = "neighbour_kernel: a program writes what another one reads, in y_ptr"
+    assert races(neighbour_kernel, y, -1) == [before]
+    assert races(neighbour_kernel, y, 1) == [after]
+    assert races(neighbour_kernel, y, 0) == []
+    assert races(neighbour_kernel, y, 4) == []
+
+
+@triton.jit
+def counter_kernel(count_ptr, y_ptr, ZEROED: tl.constexpr, SEM: tl.constexpr):
+    if ZEROED and tl.program_id(0) == 0:
+        tl.store(count_ptr, 0)
+    tl.store(y_ptr + tl.program_id(0), 1)
+    last = tl.atomic_add(count_ptr, 1, sem=SEM) == tl.num_programs(0) - 1
+    if last:
+        total = tl.sum(tl.load(y_ptr + tl.arange(0, 4)), axis=0)
+        tl.store(y_ptr, total)
+        tl.store(count_ptr, 0)
+
+
+def test_the_last_program_may_read_what_the_others_released():
+    count, y = zeros(1), zeros()
+    assert races(counter_kernel, count, y, ZEROED=False, SEM="acq_rel", programs=4) == []
+    assert (y[0], count[0]) == (4, 0)
+
+
+def test_a_counter_orders_nobody_where_it_is_relaxed():
+    found = races(counter_kernel, zeros(1), zeros(), ZEROED=False, SEM="relaxed", programs=4)
+    assert "counter_kernel: a program reads what another one writes, in y_ptr" in found
+    assert (
+        "counter_kernel: a program writes what another one atomically changes, in count_ptr"
+        in found
+    )
+
+
+def test_a_counter_that_one_program_zeroes():
+    found = races(counter_kernel, zeros(1), zeros(), ZEROED=True, SEM="acq_rel", programs=4)
+    told = "counter_kernel: a program atomically changes what another one writes, in count_ptr"
+    assert told in found
+
+
+@triton.jit
+def early_reader_kernel(count_ptr, y_ptr):
+    """The last one in order before the last reads too early: not all have released."""
+    tl.store(y_ptr + tl.program_id(0), 1)
+    if tl.program_id(0) != 1:
+        tl.atomic_add(count_ptr, 1)
+    if tl.program_id(0) == 2:
+        tl.load(y_ptr + tl.arange(0, 2))
+
+
+def test_who_releases_nothing_is_in_no_order():
+    told = "early_reader_kernel: a program reads what another one writes, in y_ptr"
+    assert races(early_reader_kernel, zeros(1), zeros()) == [told]
+
+
+@triton.jit
+def poll_kernel(flag_ptr, y_ptr):
+    if tl.program_id(0) == 0:
+        tl.atomic_xchg(flag_ptr, 1, sem="release")
+    while tl.load(flag_ptr, volatile=True) == 0:
+        pass
+    tl.atomic_max(y_ptr, tl.program_id(0))
+    tl.atomic_cas(y_ptr + 1, 0, 1)
+
+
+def test_atomic_operations_and_volatile_loads_meet_each_other():
+    assert races(poll_kernel, zeros(1), zeros()) == []
+
+
+@triton.jit
+def grid_kernel(y_ptr):
+    at = (tl.program_id(0) * 2 + tl.program_id(1)) * 2 + tl.program_id(2)
+    tl.store(y_ptr + at, 1)
+    if at == 7:
+        tl.store(y_ptr, 1)
+
+
+def test_grids_of_three_dimensions():
+    with watch.races() as found:
+        grid_kernel[(2, 2, 2)](zeros())
+    assert found == ["grid_kernel: a program writes what another one writes, in y_ptr"]
+
+
+def test_nothing_is_noted_unless_somebody_watches():
+    with watch.races() as outer:
+        with watch.races() as inner:
+            same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
+        own_kernel[(3,)](zeros(), zeros(24), BLOCK=8)
+    assert len(inner) == 1
+    assert outer == []
+    same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
+    assert (len(inner), outer) == (1, [])
+    with pytest.raises(ZeroDivisionError), watch.races():
+        raise ZeroDivisionError
+    same_place_kernel[(3,)](zeros(), 7, BLOCK=8)
+
+
+@triton.jit
+def rewrite_kernel(y_ptr):
+    tl.store(y_ptr, tl.load(y_ptr))
+
+
+class Racy(TorchExperts):
+    """Right numbers; three programs rewrite the first one."""
+
+    def apply(self, tokens, *, weights, workspace, output):
+        super().apply(tokens, weights=weights, workspace=workspace, output=output)
+        launch(rewrite_kernel, (3,), y_ptr=output)
+
+
+def test_a_proof_finds_it():
+    def build(case, machine, poison):
+        parts = MoEPrepareAndFinalizeNoEP(case.problem), Racy(case.problem)
+        return FusedMoEModularKernel(*parts, machine=machine, poison=poison)
+
+    case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
+    assert prove(case, build=build).failures == (
+        "races: rewrite_kernel: a program reads what another one writes, in y_ptr",
+        "races: rewrite_kernel: a program writes what another one reads, in y_ptr",
+        "races: rewrite_kernel: a program writes what another one writes, in y_ptr",
+    )
