@@ -1,8 +1,9 @@
-"""The interpreter's types of blocks, each shape worked out once.
+"""The interpreter's blocks and their types, each shape worked out once.
 
-Every interpreted operation builds the type of its result anew, formatting the same few shapes into
-names; that was a third of the time of a kernel. A shape's share of a type is the same for all of
-them. Written for `modular_kernel.ops.interpreter`, which puts these in place of upstream's.
+Every interpreted operation builds its result and that one's type anew, and formats the same few
+shapes into names and constants; that was more than a third of the time of a kernel. A shape's share
+is the same for all of them. Written for `modular_kernel.ops.interpreter`, which puts these in place
+of upstream's.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from modular_kernel.ops.narrow import Foreign
 
 # The originals that the replacements below still call.
 _block_init = tl.block_type.__init__
+_tensor_init = tl.tensor.__init__
 _type_for_tuple_values = tl.core._type_for_tuple_values
 
 
@@ -26,6 +28,19 @@ def init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
     self.element_ty = element_ty
     self.shape, self.numel, name = _shape_of_block(sizes)
     self.name = f"<{name}, {element_ty}>"
+    self.of_tensors = _shape_of_tensors(sizes)
+
+
+def init_tensor(self: Foreign, handle: Foreign, type: Foreign) -> None:
+    """`tl.tensor.__init__`."""
+    found = type.__dict__.get("of_tensors")
+    if found is None:
+        if type.is_block():
+            _tensor_init(self, handle, type)
+            return
+        found = _shape_of_tensors(())
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = found
 
 
 def type_of_tuple(values: Foreign, fields: Foreign = None) -> Foreign:
@@ -46,6 +61,18 @@ def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
     block = tl.block_type.__new__(tl.block_type)
     _block_init(block, tl.float32, list(sizes))
     return block.shape, block.numel, str(block.shape)
+
+
+@cache
+def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[Foreign, Foreign]:
+    """Shape and element count of tensors, which triton keeps as constants."""
+    kind = tl.float32
+    if sizes:
+        kind = tl.block_type.__new__(tl.block_type)
+        _block_init(kind, tl.float32, list(sizes))
+    tensor = tl.tensor.__new__(tl.tensor)
+    _tensor_init(tensor, None, kind)
+    return tensor.shape, tensor.numel
 
 
 @cache

@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
-from modular_kernel.ops.block_types import init_block_type, type_of_tuple
+from modular_kernel.ops.block_types import init_block_type, init_tensor, type_of_tuple
 from modular_kernel.ops.narrow import (
     BF16,
     BITS,
@@ -93,6 +93,7 @@ def install() -> None:
     if hasattr(upstream, "_mxfp_value_handle_to_float32"):
         upstream._mxfp_value_handle_to_float32 = _scaled_operand
     tl.block_type.__init__ = init_block_type
+    tl.tensor.__init__ = init_tensor
     tl.core._type_for_tuple_values = type_of_tuple
 
 
