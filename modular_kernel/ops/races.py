@@ -3,7 +3,8 @@
 A GPU runs programs side by side; the interpreter runs one after the other, so that a race gives the
 same numbers every time and nobody sees it. Here every access of a launch is noted by its program.
 Programs are in order where one has read, by an atomic operation that acquires and releases, what
-another one has so written before. Elements are told apart by their first byte.
+another one has so written before; whole programs, so that what the other one does later counts as
+in order too. Elements are told apart by their first byte.
 """
 
 from collections.abc import Iterator
