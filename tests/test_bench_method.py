@@ -155,6 +155,19 @@ def test_a_graph_holds_all_calls_and_its_last_output_is_checked(
     assert time_calls(calls, GPU).last.isnan().all()
 
 
+def test_a_gpu_settles_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    slow_until = 13e3  # microseconds of work, in which a call takes 10 % longer
+
+    def call() -> torch.Tensor:
+        return quick() if gpu.now >= slow_until else slow()
+
+    quick, slow = gpu.call("quick", 100.0), gpu.call("slow", 110.0)
+    timing = time_calls([call], GPU, graph=False, target_ms=20)
+    assert (timing.us, timing.us_min, timing.spread) == (100.0, 100.0, 0.0)
+    assert gpu.log.count("slow") == 119  # seen to be slow, and not timed
+
+
 def test_a_graph_keeps_what_its_calls_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(monkeypatch)
 
