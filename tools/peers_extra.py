@@ -17,15 +17,6 @@ LAYERS = {
     "mk_triton_fp8blk": (CONTIGUOUS, "fp8_w8a8_block"),
 }
 _MOST_BYTES = 40e9  # the batched layout reserves T rows for each expert
-_SETTLING = 200  # reads of weights: 20 ms and more
-
-
-def _settle(weights):
-    """Have the GPU work for a while. After weights were quantised an H200 took 10 % longer for the
-    first 13 ms of fp8 layers of one token, which is half of what the benchmark times."""
-    if weights.is_cuda:
-        for _ in range(_SETTLING):
-            weights.view(torch.uint8).max()
 
 
 def make(Peer, G):
@@ -48,7 +39,6 @@ def make(Peer, G):
             if self.quant != "none":
                 problem = mk.Problem(1, S.H, S.I, S.E, S.k, W.w1.dtype, self.quant)
                 self.weights = quantise_weights(self.weights, problem)
-                _settle(self.weights.w1)
 
         def call(self, p):
             plan = self.plans.get(p.T) or self.plans.setdefault(p.T, self.plan(p))
