@@ -14,8 +14,9 @@ METHOD = """\
   activation and weighted sum inside; router and top-k outside. Times are microseconds.
 - On a GPU the figure is the median over replays of a CUDA graph of several calls, each on an input
   of its own (and, where one call touches less than twice the L2 cache, on weights of its own),
-  divided by the calls. In the record, `eager` marks calls that were not captured, `+flush` calls
-  timed one by one after the cache was overwritten, `cpu` wall-clock time.
+  divided by the calls, once it has replayed for 25 ms. In the record, `eager` marks calls that
+  were not captured, `+flush` calls timed one by one after the cache was overwritten, `cpu`
+  wall-clock time.
 - Every row was first compared with a float64 reference on rows from first to last; one that errs by
   more than twice what plain torch does in the same number format is WRONG and has no time. The last
   output of the timed replays was compared as well.\

@@ -95,9 +95,10 @@ def bench(
 
     Method: a layer is timed from x, top-k ids and weights to y. A CUDA graph holds several calls,
     each on its own input, so that the L2 cache is cold; the figure is the median replay divided by
-    the calls. Floor: max(flops / peak, bytes / bandwidth), the peaks measured in the same run,
-    bytes being the touched experts' weights, x and y, each once. Every row is compared with a
-    float64 reference first: one that is WRONG has no time. Without a GPU: wall-clock time.
+    the calls, after 25 ms of replays. Floor: max(flops / peak, bytes / bandwidth), the peaks
+    measured in the same run, bytes being the touched experts' weights, x and y, each once. Every
+    row is compared with a float64 reference first: one that is WRONG has no time. Without a GPU:
+    wall-clock time.
 
     A --peer file defines layers(), which returns modular_kernel.bench.layers.Layer objects, each
     with name, quant, setup(problem, weights) and call(x, routing); see that module and
