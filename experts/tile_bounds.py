@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from experts import tile_permuted, tile_single
+from experts import tile_permuted, tile_single, tile_streamed
 from experts.tile_shapes import (
     ALIGNED,
     PERMUTED,
     SINGLE,
+    STREAMED,
     Device,
     Gemm,
     Tile,
@@ -27,6 +28,8 @@ def path_violations(
         yield from violations(tile, gemm, device)
     elif path == SINGLE and tile_single.serves(problem):
         yield from violations(tile, tile_single.unbounded(gemm), device)
+    elif path == STREAMED and tile_streamed.serves(problem, device):
+        yield from tile_streamed.violations(tile, gemm, device)
     elif path == PERMUTED and problem.scheme.name in tile_permuted.MODES:
         mode = tile_permuted.MODES[problem.scheme.name]
         yield from tile_permuted.violations(tile, gemm, mode, device)

@@ -8,7 +8,7 @@ Collected from what won on one H200 (2026-11-20, triton 3.6.0), and its neighbou
 
 import torch
 
-from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE
+from experts.tile_shapes import ALIGNED, FEW_TOKENS, PERMUTED, SINGLE, STREAMED
 from modular_kernel.types import Problem
 
 Entry = tuple[int, ...]
@@ -23,10 +23,10 @@ ROWS: dict[str, dict[int, tuple[float, float]]] = {
         128: (60, 1 << 62),
     },
     PERMUTED: {128: (48, 1 << 62)},
-    SINGLE: {16: (0, 4)},
+    **{path: {16: (0, 4)} for path in FEW_TOKENS},
 }
-# The most tokens for which the single path is tried, over those for which it is taken untuned.
-SINGLE_TRIED = 2
+# The most tokens for which a path of few tokens is tried, over those for which it is taken untuned.
+FEW_TRIED = 2
 
 _OWN_KERNEL = 16  # block_m up to which 4-bit weights do not come to these launches
 _OWN_ROWS = 64  # mean rows of an expert up to which that kernel is worth a try
@@ -164,6 +164,14 @@ _PACKED: tuple[ByBlock, ByBlock] = (
         ),
     },
 )  # fmt: skip
+# Places of a ring, as many as fit and fewer (tile_streamed).
+_STREAMED: ByBlock = {
+    16: tuple(
+        (64, block_k, 4, places)
+        for block_k, counts in ((512, (6, 5, 4, 3, 2)), (256, (12, 10, 8, 6)), (128, (16, 12)))
+        for places in counts
+    ),
+}
 
 
 def rows_span(problem: Problem, path: str, block_m: int) -> tuple[float, float]:
@@ -176,6 +184,8 @@ def rows_span(problem: Problem, path: str, block_m: int) -> tuple[float, float]:
 
 def entries(problem: Problem, path: str) -> tuple[ByBlock, ByBlock]:
     """Entries for the GEMMs of `problem` on `path`, by block_m; the regimes' come beside them."""
+    if path == STREAMED:
+        return _STREAMED, _STREAMED
     if path == SINGLE:
         return _PACKED if problem.scheme.packed else _SINGLE
     both = _both(problem, path)

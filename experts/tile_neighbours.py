@@ -15,7 +15,7 @@ from experts.tile_bounds import path_violations
 from experts.tile_files import Recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import ENDLESS, Steps
-from experts.tile_shapes import SINGLE, Device, TilePair, gemms
+from experts.tile_shapes import FEW_TOKENS, Device, TilePair, gemms
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
@@ -125,7 +125,7 @@ def borrow(
 
 def _top(pair: TilePair, tokens: int, problem: Problem) -> int:
     """The most tokens that a pair tuned for `tokens` serves: a few, where the path is for those."""
-    return max(tokens, tile_single.most_tokens(problem)) if pair.path == SINGLE else ENDLESS
+    return max(tokens, tile_single.most_tokens(problem)) if pair.path in FEW_TOKENS else ENDLESS
 
 
 def _fits(pair: TilePair, problem: Problem, device: Device) -> bool:

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from experts import tile_permuted, tile_single
+from experts import tile_permuted, tile_single, tile_streamed
 from experts.tile_shapes import (
     PATHS,
     PERMUTED,
     SINGLE,
+    STREAMED,
     Device,
     Gemm,
     Tile,
@@ -175,6 +176,9 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
     if SINGLE in paths and tile_single.serves(problem):
         for most, pair in reversed(tuple(tile_single.defaults(problem))):
             steps = steps.since(most, pair)
+    if STREAMED in paths and tile_streamed.serves(problem, device):
+        most = tile_streamed.most_tokens(problem)
+        steps = steps.since(most, tile_streamed.default(problem, device))
     if PERMUTED in paths and tile_permuted.serves(problem, device):
         rows = tile_permuted.LEAST_ROWS * problem.experts // problem.top_k
         steps = steps.until(rows - 1, tile_permuted.default(problem))

@@ -19,7 +19,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from experts import tile_permuted, tile_single
+from experts import tile_permuted, tile_single, tile_streamed
 from experts.tile_bounds import require_pair
 from experts.tile_files import Recipe, read_recipe
 from experts.tile_names import TileKey, names_for
@@ -27,10 +27,12 @@ from experts.tile_neighbours import Known, borrow, steps_of
 from experts.tile_regimes import ENDLESS, Steps, aligned, regimes
 from experts.tile_shapes import (
     ALIGNED,
+    FEW_TOKENS,
     GROUP,
     PERMUTED,
     SHARED,
     SINGLE,
+    STREAMED,
     Device,
     Gemm,
     Tile,
@@ -49,6 +51,8 @@ PACKAGED = "packaged"  # what the folder that ships is called
 _LEAST_BLOCK_N = 16
 # What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
 _FITTED = frozenset({GROUP, SHARED})
+# What serves a problem on some devices alone.
+_BY_BOXES = {PERMUTED: tile_permuted.serves, STREAMED: tile_streamed.serves}
 
 
 @dataclass(frozen=True)
@@ -205,7 +209,7 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
     # A few tokens' path reads weights once for every pair: what was tuned for fewer tokens than
     # it pays for says nothing about more.
     most = tile_single.most_tokens(problem)
-    tops = {tokens: max(tokens, most) for tokens, path in recipe.paths if path == SINGLE}
+    tops = {tokens: max(tokens, most) for tokens, path in recipe.paths if path in FEW_TOKENS}
     one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
     lasts = sorted({last for last, _ in (*one, *two)})
     pairs, notes = [], dict[str, None]()
@@ -222,13 +226,16 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
             if tiles:  # SGLang's second file may say otherwise, but the alignment is shared
                 tile = replace(tile, block_m=tiles[0].block_m)
             where = f"{recipe.origin}, tokens {tokens}"
-            fitted = _fitted(tile, gemm, device, recipe.strict, where)
+            fitted = tile
+            if path != STREAMED:  # whose bounds are its own
+                fitted = _fitted(tile, gemm, device, recipe.strict, where)
             if fitted != tile:
                 notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None
             tiles.append(fitted)
         pair = TilePair(tiles[0], tiles[1], path)
         # Where that path does not serve the problem its tiles are not taken: see Steps.within.
-        if pair.path == PERMUTED and tile_permuted.serves(problem, device):
+        served = _BY_BOXES.get(pair.path)
+        if served is not None and served(problem, device):
             require_pair(pair, problem, device, f"{recipe.origin}, tokens {tokens}")
         pairs.append(pair)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)

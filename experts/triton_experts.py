@@ -2,9 +2,9 @@
 
 import torch
 
-from experts import tile_permuted, tile_single
+from experts import tile_permuted, tile_single, tile_streamed
 from experts.tile_search import TileSpace
-from experts.tile_shapes import SINGLE
+from experts.tile_shapes import ALIGNED, FEW_TOKENS, PERMUTED, STREAMED
 from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_gemm import SCHEMES, group_rejections
@@ -12,6 +12,7 @@ from experts.triton_packed import PackedPath
 from experts.triton_path import Path, PathCall, room_for
 from experts.triton_permuted import PermutedPath
 from experts.triton_single import SinglePath
+from experts.triton_streamed import StreamedPath
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
@@ -62,22 +63,31 @@ class TritonExperts(PermuteExpertsUnpermute):
         return group_rejections(cls.__name__, problem)
 
     def takes_unquantised(self, shape: DispatchShape) -> bool:
-        """Where every call up to `shape` takes the single path."""
+        """Where every call up to `shape` takes a path of few tokens, however weights lie."""
         assert isinstance(shape, ContiguousShape)
-        if not self.problem.scheme.quantises_activations or SINGLE not in self._paths:
+        if not self.problem.scheme.quantises_activations:
             return False
-        regimes = regimes_up_to(self.problem, shape.tokens, tuple(self._paths))
-        return all(path == SINGLE for _, path, _ in regimes)
+        return all(
+            path in FEW_TOKENS
+            for paths in self._choices()
+            for _, path, _ in regimes_up_to(self.problem, shape.tokens, paths)
+        )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
         they take other paths and smaller blocks."""
         assert isinstance(shape, ContiguousShape)
-        regimes = regimes_up_to(self.problem, shape.tokens, tuple(self._paths))
-        if len(self._paths) > 1:  # for weights that only the aligned path takes
-            regimes += regimes_up_to(self.problem, shape.tokens)
-        kinds = (self._paths[path].specs(most, block_m) for most, path, block_m in regimes)
+        kinds = (
+            self._paths[path].specs(most, block_m)
+            for paths in (*self._choices(), (ALIGNED,))  # packed weights that lie otherwise
+            for most, path, block_m in regimes_up_to(self.problem, shape.tokens, paths)
+        )
         return room_for(self.problem, shape, kinds)
+
+    def _choices(self) -> tuple[tuple[str, ...], ...]:
+        """The paths among which a call chooses, whether TMA takes its weights or not."""
+        without = tuple(path for path in self._paths if path not in (STREAMED, PERMUTED))
+        return tuple(dict.fromkeys((tuple(self._paths), without)))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())
@@ -94,7 +104,8 @@ class TritonExperts(PermuteExpertsUnpermute):
         num_tokens = tokens.x_TH.shape[0]
         tiles = choose_tiles(self.problem, num_tokens, tuple(self._paths))
         if not self._paths[tiles.path].takes(weights):
-            tiles = choose_tiles(self.problem, num_tokens)
+            paths = tuple(name for name, path in self._paths.items() if path.takes(weights))
+            tiles = choose_tiles(self.problem, num_tokens, paths)
         self._paths[tiles.path].run(PathCall(tokens, weights, workspace, output, tiles))
 
 
@@ -104,6 +115,9 @@ def _paths(problem: Problem) -> dict[str, Path]:
     if tile_single.serves(problem):
         single = PackedPath if problem.scheme.packed else SinglePath
         paths.append(single(problem))
-    if tile_permuted.serves(problem, this_store().device):
+    device = this_store().device
+    if tile_streamed.serves(problem, device):
+        paths.append(StreamedPath(problem))
+    if tile_permuted.serves(problem, device):
         paths.append(PermutedPath(problem))
     return {path.name: path for path in paths}

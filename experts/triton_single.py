@@ -114,7 +114,7 @@ class SinglePath:
         """GEMM 1's, as far as x, the weights and the tile decide."""
         problem, tile = self.problem, call.tiles.gemm1
         product = first_product(call.weights, problem)
-        quant, scales = _input_scales(call.tokens, call.weights.a1_scale, problem)
+        quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
         x_TH = call.tokens.x_TH
         return {
             "x_ptr": x_TH,
@@ -171,7 +171,7 @@ def _row_scale(scheme: QuantScheme, depth: int) -> str:
     return granularity
 
 
-def _input_scales(
+def input_scales(
     tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
 ) -> tuple[str, dict[str, object]]:
     """How GEMM 1 finds the scales of x: QUANT, and where they are."""

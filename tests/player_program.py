@@ -9,7 +9,7 @@ from modular_kernel.ops import player
 
 stand_in = ctypes.CDLL("libcuda.so.1")
 KERNEL = ctypes.cast(stand_in.scale_kernel, ctypes.c_void_p).value
-COUNTERS = ("launches", "graph_launches", "sets", "instantiations", "dependent_launches")
+COUNTERS = ("maps", "launches", "graph_launches", "sets", "instantiations", "dependent_launches")
 
 
 class Buffer:
@@ -38,6 +38,7 @@ def scale(
     slots: list[tuple[int, int, int]],
     *,
     dependent: bool = False,
+    mapped: bool = False,
 ) -> player.Packed:
     kinds = ("*fp32", "*fp32", "fp32", "i32")
     values = tuple(
@@ -46,6 +47,8 @@ def scale(
     )
     assert KERNEL is not None
     assert None not in values
+    if mapped:  # x comes as a TMA map, of which the stand-in reads the address
+        values = (values[0], values[1].ljust(player.MAP_BYTES, b"?"), *values[2:])  # type: ignore[union-attr]
     return player.Packed(
         kernel=None,
         function=KERNEL,
@@ -59,10 +62,10 @@ def scale(
     )
 
 
-def make(*, dependent: bool = False, launches: int = 2) -> tuple[Any, Buffer]:
+def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) -> tuple[Any, Buffer]:
     """between = 2 x - 3, out = -0.5 between + 1. Inputs: x (from its second float), out."""
     between = Buffer()
-    first = scale((between.pointer, 0), 2.0, -3, [(1, 0, 4)])
+    first = scale((between.pointer, 0), 2.0, -3, [(1, 0, 4)], mapped=mapped)
     second = scale((0, between.pointer), -0.5, 1, [(0, 1, 0)], dependent=dependent)
     described = (first, second)[:launches]
     tape = player.module().pack(0, 2, *player.describe(described), described)
@@ -107,6 +110,8 @@ def main() -> dict[str, Any]:
     values.append(play(dependent, one, out))
     set_to("capturing", 0)
     found["dependent"] = [values, counters()]
+    boxes, _of_boxes = make(mapped=True)
+    found["map"] = [[play(boxes, x, out) for x in (one, two)], counters()]
     single, _third = make(launches=1)
     for _ in range(3):
         play(single, one, out)
@@ -121,11 +126,12 @@ def main() -> dict[str, Any]:
     module = player.module()
     found["pointers"] = error(lambda: module.play(tape, 0, [1]))
     found["no tape"] = error(lambda: module.play(None, 0, [1, 2]))
-    found["slot"] = error(lambda: module.pack(0, 1, [], [(5, 0, 0)], b"", None))
+    found["slot"] = error(lambda: module.pack(0, 1, [], [(5, 0, 0, 0)], [], b"", None))
     found["parameters"] = error(
-        lambda: module.pack(0, 1, [(1, (1, 1, 1), 32, 0, 0, 0, 3, 4)], [], bytes(40), None)
+        lambda: module.pack(0, 1, [(1, (1, 1, 1), 32, 0, 0, 0, 3, 4)], [], [0] * 5, bytes(40), None)
     )
-    found["inputs"] = error(lambda: module.pack(0, 65, [], [], b"", None))
+    found["inputs"] = error(lambda: module.pack(0, 65, [], [], [], b"", None))
+    found["place"] = error(lambda: module.pack(0, 1, [], [], [0, 5], bytes(40), None))
     return found
 
 

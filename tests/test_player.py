@@ -65,6 +65,12 @@ def test_dependent_launches_stay_dependent(found: dict[str, Any]) -> None:
     ]
 
 
+def test_a_map_is_told_of_another_address(found: dict[str, Any]) -> None:
+    """At each call, on 64 bytes; the launch that has it is told, not the other."""
+    asked = {"maps": 2, "instantiations": 1, "graph_launches": 2, "sets": 1}
+    assert found["map"] == [[ONE, TWO], asked]
+
+
 def test_a_single_launch_is_not_made_a_graph(found: dict[str, Any]) -> None:
     assert found["single"] == {"launches": 3}
 
@@ -79,7 +85,8 @@ def test_launches_serve_where_graphs_fail(found: dict[str, Any]) -> None:
         ("failed", "RuntimeError: CUDA error in a replayed launch: launch failed"),
         ("pointers", "ValueError: 1 pointers for 2 inputs"),
         ("no tape", "ValueError: PyCapsule_GetPointer"),
-        ("slot", "ValueError: a slot for a value or an input that is not there"),
+        ("slot", "ValueError: a slot for a parameter or an input that is not there"),
+        ("place", "ValueError: a parameter whose value is not there"),
         ("parameters", "ValueError: a launch has parameters that are not there"),
         ("inputs", "ValueError: 65 inputs"),
     ],

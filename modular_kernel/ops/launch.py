@@ -19,6 +19,7 @@ from modular_kernel.replay import Recorder, recorder
 if HAS_TRITON:
     import triton
     from triton.compiler import CompiledKernel
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime.jit import JITFunction
 
 # The releases whose launchers are known to do what modular_kernel.ops.player does.
@@ -56,11 +57,12 @@ def _note(
     slots: dict[int, tuple[int, int]] = {}
     for parameter in kernel.params:
         value = arguments.get(parameter.name, parameter.default)
-        if isinstance(value, torch.Tensor):
-            place = recording.place(value)
+        tensor = value.base if isinstance(value, TensorDescriptor) else value
+        if isinstance(tensor, torch.Tensor):
+            place = recording.place(tensor)
             if place is not None:
                 slots[len(values)] = place
-            value = value.data_ptr()
+            value = value.data_ptr() if value is tensor else value
         elif not parameter.is_constexpr and not isinstance(value, int | float | None):
             recording.refuse(f"{parameter.name} is a {type(value).__name__}")
             return

@@ -1,10 +1,11 @@
 /* Launches the kernels of a recording in one call from Python; see modular_kernel/ops/player.py.
  *
- *     tape = pack(device, inputs, launches, slots, values, owner)
+ *     tape = pack(device, inputs, launches, slots, places, values, owner)
  *     play(tape, stream, [pointer of each input])
  *
- * values: the parameters of all launches, eight bytes each. A slot (at, input, offset) says that
- * value `at` is the pointer of an input plus `offset` bytes. owner: what keeps the kernels loaded.
+ * values: the parameters of all launches, in words of eight bytes; places: the word where each
+ * begins. A slot (at, input, offset, map) says that parameter `at` is the pointer of an input plus
+ * `offset` bytes, or a TMA map of what lies there. owner: what keeps the kernels loaded.
  *
  * A driver takes two to four microseconds for a launch, and little more for a graph of many. So a
  * tape that is played becomes a graph, whose nodes are told of pointers that have changed.
@@ -19,6 +20,7 @@
 #include <string.h>
 
 #define MOST_INPUTS 64 /* bits of Launch.reads */
+#define MAP_ALIGNMENT 64 /* bytes, of a CUtensorMap */
 
 typedef struct {
   unsigned long long function;
@@ -28,18 +30,18 @@ typedef struct {
 } Launch;
 
 typedef struct {
-  unsigned at, input;
+  unsigned at, input, map;
   unsigned long long offset;
 } Slot;
 
 typedef struct {
   PyObject *owner;
   int device;
-  unsigned inputs, launches, slots, values;
+  unsigned inputs, launches, slots, parameters;
   Launch *launch;
   Slot *slot;
-  uint64_t *value;
-  void **parameter; /* where each value is */
+  void *memory; /* of the values */
+  void **parameter; /* where each is */
   pthread_mutex_t lock; /* of all that follows, and of the values in slots */
   int graphable;
   CUgraph graph;
@@ -65,6 +67,7 @@ static CUresult (*graph_launch)(CUgraphExec, CUstream);
 static CUresult (*graph_destroy)(CUgraph);
 static CUresult (*exec_set)(CUgraphExec, CUgraphNode, const CUDA_KERNEL_NODE_PARAMS *);
 static CUresult (*exec_destroy)(CUgraphExec);
+static CUresult (*replace_address)(CUtensorMap *, void *);
 
 static const struct {
   const char *name;
@@ -85,6 +88,7 @@ static const struct {
     {"cuGraphDestroy", (void **)&graph_destroy},
     {"cuGraphExecKernelNodeSetParams_v2", (void **)&exec_set},
     {"cuGraphExecDestroy", (void **)&exec_destroy},
+    {"cuTensorMapReplaceAddress", (void **)&replace_address},
 };
 
 static void drop_graph(Tape *tape) {
@@ -103,9 +107,24 @@ static void release(PyObject *capsule) {
   Py_DECREF(tape->owner);
   PyMem_Free(tape->launch);
   PyMem_Free(tape->slot);
-  PyMem_Free(tape->value);
+  PyMem_Free(tape->memory);
   PyMem_Free(tape->parameter);
   PyMem_Free(tape);
+}
+
+/* Where each parameter's value begins among `words` words from `value` on. */
+static int point(Tape *tape, PyObject *places, uint64_t *value, Py_ssize_t words) {
+  for (unsigned i = 0; i < tape->parameters; ++i) {
+    Py_ssize_t word = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
+    if (word == -1 && PyErr_Occurred())
+      return 0;
+    if (word < 0 || word >= words) {
+      PyErr_SetString(PyExc_ValueError, "a parameter whose value is not there");
+      return 0;
+    }
+    tape->parameter[i] = value + word;
+  }
+  return 1;
 }
 
 static int fill(Tape *tape, PyObject *launches, PyObject *slots) {
@@ -115,7 +134,7 @@ static int fill(Tape *tape, PyObject *launches, PyObject *slots) {
                           &l->grid[1], &l->grid[2], &l->threads, &l->shared, &l->dependent,
                           &l->cooperative, &l->first, &l->count))
       return 0;
-    if (l->first > tape->values || l->count > tape->values - l->first) {
+    if (l->first > tape->parameters || l->count > tape->parameters - l->first) {
       PyErr_SetString(PyExc_ValueError, "a launch has parameters that are not there");
       return 0;
     }
@@ -124,10 +143,11 @@ static int fill(Tape *tape, PyObject *launches, PyObject *slots) {
   }
   for (unsigned i = 0; i < tape->slots; ++i) {
     Slot *s = tape->slot + i;
-    if (!PyArg_ParseTuple(PyList_GET_ITEM(slots, i), "IIK", &s->at, &s->input, &s->offset))
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(slots, i), "IIKI", &s->at, &s->input, &s->offset,
+                          &s->map))
       return 0;
-    if (s->at >= tape->values || s->input >= tape->inputs) {
-      PyErr_SetString(PyExc_ValueError, "a slot for a value or an input that is not there");
+    if (s->at >= tape->parameters || s->input >= tape->inputs) {
+      PyErr_SetString(PyExc_ValueError, "a slot for a parameter or an input that is not there");
       return 0;
     }
     for (unsigned j = 0; j < tape->launches; ++j)
@@ -140,11 +160,11 @@ static int fill(Tape *tape, PyObject *launches, PyObject *slots) {
 static PyObject *pack(PyObject *self, PyObject *args) {
   int device;
   unsigned inputs;
-  PyObject *launches, *slots, *owner;
+  PyObject *launches, *slots, *places, *owner;
   const char *values;
   Py_ssize_t bytes;
-  if (!PyArg_ParseTuple(args, "iIO!O!y#O", &device, &inputs, &PyList_Type, &launches, &PyList_Type,
-                        &slots, &values, &bytes, &owner))
+  if (!PyArg_ParseTuple(args, "iIO!O!O!y#O", &device, &inputs, &PyList_Type, &launches,
+                        &PyList_Type, &slots, &PyList_Type, &places, &values, &bytes, &owner))
     return NULL;
   if (inputs > MOST_INPUTS)
     return PyErr_Format(PyExc_ValueError, "%u inputs: at most %d", inputs, MOST_INPUTS);
@@ -161,19 +181,18 @@ static PyObject *pack(PyObject *self, PyObject *args) {
   pthread_mutex_init(&tape->lock, NULL);
   tape->launches = PyList_GET_SIZE(launches);
   tape->slots = PyList_GET_SIZE(slots);
-  tape->values = bytes / 8;
+  tape->parameters = PyList_GET_SIZE(places);
   tape->launch = PyMem_Calloc(tape->launches + 1, sizeof(Launch));
   tape->slot = PyMem_Calloc(tape->slots + 1, sizeof(Slot));
-  tape->value = PyMem_Calloc(tape->values + 1, 8);
-  tape->parameter = PyMem_Calloc(tape->values + 1, sizeof(void *));
-  if (!tape->launch || !tape->slot || !tape->value || !tape->parameter) {
+  tape->memory = PyMem_Calloc(bytes + MAP_ALIGNMENT, 1);
+  tape->parameter = PyMem_Calloc(tape->parameters + 1, sizeof(void *));
+  if (!tape->launch || !tape->slot || !tape->memory || !tape->parameter) {
     Py_DECREF(capsule);
     return PyErr_NoMemory();
   }
-  memcpy(tape->value, values, 8 * tape->values);
-  for (unsigned i = 0; i < tape->values; ++i)
-    tape->parameter[i] = tape->value + i;
-  if (!fill(tape, launches, slots)) {
+  uintptr_t aligned = ((uintptr_t)tape->memory + MAP_ALIGNMENT - 1) & ~(uintptr_t)(MAP_ALIGNMENT - 1);
+  memcpy((void *)aligned, values, bytes);
+  if (!point(tape, places, (uint64_t *)aligned, bytes / 8) || !fill(tape, launches, slots)) {
     Py_DECREF(capsule);
     return NULL;
   }
@@ -290,8 +309,16 @@ static CUresult play_locked(Tape *tape, CUstream stream, const uint64_t *pointer
   CUresult result = have_context(tape->device);
   if (result != CUDA_SUCCESS)
     return result;
-  for (unsigned i = 0; i < tape->slots; ++i)
-    tape->value[tape->slot[i].at] = pointers[tape->slot[i].input] + tape->slot[i].offset;
+  for (unsigned i = 0; i < tape->slots && result == CUDA_SUCCESS; ++i) {
+    const Slot *s = tape->slot + i;
+    uint64_t pointer = pointers[s->input] + s->offset;
+    if (s->map)
+      result = replace_address(tape->parameter[s->at], (void *)(uintptr_t)pointer);
+    else
+      memcpy(tape->parameter[s->at], &pointer, sizeof(pointer));
+  }
+  if (result != CUDA_SUCCESS)
+    return result;
   /* Where the status cannot be had, some capture is going on. */
   if (tape->launches > 1 && is_capturing(stream, &capturing) == CUDA_SUCCESS &&
       capturing == CU_STREAM_CAPTURE_STATUS_NONE && as_graph(tape, pointers))

@@ -5,6 +5,7 @@ file is compiled when it is first needed, by the compiler that triton builds its
 and stays in triton's cache. The driver is asked for everything by name when the module is loaded.
 """
 
+import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from modular_kernel.replay import Play
 # Triton ships no annotations.
 Foreign = Any
 
+MAP_BYTES = 128  # of a CUtensorMap
+_MAP_ALIGNMENT = 64
 _SCRATCH = 2  # parameters that triton adds to each kernel: pointers to scratch, here null
 _INTEGERS = {f"{sign}{bits}" for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # as struct has them
@@ -28,8 +31,8 @@ _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # as struct has them
 class Packed:
     """A launch as player.c takes it.
 
-    values: a kernel's parameters, eight bytes each. slots: (which value, input, bytes into it).
-    kernel: what owns the function, kept as long as this.
+    values: a kernel's parameters: TMA maps, and eight bytes of each other. slots: (which value,
+    input, bytes into it). kernel: what owns the function, kept as long as this.
     """
 
     kernel: Foreign
@@ -49,8 +52,25 @@ def pack_value(kind: str, value: Foreign) -> bytes | None:
     Numbers lie in the first bytes, where a kernel reads as many as its type has.
     """
     if kind.startswith("*") or kind in _INTEGERS:
-        return (int(value or 0) & (2**64 - 1)).to_bytes(8, "little")
+        return _word(value or 0)
     return struct.pack(_FLOATS[kind], value) if kind in _FLOATS else None
+
+
+def map_values(descriptor: Foreign, meta: Foreign) -> list[bytes] | None:
+    """What a kernel takes of a triton TensorDescriptor: its map, sizes and strides; None if triton
+    keeps maps in another way than it did. meta: triton's, of this parameter."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    if not meta:  # the kernel makes the map itself
+        return None
+    encoded, *numbers = make_tensordesc_arg(descriptor, meta)
+    if type(encoded).__basicsize__ != 2 * MAP_BYTES:  # aligned to as many as it has
+        return None
+    return [ctypes.string_at(id(encoded) + MAP_BYTES, MAP_BYTES), *map(_word, numbers)]
+
+
+def _word(number: int) -> bytes:
+    return (int(number) & (2**64 - 1)).to_bytes(8, "little")
 
 
 def pack(
@@ -61,20 +81,26 @@ def pack(
 ) -> Packed | None:
     """A launch of a compiled kernel; None if one of its arguments has an unknown type.
 
-    arguments: in the order of the kernel's parameters, pointers as numbers. slots: which of them
-    are (input, bytes into it).
+    arguments: in the order of the kernel's parameters, pointers as numbers, boxes of tensors as
+    triton's descriptors. slots: which of them are (input, bytes into it).
     """
     metadata, values, places = compiled.metadata, list[bytes](), list[tuple[int, int, int]]()
     signature = compiled.src.signature.values()
+    maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
     for at, (kind, argument) in enumerate(zip(signature, arguments, strict=True)):
         if kind == "constexpr":
             continue
         if at in slots:
             places.append((len(values), *slots[at]))
-        value = pack_value(kind, argument) if isinstance(kind, str) else None
-        if value is None:
+        packed = None
+        if isinstance(kind, str) and kind.startswith("tensordesc"):
+            packed = map_values(argument, next(maps, None))
+        elif isinstance(kind, str):
+            value = pack_value(kind, argument)
+            packed = None if value is None else [value]
+        if packed is None:
             return None
-        values.append(value)
+        values += packed
     return Packed(
         kernel=compiled,
         function=compiled.function,
@@ -103,19 +129,25 @@ def module() -> Foreign:
         return None
 
 
-Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int]], bytes]
+Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], list[int], bytes]
 
 
 def describe(launches: Sequence[Packed]) -> Described:
-    """launches, slots and values as `pack` of player.c takes them: all values in one row."""
-    described, slots, values = list[tuple[Foreign, ...]](), list[tuple[int, int, int]](), b""
+    """launches, slots, places and values as `pack` of player.c takes them: all values in one row,
+    maps on multiples of 64 bytes."""
+    described, slots = list[tuple[Foreign, ...]](), list[tuple[int, int, int, bool]]()
+    places, values = list[int](), b""
     for p in launches:
-        first = len(values) // 8
+        first = len(places)
         launch = (p.function, p.grid, p.threads, p.shared, p.dependent, p.cooperative)
         described.append((*launch, first, len(p.values)))
-        slots += [(first + at, index, offset) for at, index, offset in p.slots]
-        values += b"".join(p.values)
-    return described, slots, values
+        slots += [(first + at, i, offset, len(p.values[at]) > 8) for at, i, offset in p.slots]
+        for value in p.values:
+            if len(value) == MAP_BYTES:
+                values += bytes(-len(values) % _MAP_ALIGNMENT)
+            places.append(len(values) // 8)
+            values += value
+    return described, slots, places, values
 
 
 def player(launches: Sequence[Packed], inputs: int) -> Play:

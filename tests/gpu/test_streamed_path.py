@@ -1,0 +1,73 @@
+"""The streamed path on every axis of the harness: its tiles are forced, whatever the regimes say.
+
+Groups and depths with tails, one token to more than are held at once, experts that are elsewhere,
+and what the harness always does: poisoned workspaces, plans, graphs, strided weights, which the
+path must leave to another.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts import tile_streamed
+from experts.tile_shapes import Tile, TilePair
+from experts.tiles import override_config, this_store
+from modular_kernel import check
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import BASE, axes
+from modular_kernel.testing.cases_quant import quantised
+from modular_kernel.types import Machine, Problem
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+SMALL = replace(BASE, dtype=torch.bfloat16, hidden=144, intermediate=224)
+# Vectors of more than a piece, places that do not divide the depth, tiles that do not divide rows.
+LARGE = replace(SMALL, tokens=11, hidden=1296, intermediate=1056)
+QUANTS = ("fp8_w8a8_channel", "fp8_w8a8_block")
+ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts")
+
+
+def cases() -> list[Case]:
+    """Every axis and each quantised case of the harness, and few tokens of many experts."""
+    variants = [*quantised(BASE)]
+    for quant in QUANTS:
+        variants += [(replace(p, quant=quant), routing) for p, routing in axes(LARGE)]
+        for base in (SMALL, LARGE):
+            for tokens in (1, 2, 8):
+                few = replace(
+                    base, tokens=tokens, experts=16, local_experts=None, top_k=8, quant=quant
+                )
+                variants += [(few, routing) for routing in ROUTINGS]
+    found = (Case(*PAIR, problem, routing) for problem, routing in variants)
+    return [c for c in dict.fromkeys(found) if served(c.problem) and check(*PAIR, c.problem).ok]
+
+
+def served(problem: Problem) -> bool:
+    return tile_streamed.serves(problem, this_store().device)
+
+
+CASES = cases()
+
+
+def test_there_are_cases_where_the_path_runs() -> None:
+    assert (len(CASES) > 60) == this_store().device.boxes
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_proven(case: Case, machine: Machine) -> None:
+    with override_config(tile_streamed.default(case.problem, this_store().device)):
+        proof = prove(case, machine)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+@pytest.mark.parametrize(("block_k", "places"), [(128, 2), (128, 16), (256, 5), (512, 3)])
+def test_every_ring(quant: str, block_k: int, places: int, machine: Machine) -> None:
+    """Whatever a place holds of the depth, and however few places there are."""
+    problem = replace(LARGE, quant=quant, tokens=3)
+    if not served(problem):
+        pytest.skip("no sm_90")
+    pair = TilePair(*(Tile(16, n, block_k, 1, 4, places) for n in (32, 64)), "streamed")
+    with override_config(pair):
+        proof = prove(Case(*PAIR, problem, "uniform"), machine)
+    assert proof.passed, str(proof)
