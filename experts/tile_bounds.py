@@ -19,6 +19,10 @@ from experts.tile_shapes import (
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
+# Paths of a few tokens, which read the weights of an expert once for each of its pairs: the most
+# tokens of a call that takes one without a tuned file.
+MOST_TOKENS = {SINGLE: tile_single.most_tokens, STREAMED: tile_streamed.most_tokens}
+
 
 def path_violations(
     tile: Tile, gemm: Gemm, path: str, problem: Problem, device: Device

@@ -8,7 +8,7 @@ Collected from what won on one H200 (2026-11-20, triton 3.6.0), and its neighbou
 
 import torch
 
-from experts.tile_shapes import ALIGNED, FEW_TOKENS, PERMUTED, SINGLE, STREAMED
+from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE, STREAMED
 from modular_kernel.types import Problem
 
 Entry = tuple[int, ...]
@@ -23,7 +23,8 @@ ROWS: dict[str, dict[int, tuple[float, float]]] = {
         128: (60, 1 << 62),
     },
     PERMUTED: {128: (48, 1 << 62)},
-    **{path: {16: (0, 4)} for path in FEW_TOKENS},
+    SINGLE: {16: (0, 4)},
+    STREAMED: {16: (0, 4)},
 }
 # The most tokens for which a path of few tokens is tried, over those for which it is taken untuned.
 FEW_TRIED = 2

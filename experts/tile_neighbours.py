@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from experts import tile_single
-from experts.tile_bounds import path_violations
+from experts import tile_streamed
+from experts.tile_bounds import MOST_TOKENS, path_violations
 from experts.tile_files import Recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import ENDLESS, Steps
-from experts.tile_shapes import FEW_TOKENS, Device, TilePair, gemms
+from experts.tile_shapes import STREAMED, Device, TilePair, gemms
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
@@ -101,7 +101,8 @@ def borrow(
     points = [
         (layer.point(there), pair, f"{layer.name}, {there} tokens", _top(pair, there, problem))
         for layer in known
-        for there, pair in layer.recipe.pairs().items()
+        for there, lender in layer.recipe.pairs().items()
+        for pair in [_lent(lender, problem, device)]
         if _fits(pair, problem, device)
     ]
     found = []
@@ -125,7 +126,15 @@ def borrow(
 
 def _top(pair: TilePair, tokens: int, problem: Problem) -> int:
     """The most tokens that a pair tuned for `tokens` serves: a few, where the path is for those."""
-    return max(tokens, tile_single.most_tokens(problem)) if pair.path in FEW_TOKENS else ENDLESS
+    most = MOST_TOKENS.get(pair.path)
+    return max(tokens, most(problem)) if most else ENDLESS
+
+
+def _lent(pair: TilePair, problem: Problem, device: Device) -> TilePair:
+    """What `problem` makes of a neighbour's pair: how long a ring may be depends on its depths."""
+    if pair.path == STREAMED and tile_streamed.serves(problem, device):
+        return tile_streamed.default(problem, device)
+    return pair
 
 
 def _fits(pair: TilePair, problem: Problem, device: Device) -> bool:

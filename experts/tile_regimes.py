@@ -176,8 +176,8 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
     if SINGLE in paths and tile_single.serves(problem):
         for most, pair in reversed(tuple(tile_single.defaults(problem))):
             steps = steps.since(most, pair)
-    if STREAMED in paths and tile_streamed.serves(problem, device):
-        most = tile_streamed.most_tokens(problem)
+    most = tile_streamed.most_tokens(problem)
+    if STREAMED in paths and most and tile_streamed.serves(problem, device):
         steps = steps.since(most, tile_streamed.default(problem, device))
     if PERMUTED in paths and tile_permuted.serves(problem, device):
         rows = tile_permuted.LEAST_ROWS * problem.experts // problem.top_k

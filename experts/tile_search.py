@@ -6,13 +6,12 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from experts import tile_single
-from experts.tile_bounds import path_violations
+from experts.tile_bounds import MOST_TOKENS, path_violations
 from experts.tile_candidates import FEW_TRIED, ROWS, Entry, entries, rows_span
 from experts.tile_files import Recipe, Times, TunedFor, dump_recipe, pair_as_json, read_recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, FEW_TOKENS, Gemm, Tile, TilePair, gemms
+from experts.tile_shapes import ALIGNED, Gemm, Tile, TilePair, gemms
 from experts.tile_store import subfolder
 from experts.tiles import choose_tiles, explain, on_device, override_config, reread, this_store
 from modular_kernel import stages
@@ -71,7 +70,8 @@ class TileSpace(Tunable):
     def blocks_m(self, path: str, tokens: int) -> list[int]:
         """Row blocks worth a try on `path`."""
         rows = tokens * self.problem.top_k / self.problem.experts
-        if path in FEW_TOKENS and tokens > FEW_TRIED * tile_single.most_tokens(self.problem):
+        most = MOST_TOKENS.get(path)
+        if most and tokens > FEW_TRIED * most(self.problem):
             return []
         known = entries(self.problem, path)[0]
         untuned = {pair.gemm1.block_m for pair in self._untuned_pairs(path)}

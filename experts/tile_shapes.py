@@ -34,7 +34,6 @@ SINGLE = "single"
 STREAMED = "streamed"
 PERMUTED = "permuted"
 PATHS = (ALIGNED, SINGLE, STREAMED, PERMUTED)
-FEW_TOKENS = (SINGLE, STREAMED)  # whose calls read the weights of an expert once for each pair
 
 # Bounds that a smaller tile satisfies, as violations name them.
 GROUP = "block_k within a group"

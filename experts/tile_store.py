@@ -20,14 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 
 from experts import tile_permuted, tile_single, tile_streamed
-from experts.tile_bounds import require_pair
+from experts.tile_bounds import MOST_TOKENS, require_pair
 from experts.tile_files import Recipe, read_recipe
 from experts.tile_names import TileKey, names_for
 from experts.tile_neighbours import Known, borrow, steps_of
 from experts.tile_regimes import ENDLESS, Steps, aligned, regimes
 from experts.tile_shapes import (
     ALIGNED,
-    FEW_TOKENS,
     GROUP,
     PERMUTED,
     SHARED,
@@ -208,8 +207,11 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
     first, second = gemms(problem)
     # A few tokens' path reads weights once for every pair: what was tuned for fewer tokens than
     # it pays for says nothing about more.
-    most = tile_single.most_tokens(problem)
-    tops = {tokens: max(tokens, most) for tokens, path in recipe.paths if path in FEW_TOKENS}
+    tops = {
+        tokens: max(tokens, MOST_TOKENS[path](problem))
+        for tokens, path in recipe.paths
+        if path in MOST_TOKENS
+    }
     one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
     lasts = sorted({last for last, _ in (*one, *two)})
     pairs, notes = [], dict[str, None]()

@@ -3,8 +3,9 @@
 import torch
 
 from experts import tile_permuted, tile_single, tile_streamed
+from experts.tile_bounds import MOST_TOKENS
 from experts.tile_search import TileSpace
-from experts.tile_shapes import ALIGNED, FEW_TOKENS, PERMUTED, STREAMED
+from experts.tile_shapes import ALIGNED, PERMUTED, STREAMED
 from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_gemm import SCHEMES, group_rejections
@@ -68,7 +69,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         if not self.problem.scheme.quantises_activations:
             return False
         return all(
-            path in FEW_TOKENS
+            path in MOST_TOKENS
             for paths in self._choices()
             for _, path, _ in regimes_up_to(self.problem, shape.tokens, paths)
         )

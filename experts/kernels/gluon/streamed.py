@@ -29,6 +29,7 @@ PIECE = gl.constexpr(1024)
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 8, 2))
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32]))  # of products
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _MOST_HELD = gl.constexpr(28)  # pieces in registers: a thread has 8 values of each
 
 
@@ -229,6 +230,23 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
         weight_scales = following
         step += 1
     return sums, step
+
+
+@gluon.jit
+def fetch_scales(ptr, count):
+    """Have `count` scales from `ptr` on near when they are loaded: else a step waits for memory.
+
+    For the loading warp, whose 32 lanes ask for 8 scales each.
+    """
+    at = gl.arange(0, 32, _LANES) * 8
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L1 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [(ptr + at).to(gl.int64), (at < count).to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from experts.kernels.gluon.streamed import (
     SWIZZLED,
     VECTORS,
     empty_place,
+    fetch_scales,
     hold_vectors,
     load_pieces,
     make_ring,
@@ -30,8 +31,9 @@ _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def _load(
-    w_desc, ring, full, empty, ids_ptr, map_ptr, items, blocks, hidden, depth,
-    num_experts, num_local, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
+    w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden, depth,
+    num_experts, num_local, scale_rows, scale_groups,
+    GROUPED: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     EACH: gl.constexpr = ring.shape[0] // full.shape[0]
@@ -45,6 +47,9 @@ def _load(
                 ids_ptr, token * TOP_K + slot, slot >= 0, map_ptr, num_experts, num_local, HAS_MAP
             )
             experts += (local,)
+            if GROUPED:
+                scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
+                fetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
             here += (local >= 0).to(gl.int32)
         for start in range(0, depth, EACH * PANEL):
             place, ready = empty_place(step, full, empty)
@@ -195,8 +200,9 @@ def streamed_down_kernel(
                 TOP_K, SLOTS, HAS_MAP, HAS_BIAS, GROUPED, LARGEST, MIN_SCALE, BLOCKS, OVERLAP,
             )),
             (_load, (
-                w_desc, ring, full, empty, ids_ptr, map_ptr, items, blocks, hidden, depth,
-                num_experts, num_local, HAS_MAP, TOP_K, SLOTS,
+                w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden,
+                depth, num_experts, num_local, scale_rows, scale_groups, GROUPED, HAS_MAP, TOP_K,
+                SLOTS,
             )),
         ],
         [1],

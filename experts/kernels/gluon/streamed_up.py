@@ -16,6 +16,7 @@ from experts.kernels.gluon.streamed import (
     SWIZZLED,
     VECTORS,
     empty_place,
+    fetch_scales,
     hold_vectors,
     largest_of,
     load_pieces,
@@ -47,9 +48,10 @@ def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, HELD: gl.constexp
 
 @gluon.jit
 def _load(
-    w_desc, ring, full, empty, ids_ptr, map_ptr, num_pairs, items, intermediate, hidden, w_rows,
-    up_rows, num_experts, num_local,
-    TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
+    w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items, intermediate,
+    hidden, w_rows, up_rows, num_experts, num_local, scale_rows, scale_groups,
+    GROUPED: gl.constexpr, TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr,
+    STEP: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     EACH: gl.constexpr = ring.shape[0] // full.shape[0]
@@ -62,6 +64,13 @@ def _load(
         )
         if local >= 0:
             first = local * w_rows + block * (_COLUMNS * STEP)
+            if GROUPED:
+                row = block * (_COLUMNS * STEP)
+                scale_ptr = w_scale_ptr + local.to(gl.int64) * scale_rows * scale_groups
+                fetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
+                if STEP == 1:
+                    row += up_rows
+                    fetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
             for start in range(0, hidden, EACH * PANEL):
                 place, ready = empty_place(step, full, empty)
                 mbarrier.expect(ready, EACH * ROWS * PANEL)
@@ -229,8 +238,9 @@ def streamed_up_kernel(
                 MIN_SCALE,
             )),
             (_load, (
-                w_desc, ring, full, empty, ids_ptr, map_ptr, num_pairs, items, intermediate, hidden,
-                w_rows, up_rows, num_experts, num_local, TOP_K, HELD, HAS_MAP, STEP,
+                w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items,
+                intermediate, hidden, w_rows, up_rows, num_experts, num_local, scale_rows,
+                scale_groups, GROUPED, TOP_K, HELD, HAS_MAP, STEP,
             )),
         ],
         [1],
