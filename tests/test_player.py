@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from modular_kernel.ops.player import pack_value
+from modular_kernel.ops.player import map_values, pack_value
 
 TESTS = Path(__file__).parent
 ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both inputs
@@ -93,6 +93,35 @@ def test_launches_serve_where_graphs_fail(found: dict[str, Any]) -> None:
 )
 def test_errors(found: dict[str, Any], what: str, text: str) -> None:
     assert found[what].startswith(text)
+
+
+class EncodedMap:
+    """As large as triton's object around a map, which lies in its second half. Python keeps slots
+    in the order of their names."""
+
+    __slots__ = tuple(f"word{i:02}" for i in range(30))
+
+
+def test_a_map_comes_with_its_sizes_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    encoded = EncodedMap()
+    encoded.word14 = encoded.word29 = encoded  # type: ignore[attr-defined]
+    address = id(encoded).to_bytes(8, "little")
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [encoded, 64, 2880, 2880, 1])
+    found = map_values("descriptor", {"swizzle": 3})
+    assert found == [address + bytes(112) + address, *map(word, (64, 2880, 2880, 1))]
+
+
+def test_maps_that_lie_otherwise_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a launch that has one is not replayed: as with a kernel that makes its map itself."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *_: [object(), 64, 1])
+    assert map_values("descriptor", {"swizzle": 3}) is None
+    assert map_values("descriptor", None) is None
+
+
+def word(number: int) -> bytes:
+    return number.to_bytes(8, "little")
 
 
 @pytest.mark.parametrize(

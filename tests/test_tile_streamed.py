@@ -122,11 +122,11 @@ def test_a_neighbour_lends_the_path_not_the_ring() -> None:
     """How many places there are depends on the depths, which are the borrower's own."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
     recipe = Recipe("x", *launches, False, True, paths=((1, STREAMED),))
-    deep = replace(QWEN, hidden=2560)
+    deep = replace(QWEN, hidden=3584)
     known = Known(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, recipe)
     otherwise = regimes(deep, H200, (ALIGNED,))
     (borrowed,) = borrow([known], deep, H200, otherwise, tokens=(1,))
-    assert borrowed.origin.startswith("near")
+    assert borrowed.origin.startswith(known.name)
     assert borrowed.pair == tile_streamed.default(deep, H200) != PAIR
 
 
