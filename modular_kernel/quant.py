@@ -46,6 +46,8 @@ _TOP = {"uint8": 255, "uint4": 15}
 # The least scale a computed one can have: zeros stay zeros, and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
 
+_WEIGHTS_AT_ONCE = 1 << 25  # that float32 copies are made of
+
 # The eight values of e2m1 by code, bit 3 being the sign, and the midpoints between them.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -227,7 +229,8 @@ def quantise_weights(
 
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and any strides; biases,
     expert_map and, for a static scheme, a1_scale and a2_scale are taken over. scale_dtype: of
-    the scales, where the scheme lets it be the problem's. Equal weights give equal bits.
+    the scales, where the scheme lets it be the problem's. Equal weights give equal bits. Beside
+    the result it takes memory for float32 copies of some experts at a time.
     """
     specs, scheme = weight_specs(problem), problem.scheme
     sizes = {
@@ -249,12 +252,28 @@ def quantise_weights(
         if scale_dtype not in allowed:
             need = " or ".join(map(dtype_name, allowed))
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
-        fields[name], fields[f"{name}_scale"], fields[f"{name}_zero_point"] = _quantise(
-            w_eNK.float(), scheme, scale_dtype
-        )
+        parts = (name, f"{name}_scale", f"{name}_zero_point")
+        fields |= zip(parts, _quantise_in_pieces(w_eNK, scheme, scale_dtype), strict=True)
     quantised = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantised(quantised, problem, weights.w1.device)
     return quantised
+
+
+def _quantise_in_pieces(
+    w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
+) -> list[torch.Tensor | None]:
+    """As _quantise, of weights of any floating dtype, some experts at a time."""
+    step = max(1, _WEIGHTS_AT_ONCE // max(1, w_eNK[:1].numel()))
+    whole: list[torch.Tensor | None] = []
+    for start in range(0, max(1, len(w_eNK)), step):
+        some = slice(start, start + step)
+        pieces = _quantise(w_eNK[some].float(), scheme, scale_dtype)
+        if not whole:
+            whole = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in pieces]
+        for tensor, piece in zip(whole, pieces, strict=True):
+            if tensor is not None and piece is not None:
+                tensor[some] = piece
+    return whole
 
 
 def _quantise(

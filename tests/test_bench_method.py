@@ -26,7 +26,6 @@ from modular_kernel.bench.layers import TorchGroupedMm
 from modular_kernel.bench.method import Rotation, host_cost, rotation, time_calls
 from modular_kernel.bench.routing import RoutingKind
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -323,20 +322,6 @@ def test_calls_are_judged_together_and_each_for_its_form() -> None:
     assert not check_again(right, answer, both, one.problem).wrong
     assert "away from before" in check_again(right * 1.02, answer, both, one.problem).wrong
     assert "not finite" in check_again(hole, answer, both, one.problem).wrong
-
-
-@pytest.mark.parametrize("quant", ["fp8_w8a8_block", "int4_w4a16_group:zero_points=true"])
-def test_experts_are_quantised_in_pieces(quant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = replace(SMALL, quant=quant, bias=True)
-    weights = make_weights(problem, CPU)
-    whole = quantise_weights(weights, problem)
-    monkeypatch.setattr("modular_kernel.bench.cases._ELEMENTS_AT_ONCE", 4 * weights.w1[0].numel())
-    pieces = quantised(weights, problem)  # 4 experts, then 2
-    for name in ExpertWeights.__dataclass_fields__:
-        one, other = getattr(whole, name), getattr(pieces, name)
-        assert (one is None) == (other is None), name
-        assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
-    assert quantised(weights, SMALL) is weights
 
 
 def test_inputs_and_weights_differ_by_index_and_come_again() -> None:

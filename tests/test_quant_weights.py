@@ -255,6 +255,27 @@ def test_round_trip_is_the_nearest_value(text: str) -> None:
 
 
 @each_scheme
+def test_experts_are_quantised_in_pieces(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many experts a piece has: the bits are the same."""
+    problem, whole = made(text)
+    taken = []
+
+    def recorded(w_eNK: torch.Tensor, *rest: Any) -> Any:
+        taken.append(len(w_eNK))
+        return quantise(w_eNK, *rest)
+
+    quantise = quant._quantise
+    monkeypatch.setattr(quant, "_quantise", recorded)
+    monkeypatch.setattr(quant, "_WEIGHTS_AT_ONCE", 2 * 40 * 24)
+    pieces = quantise_weights(plain_weights(problem), problem)
+    assert taken == [1, 1, 1, 2, 1]  # w1 has twice as many weights as w2
+    for name in ExpertWeights.__dataclass_fields__:
+        one, other = getattr(whole, name), getattr(pieces, name)
+        assert (one is None) == (other is None), name
+        assert one is None or torch.equal(one.view(torch.uint8), other.view(torch.uint8)), name
+
+
+@each_scheme
 def test_what_was_rounded_once_stays(text: str) -> None:
     problem, weights = made(text, dtype=torch.float32)
     values = {n: dequantise(*parts(weights, n), problem.scheme) for n in ("w1", "w2")}

@@ -19,8 +19,6 @@ _SHORT = {
     "uint4": "int4",
     "float4_e2m1": "fp4",
 }
-_PER_EXPERT = ("w1", "w2", "w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point")
-_ELEMENTS_AT_ONCE = 1 << 28
 _LARGEST = (6.5, 24.0)  # of x and of the activation, for normal x and the weights below
 
 
@@ -106,25 +104,10 @@ def make_input(cell: Cell, device: torch.device, index: int) -> Input:
 
 
 def quantised(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
-    """`weights` as the problem's scheme stores them.
-
-    Some experts at a time: float32 copies of all of them need not fit.
-    """
+    """`weights` as the problem's scheme stores them."""
     if not problem.scheme.quantised:
         return weights
-    step = max(1, _ELEMENTS_AT_ONCE // weights.w1[0].numel())
-    pieces = []
-    for start in range(0, problem.e, step):
-        w1, w2 = weights.w1[start : start + step], weights.w2[start : start + step]
-        some = replace(problem, local_experts=len(w1))
-        pieces.append(quantise_weights(_with_static_scales(ExpertWeights(w1, w2), some), some))
-    whole = replace(pieces[0], b1=weights.b1, b2=weights.b2, expert_map=weights.expert_map)
-    joined = {
-        name: torch.cat([getattr(piece, name) for piece in pieces])
-        for name in _PER_EXPERT
-        if getattr(whole, name) is not None
-    }
-    return replace(whole, **joined)
+    return quantise_weights(_with_static_scales(weights, problem), problem)
 
 
 def _with_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
