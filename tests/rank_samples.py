@@ -88,3 +88,19 @@ def pair_up(rank, world, group):
     outbox = torch.full((sum(sends),), float(rank))
     dist.all_to_all_single(inbox, outbox, receives, sends, group=group)
     return inbox.tolist()
+
+
+class SlowToTell(Exception):
+    """Raised at once, told late."""
+
+    def __str__(self) -> str:
+        time.sleep(0.5)
+        return "raised first"
+
+
+def fail_one_after_the_other(rank: int, world_size: int, group: object) -> None:
+    """Rank 1 first, of which is heard last."""
+    if rank == 1:
+        raise SlowToTell
+    time.sleep(0.2)
+    raise ValueError("because of the other")

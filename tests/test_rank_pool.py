@@ -92,6 +92,12 @@ def test_ranks_that_wait_for_one_that_raised_are_not_waited_for(pool: RankPool) 
     assert "barrier" in error.failures[0]
 
 
+def test_the_first_to_raise_is_named_first_whoever_is_heard_first(pool: RankPool) -> None:
+    error = failure(pool, samples.fail_one_after_the_other)
+    assert list(error.failures) == [1, 0]
+    assert "raised first" in error.failures[1]
+
+
 def test_a_killed_rank(pool: RankPool) -> None:
     pool.run(samples.facts)
     before = pool.pids

@@ -9,6 +9,7 @@ processes too where one was lost: a rank that died, that did not answer, or that
 
 import datetime
 import faulthandler
+import math
 import multiprocessing
 import os
 import pickle
@@ -128,6 +129,7 @@ class RankPool:
         )
         self._ranks: list[_Rank] = []
         self._generation = 0
+        self._raised_at: dict[int, float] = {}  # in the last run, by the clock ranks share
 
     def __enter__(self) -> "RankPool":
         return self
@@ -158,6 +160,7 @@ class RankPool:
             self._start()
         results: dict[int, R] = {}
         failures: dict[int, str] = {}
+        self._raised_at = {}
         try:
             self._send(task, failures)
             self._collect(results, failures, time.monotonic() + timeout)
@@ -166,7 +169,7 @@ class RankPool:
             raise
         if failures:
             self._recover(results, failures)
-            raise RankError(failures, results)
+            raise RankError(self._by_time(failures), results)
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -232,7 +235,12 @@ class RankPool:
             if good:
                 results[number] = value
             else:
-                failures[number] = value
+                self._raised_at[number], failures[number] = value
+
+    def _by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
+        """The first that raised first, whoever was heard first: others fail because of it."""
+        order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
+        return {rank: failures[rank] for rank in order}
 
     def _epitaph(self, number: int) -> str:
         process = self._ranks[number].process
@@ -319,9 +327,10 @@ def _serve(place: _Place, pipe: Connection) -> None:
                 answer = pickle.dumps((True, value))
             # Whatever it is, the parent is told, and this rank goes on.
             except BaseException as error:  # noqa: BLE001
+                now = time.monotonic()
                 # Kept until that is sent: what its frames hold may hang as it is freed.
                 failed.append(error)
-                answer = pickle.dumps((False, traceback.format_exc()))
+                answer = pickle.dumps((False, (now, traceback.format_exc())))
             try:
                 pipe.send_bytes(answer)
             except OSError:
