@@ -173,9 +173,9 @@ def l2_bytes(device: torch.device) -> int:
 class EventClock:
     """The GPU's own clock; a mark is an event in its stream.
 
-    settle_ms: work of the device before anything is timed. After weights were quantised, or much
-    memory was given back, an H200 took 10 % longer for the first 13 ms of fp8 layers of one token
-    on Mixtral, and then no more (2026-11-22; why is not known).
+    settle_ms: work of the device before anything is timed. After gigabytes went back to the driver,
+    as what torch's cache holds does at the start of a capture, an H200 took 10 % longer for the
+    first 13 ms of fp8 layers of one token on Mixtral, and then no more (2026-11-22).
     """
 
     settle_ms = 25.0
