@@ -84,15 +84,15 @@ def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecor
 
     problem = kernel.problem
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
-    x_TH, weights, routing = _meta_inputs(problem)
+    x_TH, weights, routing = meta_inputs(problem)
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
     with record_compiles(target, disassemble=False) as records:
         kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
     return records
 
 
-def _meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """Arguments of a call, of the right shapes, on the meta device."""
+def meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    """x, weights and routing of a call, of the right shapes, on the meta device."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=_META)

@@ -4,19 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from path_calls import launches_of
 
 from experts import tile_packed, tile_single
 from experts.tile_shapes import TilePair
 from experts.triton_packed import PackedPath
-from experts.triton_path import PathCall
-from modular_kernel import ExpertWeights, Problem
-from modular_kernel.quant import weight_specs
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
-from modular_kernel.types import Combine, IdSpace
-from modular_kernel.workspace import Workspace
+from modular_kernel import Problem
+from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.types import Combine
 
-META = torch.device("meta")
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
 DEEPSEEK = Problem(tokens=1, hidden=7168, intermediate=2048, experts=32, top_k=8)
 QWEN3 = Problem(tokens=2, hidden=2048, intermediate=768, experts=128, top_k=8)
@@ -31,30 +27,8 @@ SUMS = 4096
 
 
 def compiled(problem: Problem, pair: TilePair, target: str = "sm_90") -> list[CompileRecord]:
-    """Both launches of a call, for tensors that have no memory."""
-    tensors = {
-        name: torch.empty(spec.shape, dtype=spec.dtypes[0], device=META)
-        for name, spec in weight_specs(problem).items()
-    }
-    if problem.bias:
-        tensors["b1"] = torch.empty(problem.e, problem.w1_rows, dtype=problem.dtype, device=META)
-        tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
-    path, shape = PackedPath(problem), (problem.tokens, problem.top_k)
-    arrived = DispatchedRouting(
-        torch.empty(shape, device=META),
-        torch.empty(shape, dtype=torch.int32, device=META),
-        IdSpace.GLOBAL,
-        problem.experts,
-        None,
-        torch.empty(1, dtype=torch.int32, device=META),
-    )
-    x_TH = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
-    workspace = Workspace(path.specs(problem.tokens, pair.gemm1.block_m), META)
-    output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
-    with record_compiles(target) as records:
-        tokens = ContiguousTokens(x_TH, arrived)
-        path.run(PathCall(tokens, ExpertWeights(**tensors), workspace, output, pair))
-    return records
+    """Both launches of a call."""
+    return launches_of(PackedPath(problem), problem, pair, target=target)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())

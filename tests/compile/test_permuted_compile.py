@@ -4,53 +4,32 @@ from dataclasses import replace
 
 import pytest
 import torch
+from path_calls import META, launches_of
 
 from experts import tile_permuted
 from experts.tile_shapes import Device, Tile, TilePair
-from experts.triton_path import PathCall
 from experts.triton_permuted import PermutedPath
-from modular_kernel import ExpertWeights, Problem
-from modular_kernel.composer import random_inputs
+from modular_kernel import Problem
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.compile import CompileRecord, check, record_compiles
-from modular_kernel.types import IdSpace
 from modular_kernel.workspace import Workspace
 
-META = torch.device("meta")
 BASE = Problem(tokens=600, hidden=512, intermediate=256, experts=4, top_k=2)
 DEVICE = Device("sm_90", boxes=True)
 
 
 def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
-    """Everything a call launches."""
+    """Everything a call launches, and what quantises its tokens before."""
     assert tile_permuted.serves(problem, DEVICE)
-    _, weights, routing = random_inputs(problem, torch.device("cpu"))
-    given = {k: None if t is None else t.to(META) for k, t in vars(weights).items()}
-    path = PermutedPath(problem)
-    specs = dict(path.specs(problem.tokens, tiles.gemm1.block_m))
-    if problem.scheme.quantised:
-        specs |= quantise_specs("x", problem.scheme, problem.tokens, problem.hidden)
-    workspace = Workspace(specs, META)
-    x = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
+    path, scheme = PermutedPath(problem), problem.scheme
+    if not scheme.quantised:
+        return launches_of(path, problem, tiles)
+    x_TH = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
+    workspace = Workspace(quantise_specs("x", scheme, *x_TH.shape), META)
+    out = take_quantised(workspace, "x", scheme, tuple(x_TH.shape))
     with record_compiles("sm_90") as records:
-        scale = None
-        if problem.scheme.quantised:
-            out = take_quantised(workspace, "x", problem.scheme, tuple(x.shape))
-            quantise_rows(x, problem.scheme, out=out)
-            x, scale = out.q_RK, out.scale
-        arrived = DispatchedRouting(
-            routing.topk_weights_TK.to(META),
-            routing.topk_ids_TK.to(META),
-            IdSpace.GLOBAL,
-            problem.experts,
-            None,
-            torch.empty(1, dtype=torch.int32, device=META),
-        )
-        output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
-        tokens = ContiguousTokens(x, arrived, scale)
-        path.run(PathCall(tokens, ExpertWeights(**given), workspace, output, tiles))
-    return records
+        quantise_rows(x_TH, scheme, out=out)
+    return records + launches_of(path, problem, tiles, x_TH=out.q_RK, scale=out.scale)
 
 
 @pytest.mark.parametrize(

@@ -5,52 +5,20 @@ from typing import Any
 
 import pytest
 import torch
+from path_calls import launches_of
 
 from experts import tile_single
-from experts.triton_path import PathCall
 from experts.triton_single import SinglePath
-from modular_kernel import ExpertWeights, Problem
-from modular_kernel.quant import weight_specs
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
-from modular_kernel.types import Combine, IdSpace
-from modular_kernel.workspace import Workspace
+from modular_kernel import Problem
+from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.types import Combine
 
-META = torch.device("meta")
 BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
-
-
-def meta_weights(problem: Problem) -> ExpertWeights:
-    """Weights and biases of the problem's shapes without memory."""
-    shapes: dict[str, Any] = {
-        name: torch.empty(spec.shape, dtype=spec.dtypes[0], device=META)
-        for name, spec in weight_specs(problem).items()
-    }
-    if problem.bias:
-        for name, columns in (("b1", problem.w1_rows), ("b2", problem.hidden)):
-            shapes[name] = torch.empty(problem.e, columns, dtype=problem.dtype, device=META)
-    return ExpertWeights(**shapes)
 
 
 def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
     """Both launches of a call whose activations are quantised in them."""
-    tensors = meta_weights(problem)
-    path, tiles = SinglePath(problem), tile_single.default(problem)
-    workspace = Workspace(path.specs(problem.tokens, tiles.gemm1.block_m), META)
-    x = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
-    arrived = DispatchedRouting(
-        torch.empty(problem.tokens, problem.top_k, device=META),
-        torch.empty(problem.tokens, problem.top_k, dtype=torch.int32, device=META),
-        IdSpace.GLOBAL,
-        problem.experts,
-        None,
-        torch.empty(1, dtype=torch.int32, device=META),
-    )
-    output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
-    with record_compiles(target) as records:
-        tokens = ContiguousTokens(x, arrived)
-        path.run(PathCall(tokens, tensors, workspace, output, tiles))
-    return records
+    return launches_of(SinglePath(problem), problem, tile_single.default(problem), target=target)
 
 
 @pytest.mark.parametrize(

@@ -4,61 +4,31 @@ from dataclasses import replace
 
 import pytest
 import torch
+from path_calls import META, launches_of
 
 from experts import tile_streamed
 from experts.tile_shapes import Device
-from experts.triton_path import PathCall
 from experts.triton_streamed import StreamedPath
-from modular_kernel import ExpertWeights, Problem
-from modular_kernel.quant import weight_specs
-from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
-from modular_kernel.types import IdSpace
-from modular_kernel.workspace import Workspace
+from modular_kernel import Problem
+from modular_kernel.testing.compile import CompileRecord, check
 
-META = torch.device("meta")
 DEVICE = Device("sm_90", boxes=True)
 BASE = Problem(
     tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8, dtype=torch.bfloat16,
-    quant="fp8_w8a8_channel",
+    quant="fp8_w8a8_channel", ids_dtype=torch.int64,
 )  # fmt: skip
 
 
 def compiled(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
-    """Everything a call launches."""
+    """Everything a call launches. given: x arrives quantised."""
     assert tile_streamed.serves(problem, DEVICE)
-    fields = {
-        name: torch.empty(spec.shape, dtype=spec.dtypes[0], device=META)
-        for name, spec in weight_specs(problem).items()
-    }
-    if problem.bias:
-        sizes = {"b1": problem.w1_rows, "b2": problem.hidden}
-        fields |= {
-            name: torch.empty(problem.e, size, dtype=problem.dtype, device=META)
-            for name, size in sizes.items()
-        }
-    path, shape = StreamedPath(problem), (problem.tokens, problem.top_k)
-    arrived = DispatchedRouting(
-        torch.empty(shape, device=META),
-        torch.empty(shape, dtype=torch.int64, device=META),
-        IdSpace.GLOBAL,
-        problem.experts,
-        torch.empty(problem.experts, dtype=torch.int32, device=META)
-        if problem.expert_map
-        else None,
-        torch.empty(1, dtype=torch.int32, device=META),
-    )
-    stored = torch.float8_e4m3fn if given else problem.dtype
-    x = torch.empty(problem.tokens, problem.hidden, dtype=stored, device=META)
+    path, tiles = StreamedPath(problem), tile_streamed.default(problem, DEVICE)
+    if not given:
+        return launches_of(path, problem, tiles)
     groups = -(-problem.hidden // 128) if problem.scheme.granularity == "block" else 1
-    scale = torch.empty(problem.tokens, groups, device=META) if given else None
-    workspace = Workspace(path.specs(problem.tokens, 16), META)
-    output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
-    tiles = tile_streamed.default(problem, DEVICE)
-    tokens = ContiguousTokens(x, arrived, scale)
-    with record_compiles("sm_90") as records:
-        path.run(PathCall(tokens, ExpertWeights(**fields), workspace, output, tiles))
-    return records
+    x_TH = torch.empty(problem.tokens, problem.hidden, dtype=torch.float8_e4m3fn, device=META)
+    scale = torch.empty(problem.tokens, groups, device=META)
+    return launches_of(path, problem, tiles, x_TH=x_TH, scale=scale)
 
 
 @pytest.mark.parametrize("quant", ["fp8_w8a8_channel", "fp8_w8a8_block"])
