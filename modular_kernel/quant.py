@@ -263,9 +263,9 @@ def _quantise_in_pieces(
     w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
 ) -> list[torch.Tensor | None]:
     """As _quantise, of weights of any floating dtype, some experts at a time."""
-    step = max(1, _WEIGHTS_AT_ONCE // max(1, w_eNK[:1].numel()))
+    step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
     whole: list[torch.Tensor | None] = []
-    for start in range(0, max(1, len(w_eNK)), step):
+    for start in range(0, len(w_eNK), step):
         some = slice(start, start + step)
         pieces = _quantise(w_eNK[some].float(), scheme, scale_dtype)
         if not whole:
