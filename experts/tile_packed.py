@@ -2,18 +2,21 @@
 
 A program multiplies block_n columns (of gate, and as many of up) with the row of a pair. num_warps
 share the depth, and in GEMM 2 a token's pairs too, in blocks of block_k. Of each warp num_stages
-blocks are in registers or on their way to them. block_m and group_m are of no account.
+blocks are in registers or on their way to them. In GEMM 2 block_n may be 8: the 16 rows of a
+product are then twice the same, each time with half of a block. block_m and group_m are of no
+account.
 """
 
 import math
 
 from experts import tile_few_rows
-from experts.tile_shapes import SINGLE, Tile, TilePair
+from experts.tile_shapes import SINGLE, Gemm, Tile, TilePair
 from modular_kernel.types import Problem
 
 CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
 ROWS = 16  # of weights in a product, at least
 SLOTS = 8  # columns of the product: sums that are scaled apart
+_HELD = 512  # weights of a row in stages, up to which 80 registers do
 _MOST_PAIRS = 64  # of a token
 _MOST_TOKENS = 8  # of a call without a tuned file: those of 16 were slower, if little
 
@@ -29,10 +32,25 @@ def chunks(tile: Tile, group: int) -> int:
     return max(1, min(tile.block_k // CHUNK, SLOTS // slots))
 
 
-def registers(tile: Tile) -> int:
-    """The most of a thread: with 128 sixteen warps are at work on a multiprocessor, with 64, which
-    8 columns of gate and up ask for, 32."""
-    return 128 if tile.block_n >= ROWS else 64
+def least_block_n(gemm: Gemm) -> int:
+    """Columns of the narrowest tile: a product has 16 rows, be they of gate and up, or 8 twice."""
+    return ROWS // 2 if gemm.index == 2 else ROWS // gemm.sides
+
+
+def halves(tile: Tile) -> int:
+    """Of a block of GEMM 2, that each have rows of a product to themselves: 2 for 8 columns."""
+    return max(1, ROWS // tile.block_n)
+
+
+def registers(tile: Tile, gemm: int) -> int:
+    """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
+    with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
+    programs are to be there at once."""
+    if tile.block_n >= ROWS:
+        return 128
+    if gemm == 1:
+        return 64
+    return 80 if tile.block_k * tile.num_stages <= _HELD else 128
 
 
 def most_tokens(problem: Problem) -> int:
@@ -73,7 +91,11 @@ def _first(problem: Problem, tokens: int) -> _Launch:
 
 def _second(problem: Problem, tokens: int) -> _Launch:
     """Of GEMM 2: the fewer programs, the more warps share one; where one on a multiprocessor can
-    have all weights on their way before GEMM 1 has ended, it does."""
+    have all weights on their way before GEMM 1 has ended, it does. 8 columns are for where 16 leave
+    multiprocessors with one program beside others with two."""
+    few = _of_8_columns(problem, tokens)
+    if few is not None:
+        return few
     programs = tokens * -(-problem.hidden // ROWS)
     blocks = problem.top_k * -(-problem.intermediate // 256)
     if programs <= _PROGRAMS and blocks <= 3 * 8:
@@ -82,3 +104,17 @@ def _second(problem: Problem, tokens: int) -> _Launch:
     if programs <= (2 if integers else 3) * _PROGRAMS:
         return 16, 256, 8, 2
     return (16, 512, 4, 1) if integers and problem.intermediate > 1024 else (16, 256, 4, 2)
+
+
+def _of_8_columns(problem: Problem, tokens: int) -> _Launch | None:
+    """8 columns of GEMM 2, if all programs are at work at once: two a multiprocessor if a warp's
+    only block is all of a pair's depth, else three. Of integers with groups of 128, because
+    smaller ones leave no columns for blocks so deep."""
+    programs = tokens * -(-problem.hidden // 8)
+    if problem.scheme.weight != "uint4":
+        return None if programs <= 2 * _PROGRAMS or programs > 3 * _PROGRAMS else (8, 256, 8, 2)
+    if problem.scheme.group[-1] % CHUNK:
+        return None
+    if programs <= 2 * _PROGRAMS and problem.top_k * -(-problem.intermediate // 1024) <= 8:
+        return 8, 1024, 8, 1
+    return (8, 512, 8, 1) if programs <= 3 * _PROGRAMS else None

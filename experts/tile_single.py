@@ -56,9 +56,9 @@ def most_tokens(problem: Problem) -> int:
 
 
 def unbounded(gemm: Gemm) -> Gemm:
-    """`gemm` as it bounds tiles of this path: groups do not, and of packed weights a product has 16
-    rows, be they of gate and up."""
-    least = tile_packed.ROWS // gemm.sides if gemm.b_bits == _PACKED_BITS else gemm.least_block_n
+    """`gemm` as it bounds tiles of this path: groups do not, and those of packed weights may be
+    narrower."""
+    least = tile_packed.least_block_n(gemm) if gemm.b_bits == _PACKED_BITS else gemm.least_block_n
     return replace(gemm, group_k=0, least_block_n=least)
 
 

@@ -67,7 +67,7 @@ class PackedPath:
         x_TH = call.tokens.x_TH
         launch(
             self._up,
-            (pairs * -(-product.columns // tile.block_n) + 1,),
+            (pairs, -(-product.columns // tile.block_n) + 1),
             x_ptr=x_TH,
             row_weights_ptr=routing.topk_weights_TK,
             invalid_ptr=routing.invalid_ids,
@@ -82,7 +82,7 @@ class PackedPath:
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_P=_MOST_IDS,
             **product.constants,
-            **_arguments(product, tile, 1),
+            **_arguments(product, tile, 1, tile_packed.registers(tile, 1)),
             **ids,
         )
 
@@ -90,30 +90,34 @@ class PackedPath:
         problem, routing, tile = self.problem, call.tokens.routing, call.tiles.gemm2
         product = second_product(call.weights, problem)
         slots = problem.top_k if self._sums else 1
+        halves = tile_packed.halves(tile)
         tokens = h_PI.shape[0] // slots
         launch(
             self._down,
-            (tokens * -(-product.columns // tile.block_n),),
+            (tokens, -(-product.columns // tile.block_n)),
             h_ptr=h_PI,
             row_weights_ptr=routing.topk_weights_TK,
             out_ptr=call.output,
-            num_tokens=tokens,
             hidden=product.columns,
             factor=float(problem.routed_scaling_factor) if self._sums else 1.0,
             TOP_K=slots,
             HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
-            **_arguments(product, tile, slots),
+            HALVES=halves,
+            **_arguments(product, tile, slots, tile_packed.registers(tile, 2), halves),
             **ids,
         )
 
 
-def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
-    """What both kernels take of a product; slots: pairs whose products a program adds up."""
+def _arguments(
+    product: Product, tile: Tile, slots: int, registers: int, halves: int = 1
+) -> dict[str, object]:
+    """What both kernels take of a product. slots: pairs whose products a program adds up.
+    registers: the most of a thread. halves: of a block, as HALVES of the kernels."""
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
-    chunks = tile_packed.chunks(tile, group)
-    blocks = slots * -(-product.depth // (chunks * tile_packed.CHUNK))
+    chunks = max(1, tile_packed.chunks(tile, group) // halves)
+    blocks = slots * -(-product.depth // (halves * chunks * tile_packed.CHUNK))
     steps = -(-blocks // tile.num_warps)
     return {
         **packed_arguments(product),
@@ -129,7 +133,7 @@ def _arguments(product: Product, tile: Tile, slots: int) -> dict[str, object]:
         "LATE": tile.num_stages == 1,
         "num_warps": tile.num_warps,
         "num_stages": 1,
-        "maxnreg": tile_packed.registers(tile),
+        "maxnreg": registers,
     }
 
 

@@ -36,6 +36,10 @@ _DEEP = _pair((64, 128, 1, 2), (128, 256, 1, 3))
 _ONCE = _pair((64, 512, 4, 1), (128, 256, 4, 1))
 _MANY = _pair((64, 1024, 8, 2), (128, 1024, 8, 2))
 _NARROW = _pair((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of up are a product
+# 8 columns of GEMM 2, twice in a product: a pair's depth at once; in steps, one and two on the way.
+_AT_ONCE = _pair((32, 256, 4, 1), (8, 1024, 8, 1))
+_IN_STEPS = _pair((32, 256, 4, 1), (8, 512, 2, 1))
+_STAGED = _pair((32, 256, 4, 1), (8, 256, 1, 3))
 # Widths that are no multiple of a block, depths that are no multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
@@ -75,6 +79,18 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 288, "activation": _OAI,
       "bias": True}, "skips", _NARROW),
     ({"tokens": 1, "quant": _MXFP4, "hidden": 256, "intermediate": 100}, "uniform", _NARROW),
+    ({"tokens": 2, "intermediate": 992, "top_k": 4}, "skips", _AT_ONCE),
+    ({"tokens": 1, "quant": f"{_INT4}:{_ZEROS}", "intermediate": 608, "top_k": 3, "bias": True},
+     "uniform", _AT_ONCE),
+    ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "intermediate": 608, "top_k": 3}, "skips",
+     _IN_STEPS),
+    ({"tokens": 1, "quant": f"{_INT4}:group=64,{_ZEROS}", "intermediate": 192,
+      "dtype": torch.float16}, "uniform", _IN_STEPS),
+    ({"tokens": 2, "quant": f"{_INT4}:group=32", "intermediate": 288, "bias": True}, "duplicates",
+     _STAGED),
+    ({"tokens": 2, "quant": _MXFP4, "intermediate": 416, "top_k": 3}, "skips", _STAGED),
+    ({"tokens": 1, "quant": _MXFP4, "intermediate": 288, "combine": Combine.TOPK_WEIGHTED},
+     "uniform", _IN_STEPS),
     # Widths of whole blocks: rows of weights at distances that are known to the compiler.
     ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 256, "intermediate": 192,
       "activation": _OAI, "bias": True}, "skips", _LONG),
@@ -148,9 +164,49 @@ def test_few_tokens_take_it() -> None:
 )
 def test_only_gate_and_up_of_packed_weights_are_narrow(changes: dict[str, Any]) -> None:
     for problem, refused in ((_BASE, False), (replace(_BASE, **changes), True)):
-        first, second = map(tile_single.unbounded, gemms(problem))
+        first, _ = map(tile_single.unbounded, gemms(problem))
         assert bool(list(violations(_NARROW.gemm1, first, Device()))) is refused
-        assert list(violations(_NARROW.gemm1, second, Device()))
+
+
+@pytest.mark.parametrize(("quant", "narrowest"), [(_INT4, 8), (_MXFP4, 8), ("none", 16)])
+def test_how_narrow_the_second_gemm_may_be(quant: str, narrowest: int) -> None:
+    _, second = map(tile_single.unbounded, gemms(replace(_BASE, quant=quant)))
+    for columns in (4, 8, 16):
+        refused = bool(list(violations(Tile(16, columns, 256, 1, 4, 1), second, Device())))
+        assert refused is (columns < narrowest)
+
+
+@pytest.mark.parametrize(
+    ("quant", "hidden", "intermediate", "top_k", "tokens", "tile"),
+    [
+        (_INT4, 2048, 768, 8, 1, (8, 1024, 8)),
+        (_INT4, 2048, 768, 8, 2, (16, 256, 8)),  # four programs a multiprocessor
+        (_INT4, 2048, 1408, 6, 1, (8, 512, 8)),  # more blocks than warps
+        (_INT4, 2880, 2880, 4, 1, (8, 512, 8)),
+        (f"{_INT4}:group=32", 2880, 2880, 4, 1, (16, 256, 8)),
+        (_MXFP4, 2048, 768, 8, 1, (16, 256, 8)),
+        (_MXFP4, 2880, 2880, 4, 1, (8, 256, 8)),
+        (_INT4, 4096, 1536, 8, 1, (16, 256, 8)),
+    ],
+)
+def test_where_the_second_gemm_takes_8_columns(
+    quant: str, hidden: int, intermediate: int, top_k: int, tokens: int, tile: tuple[int, int, int]
+) -> None:
+    problem = replace(
+        _BASE, quant=quant, hidden=hidden, intermediate=intermediate, top_k=top_k, experts=128
+    )
+    found = tile_packed.default(problem, tokens).gemm2
+    assert (found.block_n, found.block_k, found.num_warps) == tile
+
+
+def test_narrow_tiles_have_fewer_registers() -> None:
+    """So that as many programs are at work at once as tile_packed counts on."""
+    narrow, wide = Tile(16, 8, 512, 1, 8, 1), Tile(16, 16, 512, 1, 8, 1)
+    assert tile_packed.registers(wide, 1) == tile_packed.registers(wide, 2) == 128
+    assert tile_packed.registers(narrow, 1) * 32 * 32 <= 1 << 16
+    assert tile_packed.registers(narrow, 2) * 32 * 24 <= 1 << 16
+    assert tile_packed.registers(replace(narrow, block_k=1024), 2) == 128
+    assert [tile_packed.halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,22 @@ def blocks_along(depth: int, chunks: int) -> int:
 @triton.jit
 def _block(
     token, step, num_experts, num_local, ids_ptr, map_ptr, DEPTH: tl.constexpr,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Of block step * PARTS + p of a token's pairs, one pair behind the other, for part p: its
     pair, local expert (-1: skipped) and first chunk, (4, 8, PARTS, 1)."""
-    BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS)
+    BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
     index = step * PARTS + tl.arange(0, PARTS)[None, None, :, None]
-    # All lanes of a warp load the same id: none has to be told it.
-    index += tl.zeros((4, 8, 1, 1), tl.int32)
+    if TOP_K * BLOCKS > PARTS:
+        # All lanes of a warp load the same id, and none has to be told it. Where there is but one
+        # step the compiler sees to that, and would lay these out otherwise.
+        index += tl.zeros((4, 8, 1, 1), tl.int32)
     pair = token * TOP_K + index // BLOCKS
     local, _ = load_local_ids(
         ids_ptr, pair, index < TOP_K * BLOCKS, map_ptr, num_experts, num_local, HAS_MAP
     )
-    return pair, local, index % BLOCKS * CHUNKS
+    return pair, local, index % BLOCKS * (CHUNKS * HALVES)
 
 
 @triton.jit
@@ -49,28 +52,29 @@ def _load_block(
     stride_be, stride_bse, stride_bze,
     DEPTH: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
-    IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+    IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Words, scales, zero points and router weights of a block of each part; its pair, whether it
     is to be read, and its first chunk."""
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
     pair, local, chunk = _block(
         token, step, num_experts, num_local, ids_ptr, map_ptr,
-        DEPTH, TOP_K, HAS_MAP, CHUNKS, PARTS,
+        DEPTH, TOP_K, HAS_MAP, CHUNKS, HALVES, PARTS,
     )  # fmt: skip
     live = local >= 0
     expert = tl.maximum(local, 0).to(tl.int64)
     words_ptr += expert * (stride_be // 4)
-    words = load_words(words_ptr, words_at, chunk, live, DEPTH, CHUNKS, EVEN_K)
+    words = load_words(words_ptr, words_at, chunk, live, DEPTH, CHUNKS, HALVES, EVEN_K)
     scale_ptr += expert * stride_bse
     scale = load_by_slot(
-        scale_ptr, scale_at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+        scale_ptr, scale_at, chunk, live, DEPTH, CHUNKS, HALVES, SLOTS, GROUP_K, EVEN_K, IN_TWOS
     )
     zero = scale
     if HAS_ZERO:
         zero_ptr += expert * stride_bze
         zero = load_by_slot(
-            zero_ptr, zero_at, chunk, live, DEPTH, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+            zero_ptr, zero_at, chunk, live, DEPTH, CHUNKS, HALVES, SLOTS, GROUP_K, EVEN_K, IN_TWOS
         )
     weight = live
     if HAS_ROW_WEIGHTS:
@@ -87,7 +91,7 @@ def _step(
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
     EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    HALVES: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """total with the products of ring[0] and h added, the next h, and the ring moved on: what
     comes next sets off before, or with LATE behind."""
@@ -99,16 +103,16 @@ def _step(
             token, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS,
         )  # fmt: skip
         ring = ring[1:] + (new,)  # noqa: RUF005
     elif STAGES > 1:
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
     if STEPS > 1 and not LATE:
         _, _, _, _, pair, live, chunk = ring[0]
-        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
+        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     after = loads_are_off(PARTS)
-    sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS)
+    sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS, True)
     if HAS_ROW_WEIGHTS:
         rows: tl.constexpr = words.shape[3]
         sums *= by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, PARTS, rows, 2)))
@@ -117,42 +121,44 @@ def _step(
             token, step + 1, num_experts, num_local, ids_ptr, map_ptr,
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS,
         )  # fmt: skip
         ring = (new,)
         _, _, _, _, pair, live, chunk = new
-        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
+        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     return total + sums, h, ring
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def packed_down_kernel(
     h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
-    num_tokens, hidden, num_experts, num_local, steps, factor,
+    hidden, num_experts, num_local, steps, factor,
     stride_be, stride_bse, stride_bze, stride_bias,
     stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr,
     HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
+    BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
-    h is (num_tokens * TOP_K, DEPTH), as `store_paired` writes it, out (num_tokens, hidden), both
+    h is (tokens * TOP_K, DEPTH), as `store_paired` writes it, out (tokens, hidden), both
     contiguous; skipped pairs are not read. With TOP_K = 1 every pair keeps a row, zero if skipped.
-    PARTS warps share a token's pairs and their depth in blocks of CHUNKS * 128; STAGES blocks of
-    each are on their way while one is multiplied, or with LATE one, once the last is multiplied.
+    PARTS warps share a token's pairs and their depth in blocks of HALVES * CHUNKS * 128; STAGES
+    blocks of each are on their way while one is multiplied, or with LATE one, once the last is
+    multiplied.
     Sums are added in a fixed order. BLOCK_K: a power of two from TOP_K on. Grid
-    (num_tokens * blocks of BLOCK_N columns,), tokens side by side.
+    (tokens, blocks of BLOCK_N columns).
     """
     TYPE: tl.constexpr = h_ptr.dtype.element_ty
+    ROWS: tl.constexpr = BLOCK_N * HALVES
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
-    token = tl.program_id(0) % num_tokens
-    first_column = tl.program_id(0) // num_tokens * BLOCK_N
+    EVEN_K: tl.constexpr = DEPTH % (CHUNKS * HALVES * 128) == 0
+    token = tl.program_id(0)
+    first_column = tl.program_id(1) * BLOCK_N
     words_ptr = b_ptr.to(tl.pointer_type(tl.int32))
-    rows = rows_of_lanes(first_column, hidden, BLOCK_N, 1, 0, BLOCK_N, EVEN_N)
+    rows = rows_of_lanes(first_column, hidden, ROWS, 1, 0, BLOCK_N, EVEN_N)
     shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
     words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
     # The rows of lanes or those of groups are even.
@@ -166,7 +172,7 @@ def packed_down_kernel(
                 token, s, num_experts, num_local, ids_ptr, map_ptr,
                 words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
                 stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS,
             ),
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)
@@ -189,8 +195,8 @@ def packed_down_kernel(
         gdc_launch_dependents()
     pairs_ptr = h_ptr.to(tl.pointer_type(tl.int32))
     _, _, _, _, pair, live, chunk = ring[0]
-    h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS, SLOTS)
-    total = tl.zeros((PARTS, BLOCK_N, 8), tl.float32)
+    h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
+    total = tl.zeros((PARTS, ROWS, 8), tl.float32)
     # In a loop what does not change would be unpacked before it.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
@@ -199,7 +205,7 @@ def packed_down_kernel(
                 words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
                 shift, stride_be, stride_bse, stride_bze,
                 DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
-                IN_TWOS, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, STAGES, LATE,
             )  # fmt: skip
     else:
         for first in range(0, steps, STAGES):
@@ -209,8 +215,10 @@ def packed_down_kernel(
                     pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at,
                     scale_at, zero_at, shift, stride_be, stride_bse, stride_bze,
                     DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
-                    IN_TWOS, GROUP_K, CHUNKS, PARTS, STAGES, LATE,
+                    IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, STAGES, LATE,
                 )  # fmt: skip
+    if HALVES == 2:
+        total = tl.sum(tl.reshape(total, (PARTS, 2, BLOCK_N, 8)), 1)
     out = tl.sum(tl.sum(total, 2), 0) + bias
     out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
     tl.store(out_ptrs, (out * factor).to(out_ptr.dtype.element_ty), mask=column_mask)

@@ -31,14 +31,14 @@ def _load_block(
     part = tl.arange(0, PARTS)[None, None, :, None]
     chunk = (step * PARTS + part) * CHUNKS
     inside = chunk * 128 < depth
-    words = load_words(words_ptr, words_at, chunk, inside, depth, CHUNKS, EVEN_K)
+    words = load_words(words_ptr, words_at, chunk, inside, depth, CHUNKS, 1, EVEN_K)
     scale = load_by_slot(
-        scale_ptr, scale_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+        scale_ptr, scale_at, chunk, inside, depth, CHUNKS, 1, SLOTS, GROUP_K, EVEN_K, IN_TWOS
     )
     zero = scale
     if HAS_ZERO:
         zero = load_by_slot(
-            zero_ptr, zero_at, chunk, inside, depth, CHUNKS, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+            zero_ptr, zero_at, chunk, inside, depth, CHUNKS, 1, SLOTS, GROUP_K, EVEN_K, IN_TWOS
         )
     return words, scale, zero
 
@@ -80,7 +80,10 @@ def _step(
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     after = loads_are_off(PARTS)
     pairs = pairs_of(row, after, TYPE, E2M1)
-    total += scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS)
+    # Not apart: the registers are for weights.
+    total += scaled_sums(
+        words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS, False
+    )
     if STEPS > 1 and LATE:
         new = _load_block(
             words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + 1, DEPTH,
@@ -109,17 +112,19 @@ def packed_up_kernel(
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
 
     As single_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
-    `store_paired` writes it for GEMM 2. Grid (num_pairs * blocks of BLOCK_N columns + 1,): the last
-    program counts invalid ids. PARTS warps share the depth in blocks of CHUNKS * 128; STAGES blocks
-    of each are on their way while one is multiplied, or with LATE one, once the last is multiplied.
+    `store_paired` writes it for GEMM 2. Grid (num_pairs, blocks of BLOCK_N columns + 1): the first
+    program behind all blocks counts invalid ids. PARTS warps share the depth in blocks of
+    CHUNKS * 128; STAGES blocks of each are on their way while one is multiplied, or with LATE one,
+    once the last is multiplied.
     """
     after_predecessor(OVERLAP)
-    pair = tl.program_id(0) % num_pairs
-    block = tl.program_id(0) // num_pairs
+    pair = tl.program_id(0)
+    block = tl.program_id(1)
     if block * BLOCK_N >= intermediate:
-        count_invalid_ids(
-            ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
-        )
+        if pair == 0:
+            count_invalid_ids(
+                ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
+            )
         return
     local, _ = load_local_ids(ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP)
     if local < 0:

@@ -6,6 +6,9 @@ it: whatever is loaded for it has axes of four and of eight first, the warp's la
 warps. Right of the product stand eight columns of one row of x, each with the values of one slot
 and zeros besides: a slot is what of a block shares a scale, a chunk of it at most. So the sums of
 all slots are scaled at once, and added up last.
+
+A product has 16 rows. Where that is too many, HALVES = 2: they are 8 rows twice, first with one
+half of a block, then with the other, and a row's columns are the slots of its half.
 """
 
 import triton
@@ -62,31 +65,38 @@ def rows_of_lanes(
 
 
 @triton.jit
-def load_words(ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, EVEN_K: tl.constexpr):
-    """int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row.
+def load_words(
+    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """int32 (4, 8, PARTS, ROWS / 8, CHUNKS, 4): a block of each row, or the half that is its own.
 
     ptr: to int32, or as many of them as lanes; offset, in words: of `rows_of_lanes`; chunk: the
     first of a block, and inside: whether it is to be read, (1 or 4, 1 or 8, PARTS, 1).
     """
     lane = tl.arange(0, 4)[:, None, None, None]
+    half = tl.arange(0, HALVES)[None, None, None, :] * CHUNKS
     here = tl.arange(0, CHUNKS)[None, None, None, None, :, None]
     word = tl.arange(0, 4)[None, None, None, None, None, :]
     # One address, and from there as far as the compiler knows.
     first = ptr + (offset[0] + (chunk * 16 + lane * 4))
-    ptrs = first[:, :, :, :, None, None] + (offset[1][:, :, :, :, None, None] + (here * 16 + word))
+    known = (offset[1] + half * 16)[:, :, :, :, None, None]
+    ptrs = first[:, :, :, :, None, None] + (known + (here * 16 + word))
     mask = inside[:, :, :, :, None, None]
     if not EVEN_K:
-        k = (chunk * 128 + lane * 32)[:, :, :, :, None, None] + here * 128
+        k = ((chunk + half) * 128 + lane * 32)[:, :, :, :, None, None] + here * 128
         mask = mask & (k < depth)
     return tl.load(ptrs, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
 def _is_inside(
-    chunk, inside, slot, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr, EVEN_K: tl.constexpr
-):
-    """Whether a slot begins within its block, and within the depth."""
-    mask = inside & (slot < CHUNKS * SLOTS)
+    chunk, inside, slot, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr, SLOTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Whether a slot begins within a row's half of its block, and within the depth."""
+    half = tl.arange(0, HALVES)[None, None, None, :]
+    mask = inside & (slot // (CHUNKS * SLOTS) == half)
     if not EVEN_K:
         mask = mask & (chunk * 128 + slot * (128 // SLOTS) < depth)
     return mask
@@ -104,17 +114,17 @@ def _load_slots(ptr, offset, chunk, slot, mask, SLOTS: tl.constexpr, GROUP_K: tl
 
 @triton.jit
 def load_by_slot(
-    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, SLOTS: tl.constexpr,
-    GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr,
+    ptr, offset, chunk, inside, depth, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    SLOTS: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr,
 ):  # fmt: skip
     """(4, 8, PARTS, ROWS / 8, 2): scales, or what lies like them, of each row and slot.
 
-    ptr, offset, chunk, inside: as in load_words. Slots past a block are 0. IN_TWOS: two can be
-    loaded at once. Where they cannot, a load of both would be laid out otherwise, and its values
+    ptr, offset, chunk, inside: as in load_words. Slots past a block or half are 0. IN_TWOS: two can
+    be loaded at once. Where they cannot, a load of both would be laid out otherwise, and its values
     would go through shared memory.
     """
     slot = (tl.arange(0, 4) * 2)[:, None, None, None]
-    mask = _is_inside(chunk, inside, slot, depth, CHUNKS, SLOTS, EVEN_K)
+    mask = _is_inside(chunk, inside, slot, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
     if IN_TWOS:  # the second slot is inside as the first is
         two = tl.arange(0, 2)[None, None, None, None, :]
         first = ptr + (offset[0] + (chunk * SLOTS + slot))
@@ -122,7 +132,7 @@ def load_by_slot(
         result = tl.load(ptrs, mask=mask[:, :, :, :, None], other=0)
     else:
         even = _load_slots(ptr, offset, chunk, slot, mask, SLOTS, GROUP_K)
-        mask = _is_inside(chunk, inside, slot + 1, depth, CHUNKS, SLOTS, EVEN_K)
+        mask = _is_inside(chunk, inside, slot + 1, depth, CHUNKS, HALVES, SLOTS, EVEN_K)
         odd = _load_slots(ptr, offset, chunk, slot + 1, mask, SLOTS, GROUP_K)
         result = tl.join(even, odd)
     return result
@@ -191,10 +201,10 @@ def store_paired(row_ptr, column, mask, values, E2M1: tl.constexpr):
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     values = values.to(dtype)
     if dtype == tl.bfloat16:
-        odd = column % 2 == 1
+        odd = column & 1 == 1
         values = values * tl.where(odd, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
-    k = column % 8
-    tl.store(row_ptr + (column - k + k % 4 * 2 + k // 4), values, mask=mask)
+    k = column & 7  # bits: of a number that may be negative a remainder takes more
+    tl.store(row_ptr + ((column ^ k) + ((k & 3) << 1) + (k >> 2)), values, mask=mask)
 
 
 @triton.jit
@@ -243,38 +253,52 @@ def _of_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
 
 
 @triton.jit
+def _share_of_zeros(
+    x, zero, zero_yet, rows: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+):  # fmt: skip
+    """float32 (PARTS, rows, 8): minus the zero points times the sums of x along the depth, which a
+    product with ones gives, the same in each of its rows."""
+    parts: tl.constexpr = x.shape[0]
+    one: tl.constexpr = 0x11111111 if counts_from_zero(E2M1, dtype) else 0x99999999 - (1 << 32)
+    ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
+    nothing = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
+    # By reshape: `[:, None]` would send them through shared memory.
+    sums = tl.reshape(tl.dot(_left(ones, E2M1, dtype), x, nothing), (parts, 1, 16, 8))
+    if HAS_ZERO:
+        less = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
+    else:
+        less = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
+    return tl.reshape(less, (parts, rows, 8))
+
+
+@triton.jit
 def slot_sums(
     words, pairs, zero, after, dtype: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
-    SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, ROWS, 8): weights less their zero points times x, without scales.
 
     words (4, 8, PARTS, ROWS / 8, CHUNKS, 4), pairs (4, 8, PARTS, 1, 4, 4), zero float32
     (PARTS, ROWS, 8); after: 0, and nothing is multiplied before it is known. Every chunk is
     multiplied with all columns, and those of other chunks are let go: fewer instructions than to
-    put zeros into them.
+    put zeros into them. APART: the product does not wait for the zero points' share, which is added
+    behind it; otherwise it starts from there, which takes fewer registers.
     """
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
+    SHIFTED: tl.constexpr = HAS_ZERO or counts_from_zero(E2M1, dtype)
     x = _right(pairs, dtype)
     zero_yet = after.to(tl.float32, bitcast=True)
     start = tl.zeros((parts, rows, 8), tl.float32) + zero_yet
-    from_zero: tl.constexpr = counts_from_zero(E2M1, dtype)
-    if HAS_ZERO or from_zero:
-        # Sums of x along the depth, from a product with ones: the same in each of its rows.
-        one: tl.constexpr = 0x11111111 if from_zero else 0x99999999 - (1 << 32)
-        ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
-        nothing = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
-        # By reshape: `[:, None]` would send them through shared memory.
-        sums = tl.reshape(tl.dot(_left(ones, E2M1, dtype), x, nothing), (parts, 1, 16, 8))
-        if HAS_ZERO:
-            less = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
-        else:
-            less = tl.broadcast_to(sums * -8.0, (parts, rows // 16, 16, 8))
-        start = tl.reshape(less, (parts, rows, 8))
+    if SHIFTED and not APART:
+        start = _share_of_zeros(x, zero, zero_yet, rows, dtype, E2M1, HAS_ZERO)
     part = tl.dot(_left(words, E2M1, dtype), _for_each(x, chunks), _for_each(start, chunks))
-    return _of_own_chunk(part, chunks, SLOTS)
+    sums = _of_own_chunk(part, chunks, SLOTS)
+    if SHIFTED and APART:
+        sums += _share_of_zeros(x, zero, zero_yet, rows, dtype, E2M1, HAS_ZERO)
+    return sums
 
 
 @triton.jit
@@ -290,11 +314,12 @@ def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
 @triton.jit
 def scaled_sums(
     words, pairs, scale, zero, shift, after, dtype: tl.constexpr, E2M1: tl.constexpr,
-    HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr,
+    HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, ROWS, 8): what a block adds to each slot's column.
 
-    scale, zero: as load_by_slot gives them; shift: 0 or 4 by rows, (1, 8, 1, ROWS / 8, 1).
+    scale, zero: as load_by_slot gives them; shift: 0 or 4 by rows, (1, 8, 1, ROWS / 8, 1); APART:
+    as in slot_sums.
     """
     if E2M1:  # more than bytes, so that they are not computed two to a register and parted again
         scale = scale.to(tl.int32) + after
@@ -302,4 +327,4 @@ def scaled_sums(
     zeros = values
     if HAS_ZERO:
         zeros = by_slot(zero_values(zero, shift, HAS_ZERO, counts_from_zero(E2M1, dtype)))
-    return slot_sums(words, pairs, zeros, after, dtype, E2M1, HAS_ZERO, SLOTS) * values
+    return slot_sums(words, pairs, zeros, after, dtype, E2M1, HAS_ZERO, SLOTS, APART) * values
