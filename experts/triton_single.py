@@ -70,7 +70,7 @@ class SinglePath:
         with stages.stage(self._first_stage(call)):
             launch(
                 self._up,
-                (pairs * blocks + 1,),
+                (pairs, blocks + 1),
                 row_weights_ptr=routing.topk_weights_TK,
                 invalid_ptr=routing.invalid_ids,
                 h_ptr=h_PI,
@@ -158,7 +158,7 @@ class SinglePath:
     def _down_grid(self, pairs: int, tile: Tile) -> tuple[int, ...]:
         slots, held = self._slots(tile)
         columns = tile.block_n // held
-        return (pairs // slots * -(-self.problem.hidden // columns),)
+        return pairs // slots, -(-self.problem.hidden // columns)
 
 
 def _row_scale(scheme: QuantScheme, depth: int) -> str:

@@ -101,20 +101,21 @@ def single_up_kernel(
 
     w is (e, rows, hidden) and column n uses row n * ROW_STEP, and up_row further if GATED; h is
     (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Grid
-    (num_pairs * blocks of BLOCK_N columns + 1,), the pairs of a block side by side; the last
-    program counts invalid ids.
+    (num_pairs, blocks of BLOCK_N columns + 1); the first program behind all blocks counts invalid
+    ids.
     QUANT: how x is quantised: "none", "given" with its scales, or here, with one scale a "token",
     a "group", a "tensor", or the "static" one at x_scale_ptr. SCALED: weights have scales, one for
     GROUP_N rows and GROUP_K of the depth (0: all); SCALE_ROWS: 1 if one serves all BLOCK_N rows.
     KEEP_LARGEST: largest[p, block] = largest magnitude of the program's values.
     """
     after_predecessor(OVERLAP)
-    pair = tl.program_id(0) % num_pairs
-    block = tl.program_id(0) // num_pairs
+    pair = tl.program_id(0)
+    block = tl.program_id(1)
     if block * BLOCK_N >= intermediate:
-        count_invalid_ids(
-            ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
-        )
+        if pair == 0:
+            count_invalid_ids(
+                ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
+            )
         return
     local, _ = load_local_ids(ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP)
     if local < 0:
