@@ -108,13 +108,15 @@ def _second(problem: Problem, tokens: int) -> _Launch:
 
 def _of_8_columns(problem: Problem, tokens: int) -> _Launch | None:
     """8 columns of GEMM 2, if all programs are at work at once: two a multiprocessor if a warp's
-    only block is all of a pair's depth, else three. Of integers with groups of 128, because
-    smaller ones leave no columns for blocks so deep."""
-    programs = tokens * -(-problem.hidden // 8)
-    if problem.scheme.weight != "uint4":
-        return None if programs <= 2 * _PROGRAMS or programs > 3 * _PROGRAMS else (8, 256, 8, 2)
-    if problem.scheme.group[-1] % CHUNK:
+    only block is all of a pair's depth, or three. Of integers with groups of 128, because smaller
+    ones leave no columns for blocks so deep."""
+    integers = problem.scheme.weight == "uint4"
+    if integers and problem.scheme.group[-1] % CHUNK:
         return None
-    if programs <= 2 * _PROGRAMS and problem.top_k * -(-problem.intermediate // 1024) <= 8:
-        return 8, 1024, 8, 1
-    return (8, 512, 8, 1) if programs <= 3 * _PROGRAMS else None
+    programs = tokens * -(-problem.hidden // 8)
+    if programs <= 2 * _PROGRAMS:
+        at_once = problem.top_k * -(-problem.intermediate // 1024) <= 8
+        return (8, 1024, 8, 1) if integers and at_once else None
+    if programs <= 3 * _PROGRAMS:
+        return (8, 512, 8, 1) if integers else (8, 256, 8, 2)
+    return None

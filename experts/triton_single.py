@@ -158,7 +158,7 @@ class SinglePath:
     def _down_grid(self, pairs: int, tile: Tile) -> tuple[int, ...]:
         slots, held = self._slots(tile)
         columns = tile.block_n // held
-        return pairs // slots, -(-self.problem.hidden // columns)
+        return (pairs // slots * -(-self.problem.hidden // columns),)
 
 
 def _row_scale(scheme: QuantScheme, depth: int) -> str:

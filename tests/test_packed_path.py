@@ -181,7 +181,8 @@ def test_how_narrow_the_second_gemm_may_be(quant: str, narrowest: int) -> None:
     [
         (_INT4, 2048, 768, 8, 1, (8, 1024, 8)),
         (_INT4, 2048, 768, 8, 2, (16, 256, 8)),  # four programs a multiprocessor
-        (_INT4, 2048, 1408, 6, 1, (8, 512, 8)),  # more blocks than warps
+        (_INT4, 2048, 1408, 6, 1, (16, 256, 8)),  # more blocks than warps
+        (_INT4, 2560, 1536, 6, 1, (8, 512, 8)),
         (_INT4, 2880, 2880, 4, 1, (8, 512, 8)),
         (f"{_INT4}:group=32", 2880, 2880, 4, 1, (16, 256, 8)),
         (_MXFP4, 2048, 768, 8, 1, (16, 256, 8)),

@@ -83,19 +83,19 @@ def single_down_kernel(
 
     Pairs are added in their order; skipped ones are not read. h is (num_pairs, depth) and out
     (num_pairs // SLOTS, hidden), both contiguous; with SLOTS = 1 every pair keeps a row, zero if
-    skipped. w is (e, hidden, depth). Grid (num_pairs // SLOTS, blocks of BLOCK_N columns). S slots
-    are held at once.
+    skipped. w is (e, hidden, depth). Grid (num_pairs // SLOTS * blocks of BLOCK_N columns,), tokens
+    side by side. S slots are held at once.
     QUANT: how h is quantised, as in single_up_kernel; `blocks` largest values of each pair are at
     largest_ptr.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
-    token = tl.program_id(0)
-    first_column = tl.program_id(1) * BLOCK_N
-    column = first_column + tl.arange(0, BLOCK_N)
+    rows = num_pairs // SLOTS
+    token = tl.program_id(0) % rows
+    column = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = column < hidden
     k = tl.arange(0, BLOCK_K)
     row_offset = column.to(tl.int64)[None, :, None] * stride_bn + k[None, None, :] * stride_bk
-    scale_row = first_column + tl.arange(0, SCALE_ROWS)
+    scale_row = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, SCALE_ROWS)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for first in range(0, SLOTS, S):
         slot = first + tl.arange(0, S)
