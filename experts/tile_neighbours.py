@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from experts import tile_streamed
+from experts import tile_packed, tile_streamed
 from experts.tile_bounds import MOST_TOKENS, path_violations
 from experts.tile_files import Recipe
 from experts.tile_names import TileKey
 from experts.tile_regimes import ENDLESS, Steps
-from experts.tile_shapes import STREAMED, Device, TilePair, gemms
+from experts.tile_shapes import SINGLE, STREAMED, Device, TilePair, gemms
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
@@ -102,7 +102,7 @@ def borrow(
         (layer.point(there), pair, f"{layer.name}, {there} tokens", _top(pair, there, problem))
         for layer in known
         for there, lender in layer.recipe.pairs().items()
-        for pair in [_lent(lender, problem, device)]
+        for pair in [_lent(lender, problem, device, there)]
         if _fits(pair, problem, device)
     ]
     found = []
@@ -120,7 +120,7 @@ def borrow(
         )
         if apart > NEAR:
             pair, origin = otherwise.choose(number), "regimes"
-        found.append(Borrowed(number, pair, origin))
+        found.append(Borrowed(number, _lent(pair, problem, device, number), origin))
     return found
 
 
@@ -130,10 +130,13 @@ def _top(pair: TilePair, tokens: int, problem: Problem) -> int:
     return max(tokens, most(problem)) if most else ENDLESS
 
 
-def _lent(pair: TilePair, problem: Problem, device: Device) -> TilePair:
-    """What `problem` makes of a neighbour's pair: how long a ring may be depends on its depths."""
+def _lent(pair: TilePair, problem: Problem, device: Device, tokens: int) -> TilePair:
+    """What `problem` makes of a neighbour's pair: how long a ring may be depends on its depths, and
+    launches of packed weights on how many programs there are."""
     if pair.path == STREAMED and tile_streamed.serves(problem, device):
         return tile_streamed.default(problem, device)
+    if pair.path == SINGLE and problem.scheme.packed and tile_packed.serves(problem):
+        return tile_packed.default(problem, tokens)
     return pair
 
 

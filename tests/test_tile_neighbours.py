@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
 
-from experts import tile_neighbours, tile_single
+from experts import tile_neighbours, tile_packed, tile_single
 from experts.tile_files import Recipe, parse_recipe, read_recipe
 from experts.tile_names import TileKey
 from experts.tile_neighbours import Borrowed, Known, Point, borrow, steps_of
@@ -105,6 +105,23 @@ def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.Monkey
         problem = replace(MIXTRAL, experts=experts)
         last = fit(recipe, problem, H200).steps.lasts[0]
         assert last == min(32, max(1, tile_single.most_tokens(problem)))
+
+
+def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How many programs a multiprocessor has differs: 360 of 8 columns there, 512 here."""
+    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
+    theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
+    mine = replace(theirs, hidden=4096)
+    lent = tile_packed.default(theirs)
+    recipe = Recipe("x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, SINGLE),))
+    lender = Known(128, 4, 2880, 2880, recipe)
+    most = tile_packed.most_tokens(mine)
+    for number in (1, 2, most):
+        (found,) = borrow([lender], mine, H200, NOTHING, [number])
+        assert found.pair == tile_packed.default(mine, number) != lent
+        assert found.origin.startswith("E=128, K=4, H=2880")
 
 
 def test_a_call_takes_the_nearest_number_of_tokens() -> None:
