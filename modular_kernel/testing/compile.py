@@ -35,10 +35,11 @@ from modular_kernel.errors import ConfigurationError
 Foreign = Any
 
 # Mnemonics that say how a kernel computes and moves data: tensor cores of each generation and
-# number format, plain float32, TMA and asynchronous copies, and traffic of spilled registers.
+# number format, plain float32, TMA and asynchronous copies, stores to shared memory, and traffic of
+# spilled registers.
 FAMILIES = (
     *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
-    *("UTMALDG", "UTMASTG", "LDGSTS", "LDL", "STL"),
+    *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL"),
 )
 
 # One thread block of sm_90 or sm_100 may use 227 KiB.

@@ -43,6 +43,16 @@ def test_defaults_are_clean(quant: str, model: Problem) -> None:
         assert check(record, expect="HMMA", max_shared=SUMS) == ()
 
 
+@pytest.mark.parametrize(
+    "quant", ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16"]
+)
+def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
+    """Not ids, nor what follows from them, which took five exchanges and as many barriers."""
+    problem = replace(QWEN3, quant=quant, tokens=1)
+    _, down = compiled(problem, tile_packed.default(problem))
+    assert 0 < down.instructions["STS"] <= 3
+
+
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16"])
 def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
     first, *more = tile_single.defaults(replace(QWEN3, quant=quant))
