@@ -101,9 +101,8 @@ def borrow(
     points = [
         (layer.point(there), pair, f"{layer.name}, {there} tokens", _top(pair, there, problem))
         for layer in known
-        for there, lender in layer.recipe.pairs().items()
-        for pair in [_lent(lender, problem, device, there)]
-        if _fits(pair, problem, device)
+        for there, pair in layer.recipe.pairs().items()
+        if _fits(_lent(pair, problem, device, there), problem, device)
     ]
     found = []
     for number in tokens:
@@ -119,8 +118,9 @@ def borrow(
             default=(math.inf, otherwise.choose(number), ""),
         )
         if apart > NEAR:
-            pair, origin = otherwise.choose(number), "regimes"
-        found.append(Borrowed(number, _lent(pair, problem, device, number), origin))
+            found.append(Borrowed(number, otherwise.choose(number), "regimes"))
+        else:
+            found.append(Borrowed(number, _lent(pair, problem, device, number), origin))
     return found
 
 

@@ -109,7 +109,11 @@ def _second(problem: Problem, tokens: int) -> _Launch:
 def _of_8_columns(problem: Problem, tokens: int) -> _Launch | None:
     """8 columns of GEMM 2, if all programs are at work at once: two a multiprocessor if a warp's
     only block is all of a pair's depth, or three. Of integers with groups of 128, because smaller
-    ones leave no columns for blocks so deep."""
+    ones leave no columns for blocks so deep.
+
+    Measured on one H200 (2026-11-23, triton 3.6.0): faster at one token on Qwen3-30B, OLMoE,
+    Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536; elsewhere at most 2 % faster, or slower.
+    """
     integers = problem.scheme.weight == "uint4"
     if integers and problem.scheme.group[-1] % CHUNK:
         return None
