@@ -18,6 +18,7 @@ _BLOCK = (128, 128)
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
 LEAST_ROWS = 48  # mean rows of an expert from which moving them pays, on an H200
 _STAGING = 1 << 15  # bytes through which both warpgroups store their results
+_MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
 
 
 def serves(problem: Problem, device: Device) -> bool:
@@ -39,6 +40,16 @@ def _one_scale_a_half(problem: Problem) -> bool:
     gate_then_up = problem.act.gated and not problem.act.interleaved
     whole = problem.intermediate % max(_HALVES["block"]) == 0
     return problem.scheme.group == _BLOCK and (whole or not gate_then_up)
+
+
+def gathers(problem: Problem) -> bool:
+    """Whether GEMM 1 fetches tokens from where they are, so that no launch moves them before.
+
+    It asks for steps of the next tile in this one's, of one tile ahead, so a tile must be long.
+    """
+    itemsize = 1 if problem.scheme.quantised else problem.dtype.itemsize
+    steps = -(-problem.hidden * itemsize // BOX_BYTES)
+    return MODES[problem.scheme.name] != "block" and steps >= _MOST_STAGES - 1
 
 
 def half_rows(tile: Tile, sides: int) -> int:

@@ -32,7 +32,7 @@ class AlignedPath:
         self._sums = problem.combine is Combine.SUM
         self._four_bit = tile_few_rows.serves(problem)
 
-    def takes(self, weights: ExpertWeights) -> bool:
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Any."""
         return True
 

@@ -86,9 +86,10 @@ class TritonExperts(PermuteExpertsUnpermute):
         return room_for(self.problem, shape, kinds)
 
     def _choices(self) -> tuple[tuple[str, ...], ...]:
-        """The paths among which a call chooses, whether TMA takes its weights or not."""
-        without = tuple(path for path in self._paths if path not in (STREAMED, PERMUTED))
-        return tuple(dict.fromkeys((tuple(self._paths), without)))
+        """The paths among which a call chooses, whether TMA takes its tensors or not."""
+        lacking = ((), (PERMUTED,), (STREAMED, PERMUTED))
+        choices = (tuple(p for p in self._paths if p not in out) for out in lacking)
+        return tuple(dict.fromkeys(choices))
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())
@@ -102,11 +103,11 @@ class TritonExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        num_tokens = tokens.x_TH.shape[0]
-        tiles = choose_tiles(self.problem, num_tokens, tuple(self._paths))
-        if not self._paths[tiles.path].takes(weights):
-            paths = tuple(name for name, path in self._paths.items() if path.takes(weights))
-            tiles = choose_tiles(self.problem, num_tokens, paths)
+        x_TH = tokens.x_TH
+        tiles = choose_tiles(self.problem, len(x_TH), tuple(self._paths))
+        if not self._paths[tiles.path].takes(weights, x_TH):
+            paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
+            tiles = choose_tiles(self.problem, len(x_TH), paths)
         self._paths[tiles.path].run(PathCall(tokens, weights, workspace, output, tiles))
 
 

@@ -47,7 +47,7 @@ class PackedPath:
         shape = (tokens * problem.top_k, problem.intermediate)
         return {"workspace13": BufferSpec(shape, problem.dtype)}
 
-    def takes(self, weights: ExpertWeights) -> bool:
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Weights that lie as words are read, 16 bytes at once."""
         return lie_ready(weights)
 

@@ -31,8 +31,8 @@ class Path(Protocol):
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Every buffer of a call of `tokens` tokens in blocks of block_m rows, by name."""
 
-    def takes(self, weights: ExpertWeights) -> bool:
-        """Whether it can work with weights that lie in memory as these do."""
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whether it can work with weights and tokens that lie in memory as these do."""
 
     def run(self, call: PathCall) -> None:
         """Write every element of call.output."""

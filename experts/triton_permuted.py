@@ -1,12 +1,13 @@
-"""The permuted path: rows moved into the order of experts, then products fed by TMA (sm_90).
+"""The permuted path: products over rows in the order of experts, fed by TMA (sm_90).
 
-Pays for moving rows once with products that load whole boxes and never mask: for many rows an
-expert. What it launches besides them is in experts.triton_sorted.
+For many rows an expert: whole boxes are loaded, and nothing is masked. GEMM 1 fetches the tokens
+from where they are; where it cannot, a launch moves them first. What is launched besides the
+products is in experts.triton_sorted.
 """
 
 import torch
 
-from experts.tile_permuted import BLOCK_M, MODES, TMA_BYTES, half_rows
+from experts.tile_permuted import BLOCK_M, BOX_BYTES, MODES, TMA_BYTES, gathers, half_rows
 from experts.tile_shapes import PERMUTED, Tile
 from experts.triton_gemm import Product
 from experts.triton_sorted import Rows, SortedProducts
@@ -25,14 +26,16 @@ class PermutedPath(SortedProducts):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._mode = MODES[problem.scheme.name]
+        self.moves_tokens = not gathers(problem)
 
-    def takes(self, weights: ExpertWeights) -> bool:
-        """Whether every tensor lies as the boxes of TMA and the kernel's indices want it."""
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whether every tensor lies as TMA, 16-byte copies and the kernel's indices want it."""
         given = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in given if t is not None))
-        return all(t.is_contiguous() for t in tensors) and all(
-            t.data_ptr() % TMA_BYTES == 0 for t in tensors[:2]
-        )
+        starts = [t.data_ptr() for t in tensors[:2]]
+        if not self.moves_tokens:
+            starts += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
+        return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
 
     def multiply(
         self, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
@@ -40,16 +43,20 @@ class PermutedPath(SortedProducts):
         from experts.kernels.gluon.boxes import boxes, multiprocessors
         from experts.kernels.gluon.sorted_gemm import sorted_gemm_kernel
 
-        a, a_scale, _ = rows  # it serves no weights on the input
+        a, a_scale, _, tokens = rows  # it serves no weights on the input
         experts, rows_b, depth = product.w.shape
+        itemsize = a.element_size()
         half = half_rows(tile, 2 if product.constants["GATED"] else 1)
+        b_desc = boxes(product.w.view(experts * rows_b, depth), half)
         unused = product.w
         b_scale = unused if product.scale is None else product.scale
         launch(
             sorted_gemm_kernel,
             (multiprocessors(),),
-            a_desc=boxes(a, BLOCK_M),
-            b_desc=boxes(product.w.view(experts * rows_b, depth), half),
+            a_desc=b_desc if tokens is not None else boxes(a, BLOCK_M),
+            b_desc=b_desc,
+            x_ptr=a,
+            tokens_ptr=order.tiles if tokens is None else tokens,
             out_ptr=out,
             tiles_ptr=order.tiles,
             a_scale_ptr=unused if a_scale is None else a_scale,
@@ -60,12 +67,15 @@ class PermutedPath(SortedProducts):
             depth=depth,
             rows_b=rows_b,
             up_rows=product.up_row,
+            stride_x=a.stride(0) * itemsize // TMA_BYTES,
             a_groups=0 if a_scale is None else a_scale.shape[-1],
             b_scale_rows=b_scale.shape[1],
             b_groups=b_scale.shape[-1],
             MODE=self._mode,
             STEP=product.step,
             HAS_BIAS=product.bias is not None,
+            GATHERED=tokens is not None,
+            EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
             GROUP_M=tile.group_m,
             num_warps=4,

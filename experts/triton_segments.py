@@ -27,7 +27,7 @@ def multiply_segments(
     """
     from experts.kernels.triton.segment_gemm import segment_gemm_kernel
 
-    a, a_scale, weights = rows
+    a, a_scale, weights, _ = rows
     max_tiles = tiles.numel() // 3
     num_n = -(-product.columns // tile.block_n)
     launch(

@@ -53,7 +53,7 @@ class SinglePath:
             specs["single_largest"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs
 
-    def takes(self, weights: ExpertWeights) -> bool:
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whatever the strides, values beside each other in rows are the fastest."""
         return True
 

@@ -1,6 +1,6 @@
-"""Rows moved into the order of experts, two products over them, rows summed: the common steps.
+"""Two products over rows in the order of experts, rows summed: the common steps.
 
-Launches: count, scan, place; permute; GEMM 1 + activation; [quantise]; GEMM 2; sum.
+Launches: count, scan, place; [permute]; GEMM 1 + activation; [quantise]; GEMM 2; sum.
 """
 
 from abc import ABC, abstractmethod
@@ -31,12 +31,14 @@ class Rows(NamedTuple):
     """Left operand of a product: (P, K) values, the first of them in use.
 
     scale: of quantised values, (1,) or a row of scales each. weights: (P, 1) router weights that
-    multiply the product before its bias, or None.
+    multiply the product before its bias, or None. tokens: (P,) int32, where row r is in values and
+    scale, which then have a row a token; None if it is row r.
     """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
 
 
 class SortedProducts(ABC):
@@ -45,9 +47,11 @@ class SortedProducts(ABC):
     The buffers have room for every pair; as many rows as pairs have an expert here are used.
     skips_unused: quantise no more than those. Without it the rows behind them, which hold
     anything, are quantised too: that costs time with many of them, and spoils a scale of all rows.
+    moves_tokens: a launch moves them into the order of experts; otherwise GEMM 1 finds them.
     """
 
     skips_unused = True
+    moves_tokens = True
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -66,14 +70,15 @@ class SortedProducts(ABC):
         specs = {
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
             "workspace2": BufferSpec((pairs, problem.hidden), problem.dtype),
-            "permuted_x": BufferSpec((pairs, problem.hidden), stored),
             **sort_specs(tokens, problem.top_k, block_m, problem.e),
         }
         if problem.apply_router_weight_on_input:
             specs["permuted_weights"] = BufferSpec((pairs, 1), torch.float32)
         if scheme.quantises_activations:
             specs |= quantise_specs("h", scheme, pairs, problem.intermediate)
-            if scheme.activation_granularity != "tensor":
+        if self.moves_tokens:
+            specs["permuted_x"] = BufferSpec((pairs, problem.hidden), stored)
+            if scheme.quantises_activations and scheme.activation_granularity != "tensor":
                 shape = scale_shape(scheme, pairs, problem.hidden)
                 specs["permuted_scale"] = BufferSpec(shape, torch.float32)
         return specs
@@ -85,10 +90,12 @@ class SortedProducts(ABC):
         with stages.stage(stages.SORT):
             block_m = call.tiles.gemm1.block_m
             order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)
-        with stages.stage(stages.PERMUTE):
-            x = self._permuted(call, order)
+        x = Rows(call.tokens.x_TH, call.tokens.scale, tokens=order.token_of_row)
+        if self.moves_tokens:
+            with stages.stage(stages.PERMUTE):
+                x = self._permuted(call, order)
         h_RI = workspace.take("workspace13", (pairs, problem.intermediate))
-        with stages.stage(stages.GEMM1):
+        with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
             product = first_product(call.weights, problem)
             self.multiply(x, product, call.tiles.gemm1, order, h_RI)
         h = self._quantised(h_RI, order, call)

@@ -47,7 +47,7 @@ class StreamedPath:
         """Of GEMM 1's columns."""
         return -(-self.problem.intermediate // COLUMNS)
 
-    def takes(self, weights: ExpertWeights) -> bool:
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whether every tensor lies as the boxes of TMA and the kernels' indices want it."""
         given = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
         tensors = (weights.w1, weights.w2, *(t for t in given if t is not None))

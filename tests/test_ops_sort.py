@@ -36,6 +36,8 @@ def verify(
     order = [p for e in range(experts) for p, i in enumerate(flat) if i == e]
     rows = [order.index(p) if i >= 0 else -1 for p, i in enumerate(flat)]
     assert got.row_of_pair_TK.flatten().tolist() == rows
+    tokens = [p // ids_TK.shape[1] for p in order]
+    assert got.token_of_row[: len(order)].tolist() == tokens
     starts, tiles, start = [0], [], 0
     for expert in range(experts):
         end = start + flat.count(expert)

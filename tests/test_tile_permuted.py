@@ -34,6 +34,22 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     assert {p.path for p in regimes(problem, H200, (ALIGNED,)).pairs} == {ALIGNED}
 
 
+def test_who_gathers() -> None:
+    """Long rows: as many steps as the largest ring of any tile asks for ahead."""
+    assert tile_permuted.gathers(MIXTRAL)
+    assert tile_permuted.gathers(replace(MIXTRAL, quant="fp8_w8a8_channel"))
+    assert not tile_permuted.gathers(replace(MIXTRAL, quant="fp8_w8a8_block"))
+    for quant, most in (("none", 256), ("fp8_w8a8_channel", 512)):
+        problem = replace(MIXTRAL, quant=quant)
+        assert not tile_permuted.gathers(replace(problem, hidden=most))
+        assert tile_permuted.gathers(replace(problem, hidden=most + 16))
+        gemm = gemms(problem)[0]
+        ring = (most + 16) * gemm.a_bits // 8 // tile_permuted.BOX_BYTES + 1
+        tile = replace(tile_permuted.default(problem).gemm1, block_n=64, num_stages=ring + 2)
+        mode = tile_permuted.MODES[quant]
+        assert list(tile_permuted.violations(tile, gemm, mode, H200))
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -23,6 +23,7 @@ class Sorted:
 
     row_of_pair_TK: (T, K) int32, the pair's row, -1 where it is skipped. Experts follow each other
     without gaps; inside an expert pairs keep their order.
+    token_of_row: (T * K,) int32, the token of the pair in each row; undefined past the last row.
     tiles: (3 * max_tiles + 1,) int32: of each tile of at most block_m rows of one expert its local
     expert, then of each its first row, then the row past the expert's last; last, how many tiles
     there are. What lies past them is undefined.
@@ -30,6 +31,7 @@ class Sorted:
     """
 
     row_of_pair_TK: torch.Tensor
+    token_of_row: torch.Tensor
     tiles: torch.Tensor
     starts: torch.Tensor
 
@@ -50,6 +52,7 @@ def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping
     tiles = most_tiles(numel, block_m, num_local)
     return {
         "sort_rows": BufferSpec((tokens, top_k), torch.int32),
+        "sort_tokens": BufferSpec((numel,), torch.int32),
         "sort_tiles": BufferSpec((3 * tiles + 1,), torch.int32),
         "sort_starts": BufferSpec((num_local + 1,), torch.int32),
         "sort_scratch": counts_spec(numel, num_local),
@@ -66,8 +69,8 @@ def sort_pairs(
     tokens, top_k = routing.topk_ids_TK.shape
     specs = sort_specs(tokens, top_k, block_m, num_local)
     taken = [workspace.take(name, spec.shape) for name, spec in specs.items()]
-    rows, tiles, starts, scratch = taken
-    result = Sorted(rows, tiles, starts)
+    rows, token_of_row, tiles, starts, scratch = taken
+    result = Sorted(rows, token_of_row, tiles, starts)
     if not use_triton(rows):
         sort_pairs_ref(routing, block_m, num_local, out=result)
         return result
@@ -79,11 +82,13 @@ def sort_pairs(
         prefix_ptr=counts.prefix,
         totals_ptr=counts.totals,
         row_of_pair_ptr=rows,
+        token_of_row_ptr=token_of_row,
         tiles_ptr=tiles,
         starts_ptr=starts,
         numel=rows.numel(),
         num_chunks=counts.num_chunks,
         max_tiles=result.max_tiles,
+        top_k=top_k,
         CHUNK=CHUNK,
         BINS=counts.bins,
         TILE_M=block_m,
@@ -106,6 +111,7 @@ def sort_pairs_ref(
         pairs = (ids == expert).nonzero()[:, 0]
         end = start + pairs.numel()
         rows[pairs] = torch.arange(start, end, dtype=torch.int32, device=rows.device)
+        out.token_of_row[start:end] = pairs // out.row_of_pair_TK.shape[1]
         out.starts[expert] = start
         named += [(expert, row, end) for row in range(start, end, block_m)]
         start = end

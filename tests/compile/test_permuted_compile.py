@@ -1,4 +1,7 @@
-"""The permuted path's launches compile for sm_90: TMA, warpgroup products, no spills."""
+"""The permuted path's launches compile for sm_90: TMA, warpgroup products, no spills.
+
+Where GEMM 1 gathers there is no launch that moves tokens, and rows are copied by cp.async.
+"""
 
 from dataclasses import replace
 
@@ -38,6 +41,10 @@ def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
         {},
         {"dtype": "float16", "bias": True},
         {"activation": "relu2"},
+        {"hidden": 200},
+        {"hidden": 456},
+        {"hidden": 464, "quant": "fp8_w8a8_channel"},
+        {"hidden": 1040, "quant": "fp8_w8a8_channel"},
         {"activation": "gelu", "combine": "topk_weighted"},
         {"activation": "gelu_tanh"},
         {"activation": "swiglu_clamp_after:limit=7"},
@@ -60,8 +67,14 @@ def test_every_launch_is_clean(change: dict[str, object]) -> None:
         assert check(record) == ()
     for record in products:
         assert check(record, "QGMMA" if quantised else "HGMMA") == ()
-        assert record.instructions["UTMALDG"] == 3  # rows, and two halves of weights
-        assert record.instructions["LDGSTS"] == 0
+    gathers = tile_permuted.gathers(problem)
+    moved = [r for r in records if r.kernel == "permute_tokens_kernel"]
+    assert len(moved) == (not gathers)
+    boxes = [r.instructions["UTMALDG"] for r in products]
+    assert boxes == [2 if gathers else 3, 3]  # rows unless gathered, and two halves of weights
+    copies = [r.instructions["LDGSTS"] for r in products]
+    # Of each warpgroup 4 a step of 64 rows: STAGES - 1 steps before the first tile, and two loops.
+    assert copies == [2 * 4 * (products[0].config["STAGES"] - 1 + 2) if gathers else 0, 0]
 
 
 def test_a_scale_per_block_has_registers_for_half_a_tile() -> None:

@@ -1,4 +1,9 @@
-"""The product over sorted rows against float64, with every mode, activation and kind of tail."""
+"""The product over sorted rows against float64, with every mode, activation and kind of tail.
+
+Rows in order, and rows that are found by their tokens: bit for bit the same.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,7 +38,7 @@ def sorted_rows(counts: tuple[int, ...]) -> Sorted:
     named[: 3 * most].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
     named[-1] = len(tiles)
     nothing = torch.empty(0, 1, dtype=torch.int32)
-    return Sorted(nothing, named.cuda(), nothing)
+    return Sorted(nothing, nothing, named.cuda(), nothing)
 
 
 def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias: bool) -> Problem:
@@ -51,14 +56,48 @@ CASES = [
     ("none", "relu2", 200, 264, True),
     ("none", "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true", 320, 104, True),
     ("none", "gelu", 1032, 520, False),
+    ("none", "silu", 264, 128, True),
     ("fp8_w8a8_channel", "silu", 128, 144, False),
     ("fp8_w8a8_channel", "relu2", 400, 272, True),
+    ("fp8_w8a8_channel", "silu", 656, 272, True),
+    ("fp8_w8a8_channel", "gelu", 1024, 80, False),
     ("fp8_w8a8_channel", "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true", 144, 80, True),
     ("fp8_w8a8_block", "silu", 128, 128, False),
     ("fp8_w8a8_block", "silu", 400, 192, True),
     ("fp8_w8a8_block", "relu2", 272, 208, False),
     ("fp8_w8a8_block", "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true", 528, 112, True),
 ]
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+@pytest.mark.parametrize("change", [{}, {"hidden": 1040}, {"quant": "fp8_w8a8_channel"}], ids=str)
+def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int) -> None:
+    """Few tokens, each in many rows, in a wider tensor; what lies beside them is NaN."""
+    base = problem_of("none", "silu", 1024, 264, True)
+    problem = replace(base, **change)
+    assert tile_permuted.gathers(problem)
+    _, weights, _ = random_inputs(problem, torch.device("cuda"))
+    product = first_product(weights, problem)
+    generator = torch.Generator("cuda").manual_seed(stages)
+    wide = torch.full((40, problem.hidden + 64), float("nan"), device="cuda").bfloat16()
+    values = wide[:, 32 : 32 + problem.hidden]
+    values.normal_(generator=generator)
+    x, scale = values, None
+    if problem.scheme.quantised:
+        x, scale = quantised(values.float(), problem.scheme)
+    tokens = torch.randint(0, 40, (sum(ROWS),), device="cuda", generator=generator)
+    moved = Rows(x[tokens].contiguous(), None if scale is None else scale[tokens].contiguous())
+    # Behind the last row tokens are anything.
+    beyond = torch.full((9,), 0x3F3F3F3F, device="cuda")
+    found = Rows(x, scale, tokens=torch.cat([tokens, beyond]).int())
+    tile = replace(tile_permuted.default(problem).gemm1, num_stages=stages)
+    outs = []
+    for rows in (moved, found):
+        out = torch.full((sum(ROWS) + 2, product.columns), float("nan"), device="cuda").bfloat16()
+        PermutedPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
+        outs.append(out)
+    assert bool(outs[0][: sum(ROWS)].isfinite().all())
+    assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -93,18 +93,19 @@ def _finish_half(
 @gluon.jit
 def finish(
     left, right, row, end, out_ptr, columns, expert, rows_b, right_rows, first,
-    a_scale_ptr, b_scale_ptr, bias_ptr,
+    a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Scale, bias, activate, round and store the left and the right columns of a tile.
 
-    first: the first left weight row, right_rows: how much further the right ones are.
+    first: the first left weight row, right_rows: how much further the right ones are. scale_rows:
+    where each row's scale is in a_scale.
     """
     rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
     a_scale = gl.full(rows.shape, 1.0, gl.float32, rows.type.layout)
     if MODE == "channel":
-        a_scale = gl.load(a_scale_ptr + rows, mask=rows < end, other=0.0)
+        a_scale = gl.load(a_scale_ptr + scale_rows, mask=rows < end, other=0.0)
     if GATED and STEP == 1:
         gate = _scaled(
             left, a_scale, expert, rows_b, first, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS

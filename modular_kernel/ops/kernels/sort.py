@@ -36,8 +36,8 @@ def _name_tiles(
 
 @triton.jit
 def sort_place_kernel(
-    ids_ptr, map_ptr, prefix_ptr, totals_ptr, row_of_pair_ptr, tiles_ptr, starts_ptr,
-    numel, num_experts, num_local, num_chunks, max_tiles,
+    ids_ptr, map_ptr, prefix_ptr, totals_ptr, row_of_pair_ptr, token_of_row_ptr, tiles_ptr,
+    starts_ptr, numel, num_experts, num_local, num_chunks, max_tiles, top_k,
     HAS_MAP: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
     TILE_M: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +55,7 @@ def sort_place_kernel(
         row = before + rank_in_chunk(local, mask, CHUNK)
         row += tl.gather(starts, tl.maximum(local, 0), 0)
         tl.store(row_of_pair_ptr + pairs, tl.where(local >= 0, row, -1), mask=mask)
+        tl.store(token_of_row_ptr + row, pairs // top_k, mask=mask & (local >= 0))
     else:
         first = (pid - num_chunks) * FILL
         _name_tiles(first, rows, starts, tiles_ptr, max_tiles, TILE_M, BINS, FILL)
