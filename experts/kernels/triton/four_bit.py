@@ -15,25 +15,25 @@ import triton.language as tl
 # half by 0x000F000F, the next one by 0x00F000F0.
 def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
     """pair(i): instructions for nibbles i and i + 4 of word W, into the halves of t."""
-    code = "shr.b32 w, $8, 8; "
+    code = "shr.b32 w, $4, 8; "
     for j in range(4):
-        instructions = pair(j % 2).replace("W", "w" if j > 1 else "$8")
-        code += instructions + f"mov.b32 {{${j}, ${j + 4}}}, t; "
-    return tl.constexpr("{ .reg .b32 w, t, u, v; " + code + "}")
+        instructions = pair(j % 2).replace("W", "w" if j > 1 else "$4")
+        code += instructions.replace("T", f"${j}")
+    return tl.constexpr("{ .reg .b32 w, u, v; " + code + "}")
 
 
 def _counts(i: int) -> str:
     """Nibbles as they read at the low end of bf16: q 2^-133, or 16 q 2^-133. Below 2^8 these bits
     count on from the subnormal numbers into the least normal ones."""
-    return f"and.b32 t, W, {0x000F000F << 4 * i:#010x}; "
+    return f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
 
 
 def _integers_fp16(i: int) -> str:
     """q - 8: 0x6400 | q is 1024 + q in fp16, and 0x6400 | 16 q is 1024 + 16 q."""
     one, less = ((0x3C003C00, 0xE408E408), (0x2C002C00, 0xD480D480))[i]
     return (
-        f"lop3.b32 t, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
-        f"mov.b32 u, {one:#010x}; mov.b32 v, {less:#010x}; fma.rn.f16x2 t, t, u, v; "
+        f"lop3.b32 T, W, {0x000F000F << 4 * i:#010x}, 0x64006400, 0xEA; "
+        f"mov.b32 u, {one:#010x}; mov.b32 v, {less:#010x}; fma.rn.f16x2 T, T, u, v; "
     )
 
 
@@ -42,8 +42,8 @@ def _e2m1_bf16(i: int) -> str:
     puts one copy where the sign belongs and one where the rest does."""
     copies = (1 << 12 - 4 * i) + (1 << 6 - 4 * i)
     return (
-        f"and.b32 t, W, {0x000F000F << 4 * i:#010x}; "
-        f"mul.lo.u32 t, t, {copies}; and.b32 t, t, 0x81C081C0; "
+        f"and.b32 T, W, {0x000F000F << 4 * i:#010x}; "
+        f"mul.lo.u32 T, T, {copies}; and.b32 T, T, 0x81C081C0; "
     )
 
 
@@ -51,8 +51,8 @@ def _e2m1_fp16(i: int) -> str:
     """As _e2m1_bf16; there the copies would overlap."""
     right = f"shl.b32 u, W, {9 - 4 * i}; "
     return (
-        f"shl.b32 t, W, {12 - 4 * i}; {right}"
-        "and.b32 u, u, 0x0E000E00; lop3.b32 t, t, 0x80008000, u, 0xEA; "
+        f"shl.b32 T, W, {12 - 4 * i}; {right}"
+        "and.b32 u, u, 0x0E000E00; lop3.b32 T, T, 0x80008000, u, 0xEA; "
     )
 
 
@@ -62,7 +62,7 @@ _E2M1_BF16: tl.constexpr = _by_pairs(_e2m1_bf16)
 _E2M1_FP16: tl.constexpr = _by_pairs(_e2m1_fp16)
 # The interpreter, for which kernels are decorated or not, knows no assembler.
 _ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
-_OUTPUTS: tl.constexpr = tl.constexpr("=&h,=&h,=&h,=&h,=&h,=&h,=&h,=&h,r")
+_OUTPUTS: tl.constexpr = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
 
 @triton.jit
@@ -203,22 +203,31 @@ def _plain(words, J: tl.constexpr, E2M1: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
+def _two(pair, dtype: tl.constexpr):
+    low = pair.to(tl.int16).to(dtype, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return low, high
+
+
+@triton.jit
 def nibbles(words, E2M1: tl.constexpr, dtype: tl.constexpr):
     """int32 (...) to (..., 2, 2, 2) by the bits of k, the highest first: q or q - 8
     (`counts_from_zero`), or e2m1 values.
 
     Exact but for a factor (`lacking`).
     """
-    if _ASSEMBLE and dtype == tl.bfloat16:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _E2M1_BF16 if E2M1 else _INTEGER_BF16,
-            _OUTPUTS, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
-    elif _ASSEMBLE:
-        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
-            _E2M1_FP16 if E2M1 else _INTEGER_FP16,
-            _OUTPUTS, [words], dtype=(tl.float16,) * 8, is_pure=True, pack=1,
-        )  # fmt: skip
+    if _ASSEMBLE:
+        if dtype == tl.bfloat16:
+            code: tl.constexpr = _E2M1_BF16 if E2M1 else _INTEGER_BF16
+        else:
+            code: tl.constexpr = _E2M1_FP16 if E2M1 else _INTEGER_FP16
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            code, _OUTPUTS, [words], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+        v0, v4 = _two(p0, dtype)
+        v1, v5 = _two(p1, dtype)
+        v2, v6 = _two(p2, dtype)
+        v3, v7 = _two(p3, dtype)
     else:
         v0 = _plain(words, 0, E2M1, dtype)
         v1 = _plain(words, 1, E2M1, dtype)

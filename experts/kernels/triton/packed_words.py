@@ -190,8 +190,9 @@ def pairs_of(x, after, dtype: tl.constexpr, E2M1: tl.constexpr):
         odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + after
         boost = tl.where(odd == 1, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
         bits = (bits.to(tl.bfloat16, bitcast=True) * boost).to(tl.int16, bitcast=True)
-    bits = tl.reshape(bits, (4, 8, parts, 1, 4, 2, 4))
-    low, high = tl.split(tl.permute(bits, (0, 1, 2, 3, 4, 6, 5)))
+    bits = tl.reshape(bits, (4, 8, parts, 1, 4, 2, 2, 2))
+    bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, parts, 1, 4, 4, 2))
+    low, high = tl.split(bits)
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
@@ -204,7 +205,8 @@ def store_paired(row_ptr, column, mask, values, E2M1: tl.constexpr):
         odd = column & 1 == 1
         values = values * tl.where(odd, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
     k = column & 7  # bits: of a number that may be negative a remainder takes more
-    tl.store(row_ptr + ((column ^ k) + ((k & 3) << 1) + (k >> 2)), values, mask=mask)
+    reversed = ((k & 1) << 2) + (k & 2) + (k >> 2)
+    tl.store(row_ptr + ((column ^ k) + reversed), values, mask=mask)
 
 
 @triton.jit
@@ -224,7 +226,7 @@ def _right(pairs, dtype: tl.constexpr):
     low = pairs.to(tl.int16).to(dtype, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
     values = tl.reshape(tl.join(low, high), (4, 8, parts, 4, 2, 2, 2))
-    return tl.reshape(tl.permute(values, (2, 3, 4, 0, 5, 6, 1)), (parts, 128, 8))
+    return tl.reshape(tl.permute(values, (2, 3, 5, 0, 4, 6, 1)), (parts, 128, 8))
 
 
 @triton.jit
