@@ -127,7 +127,7 @@ def _multiply_scaled(
     a_ring, b_ring, full, empty, turn, depth, a_scale_ptrs, b_scale_ptr, right_groups, row_mask,
     PART: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
-    """Both halves of a tile's product, each step's scaled on its way into float32, and the next turn.
+    """Both halves of a tile's product, scaled step by step into float32 sums, and the next turn.
 
     One scale for each row and 128 of the depth, at a_scale_ptrs (64,); one for each half's weight
     rows and 128 of the depth. A step is 128 deep.
