@@ -25,11 +25,13 @@ _LEAST_DEPTH = 32  # four lanes of one word each
 @dataclass(frozen=True)
 class Shape:
     """One launch: columns of a block (a gated product has as many up columns), warps that share
-    the depth, and steps in flight."""
+    the depth, and steps in flight; the most registers of a thread, 0 as many as the compiler
+    wants: it may spill a few to have one more program on a multiprocessor."""
 
     block_n: int
     num_warps: int
     num_stages: int
+    registers: int = 0
 
     def __str__(self) -> str:
         return f"block_n={self.block_n} warps={self.num_warps} stages={self.num_stages}"
@@ -88,7 +90,7 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
 # Twice the rows take registers for twice the sums.
 _WIDE = {
     ("uint4", True): Shape(32, 2, 4),
-    ("uint4", False): Shape(64, 2, 3),
+    ("uint4", False): Shape(64, 2, 3, 200),
     ("float4_e2m1", True): Shape(16, 2, 4),
     ("float4_e2m1", False): Shape(32, 2, 4),
 }

@@ -17,6 +17,7 @@ CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
 ROWS = 16  # of weights in a product, at least
 SLOTS = 8  # columns of the product: sums that are scaled apart
 _HELD = 512  # weights of a row in stages, up to which 80 registers do
+_ALONE = 32  # warps times stages of tiles for no more programs than multiprocessors (`default`)
 _MOST_PAIRS = 64  # of a token
 _MOST_TOKENS = 8  # of a call without a tuned file: those of 16 were slower, if little
 
@@ -45,9 +46,9 @@ def halves(tile: Tile) -> int:
 def registers(tile: Tile, gemm: int) -> int:
     """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
     with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
-    programs are to be there at once."""
+    programs are to be there at once; more for tiles whose program is alone, and holds all."""
     if tile.block_n >= ROWS:
-        return 128
+        return 168 if gemm == 2 and tile.num_stages * tile.num_warps >= _ALONE else 128
     if gemm == 1:
         return 64
     return 80 if tile.block_k * tile.num_stages <= _HELD else 128

@@ -111,6 +111,7 @@ def _arguments(product: Product, found: Shape) -> dict[str, object]:
         "EVEN_N": product.columns % found.block_n == 0,
         "num_warps": found.num_warps,
         "num_stages": found.num_stages,
+        "maxnreg": found.registers or None,
         **product.constants,
     }
 

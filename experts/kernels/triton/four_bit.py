@@ -11,14 +11,13 @@ import triton
 import triton.language as tl
 
 
-# A mask takes two nibbles out of the word $8, or of it shifted by 8, at once: the lowest of each
+# A mask takes two nibbles out of the word, $4, or of it shifted by 8, at once: the lowest of each
 # half by 0x000F000F, the next one by 0x00F000F0.
 def _by_pairs(pair: Callable[[int], str]) -> tl.constexpr:
-    """pair(i): instructions for nibbles i and i + 4 of word W, into the halves of t."""
+    """pair(i): instructions for nibbles i and i + 4 of word W, into the halves of T."""
     code = "shr.b32 w, $4, 8; "
     for j in range(4):
-        instructions = pair(j % 2).replace("W", "w" if j > 1 else "$4")
-        code += instructions.replace("T", f"${j}")
+        code += pair(j % 2).replace("W", "w" if j > 1 else "$4").replace("T", f"${j}")
     return tl.constexpr("{ .reg .b32 w, u, v; " + code + "}")
 
 
@@ -62,7 +61,6 @@ _E2M1_BF16: tl.constexpr = _by_pairs(_e2m1_bf16)
 _E2M1_FP16: tl.constexpr = _by_pairs(_e2m1_fp16)
 # The interpreter, for which kernels are decorated or not, knows no assembler.
 _ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
-_OUTPUTS: tl.constexpr = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
 
 @triton.jit
@@ -203,10 +201,11 @@ def _plain(words, J: tl.constexpr, E2M1: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _two(pair, dtype: tl.constexpr):
+def _halves(pair, dtype: tl.constexpr):
+    """The values in the lower and the upper half of an int32. The compiler sees that they were
+    one, and makes them one again where a product takes them so."""
     low = pair.to(tl.int16).to(dtype, bitcast=True)
-    high = (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-    return low, high
+    return low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
 
 
 @triton.jit
@@ -221,13 +220,14 @@ def nibbles(words, E2M1: tl.constexpr, dtype: tl.constexpr):
             code: tl.constexpr = _E2M1_BF16 if E2M1 else _INTEGER_BF16
         else:
             code: tl.constexpr = _E2M1_FP16 if E2M1 else _INTEGER_FP16
+        # The word is not looked at any more when the last two come.
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            code, _OUTPUTS, [words], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+            code, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )
-        v0, v4 = _two(p0, dtype)
-        v1, v5 = _two(p1, dtype)
-        v2, v6 = _two(p2, dtype)
-        v3, v7 = _two(p3, dtype)
+        v0, v4 = _halves(p0, dtype)
+        v1, v5 = _halves(p1, dtype)
+        v2, v6 = _halves(p2, dtype)
+        v3, v7 = _halves(p3, dtype)
     else:
         v0 = _plain(words, 0, E2M1, dtype)
         v1 = _plain(words, 1, E2M1, dtype)
