@@ -11,13 +11,13 @@ import math
 
 from experts import tile_few_rows
 from experts.tile_shapes import SINGLE, Gemm, Tile, TilePair
+from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import Problem
 
 CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
 ROWS = 16  # of weights in a product, at least
 SLOTS = 8  # columns of the product: sums that are scaled apart
 _HELD = 512  # weights of a row in stages, up to which 80 registers do
-_ALONE = 32  # warps times stages of tiles for no more programs than multiprocessors (`default`)
 _MOST_PAIRS = 64  # of a token
 _MOST_TOKENS = 8  # of a call without a tuned file: those of 16 were slower, if little
 
@@ -43,12 +43,14 @@ def halves(tile: Tile) -> int:
     return max(1, ROWS // tile.block_n)
 
 
-def registers(tile: Tile, gemm: int) -> int:
+def registers(tile: Tile, gemm: int, scheme: QuantScheme) -> int:
     """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
     with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
-    programs are to be there at once; more for tiles whose program is alone, and holds all."""
+    programs are to be there at once. Three blocks ahead with zero points of small groups spill with
+    128."""
     if tile.block_n >= ROWS:
-        return 168 if gemm == 2 and tile.num_stages * tile.num_warps >= _ALONE else 128
+        small = scheme.zero_points and scheme.group[-1] < CHUNK
+        return 168 if gemm == 2 and small and tile.num_stages > 3 else 128
     if gemm == 1:
         return 64
     return 80 if tile.block_k * tile.num_stages <= _HELD else 128

@@ -203,10 +203,12 @@ def test_where_the_second_gemm_takes_8_columns(
 def test_narrow_tiles_have_fewer_registers() -> None:
     """So that as many programs are at work at once as tile_packed counts on."""
     narrow, wide = Tile(16, 8, 512, 1, 8, 1), Tile(16, 16, 512, 1, 8, 1)
-    assert tile_packed.registers(wide, 1) == tile_packed.registers(wide, 2) == 128
-    assert tile_packed.registers(narrow, 1) * 32 * 32 <= 1 << 16
-    assert tile_packed.registers(narrow, 2) * 32 * 24 <= 1 << 16
-    assert tile_packed.registers(replace(narrow, block_k=1024), 2) == 128
+    scheme = _BASE.scheme
+    for gemm in (1, 2):
+        assert tile_packed.registers(wide, gemm, scheme) == 128
+    assert tile_packed.registers(narrow, 1, scheme) * 32 * 32 <= 1 << 16
+    assert tile_packed.registers(narrow, 2, scheme) * 32 * 24 <= 1 << 16
+    assert tile_packed.registers(replace(narrow, block_k=1024), 2, scheme) == 128
     assert [tile_packed.halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 

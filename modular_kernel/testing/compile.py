@@ -35,17 +35,20 @@ from modular_kernel.errors import ConfigurationError
 Foreign = Any
 
 # Mnemonics that say how a kernel computes and moves data: tensor cores of each generation and
-# number format, plain float32, TMA and asynchronous copies, stores to shared memory, and traffic of
-# spilled registers.
+# number format, plain float32, TMA and asynchronous copies, stores to shared memory, traffic of
+# spilled registers, and moves from register to register.
 FAMILIES = (
     *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
-    *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL"),
+    *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV"),
 )
 
 # One thread block of sm_90 or sm_100 may use 227 KiB.
 MAX_SHARED = 232_448
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9]*)", re.M)
+# A move is often a multiplication by nothing.
+_INSTRUCTION = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?(?:IMAD\.(?=MOV\b))?([A-Z][A-Z0-9]*)", re.M
+)
 _RESOURCES = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 

@@ -53,6 +53,19 @@ def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
     assert 0 < down.instructions["STS"] <= 3
 
 
+@pytest.mark.parametrize(
+    "quant", ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16"]
+)
+def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
+    """Values that were parted into halves of registers and joined again took four moves a product,
+    h in another order two more. What is left belongs to ids, rings and sums."""
+    for model in (QWEN3, GPT_OSS):
+        problem = replace(model, quant=quant, tokens=1)
+        up, down = compiled(problem, tile_packed.default(problem))
+        assert up.instructions["MOV"] <= 20 < up.instructions["HMMA"] * 4
+        assert down.instructions["MOV"] <= max(40, 1.5 * down.instructions["HMMA"])
+
+
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16"])
 def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
     first, *more = tile_single.defaults(replace(QWEN3, quant=quant))
