@@ -45,7 +45,7 @@ def _one_scale_a_half(problem: Problem) -> bool:
 def gathers(problem: Problem) -> bool:
     """Whether GEMM 1 fetches tokens from where they are, so that no launch moves them before.
 
-    It asks for steps of the next tile in this one's, of one tile ahead, so a tile must be long.
+    It runs ahead into the next tile, but not past it: a tile needs as many steps as it is ahead.
     """
     itemsize = 1 if problem.scheme.quantised else problem.dtype.itemsize
     steps = -(-problem.hidden * itemsize // BOX_BYTES)

@@ -104,7 +104,9 @@ class PackedPath:
             HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
-            **_arguments(product, tile, slots, tile_packed.registers(tile, 2, problem.scheme), halves),
+            **_arguments(
+                product, tile, slots, tile_packed.registers(tile, 2, problem.scheme), halves
+            ),
             **ids,
         )
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from experts import tile_permuted
 from experts.tile_bounds import require_pair
@@ -10,8 +11,10 @@ from experts.tile_files import override_recipe
 from experts.tile_regimes import regimes
 from experts.tile_shapes import ALIGNED, PERMUTED, Device, Tile, TilePair, gemms
 from experts.tile_store import fit
+from experts.triton_permuted import PermutedPath
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.tensors import ExpertWeights
 
 H200 = Device("NVIDIA H200", boxes=True)
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
@@ -48,6 +51,25 @@ def test_who_gathers() -> None:
         tile = replace(tile_permuted.default(problem).gemm1, block_n=64, num_stages=ring + 2)
         mode = tile_permuted.MODES[quant]
         assert list(tile_permuted.violations(tile, gemm, mode, H200))
+
+
+def test_only_tokens_on_whole_copies_are_gathered() -> None:
+    """Others go to another path, unless a launch moves them anyway."""
+    for hidden in (512, 128):
+        problem = replace(MIXTRAL, hidden=hidden, intermediate=64, experts=2)
+        shapes = ((2, problem.w1_rows, hidden), (2, hidden, 64))
+        weights = ExpertWeights(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes))
+        path = PermutedPath(problem)
+        assert path.moves_tokens == (hidden == 128)
+        assert ("permuted_x" in path.specs(4, 128)) == path.moves_tokens
+        wide = torch.zeros(4, hidden + 12, dtype=torch.bfloat16)
+        assert path.takes(weights, wide[:, :hidden].contiguous())
+        assert path.takes(weights, wide[:, 8:-4]) == path.moves_tokens  # rows 8 bytes off
+        assert path.takes(weights, torch.zeros(4, hidden + 16).bfloat16()[:, 8:-8])
+        shifted = wide.view(-1)[4 : 4 + 2 * hidden].view(2, hidden)
+        assert path.takes(weights, shifted) == path.moves_tokens
+        odd = ExpertWeights(wide.new_zeros(2 * 128 * hidden + 4)[4:].view(shapes[0]), weights.w2)
+        assert not path.takes(odd, wide[:, :hidden].contiguous())
 
 
 @pytest.mark.parametrize(
