@@ -16,7 +16,7 @@ _BLOCK = (128, 128)
 # Weight rows of half a tile. With a scale per block a product has sums of its own beside the
 # tile's, and registers for half as many.
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
-LEAST_ROWS = 48  # mean rows of an expert from which moving them pays, on an H200
+LEAST_ROWS = 48  # mean rows of an expert from which the path pays; on an H200, tokens moved
 _STAGING = 1 << 15  # bytes through which both warpgroups store their results
 _MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
 

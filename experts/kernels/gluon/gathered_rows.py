@@ -60,8 +60,8 @@ def _step(
     """Multiply turn `turn`, and give its predecessor's places to those that come."""
     STAGES: gl.constexpr = a_ring.shape[0]
     place = turn % STAGES
-    # No proxy fence: CUTLASS's cp.async main loop for sm_90 and Triton's have none either, and with
-    # one outputs and times were the same.
+    # No proxy fence: CUTLASS's cp.async main loop for sm_90 and Triton's have none either, and an
+    # earlier form of this one gave the same outputs in the same time with one.
     async_copy.wait_group(STAGES - 2)
     mbarrier.wait(full.index(place), (turn // STAGES) & 1)
     b = b_ring.index(place).permute((1, 0))

@@ -93,9 +93,7 @@ def _load(
 
 
 @gluon.jit
-def _multiply_plain(
-    a_ring, b_ring, full, empty, turn, depth, acc, PART: gl.constexpr,
-):  # fmt: skip
+def _multiply_plain(a_ring, b_ring, full, empty, turn, depth, acc, PART: gl.constexpr):
     """A tile's product added to acc, and the next turn."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]

@@ -220,7 +220,6 @@ def nibbles(words, E2M1: tl.constexpr, dtype: tl.constexpr):
             code: tl.constexpr = _E2M1_BF16 if E2M1 else _INTEGER_BF16
         else:
             code: tl.constexpr = _E2M1_FP16 if E2M1 else _INTEGER_FP16
-        # The word is not looked at any more when the last two come.
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             code, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )

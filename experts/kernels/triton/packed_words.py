@@ -183,7 +183,8 @@ def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.
 @triton.jit
 def pairs_of(x, after, dtype: tl.constexpr, E2M1: tl.constexpr):
     """int32 (4, 8, PARTS, 1, 4, 4) of what load_row gave of values of dtype: values k and k + 4 of
-    a word are one pair, `boosted`. after: as in slot_sums."""
+    a word are one pair, `boosted`. Pairs 0, 2, 1, 3: the two of a product are side by side. after:
+    as in slot_sums."""
     parts: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
     if dtype == tl.bfloat16:
@@ -205,8 +206,8 @@ def store_paired(row_ptr, column, mask, values, E2M1: tl.constexpr):
         odd = column & 1 == 1
         values = values * tl.where(odd, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
     k = column & 7  # bits: of a number that may be negative a remainder takes more
-    reversed = ((k & 1) << 2) + (k & 2) + (k >> 2)
-    tl.store(row_ptr + ((column ^ k) + reversed), values, mask=mask)
+    place = ((k & 1) << 2) + (k & 2) + (k >> 2)  # its bits in reverse
+    tl.store(row_ptr + ((column ^ k) + place), values, mask=mask)
 
 
 @triton.jit
