@@ -11,7 +11,6 @@ import math
 
 from experts import tile_few_rows
 from experts.tile_shapes import SINGLE, Gemm, Tile, TilePair
-from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import Problem
 
 CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
@@ -43,14 +42,14 @@ def halves(tile: Tile) -> int:
     return max(1, ROWS // tile.block_n)
 
 
-def registers(tile: Tile, gemm: int, scheme: QuantScheme) -> int:
+def registers(tile: Tile, gemm: int) -> int:
     """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
     with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
-    programs are to be there at once. Three blocks ahead with zero points of small groups spill with
-    128."""
+    programs are to be there at once. Three blocks ahead are for a GEMM 2 with a multiprocessor for
+    each program: with more than 128 registers no two of eight warps share one, which would end
+    last, and with 144 one has its place once two programs of GEMM 1 have ended."""
     if tile.block_n >= ROWS:
-        small = scheme.zero_points and scheme.group[-1] < CHUNK
-        return 168 if gemm == 2 and small and tile.num_stages > 3 else 128
+        return 144 if gemm == 2 and tile.num_stages > 3 else 128
     if gemm == 1:
         return 64
     return 80 if tile.block_k * tile.num_stages <= _HELD else 128

@@ -15,7 +15,7 @@ from experts.tile_few_rows import (
     product_depth,
     shape,
 )
-from experts.triton_gemm import Product, scale_group
+from experts.triton_gemm import Product, scale_group, word_format
 from experts.triton_path import PathCall
 from modular_kernel.ops.align import Aligned, align_specs
 from modular_kernel.ops.launch import launch
@@ -134,7 +134,7 @@ def packed_arguments(product: Product) -> dict[str, object]:
         "stride_bzn": 0 if zero is None else zero.stride(1),
         "stride_bias": 0 if bias is None else bias.stride(0),
         "HAS_BIAS": bias is not None,
-        "E2M1": product.scheme.weight == "float4_e2m1",
+        "FORMAT": word_format(product.scheme),
         "HAS_ZERO": zero is not None,
         "GROUP_K": group or product.depth,
     }

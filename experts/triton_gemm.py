@@ -78,7 +78,7 @@ class Product:
             "ROW_STEP": self.step,
             "HAS_BIAS": self.bias is not None,
             "MODE": _mode(self.scheme),
-            "FORMAT": "e2m1" if self.scheme.weight == "float4_e2m1" else "integer",
+            "FORMAT": word_format(self.scheme),
             "GROUP_N": group_n,
             "GROUP_K": group_k,
             "ONE_SCALE": self._one_scale(group_n, tile.block_n),
@@ -137,6 +137,13 @@ def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
     elif scheme.granularity == "group":
         (along,) = scheme.group
     return rows, 0 if along >= depth else along
+
+
+def word_format(scheme: QuantScheme) -> str:
+    """What kernels call the format of quantised weights."""
+    if scheme.weight != "float4_e2m1":
+        return "integer"
+    return "e2m1_repacked" if scheme.repacked else "e2m1"
 
 
 def fit_block_k(block_k: int, group_k: int) -> int:

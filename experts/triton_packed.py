@@ -82,7 +82,7 @@ class PackedPath:
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_P=_MOST_IDS,
             **product.constants,
-            **_arguments(product, tile, 1, tile_packed.registers(tile, 1, problem.scheme)),
+            **_arguments(product, tile, 1, tile_packed.registers(tile, 1)),
             **ids,
         )
 
@@ -104,9 +104,7 @@ class PackedPath:
             HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
-            **_arguments(
-                product, tile, slots, tile_packed.registers(tile, 2, problem.scheme), halves
-            ),
+            **_arguments(product, tile, slots, tile_packed.registers(tile, 2), halves),
             **ids,
         )
 

@@ -6,8 +6,8 @@ With q stored, s its scale and z its zero point, a weight is
     uint8, uint4          (q - z) s, where z is 128 or 8 if the scheme has no zero points
     float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0)
 
-Two nibbles share a byte: of weights the even k is the low one, of zero points the even n. A tile of
-rows or columns may be ragged at the end of a matrix: it has a scale like any other.
+Two nibbles share a byte: of weights the even k is the low one, of zero points the even n; repacked
+e2m1 weights lie as `modular_kernel.repacked` says. A tile of rows or columns may be ragged at the end of a matrix: it has a scale like any other.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from functools import cache
 
 import torch
 
+from modular_kernel import repacked
 from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
@@ -67,11 +68,17 @@ class TensorSpec:
         return f"{self.legend} = {self.shape} {' or '.join(map(dtype_name, self.dtypes))}"
 
 
+def values_at_once(scheme: QuantScheme) -> int:
+    """Of a row, that a stored byte or repacked word holds whole: a row is a multiple of them."""
+    if scheme.repacked:
+        return repacked.VALUES
+    return 2 if scheme.packed else 1
+
+
 def unpackable(problem: Problem) -> tuple[str, ...]:
-    """Which of "hidden" and "intermediate" are odd though a byte must hold two of their values."""
-    if not problem.scheme.packed:
-        return ()
-    return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % 2)
+    """Which of "hidden" and "intermediate" are no multiple of `values_at_once`."""
+    step = values_at_once(problem.scheme)
+    return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % step)
 
 
 @cache
@@ -84,7 +91,8 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     if scheme.name not in SCHEMES:
         raise ConfigurationError("quant", got=scheme.name, need=f"one of {sorted(SCHEMES)}")
     for name in unpackable(problem):
-        need = f"an even number: {scheme.name} packs two values of a row into a byte"
+        step = values_at_once(scheme)
+        need = f"a multiple of {step}: {scheme} packs so many values of a row together"
         raise ConfigurationError(name, got=getattr(problem, name), need=need)
     rows = "2I" if problem.act.gated else "I"
     specs = _matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
@@ -177,6 +185,8 @@ def dequantise(
     scheme: QuantScheme,
 ) -> torch.Tensor:
     """float32 (e, N, K) of weights stored as `weight_specs` says; computed in float32."""
+    if scheme.repacked:
+        w_eNK = repacked.as_nibbles(w_eNK)
     if scheme.packed:
         w_eNK = _unpack(w_eNK, 2)
     depth = w_eNK.shape[2]
@@ -325,7 +335,8 @@ def _quantise_mxfp4(
     above = torch.bucketize(scaled.abs(), midpoints, right=True)
     code = torch.where(below % 2 == 0, below, above)
     code = torch.where(scaled < 0, code + 8, code)
-    return _pack(code.to(torch.uint8), 2), scale, None
+    packed = _pack(code.to(torch.uint8), 2)
+    return repacked.repack(packed) if scheme.repacked else packed, scale, None
 
 
 def _extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:

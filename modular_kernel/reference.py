@@ -137,7 +137,9 @@ def _matrix(
     rows, depth = stored.shape[0], stored.shape[1] * (2 if scheme.packed else 1)
     n = torch.arange(rows, device=stored.device)[:, None]
     k = torch.arange(depth, device=stored.device)[None, :]
-    if scheme.packed:
+    if scheme.repacked:
+        stored = _repacked_code(stored, n, k)
+    elif scheme.packed:
         stored = stored[n, k // 2] >> (4 * (k % 2)) & 15
     scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
     if scheme.granularity == "channel":
@@ -159,6 +161,30 @@ def _matrix(
     elif scheme.weight in ("uint4", "uint8"):
         value = value - (8 if scheme.packed else 128)
     return value * scale.to(dtype)
+
+
+# Of a repacked code's bits 0 to 3, by the pair that it is in: the stored bits whose difference each
+# is, counted from the half of a word that the code lies in; 18 is past the upper one, and 0 there.
+_REPACKED_BITS = (
+    ((6,), (7,), (8,), (15,)),
+    ((3,), (4,), (5,), (12,)),
+    ((0, 5), (1, 6), (2, 7), (14, 9)),
+    ((9, 4), (10, 5), (11, 6), (13, 18)),
+)
+
+
+def _repacked_code(stored: torch.Tensor, n: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Codes of rows n and columns k of one expert's repacked weights, bit by bit."""
+    code = torch.zeros_like(n + k)
+    for pair, bits in enumerate(_REPACKED_BITS):
+        for place, sources in enumerate(bits):
+            bit = torch.zeros_like(code)
+            for source in sources:
+                at = source + 16 * (k % 2)
+                byte = stored[n, k // 8 * 4 + at.clamp(max=31) // 8].long()
+                bit ^= torch.where(at < 32, byte >> (at % 8) & 1, 0)
+            code += torch.where(k % 8 // 2 == pair, bit << place, 0)
+    return code
 
 
 def _e2m1(code: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.quant import unpackable
+from modular_kernel.quant import unpackable, values_at_once
 from modular_kernel.support import (
     ExpertsRequirements,
     PrepareFinalizeRequirements,
@@ -159,10 +159,11 @@ def _quant_block(p: Pairing) -> Violations:
 
 
 def _packing(p: Pairing) -> Violations:
-    """Two values of a row share a byte, so a row has an even number of them."""
+    """Values of a row share a byte or a word, so a row is a multiple of them."""
+    step = values_at_once(p.problem.scheme)
     for name in unpackable(p.problem):
         got = f"{name}={getattr(p.problem, name)}"
-        need = f"an even number: {p.problem.scheme.name} packs two values into a byte"
+        need = f"a multiple of {step}: {p.problem.scheme} packs so many values together"
         yield Rejection("packing", (p.ex_name, "problem"), got, need)
 
 

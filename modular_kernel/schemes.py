@@ -18,6 +18,8 @@ class QuantScheme:
         block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
     zero_points: unsigned weights with a zero point per group; without, the middle of the range.
     static: activation scales are given (a1_scale, a2_scale) instead of computed per call.
+    repacked: words of eight e2m1 weights hold their bits in another order, which takes fewer
+        instructions to unpack: `modular_kernel.repacked`.
     """
 
     name: str
@@ -27,6 +29,7 @@ class QuantScheme:
     group: tuple[int, ...] = ()
     zero_points: bool = False
     static: bool = False
+    repacked: bool = False
 
     @property
     def quantised(self) -> bool:
@@ -46,7 +49,8 @@ class QuantScheme:
 
     @property
     def packed(self) -> bool:
-        """Whether one byte of a weight holds two values, the low nibble first along K."""
+        """Whether one byte of a weight holds two values: unless they are repacked, the low nibble
+        first along K."""
         return self.weight in ("uint4", "float4_e2m1")
 
     @classmethod
@@ -54,7 +58,7 @@ class QuantScheme:
         """From `name[:option=value,...]`, as `str()` prints it.
 
         Options: block=NxK (block schemes), group=G and zero_points=true (integer group schemes),
-        static=true (fp8_w8a8_tensor).
+        static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).
         """
         if isinstance(text, QuantScheme):
             return text._checked()
@@ -93,7 +97,10 @@ class QuantScheme:
             and value in ("true", "false")
         ):
             return replace(self, static=value == "true")
-        need = "an option this scheme has: block=NxK, group=G, zero_points=true or static=true"
+        if key == "repacked" and self.name == "mxfp4_w4a16" and value in ("true", "false"):
+            return replace(self, repacked=value == "true")
+        known = "block=NxK, group=G, zero_points=true, static=true or repacked=true"
+        need = f"an option this scheme has: {known}"
         raise ConfigurationError(f"quant {self.name}", got=f"{key}={value}"[:80], need=need)
 
     def __str__(self) -> str:
@@ -106,6 +113,8 @@ class QuantScheme:
             options.append("zero_points=true")
         if self.static:
             options.append("static=true")
+        if self.repacked:
+            options.append("repacked=true")
         return self.name + (":" + ",".join(options) if options else "")
 
 

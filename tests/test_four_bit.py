@@ -23,6 +23,7 @@ from modular_kernel.types import Combine, Machine, Problem
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 _INT4 = "int4_w4a16_group"
+_REPACKED = "mxfp4_w4a16:repacked=true"
 # Widths that are no multiple of a block, depths that are no multiple of a step.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
@@ -47,6 +48,10 @@ _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"tokens": 14, "quant": "mxfp4_w4a16"}, "all_to_one", 8),
     ({"tokens": 19, "quant": f"{_INT4}:zero_points=true"}, "zipf", 16),
     ({"tokens": 21, "quant": "mxfp4_w4a16", "activation": _OAI}, "all_to_one", 16),
+    ({"tokens": 7, "quant": _REPACKED}, "uniform", 8),
+    ({"tokens": 7, "quant": _REPACKED, "dtype": torch.float16, "activation": _OAI,
+      "bias": True}, "skips", 8),
+    ({"tokens": 21, "quant": _REPACKED, "hidden": 256, "activation": _OAI}, "all_to_one", 16),
 )  # fmt: skip
 
 

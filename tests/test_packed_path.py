@@ -22,6 +22,7 @@ _PATHS = ("aligned", SINGLE)
 _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 _INT4, _ZEROS = "int4_w4a16_group", "zero_points=true"
 _MXFP4 = "mxfp4_w4a16"
+_REPACKED = "mxfp4_w4a16:repacked=true"
 
 
 def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -> TilePair:
@@ -95,6 +96,12 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 2, "quant": f"{_INT4}:{_ZEROS}", "hidden": 256, "intermediate": 192,
       "activation": _OAI, "bias": True}, "skips", _LONG),
     ({"tokens": 1, "quant": _MXFP4, "hidden": 256, "intermediate": 192}, "uniform", _LONG),
+    ({"tokens": 1, "quant": _REPACKED, "hidden": 160, "intermediate": 288}, "uniform", _LONG),
+    ({"tokens": 2, "quant": _REPACKED, "top_k": 3, "activation": _OAI, "bias": True}, "skips",
+     _DEEP),
+    ({"tokens": 2, "quant": _REPACKED, "dtype": torch.float16, "bias": True}, "uniform", _ONCE),
+    ({"tokens": 1, "quant": _REPACKED, "hidden": 256, "intermediate": 104}, "uniform", _NARROW),
+    ({"tokens": 2, "quant": _REPACKED, "intermediate": 416, "top_k": 3}, "skips", _STAGED),
 )  # fmt: skip
 
 
@@ -203,12 +210,11 @@ def test_where_the_second_gemm_takes_8_columns(
 def test_narrow_tiles_have_fewer_registers() -> None:
     """So that as many programs are at work at once as tile_packed counts on."""
     narrow, wide = Tile(16, 8, 512, 1, 8, 1), Tile(16, 16, 512, 1, 8, 1)
-    scheme = _BASE.scheme
     for gemm in (1, 2):
-        assert tile_packed.registers(wide, gemm, scheme) == 128
-    assert tile_packed.registers(narrow, 1, scheme) * 32 * 32 <= 1 << 16
-    assert tile_packed.registers(narrow, 2, scheme) * 32 * 24 <= 1 << 16
-    assert tile_packed.registers(replace(narrow, block_k=1024), 2, scheme) == 128
+        assert tile_packed.registers(wide, gemm) == 128
+    assert tile_packed.registers(narrow, 1) * 32 * 32 <= 1 << 16
+    assert tile_packed.registers(narrow, 2) * 32 * 24 <= 1 << 16
+    assert tile_packed.registers(replace(narrow, block_k=1024), 2) == 128
     assert [tile_packed.halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 

@@ -5,18 +5,16 @@ import triton.language as tl
 
 from experts.kernels.triton.four_bit import (
     boosted,
-    counts_from_zero,
     first_of_eight,
-    lacking,
     load_scale,
     load_zero,
     multiply_words,
-    opaque,
     rows_in_word_order,
     rows_of,
     times,
     word_order_offsets,
 )
+from experts.kernels.triton.nibbles import counts_from_zero, lacking, opaque
 from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_rows
 from modular_kernel.ops.kernels.overlap import after_predecessor
 
@@ -35,7 +33,7 @@ def _rows_of_spans(
 @triton.jit
 def _load_scales(
     scale_ptr, scale_at, zero_ptr, zero_at, shift, start, step_k, depth,
-    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
     STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
     """Scales and zero points of a step, (STEPS, ROWS, 1). Past the depth the last ones are loaded:
@@ -52,7 +50,7 @@ def _load_scales(
         group = tl.minimum(group, (depth - 1) // GROUP_K)
     scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
     zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
-    scale = load_scale(scale_ptrs, inside, E2M1, LACK)
+    scale = load_scale(scale_ptrs, inside, FORMAT, LACK)
     return scale, load_zero(zero_ptrs, shift, HAS_ZERO, FROM_ZERO)
 
 
@@ -66,7 +64,7 @@ def four_bit_gemm_kernel(
     UP_ROW: tl.constexpr, A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     GROUP_K: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -96,8 +94,8 @@ def four_bit_gemm_kernel(
     PART_K: tl.constexpr = GROUPS * DEPTH
     STEP_K: tl.constexpr = PARTS * PART_K
     ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
-    LACK: tl.constexpr = lacking(E2M1, a_ptr.dtype.element_ty)
-    FROM_ZERO: tl.constexpr = counts_from_zero(E2M1, a_ptr.dtype.element_ty)
+    LACK: tl.constexpr = lacking(FORMAT, a_ptr.dtype.element_ty)
+    FROM_ZERO: tl.constexpr = counts_from_zero(FORMAT, a_ptr.dtype.element_ty)
     # From one address of a thread on, its others are as far as the compiler knows: in steps of
     # eight rows, or of as many as a load of scales takes. 32 bits are enough for one expert.
     first = pid_n * BLOCK_N
@@ -125,7 +123,7 @@ def four_bit_gemm_kernel(
     # Scales and zero points are loaded a step ahead: nothing else hides their way from memory.
     scale, zero = _load_scales(
         b_scale_ptr, scale_at, zero_ptr, zero_at, shift, 0, step_k, depth,
-        E2M1, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+        FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
     )  # fmt: skip
     for start in range(0, depth, STEP_K):
         a_inside = a_mask
@@ -143,12 +141,12 @@ def four_bit_gemm_kernel(
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         next_scale, next_zero = _load_scales(
             b_scale_ptr, scale_at, zero_ptr, zero_at, shift, start + STEP_K, step_k, depth,
-            E2M1, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+            FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
         )  # fmt: skip
         groups = tl.reshape(words, (PARTS, ROWS, GROUPS, DEPTH // 8))
         words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
-        x = boosted(rows_in_word_order(a, STEPS, BLOCK_M, DEPTH), E2M1, DEPTH)
-        part = multiply_words(words, x, zero, E2M1, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
+        x = boosted(rows_in_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
+        part = multiply_words(words, x, zero, FORMAT, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
         part *= scale
         if GROUPS > 1:
             part = tl.sum(tl.reshape(part, (GROUPS, PARTS, ROWS, BLOCK_M)), 0)

@@ -89,7 +89,7 @@ def _step(
     words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
     shift, stride_be, stride_bse, stride_bze,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
-    TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
     HALVES: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
@@ -108,11 +108,11 @@ def _step(
         ring = ring[1:] + (new,)  # noqa: RUF005
     elif STAGES > 1:
         ring = ring[1:] + (ring[0],)  # noqa: RUF005
-    if STEPS > 1 and not LATE:
+    if STEPS > STAGES and not LATE:
         _, _, _, _, pair, live, chunk = ring[0]
         h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     after = loads_are_off(PARTS)
-    sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS, True)
+    sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, True)
     if HAS_ROW_WEIGHTS:
         rows: tl.constexpr = words.shape[3]
         sums *= by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, PARTS, rows, 2)))
@@ -136,7 +136,7 @@ def packed_down_kernel(
     stride_be, stride_bse, stride_bze, stride_bias,
     stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, E2M1: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
@@ -194,27 +194,31 @@ def packed_down_kernel(
         gdc_wait()
         gdc_launch_dependents()
     pairs_ptr = h_ptr.to(tl.pointer_type(tl.int32))
-    _, _, _, _, pair, live, chunk = ring[0]
-    h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
+    # All of h at once where all steps are laid out one by one.
+    ahead = ()
+    for s in tl.static_range(STEPS if STEPS <= STAGES else 1):
+        _, _, _, _, pair, live, chunk = ring[s]
+        ahead += (load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS),)
     total = tl.zeros((PARTS, ROWS, 8), tl.float32)
     # In a loop what does not change would be unpacked before it.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
-            total, h, ring = _step(
-                total, h, ring, s, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
+            total, _, ring = _step(
+                total, ahead[s], ring, s, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
                 words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
                 shift, stride_be, stride_bse, stride_bze,
-                DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
+                DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
                 IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, STAGES, LATE,
             )  # fmt: skip
     else:
+        h = ahead[0]
         for first in range(0, steps, STAGES):
             for s in tl.static_range(STAGES):
                 total, h, ring = _step(
                     total, h, ring, first + s, token, num_experts, num_local, ids_ptr, map_ptr,
                     pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at,
                     scale_at, zero_at, shift, stride_be, stride_bse, stride_bze,
-                    DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, E2M1, HAS_ZERO, EVEN_K,
+                    DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
                     IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, STAGES, LATE,
                 )  # fmt: skip
     if HALVES == 2:

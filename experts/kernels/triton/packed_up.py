@@ -59,7 +59,7 @@ def _load_x(
 def _step(
     total, x, ring, step, x_ptr, stride_xk,
     words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
-    DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, E2M1: tl.constexpr,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
     CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
@@ -79,10 +79,10 @@ def _step(
     if STEPS > 1 and not LATE:
         x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
     after = loads_are_off(PARTS)
-    pairs = pairs_of(row, after, TYPE, E2M1)
+    pairs = pairs_of(row, after, TYPE, FORMAT)
     # Not apart: the registers are for weights.
     total += scaled_sums(
-        words, pairs, scale, zero, shift, after, TYPE, E2M1, HAS_ZERO, SLOTS, False
+        words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, False
     )
     if STEPS > 1 and LATE:
         new = _load_block(
@@ -105,7 +105,7 @@ def packed_up_kernel(
     ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    E2M1: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr,
     PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def packed_up_kernel(
             total, x, ring = _step(
                 total, x, ring, s, x_ptr, stride_xk,
                 words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
-                DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
                 STAGES, LATE,
             )  # fmt: skip
     else:
@@ -167,7 +167,7 @@ def packed_up_kernel(
                 total, x, ring = _step(
                     total, x, ring, first + s, x_ptr, stride_xk,
                     words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
-                    DEPTH, STEPS, TYPE, E2M1, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                    DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
                     STAGES, LATE,
                 )  # fmt: skip
     # Not earlier: that takes registers of the loop.
@@ -193,4 +193,4 @@ def packed_up_kernel(
     out_column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     h = activate(gate, up, KIND, ALPHA, LIMIT)
     h_ptr += pair.to(tl.int64) * intermediate
-    store_paired(h_ptr, out_column, out_column < intermediate, h, E2M1)
+    store_paired(h_ptr, out_column, out_column < intermediate, h, FORMAT)

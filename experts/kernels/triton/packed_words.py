@@ -14,16 +14,15 @@ half of a block, then with the other, and a row's columns are the slots of its h
 import triton
 import triton.language as tl
 
-from experts.kernels.triton.four_bit import (
+from experts.kernels.triton.four_bit import rows_of, scale_values
+from experts.kernels.triton.nibbles import (
+    ASSEMBLE,
     boost_of,
     counts_from_zero,
+    is_e2m1,
     lacking,
     nibbles,
-    rows_of,
-    scale_values,
 )
-
-_ASSEMBLE: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 @triton.constexpr_function
@@ -42,7 +41,7 @@ def loads_are_off(WARPS: tl.constexpr):
     program.
     """
     zero = 0
-    if _ASSEMBLE:
+    if ASSEMBLE:
         threads: tl.constexpr = 64 if WARPS > 1 else 32
         zero = tl.inline_asm_elementwise(
             "{ .reg .b32 t; .reg .pred p; mov.u32 t, %tid.x; setp.gt.u32 p, t, 4096; "
@@ -181,42 +180,48 @@ def load_row(ptr, stride, inside, chunk, depth, CHUNKS: tl.constexpr, SLOTS: tl.
 
 
 @triton.jit
-def pairs_of(x, after, dtype: tl.constexpr, E2M1: tl.constexpr):
-    """int32 (4, 8, PARTS, 1, 4, 4) of what load_row gave of values of dtype: values k and k + 4 of
-    a word are one pair, `boosted`. Pairs 0, 2, 1, 3: the two of a product are side by side. after:
-    as in slot_sums."""
+def pairs_of(x, after, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """int32 (4, 8, PARTS, 1, 4, 4) of what load_row gave of values of dtype: those that meet the
+    halves of a register of weights are one pair, `boosted`; the two pairs of a product are side by
+    side. after: as in slot_sums."""
     parts: tl.constexpr = x.shape[2]
     bits = tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
     if dtype == tl.bfloat16:
         odd = tl.arange(0, 2)[None, None, None, None, None, None, :] + after
-        boost = tl.where(odd == 1, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
+        boost = tl.where(odd == 1, boost_of(FORMAT, 1), boost_of(FORMAT, 0)).to(tl.bfloat16)
         bits = (bits.to(tl.bfloat16, bitcast=True) * boost).to(tl.int16, bitcast=True)
-    bits = tl.reshape(bits, (4, 8, parts, 1, 4, 2, 2, 2))
-    bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, parts, 1, 4, 4, 2))
+    if FORMAT != "e2m1_repacked":  # values k and k + 4: their bits in reverse
+        bits = tl.reshape(bits, (4, 8, parts, 1, 4, 2, 2, 2))
+        bits = tl.reshape(tl.permute(bits, (0, 1, 2, 3, 4, 7, 6, 5)), (4, 8, parts, 1, 4, 4, 2))
     low, high = tl.split(bits)
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
-def store_paired(row_ptr, column, mask, values, E2M1: tl.constexpr):
+def store_paired(row_ptr, column, mask, values, FORMAT: tl.constexpr):
     """Store values, rounded to what row_ptr points at, as `load_pairs` reads them."""
     dtype: tl.constexpr = row_ptr.dtype.element_ty
     values = values.to(dtype)
     if dtype == tl.bfloat16:
         odd = column & 1 == 1
-        values = values * tl.where(odd, boost_of(E2M1, 1), boost_of(E2M1, 0)).to(tl.bfloat16)
-    k = column & 7  # bits: of a number that may be negative a remainder takes more
-    place = ((k & 1) << 2) + (k & 2) + (k >> 2)  # its bits in reverse
-    tl.store(row_ptr + ((column ^ k) + place), values, mask=mask)
+        values = values * tl.where(odd, boost_of(FORMAT, 1), boost_of(FORMAT, 0)).to(tl.bfloat16)
+    if FORMAT != "e2m1_repacked":
+        k = column & 7  # bits: of a number that may be negative a remainder takes more
+        column = (column ^ k) + ((k & 1) << 2) + (k & 2) + (k >> 2)  # see pairs_of
+    tl.store(row_ptr + column, values, mask=mask)
 
 
 @triton.jit
-def _left(words, E2M1: tl.constexpr, dtype: tl.constexpr):
+def _left(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Words (4, 8, PARTS, ROWS / 8, CHUNKS, 4) to weights (CHUNKS * PARTS, ROWS, 128)."""
     parts: tl.constexpr = words.shape[2]
     groups: tl.constexpr = words.shape[3]
     chunks: tl.constexpr = words.shape[4]
-    ordered = tl.permute(nibbles(words, E2M1, dtype), (4, 2, 3, 1, 5, 7, 0, 8, 6))
+    values = nibbles(words, FORMAT, dtype)
+    if FORMAT == "e2m1_repacked":
+        ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 6, 8))
+    else:
+        ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 8, 6))
     return tl.reshape(ordered, (chunks * parts, groups * 8, 128))
 
 
@@ -257,17 +262,17 @@ def _of_own_chunk(sums, CHUNKS: tl.constexpr, SLOTS: tl.constexpr):
 
 @triton.jit
 def _share_of_zeros(
-    x, zero, zero_yet, rows: tl.constexpr, dtype: tl.constexpr, E2M1: tl.constexpr,
+    x, zero, zero_yet, rows: tl.constexpr, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, rows, 8): minus the zero points times the sums of x along the depth, which a
     product with ones gives, the same in each of its rows."""
     parts: tl.constexpr = x.shape[0]
-    one: tl.constexpr = 0x11111111 if counts_from_zero(E2M1, dtype) else 0x99999999 - (1 << 32)
+    one: tl.constexpr = 0x11111111 if counts_from_zero(FORMAT, dtype) else 0x99999999 - (1 << 32)
     ones = tl.full((4, 8, parts, 2, 1, 4), one, tl.int32)
     nothing = tl.zeros((parts, 16, 8), tl.float32) + zero_yet
     # By reshape: `[:, None]` would send them through shared memory.
-    sums = tl.reshape(tl.dot(_left(ones, E2M1, dtype), x, nothing), (parts, 1, 16, 8))
+    sums = tl.reshape(tl.dot(_left(ones, FORMAT, dtype), x, nothing), (parts, 1, 16, 8))
     if HAS_ZERO:
         less = tl.reshape(zero, (parts, rows // 16, 16, 8)) * -sums
     else:
@@ -277,7 +282,7 @@ def _share_of_zeros(
 
 @triton.jit
 def slot_sums(
-    words, pairs, zero, after, dtype: tl.constexpr, E2M1: tl.constexpr, HAS_ZERO: tl.constexpr,
+    words, pairs, zero, after, dtype: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     SLOTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, ROWS, 8): weights less their zero points times x, without scales.
@@ -291,16 +296,16 @@ def slot_sums(
     parts: tl.constexpr = words.shape[2]
     rows: tl.constexpr = words.shape[3] * 8
     chunks: tl.constexpr = words.shape[4]
-    SHIFTED: tl.constexpr = HAS_ZERO or counts_from_zero(E2M1, dtype)
+    SHIFTED: tl.constexpr = HAS_ZERO or counts_from_zero(FORMAT, dtype)
     x = _right(pairs, dtype)
     zero_yet = after.to(tl.float32, bitcast=True)
     start = tl.zeros((parts, rows, 8), tl.float32) + zero_yet
     if SHIFTED and not APART:
-        start = _share_of_zeros(x, zero, zero_yet, rows, dtype, E2M1, HAS_ZERO)
-    part = tl.dot(_left(words, E2M1, dtype), _for_each(x, chunks), _for_each(start, chunks))
+        start = _share_of_zeros(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
+    part = tl.dot(_left(words, FORMAT, dtype), _for_each(x, chunks), _for_each(start, chunks))
     sums = _of_own_chunk(part, chunks, SLOTS)
     if SHIFTED and APART:
-        sums += _share_of_zeros(x, zero, zero_yet, rows, dtype, E2M1, HAS_ZERO)
+        sums += _share_of_zeros(x, zero, zero_yet, rows, dtype, FORMAT, HAS_ZERO)
     return sums
 
 
@@ -316,7 +321,7 @@ def zero_values(codes, shift, HAS_ZERO: tl.constexpr, FROM_ZERO: tl.constexpr):
 
 @triton.jit
 def scaled_sums(
-    words, pairs, scale, zero, shift, after, dtype: tl.constexpr, E2M1: tl.constexpr,
+    words, pairs, scale, zero, shift, after, dtype: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, SLOTS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """float32 (PARTS, ROWS, 8): what a block adds to each slot's column.
@@ -324,10 +329,10 @@ def scaled_sums(
     scale, zero: as load_by_slot gives them; shift: 0 or 4 by rows, (1, 8, 1, ROWS / 8, 1); APART:
     as in slot_sums.
     """
-    if E2M1:  # more than bytes, so that they are not computed two to a register and parted again
+    if is_e2m1(FORMAT):  # more than bytes, so that they are not computed two to a register and parted again
         scale = scale.to(tl.int32) + after
-    values = by_slot(scale_values(scale, E2M1, lacking(E2M1, dtype)))
+    values = by_slot(scale_values(scale, FORMAT, lacking(FORMAT, dtype)))
     zeros = values
     if HAS_ZERO:
-        zeros = by_slot(zero_values(zero, shift, HAS_ZERO, counts_from_zero(E2M1, dtype)))
-    return slot_sums(words, pairs, zeros, after, dtype, E2M1, HAS_ZERO, SLOTS, APART) * values
+        zeros = by_slot(zero_values(zero, shift, HAS_ZERO, counts_from_zero(FORMAT, dtype)))
+    return slot_sums(words, pairs, zeros, after, dtype, FORMAT, HAS_ZERO, SLOTS, APART) * values

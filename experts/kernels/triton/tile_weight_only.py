@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from experts.kernels.triton.nibbles import is_e2m1, nibbles
+
 
 @triton.jit
 def _four_bit_integers(codes, zero, dtype: tl.constexpr):
@@ -41,13 +43,37 @@ def _e2m1(codes, dtype: tl.constexpr):
 
 
 @triton.jit
+def _repacked_values(codes, dtype: tl.constexpr):
+    """(K / 2, N) bytes of repacked e2m1 weights to (K, N) values in `dtype`, exactly."""
+    BYTES: tl.constexpr = codes.shape[0]
+    COLUMNS: tl.constexpr = codes.shape[1]
+    four = tl.reshape(tl.trans(codes).to(tl.int32), (COLUMNS, BYTES // 4, 2, 2))
+    even, odd = tl.split(four)  # of the bytes of a word
+    pair = even | (odd << 8)
+    low, high = tl.split(pair)
+    words = low | (high << 16)
+    if dtype == tl.bfloat16:
+        values = nibbles(words, "e2m1_repacked", tl.bfloat16) * tl.full(
+            (1, 1, 1, 1, 1), 2.0**126, tl.bfloat16
+        )
+    else:
+        values = nibbles(words, "e2m1_repacked", tl.float16) * tl.full(
+            (1, 1, 1, 1, 1), 2.0**14, tl.float16
+        )
+    return tl.trans(tl.reshape(values, (COLUMNS, 2 * BYTES))).to(dtype)
+
+
+@triton.jit
 def _step(
     a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The unscaled product of one step, float32. Packed: even and odd k are two products."""
+    """The unscaled product of one step, float32. Packed: even and odd k are two products, unless
+    they are repacked."""
     dtype: tl.constexpr = a.dtype
-    if PACKED:
+    if FORMAT == "e2m1_repacked":
+        result = tl.dot(a, _repacked_values(codes, dtype), input_precision=PRECISION)
+    elif PACKED:
         even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
         if FORMAT == "e2m1":
             low = _e2m1(codes & 15, dtype)
@@ -67,7 +93,7 @@ def _step(
 def _load_scale(ptrs, mask, FORMAT: tl.constexpr):
     """(BLOCK_N,) float32 scales; of e2m1, from E8M0 exponents."""
     scale = tl.load(ptrs, mask=mask, other=0)
-    if FORMAT == "e2m1":
+    if is_e2m1(FORMAT):
         result = tl.exp2(scale.to(tl.float32) - 127.0)
     else:
         result = scale.to(tl.float32)
