@@ -42,14 +42,18 @@ def halves(tile: Tile) -> int:
     return max(1, ROWS // tile.block_n)
 
 
-def registers(tile: Tile, gemm: int) -> int:
-    """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
-    with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
-    programs are to be there at once. Three blocks ahead are for a GEMM 2 with a multiprocessor for
-    each program: with more than 128 registers no two of eight warps share one, which would end
-    last, and with 144 one has its place once two programs of GEMM 1 have ended."""
+def registers(tile: Tile, gemm: int, programs: int) -> int:
+    """The most of a thread of GEMM 1 or 2, of which there are so many programs.
+
+    With 128 sixteen warps are at work on a multiprocessor, with 80 there are 24, with 64 there are
+    32. Fewer are for tiles of 8 columns, of which more programs are to be there at once. More are
+    for a GEMM 2 with three blocks ahead and a multiprocessor for each program: beyond 128 no two of
+    eight warps share one, which would end last; with 144 one has its place as soon as two programs
+    of GEMM 1 have ended.
+    """
     if tile.block_n >= ROWS:
-        return 144 if gemm == 2 and tile.num_stages > 3 else 128
+        alone = gemm == 2 and tile.num_stages > 3 and programs <= _PROGRAMS
+        return 144 if alone else 128
     if gemm == 1:
         return 64
     return 80 if tile.block_k * tile.num_stages <= _HELD else 128

@@ -6,6 +6,8 @@ leaves its results in the order and with the factors that GEMM 2's products need
 What a tile means here: see tile_packed.
 """
 
+import math
+
 import torch
 
 from experts import tile_packed, tile_single
@@ -65,9 +67,10 @@ class PackedPath:
         problem, routing, tile = self.problem, call.tokens.routing, call.tiles.gemm1
         product, pairs = first_product(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
+        grid = (pairs, -(-product.columns // tile.block_n) + 1)
         launch(
             self._up,
-            (pairs, -(-product.columns // tile.block_n) + 1),
+            grid,
             x_ptr=x_TH,
             row_weights_ptr=routing.topk_weights_TK,
             invalid_ptr=routing.invalid_ids,
@@ -82,7 +85,7 @@ class PackedPath:
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_P=_MOST_IDS,
             **product.constants,
-            **_arguments(product, tile, 1, tile_packed.registers(tile, 1)),
+            **_arguments(product, tile, 1, tile_packed.registers(tile, 1, math.prod(grid))),
             **ids,
         )
 
@@ -92,9 +95,11 @@ class PackedPath:
         slots = problem.top_k if self._sums else 1
         halves = tile_packed.halves(tile)
         tokens = h_PI.shape[0] // slots
+        grid = (tokens, -(-product.columns // tile.block_n))
+        registers = tile_packed.registers(tile, 2, math.prod(grid))
         launch(
             self._down,
-            (tokens, -(-product.columns // tile.block_n)),
+            grid,
             h_ptr=h_PI,
             row_weights_ptr=routing.topk_weights_TK,
             out_ptr=call.output,
@@ -104,7 +109,8 @@ class PackedPath:
             HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
-            **_arguments(product, tile, slots, tile_packed.registers(tile, 2), halves),
+            TEAM=_team(tile, slots),
+            **_arguments(product, tile, slots, registers, halves),
             **ids,
         )
 
@@ -117,8 +123,9 @@ def _arguments(
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
     chunks = max(1, tile_packed.chunks(tile, group) // halves)
-    blocks = slots * -(-product.depth // (halves * chunks * tile_packed.CHUNK))
-    steps = -(-blocks // tile.num_warps)
+    blocks = -(-product.depth // (halves * chunks * tile_packed.CHUNK))
+    team = _team(tile, slots)
+    steps = -(-blocks // team) if team else -(-slots * blocks // tile.num_warps)
     return {
         **packed_arguments(product),
         "DEPTH": product.depth,
@@ -135,6 +142,11 @@ def _arguments(
         "num_stages": 1,
         "maxnreg": registers,
     }
+
+
+def _team(tile: Tile, slots: int) -> int:
+    """Warps that keep to one of a program's pairs; 0 if they cannot be shared out evenly."""
+    return 0 if tile.num_warps % slots else tile.num_warps // slots
 
 
 def _in_twos(product: Product, group: int, chunks: int) -> bool:

@@ -25,45 +25,78 @@ def blocks_along(depth: int, chunks: int) -> int:
 
 
 @triton.jit
-def _block(
-    token, step, num_experts, num_local, ids_ptr, map_ptr, DEPTH: tl.constexpr,
-    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    PARTS: tl.constexpr,
+def _own_pair(
+    token, num_experts, num_local, ids_ptr, map_ptr,
+    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr,
+    LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Of block step * PARTS + p of a token's pairs, one pair behind the other, for part p: its
-    pair, local expert (-1: skipped) and first chunk, (4, 8, PARTS, 1)."""
+    """Of part p, one of TEAM that share a pair: the pair and its local expert (-1: skipped),
+    (4, 8, PARTS, 1); nothing where TEAM is 0."""
+    if TEAM > 0:
+        slot = tl.arange(0, PARTS)[None, None, :, None] // TEAM
+        if LOOPED:
+            # All lanes of a warp load the same id, and none has to be told it. Where steps are laid
+            # out one by one the compiler sees to that, and would lay these out otherwise.
+            slot += tl.zeros((4, 8, 1, 1), tl.int32)
+        pair = token * TOP_K + slot
+        local, _ = load_local_ids(
+            ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        result = (pair, local)
+    else:
+        result = (token, token)
+    return result
+
+
+@triton.jit
+def _block(
+    token, own, step, num_experts, num_local, ids_ptr, map_ptr, DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
+    PARTS: tl.constexpr, TEAM: tl.constexpr,
+):  # fmt: skip
+    """What part p multiplies in `step`: a block's pair, local expert, whether it is to be read, and
+    its first chunk, (4, 8, PARTS, 1). Of its own pair if there are TEAM parts for each, otherwise
+    block step * PARTS + p of all the token's pairs, one behind the other."""
     BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
-    index = step * PARTS + tl.arange(0, PARTS)[None, None, :, None]
-    if TOP_K * BLOCKS > PARTS:
-        # All lanes of a warp load the same id, and none has to be told it. Where there is but one
-        # step the compiler sees to that, and would lay these out otherwise.
-        index += tl.zeros((4, 8, 1, 1), tl.int32)
-    pair = token * TOP_K + index // BLOCKS
-    local, _ = load_local_ids(
-        ids_ptr, pair, index < TOP_K * BLOCKS, map_ptr, num_experts, num_local, HAS_MAP
-    )
-    return pair, local, index % BLOCKS * (CHUNKS * HALVES)
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    if TEAM > 0:
+        pair, local = own
+        block = step * TEAM + part % TEAM
+        live = local >= 0
+        if BLOCKS % TEAM != 0:
+            live = live & (block < BLOCKS)
+    else:
+        index = step * PARTS + part
+        if TOP_K * BLOCKS > PARTS:
+            # As in _own_pair.
+            index += tl.zeros((4, 8, 1, 1), tl.int32)
+        pair = token * TOP_K + index // BLOCKS
+        local, _ = load_local_ids(
+            ids_ptr, pair, index < TOP_K * BLOCKS, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        block = index % BLOCKS
+        live = local >= 0
+    return pair, tl.maximum(local, 0), live, block * (CHUNKS * HALVES)
 
 
 @triton.jit
 def _load_block(
-    token, step, num_experts, num_local, ids_ptr, map_ptr,
+    token, own, step, num_experts, num_local, ids_ptr, map_ptr,
     words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
     stride_be, stride_bse, stride_bze,
     DEPTH: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     HAS_ROW_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr,
     IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
     """Words, scales, zero points and router weights of a block of each part; its pair, whether it
     is to be read, and its first chunk."""
     SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
-    pair, local, chunk = _block(
-        token, step, num_experts, num_local, ids_ptr, map_ptr,
-        DEPTH, TOP_K, HAS_MAP, CHUNKS, HALVES, PARTS,
+    pair, local, live, chunk = _block(
+        token, own, step, num_experts, num_local, ids_ptr, map_ptr,
+        DEPTH, TOP_K, HAS_MAP, CHUNKS, HALVES, PARTS, TEAM,
     )  # fmt: skip
-    live = local >= 0
-    expert = tl.maximum(local, 0).to(tl.int64)
+    expert = local.to(tl.int64)
     words_ptr += expert * (stride_be // 4)
     words = load_words(words_ptr, words_at, chunk, live, DEPTH, CHUNKS, HALVES, EVEN_K)
     scale_ptr += expert * stride_bse
@@ -77,21 +110,29 @@ def _load_block(
             zero_ptr, zero_at, chunk, live, DEPTH, CHUNKS, HALVES, SLOTS, GROUP_K, EVEN_K, IN_TWOS
         )
     weight = live
-    if HAS_ROW_WEIGHTS:
+    if HAS_ROW_WEIGHTS and TEAM == 0:
         # A skipped pair's weight may be anything, NaN too.
         weight = tl.load(row_weights_ptr + pair, mask=live, other=0.0)
     return words, scale, zero, weight, pair, live, chunk
 
 
 @triton.jit
+def _for_sums(weight, GROUPS: tl.constexpr):
+    """(4, 8, PARTS, 1), of each part one, to (PARTS, 8 * GROUPS, 8), as sums are."""
+    parts: tl.constexpr = weight.shape[2]
+    return by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, parts, GROUPS, 2)))
+
+
+@triton.jit
 def _step(
-    total, h, ring, step, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
+    total, h, ring, step, token, own, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
     words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
     shift, stride_be, stride_bse, stride_bze,
     DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
     TYPE: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr,
     EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr, CHUNKS: tl.constexpr,
-    HALVES: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    HALVES: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr,
+    LATE: tl.constexpr,
 ):  # fmt: skip
     """total with the products of ring[0] and h added, the next h, and the ring moved on: what
     comes next sets off before, or with LATE behind."""
@@ -100,10 +141,10 @@ def _step(
     pairs = h
     if STEPS > STAGES and not LATE:
         new = _load_block(
-            token, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
+            token, own, step + STAGES, num_experts, num_local, ids_ptr, map_ptr,
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
         )  # fmt: skip
         ring = ring[1:] + (new,)  # noqa: RUF005
     elif STAGES > 1:
@@ -113,15 +154,14 @@ def _step(
         h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)
     after = loads_are_off(PARTS)
     sums = scaled_sums(words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, True)
-    if HAS_ROW_WEIGHTS:
-        rows: tl.constexpr = words.shape[3]
-        sums *= by_slot(tl.broadcast_to(weight[:, :, :, :, None], (4, 8, PARTS, rows, 2)))
+    if HAS_ROW_WEIGHTS and TEAM == 0:
+        sums *= _for_sums(weight, words.shape[3])
     if STEPS > 1 and LATE:
         new = _load_block(
-            token, step + 1, num_experts, num_local, ids_ptr, map_ptr,
+            token, own, step + 1, num_experts, num_local, ids_ptr, map_ptr,
             words_ptr, scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
             stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS,
+            HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
         )  # fmt: skip
         ring = (new,)
         _, _, _, _, pair, live, chunk = new
@@ -139,7 +179,8 @@ def packed_down_kernel(
     HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, FORMAT: tl.constexpr,
     HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
+    PARTS: tl.constexpr, TEAM: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
@@ -165,14 +206,18 @@ def packed_down_kernel(
     zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
     # The first weights are on their way before anything waits for h: GEMM 1 has waited for the ids
     # when this kernel may begin. See after_predecessor.
+    own = _own_pair(
+        token, num_experts, num_local, ids_ptr, map_ptr, TOP_K, HAS_MAP, PARTS, TEAM,
+        STEPS > STAGES,
+    )  # fmt: skip
     ring = ()
     for s in tl.static_range(STAGES):
         ring += (
             _load_block(
-                token, s, num_experts, num_local, ids_ptr, map_ptr,
+                token, own, s, num_experts, num_local, ids_ptr, map_ptr,
                 words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
                 stride_be, stride_bse, stride_bze, DEPTH, TOP_K, HAS_MAP,
-                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS,
+                HAS_ROW_WEIGHTS, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM,
             ),
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)
@@ -204,23 +249,28 @@ def packed_down_kernel(
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
             total, _, ring = _step(
-                total, ahead[s], ring, s, token, num_experts, num_local, ids_ptr, map_ptr, pairs_ptr,
-                words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
+                total, ahead[s], ring, s, token, own, num_experts, num_local, ids_ptr, map_ptr,
+                pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
                 shift, stride_be, stride_bse, stride_bze,
                 DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
-                IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, STAGES, LATE,
+                IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LATE,
             )  # fmt: skip
     else:
         h = ahead[0]
         for first in range(0, steps, STAGES):
             for s in tl.static_range(STAGES):
                 total, h, ring = _step(
-                    total, h, ring, first + s, token, num_experts, num_local, ids_ptr, map_ptr,
+                    total, h, ring, first + s, token, own, num_experts, num_local, ids_ptr, map_ptr,
                     pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at,
                     scale_at, zero_at, shift, stride_be, stride_bse, stride_bze,
                     DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
-                    IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, STAGES, LATE,
+                    IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LATE,
                 )  # fmt: skip
+    if HAS_ROW_WEIGHTS and TEAM > 0:
+        pair, local = own
+        # A skipped pair's weight may be anything, NaN too.
+        weight = tl.load(row_weights_ptr + pair, mask=local >= 0, other=0.0)
+        total *= _for_sums(weight, ROWS // 8)
     if HALVES == 2:
         total = tl.sum(tl.reshape(total, (PARTS, 2, BLOCK_N, 8)), 1)
     out = tl.sum(tl.sum(total, 2), 0) + bias
