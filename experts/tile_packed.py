@@ -42,18 +42,12 @@ def halves(tile: Tile) -> int:
     return max(1, ROWS // tile.block_n)
 
 
-def registers(tile: Tile, gemm: int, programs: int) -> int:
-    """The most of a thread of GEMM 1 or 2, of which there are so many programs.
-
-    With 128 sixteen warps are at work on a multiprocessor, with 80 there are 24, with 64 there are
-    32. Fewer are for tiles of 8 columns, of which more programs are to be there at once. More are
-    for a GEMM 2 with three blocks ahead and a multiprocessor for each program: beyond 128 no two of
-    eight warps share one, which would end last; with 144 one has its place as soon as two programs
-    of GEMM 1 have ended.
-    """
+def registers(tile: Tile, gemm: int) -> int:
+    """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
+    with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
+    programs are to be there at once."""
     if tile.block_n >= ROWS:
-        alone = gemm == 2 and tile.num_stages > 3 and programs <= _PROGRAMS
-        return 144 if alone else 128
+        return 128
     if gemm == 1:
         return 64
     return 80 if tile.block_k * tile.num_stages <= _HELD else 128
@@ -96,16 +90,12 @@ def _first(problem: Problem, tokens: int) -> _Launch:
 
 
 def _second(problem: Problem, tokens: int) -> _Launch:
-    """Of GEMM 2: the fewer programs, the more warps share one; where one on a multiprocessor can
-    have all weights on their way before GEMM 1 has ended, it does. 8 columns are for where 16 leave
+    """Of GEMM 2: the fewer programs, the more warps share one. 8 columns are for where 16 leave
     multiprocessors with one program beside others with two."""
     few = _of_8_columns(problem, tokens)
     if few is not None:
         return few
     programs = tokens * -(-problem.hidden // ROWS)
-    blocks = problem.top_k * -(-problem.intermediate // 256)
-    if programs <= _PROGRAMS and blocks <= 3 * 8:
-        return 16, 256, 8, 4
     integers = problem.scheme.weight == "uint4"
     if programs <= (2 if integers else 3) * _PROGRAMS:
         return 16, 256, 8, 2
@@ -113,20 +103,20 @@ def _second(problem: Problem, tokens: int) -> _Launch:
 
 
 def _of_8_columns(problem: Problem, tokens: int) -> _Launch | None:
-    """8 columns of GEMM 2, if all programs are at work at once: two a multiprocessor if a warp's
-    only block is all of a pair's depth, or three. Of integers with groups of 128, because smaller
-    ones leave no columns for blocks so deep.
+    """8 columns of GEMM 2, if all programs are at work at once: two a multiprocessor where they can
+    have all weights on their way before GEMM 1 has ended, or three. Blocks of more than 256 are for
+    integers with groups of 128: smaller groups leave no columns for them.
 
     Measured on one H200 (2026-11-23, triton 3.6.0): faster at one token on Qwen3-30B, OLMoE,
     Qwen1.5-MoE, gpt-oss and a layer of 2560 by 1536; elsewhere at most 2 % faster, or slower.
     """
     integers = problem.scheme.weight == "uint4"
-    if integers and problem.scheme.group[-1] % CHUNK:
-        return None
+    deep = integers and problem.scheme.group[-1] % CHUNK == 0
     programs = tokens * -(-problem.hidden // 8)
     if programs <= 2 * _PROGRAMS:
-        at_once = problem.top_k * -(-problem.intermediate // 1024) <= 8
-        return (8, 1024, 8, 1) if integers and at_once else None
-    if programs <= 3 * _PROGRAMS:
-        return (8, 512, 8, 1) if integers else (8, 256, 8, 2)
+        if deep and problem.top_k * -(-problem.intermediate // 1024) <= 8:
+            return 8, 1024, 8, 1
+        return (8, 256, 8, 4) if problem.top_k * -(-problem.intermediate // 256) <= 3 * 8 else None
+    if programs <= 3 * _PROGRAMS and (deep or not integers):
+        return (8, 512, 8, 1) if deep else (8, 256, 8, 2)
     return None

@@ -6,8 +6,6 @@ leaves its results in the order and with the factors that GEMM 2's products need
 What a tile means here: see tile_packed.
 """
 
-import math
-
 import torch
 
 from experts import tile_packed, tile_single
@@ -67,10 +65,9 @@ class PackedPath:
         problem, routing, tile = self.problem, call.tokens.routing, call.tiles.gemm1
         product, pairs = first_product(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
-        grid = (pairs, -(-product.columns // tile.block_n) + 1)
         launch(
             self._up,
-            grid,
+            (pairs, -(-product.columns // tile.block_n) + 1),
             x_ptr=x_TH,
             row_weights_ptr=routing.topk_weights_TK,
             invalid_ptr=routing.invalid_ids,
@@ -85,7 +82,7 @@ class PackedPath:
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_P=_MOST_IDS,
             **product.constants,
-            **_arguments(product, tile, 1, tile_packed.registers(tile, 1, math.prod(grid))),
+            **_arguments(product, tile, 1, tile_packed.registers(tile, 1)),
             **ids,
         )
 
@@ -95,11 +92,9 @@ class PackedPath:
         slots = problem.top_k if self._sums else 1
         halves = tile_packed.halves(tile)
         tokens = h_PI.shape[0] // slots
-        grid = (tokens, -(-product.columns // tile.block_n))
-        registers = tile_packed.registers(tile, 2, math.prod(grid))
         launch(
             self._down,
-            grid,
+            (tokens, -(-product.columns // tile.block_n)),
             h_ptr=h_PI,
             row_weights_ptr=routing.topk_weights_TK,
             out_ptr=call.output,
@@ -110,7 +105,7 @@ class PackedPath:
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
             TEAM=_team(tile, slots),
-            **_arguments(product, tile, slots, registers, halves),
+            **_arguments(product, tile, slots, tile_packed.registers(tile, 2), halves),
             **ids,
         )
 
