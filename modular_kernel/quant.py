@@ -7,7 +7,8 @@ With q stored, s its scale and z its zero point, a weight is
     float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0)
 
 Two nibbles share a byte: of weights the even k is the low one, of zero points the even n; repacked
-e2m1 weights lie as `modular_kernel.repacked` says. A tile of rows or columns may be ragged at the end of a matrix: it has a scale like any other.
+e2m1 weights lie as `modular_kernel.repacked` says. A tile of rows or columns may be ragged at the
+end of a matrix: it has a scale like any other.
 """
 
 from collections.abc import Mapping

@@ -137,10 +137,8 @@ def _matrix(
     rows, depth = stored.shape[0], stored.shape[1] * (2 if scheme.packed else 1)
     n = torch.arange(rows, device=stored.device)[:, None]
     k = torch.arange(depth, device=stored.device)[None, :]
-    if scheme.repacked:
-        stored = _repacked_code(stored, n, k)
-    elif scheme.packed:
-        stored = stored[n, k // 2] >> (4 * (k % 2)) & 15
+    if scheme.packed:
+        stored = _code(stored, n, k, scheme)
     scale: torch.Tensor = getattr(weights, f"{name}_scale")[expert]
     if scheme.granularity == "channel":
         scale = scale[n]
@@ -173,8 +171,12 @@ _REPACKED_BITS = (
 )
 
 
-def _repacked_code(stored: torch.Tensor, n: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Codes of rows n and columns k of one expert's repacked weights, bit by bit."""
+def _code(
+    stored: torch.Tensor, n: torch.Tensor, k: torch.Tensor, scheme: QuantScheme
+) -> torch.Tensor:
+    """Codes of four bits of rows n and columns k of one expert's weights; repacked, bit by bit."""
+    if not scheme.repacked:
+        return stored[n, k // 2] >> (4 * (k % 2)) & 15
     code = torch.zeros_like(n + k)
     for pair, bits in enumerate(_REPACKED_BITS):
         for place, sources in enumerate(bits):

@@ -98,7 +98,9 @@ def _rewritten(
         raise DtypeError("out", got=dtype_name(out.dtype), need="uint8")
     if out.shape != w_eNK.shape:
         raise ShapeError("out", got=tuple(out.shape), need=f"as w: {tuple(w_eNK.shape)}")
-    step = max(1, _WORDS_AT_ONCE * _BYTES // max(1, w_eNK[:1].numel()))
+    if not w_eNK.numel():
+        return out
+    step = max(1, _WORDS_AT_ONCE * _BYTES // w_eNK[0].numel())
     for start in range(0, len(w_eNK), step):
         # A copy of its own: a view might begin between words.
         some = w_eNK[start : start + step].clone(memory_format=torch.contiguous_format)

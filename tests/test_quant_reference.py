@@ -31,6 +31,7 @@ WEIGHT_ONLY = (
     "int4_w4a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=48",
     "mxfp4_w4a16",
+    "mxfp4_w4a16:repacked=true",
 )
 each_scheme = pytest.mark.parametrize("text", FULL + WEIGHT_ONLY)
 each_full = pytest.mark.parametrize("text", FULL)

@@ -133,7 +133,7 @@ def test_what_is_made_is_what_is_accepted(text: str) -> None:
 def test_odd_rows_cannot_be_packed(text: str, name: str) -> None:
     problem = problem_of(text, **{name: 33})
     assert quant.unpackable(problem) == (name,)
-    with pytest.raises(ConfigurationError, match=f"{name}: got 33, need an even number: {text}"):
+    with pytest.raises(ConfigurationError, match=f"{name}: got 33, need a multiple of 2: {text}"):
         weight_specs(problem)
 
 

@@ -113,6 +113,7 @@ BF16_FP32 = frozenset({torch.bfloat16, torch.float32})
 FP8_BLOCK = frozenset({"fp8_w8a8_block"})
 FP8 = {"problem.quant": "fp8_w8a8_block", "problem.hidden": 128}
 INT4 = {"problem.quant": "int4_w4a16_group", "ex.schemes": {"int4_w4a16_group"}}
+REPACKED = {"problem.quant": "mxfp4_w4a16:repacked=true", "ex.schemes": {"mxfp4_w4a16"}}
 PREQUANTISED = FP8 | {"ex.quantises_input": False}
 ON_INPUT = {"problem.apply_router_weight_on_input": True}
 BATCHED_PAIR = {"pf.activation_format": BATCHED, "ex.activation_format": BATCHED}
@@ -162,8 +163,9 @@ CASES = (
          FP8 | {"ex.whole_blocks": True}),
     Case("quant_block", "problem.intermediate", 96, 256, EX_P, "intermediate=96", "group 128",
          FP8 | {"ex.whole_blocks": True}),
-    Case("packing", "problem.hidden", 65, 66, EX_P, "hidden=65", "an even number", INT4),
-    Case("packing", "problem.intermediate", 127, 128, EX_P, "intermediate=127", "even", INT4),
+    Case("packing", "problem.hidden", 65, 66, EX_P, "hidden=65", "a multiple of 2", INT4),
+    Case("packing", "problem.intermediate", 127, 128, EX_P, "intermediate=127", "of 2", INT4),
+    Case("packing", "problem.hidden", 36, 40, EX_P, "hidden=36", "a multiple of 8", REPACKED),
     Case("min_tokens", "problem.tokens", 127, 128, EX_P, "127", ">= 128", {"ex.min_tokens": 128}),
     Case("max_experts", "problem.experts", 9, 8, EX_P, "9", "<= 8", {"ex.max_experts": 8}),
     Case("addressing", "ex.max_elements", LIMIT - 1, LIMIT, EX_P, str(LIMIT), "<= 8191"),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experts.kernels.triton import four_bit
+from experts.kernels.triton import nibbles
 
 _WORDS = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint32)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -58,12 +58,12 @@ def _fp16(bits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("j", range(8))
 def test_every_nibble(j: int) -> None:
-    nibble = (_WORDS >> np.uint32(4 * j)) & 15
-    e2m1 = np.where(nibble < 8, 1, -1) * _E2M1[nibble & 7]
-    for code, read, expected in (
-        (four_bit._INTEGER_BF16, _bf16, nibble * 2.0 ** (4 * (j % 2) - 133)),
-        (four_bit._INTEGER_FP16, _fp16, nibble - 8.0),
-        (four_bit._E2M1_BF16, _bf16, e2m1 * 2.0**-126),
-        (four_bit._E2M1_FP16, _fp16, e2m1 * 2.0**-14),
+    code = (_WORDS >> np.uint32(4 * j)) & 15
+    e2m1 = np.where(code < 8, 1, -1) * _E2M1[code & 7]
+    for unpacking, read, expected in (
+        (nibbles._INTEGER_BF16, _bf16, code * 2.0 ** (4 * (j % 2) - 133)),
+        (nibbles._INTEGER_FP16, _fp16, code - 8.0),
+        (nibbles._E2M1_BF16, _bf16, e2m1 * 2.0**-126),
+        (nibbles._E2M1_FP16, _fp16, e2m1 * 2.0**-14),
     ):
-        np.testing.assert_array_equal(read(_run(code.value, _WORDS)[j]), expected)
+        np.testing.assert_array_equal(read(_run(unpacking.value, _WORDS)[j]), expected)

@@ -50,6 +50,8 @@ BAD_SCHEMES: tuple[tuple[Any, str], ...] = (
     ("int4_w4a16_group:zero_points", "zero_points="),
     ("int8_w8a16_channel:zero_points=true", "zero_points=true"),
     ("mxfp4_w4a16:group=16", "group=16"),
+    ("mxfp4_w4a16:repacked=yes", "repacked=yes"),
+    ("int4_w4a16_group:repacked=true", "repacked=true"),
     ("fp8_w8a8_channel:static=true", "static=true"),
     ("fp8_w8a8_tensor:static=yes", "static=yes"),
     ("", ""),

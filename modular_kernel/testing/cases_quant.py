@@ -26,6 +26,7 @@ SCHEMES = (
     "int4_w4a16_group:group=64",
     "int4_w4a16_group:group=32,zero_points=true",
     "mxfp4_w4a16",
+    "mxfp4_w4a16:repacked=true",
 )
 
 

@@ -30,6 +30,7 @@ _QUANT = (
     "int8_w8a16_group:zero_points=true",
     "int4_w4a16_group:zero_points=true",
     "mxfp4_w4a16",
+    "mxfp4_w4a16:repacked=true",
 )
 _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
 

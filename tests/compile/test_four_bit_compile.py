@@ -24,6 +24,7 @@ GPT_OSS = Problem(
 )  # fmt: skip
 MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
 ZEROS = "zero_points=true"
+REPACKED = "mxfp4_w4a16:repacked=true"
 
 
 def compiled(problem: Problem) -> list[CompileRecord]:
@@ -59,7 +60,9 @@ def compiled(problem: Problem) -> list[CompileRecord]:
 
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("quant", ["int4_w4a16_group", f"int4_w4a16_group:{ZEROS}", "mxfp4_w4a16"])
+@pytest.mark.parametrize(
+    "quant", ["int4_w4a16_group", f"int4_w4a16_group:{ZEROS}", "mxfp4_w4a16", REPACKED]
+)
 def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
     for record in compiled(replace(model, quant=quant, tokens=tokens)):
         assert record.config["BLOCK_M"] == 8
@@ -73,6 +76,7 @@ def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
         {"quant": "int4_w4a16_group", "tokens": 48},
         {"quant": f"int4_w4a16_group:{ZEROS}", "tokens": 48},
         {"quant": "mxfp4_w4a16", "tokens": 48},
+        {"quant": REPACKED, "tokens": 48},
         {"quant": f"int4_w4a16_group:group=32,{ZEROS}", "tokens": 16},
         {"quant": f"int4_w4a16_group:group=32,{ZEROS}", "tokens": 48},
         {"quant": "int4_w4a16_group:group=64", "tokens": 16, "dtype": torch.float16},

@@ -22,6 +22,7 @@ GPT_OSS = Problem(
     activation="swiglu_oai:alpha=1.702,limit=7.0,interleaved=true",
 )  # fmt: skip
 MODELS = {"mixtral": MIXTRAL, "deepseek": DEEPSEEK, "qwen3": QWEN3, "gpt-oss": GPT_OSS}
+REPACKED = "mxfp4_w4a16:repacked=true"
 # Bytes of shared memory: what sums of a program's warps take. More are layouts that do not fit.
 SUMS = 4096
 
@@ -33,7 +34,8 @@ def compiled(problem: Problem, pair: TilePair, target: str = "sm_90") -> list[Co
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize(
-    "quant", ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16"]
+    "quant",
+    ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
 def test_defaults_are_clean(quant: str, model: Problem) -> None:
     problem = replace(model, quant=quant)
@@ -44,7 +46,8 @@ def test_defaults_are_clean(quant: str, model: Problem) -> None:
 
 
 @pytest.mark.parametrize(
-    "quant", ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16"]
+    "quant",
+    ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
 def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
     """Not ids, nor what follows from them, which took five exchanges and as many barriers."""
@@ -54,7 +57,8 @@ def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "quant", ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16"]
+    "quant",
+    ["int4_w4a16_group", "int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED],
 )
 def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
     """Values that were parted into halves of registers and joined again took four moves a product,
@@ -66,7 +70,7 @@ def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
         assert down.instructions["MOV"] <= max(40, 1.5 * down.instructions["HMMA"])
 
 
-@pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16"])
+@pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED])
 def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
     first, *more = tile_single.defaults(replace(QWEN3, quant=quant))
     assert first[0] == 1
@@ -81,6 +85,7 @@ def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
     [
         {"dtype": torch.float16},
         {"dtype": torch.float16, "quant": "mxfp4_w4a16", "activation": "relu2"},
+        {"dtype": torch.float16, "quant": "mxfp4_w4a16:repacked=true"},
         {"quant": "int4_w4a16_group:group=32,zero_points=true"},
         {"quant": "int4_w4a16_group:group=256"},
         {"combine": Combine.TOPK_WEIGHTED},

@@ -250,8 +250,8 @@ def packed_down_kernel(
         for s in tl.static_range(STEPS):
             total, _, ring = _step(
                 total, ahead[s], ring, s, token, own, num_experts, num_local, ids_ptr, map_ptr,
-                pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at, zero_at,
-                shift, stride_be, stride_bse, stride_bze,
+                pairs_ptr, words_ptr, b_scale_ptr, zero_ptr, row_weights_ptr, words_at, scale_at,
+                zero_at, shift, stride_be, stride_bse, stride_bze,
                 DEPTH, STEPS, TOP_K, HAS_MAP, TYPE, HAS_ROW_WEIGHTS, FORMAT, HAS_ZERO, EVEN_K,
                 IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LATE,
             )  # fmt: skip

@@ -329,7 +329,8 @@ def scaled_sums(
     scale, zero: as load_by_slot gives them; shift: 0 or 4 by rows, (1, 8, 1, ROWS / 8, 1); APART:
     as in slot_sums.
     """
-    if is_e2m1(FORMAT):  # more than bytes, so that they are not computed two to a register and parted again
+    if is_e2m1(FORMAT):
+        # More than bytes, so that they are not computed two to a register and parted again.
         scale = scale.to(tl.int32) + after
     values = by_slot(scale_values(scale, FORMAT, lacking(FORMAT, dtype)))
     zeros = values

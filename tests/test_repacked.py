@@ -1,0 +1,135 @@
+"""e2m1 weights in the order that kernels unpack fastest: there, back, and what a word holds."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel import ExpertWeights, Problem
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.quant import dequantise, quantise_weights, weight_specs
+from modular_kernel.reference import _code
+from modular_kernel.repacked import as_nibbles, repack, unpack_words
+from modular_kernel.schemes import QuantScheme
+
+PLAIN = Problem(2, 32, 64, 3, 1, quant="mxfp4_w4a16")
+REPACKED = replace(PLAIN, quant="mxfp4_w4a16:repacked=true")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def weights(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+
+def codes(w_eNK: torch.Tensor) -> torch.Tensor:
+    """The nibbles of each row in order of k."""
+    return torch.stack([w_eNK & 15, w_eNK >> 4], 3).flatten(2)
+
+
+def test_there_and_back() -> None:
+    w = weights(3, 5, 64)
+    packed = repack(w)
+    assert not torch.equal(packed, w)
+    assert torch.equal(as_nibbles(packed), w)
+
+
+def test_bits_are_where_the_reference_reads_them() -> None:
+    w = weights(2, 7, 36)
+    n, k = torch.arange(7)[:, None], torch.arange(72)[None, :]
+    for stored, expected in zip(repack(w), codes(w), strict=True):
+        assert torch.equal(_code(stored, n, k, REPACKED.scheme), expected.long())
+
+
+def test_words_unpack_to_pairs_of_bf16() -> None:
+    """Values 2i and 2i + 1 in the halves of register i, times 2^-126."""
+    w = weights(1, 16, 64)
+    words = repack(w).view(torch.int32).long() & 0xFFFFFFFF
+    pairs = torch.stack(unpack_words(words), 3)
+    bits = torch.stack([pairs & 0xFFFF, pairs >> 16], 4).flatten(2).to(torch.int32)
+    found = (bits << 16).view(torch.float32).double() * 2.0**126
+    code = codes(w).long()
+    expected = torch.where(code < 8, E2M1[code & 7], -E2M1[code & 7])
+    assert torch.equal(found, expected.double())
+
+
+def test_rewritten_in_place() -> None:
+    w = weights(2, 3, 16)
+    expected, back = repack(w), w.clone()
+    assert repack(w, out=w) is w
+    assert torch.equal(w, expected)
+    as_nibbles(w, out=w)
+    assert torch.equal(w, back)
+
+
+def test_strides_are_free() -> None:
+    """Rows that begin between words, and values of a row that lie apart."""
+    w = weights(2, 3, 16)
+    expected = repack(w)
+    shifted = weights(2, 3, 19)[:, :, 3:].copy_(w)
+    apart = w.transpose(1, 2).contiguous().transpose(1, 2)
+    out = torch.zeros(2, 3, 19, dtype=torch.uint8)[:, :, 3:]
+    for strided in (shifted, apart):
+        assert torch.equal(repack(strided), expected)
+        assert torch.equal(repack(strided, out=out), expected)
+
+
+def test_some_experts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = weights(5, 3, 16)
+    expected = repack(w)
+    for words in (1, 24, 25):
+        monkeypatch.setattr("modular_kernel.repacked._WORDS_AT_ONCE", words)
+        assert torch.equal(repack(w), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 16), (2, 0, 16), (2, 3, 0)])
+def test_nothing_to_do(shape: tuple[int, int, int]) -> None:
+    assert repack(weights(*shape)).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("w", "out", "error", "said"),
+    [
+        (weights(2, 3, 16).view(torch.int8), None, DtypeError, "uint8"),
+        (weights(2, 3, 18), None, ShapeError, "multiple of 8"),
+        (weights(3, 16), None, ShapeError, "(e, N, K / 2)"),
+        (weights(2, 3, 16), weights(2, 3, 12), ShapeError, "(2, 3, 16)"),
+        (weights(2, 3, 16), torch.zeros(2, 3, 16), DtypeError, "uint8"),
+    ],
+)
+def test_what_cannot_be_repacked(
+    w: torch.Tensor, out: torch.Tensor | None, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error) as raised:
+        repack(w, out=out)
+    assert said in str(raised.value)
+
+
+def test_a_quantised_layer_is_the_same_numbers() -> None:
+    generator = torch.Generator().manual_seed(0)
+    w1 = torch.randn(3, PLAIN.w1_rows, PLAIN.hidden, generator=generator)
+    w2 = torch.randn(3, PLAIN.hidden, PLAIN.intermediate, generator=generator)
+    plain, packed = (quantise_weights(ExpertWeights(w1, w2), p) for p in (PLAIN, REPACKED))
+    for name in ("w1", "w2"):
+        w, there = getattr(plain, name), getattr(packed, name)
+        scale = getattr(plain, f"{name}_scale")
+        assert torch.equal(there, repack(w))
+        assert torch.equal(getattr(packed, f"{name}_scale"), scale)
+        values = dequantise(w, scale, None, PLAIN.scheme)
+        assert torch.equal(dequantise(there, scale, None, REPACKED.scheme), values)
+
+
+def test_the_scheme_by_name() -> None:
+    scheme = QuantScheme.parse("mxfp4_w4a16:repacked=true")
+    assert scheme.repacked
+    assert str(scheme) == "mxfp4_w4a16:repacked=true"
+    assert QuantScheme.parse("mxfp4_w4a16:repacked=false") == QuantScheme.parse("mxfp4_w4a16")
+
+
+@pytest.mark.parametrize("sizes", [{"hidden": 36}, {"intermediate": 100}])
+def test_rows_are_whole_words(sizes: dict[str, Any]) -> None:
+    problem = replace(REPACKED, **sizes)
+    with pytest.raises(ConfigurationError, match="a multiple of 8"):
+        weight_specs(problem)
+    assert weight_specs(replace(PLAIN, **sizes))
