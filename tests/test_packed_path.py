@@ -40,6 +40,8 @@ _NARROW = _pair((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of u
 # 8 columns of GEMM 2, twice in a product: a pair's depth at once; in steps, one and two on the way.
 _AT_ONCE = _pair((32, 256, 4, 1), (8, 1024, 8, 1))
 _IN_STEPS = _pair((32, 256, 4, 1), (8, 512, 2, 1))
+# Two warps keep to a pair, with a block more than they can share evenly.
+_TEAMS = _pair((32, 256, 4, 1), (8, 256, 8, 2))
 _STAGED = _pair((32, 256, 4, 1), (8, 256, 1, 3))
 # Widths that are no multiple of a block, depths that are no multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
@@ -102,6 +104,12 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 2, "quant": _REPACKED, "dtype": torch.float16, "bias": True}, "uniform", _ONCE),
     ({"tokens": 1, "quant": _REPACKED, "hidden": 256, "intermediate": 104}, "uniform", _NARROW),
     ({"tokens": 2, "quant": _REPACKED, "intermediate": 416, "top_k": 3}, "skips", _STAGED),
+    ({"tokens": 2, "quant": _REPACKED, "hidden": 96, "intermediate": 1096, "top_k": 4,
+      "experts": 7, "bias": True}, "skips", _TEAMS),
+    ({"tokens": 1, "quant": _MXFP4, "hidden": 104, "intermediate": 608, "bias": True,
+      "combine": Combine.TOPK_WEIGHTED}, "uniform", _TEAMS),
+    ({"tokens": 1, "quant": f"{_INT4}:group=32,{_ZEROS}", "intermediate": 288, "bias": True,
+      "apply_router_weight_on_input": True, "top_k": 1}, "uniform", _TEAMS),
 )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ def _own_pair(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, PARTS: tl.constexpr, TEAM: tl.constexpr,
     LOOPED: tl.constexpr,
 ):  # fmt: skip
-    """Of part p, one of TEAM that share a pair: the pair and its local expert (-1: skipped),
-    (4, 8, PARTS, 1); nothing where TEAM is 0."""
+    """Of part p, one of TEAM that share a pair: the pair, its local expert, and whether it is not
+    skipped, (4, 8, PARTS, 1); nothing where TEAM is 0."""
     if TEAM > 0:
         slot = tl.arange(0, PARTS)[None, None, :, None] // TEAM
         if LOOPED:
@@ -42,10 +42,31 @@ def _own_pair(
         local, _ = load_local_ids(
             ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
         )
-        result = (pair, local)
+        result = (pair, tl.maximum(local, 0), local >= 0)
     else:
-        result = (token, token)
+        result = (token, token, token)
     return result
+
+
+@triton.jit
+def _own_biases(
+    ptr, stride, first_column, hidden, token, num_experts, num_local, ids_ptr, map_ptr,
+    TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, TEAM: tl.constexpr,
+):  # fmt: skip
+    """float32 (PARTS, ROWS, 8): the biases of each pair, once, where the first of its parts begins
+    to add up. Its router weight comes with that of the products."""
+    part = tl.arange(0, PARTS)[:, None, None]
+    row = tl.arange(0, ROWS)[None, :, None]
+    slot = tl.arange(0, 8)[None, None, :]
+    local, _ = load_local_ids(
+        ids_ptr, token * TOP_K + part // TEAM + slot * 0, slot == 0, map_ptr, num_experts,
+        num_local, HAS_MAP,
+    )  # fmt: skip
+    column = first_column + row
+    once = (local >= 0) & (part % TEAM == 0) & (row < BLOCK_N) & (column < hidden)
+    ptrs = ptr + tl.maximum(local, 0).to(tl.int64) * stride + column
+    return tl.load(ptrs, mask=once, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -60,9 +81,8 @@ def _block(
     BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
     part = tl.arange(0, PARTS)[None, None, :, None]
     if TEAM > 0:
-        pair, local = own
+        pair, local, live = own
         block = step * TEAM + part % TEAM
-        live = local >= 0
         if BLOCKS % TEAM != 0:
             live = live & (block < BLOCKS)
     else:
@@ -76,7 +96,8 @@ def _block(
         )
         block = index % BLOCKS
         live = local >= 0
-    return pair, tl.maximum(local, 0), live, block * (CHUNKS * HALVES)
+        local = tl.maximum(local, 0)
+    return pair, local, live, block * (CHUNKS * HALVES)
 
 
 @triton.jit
@@ -222,8 +243,14 @@ def packed_down_kernel(
         )  # fmt: skip
     column = first_column + tl.arange(0, BLOCK_N)
     column_mask = column < hidden
+    total = tl.zeros((PARTS, ROWS, 8), tl.float32)
     bias = tl.zeros((BLOCK_N,), tl.float32)
-    if HAS_BIAS:
+    if HAS_BIAS and TEAM > 0:
+        total += _own_biases(
+            bias_ptr, stride_bias, first_column, hidden, token, num_experts, num_local, ids_ptr,
+            map_ptr, TOP_K, HAS_MAP, BLOCK_N, ROWS, PARTS, TEAM,
+        )  # fmt: skip
+    elif HAS_BIAS:
         slot = tl.arange(0, BLOCK_K)
         pairs = token * TOP_K + slot
         local, _ = load_local_ids(
@@ -244,7 +271,6 @@ def packed_down_kernel(
     for s in tl.static_range(STEPS if STEPS <= STAGES else 1):
         _, _, _, _, pair, live, chunk = ring[s]
         ahead += (load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS),)
-    total = tl.zeros((PARTS, ROWS, 8), tl.float32)
     # In a loop what does not change would be unpacked before it.
     if STEPS <= STAGES:
         for s in tl.static_range(STEPS):
@@ -267,9 +293,9 @@ def packed_down_kernel(
                     IN_TWOS, GROUP_K, CHUNKS, HALVES, PARTS, TEAM, STAGES, LATE,
                 )  # fmt: skip
     if HAS_ROW_WEIGHTS and TEAM > 0:
-        pair, local = own
+        pair, _, live = own
         # A skipped pair's weight may be anything, NaN too.
-        weight = tl.load(row_weights_ptr + pair, mask=local >= 0, other=0.0)
+        weight = tl.load(row_weights_ptr + pair, mask=live, other=0.0)
         total *= _for_sums(weight, ROWS // 8)
     if HALVES == 2:
         total = tl.sum(tl.reshape(total, (PARTS, 2, BLOCK_N, 8)), 1)
