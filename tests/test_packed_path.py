@@ -40,9 +40,9 @@ _NARROW = _pair((8, 256, 8, 1), (32, 256, 8, 4))  # 8 columns of gate and 8 of u
 # 8 columns of GEMM 2, twice in a product: a pair's depth at once; in steps, one and two on the way.
 _AT_ONCE = _pair((32, 256, 4, 1), (8, 1024, 8, 1))
 _IN_STEPS = _pair((32, 256, 4, 1), (8, 512, 2, 1))
-# Two warps keep to a pair, with a block more than they can share evenly.
-_TEAMS = _pair((32, 256, 4, 1), (8, 256, 8, 2))
 _STAGED = _pair((32, 256, 4, 1), (8, 256, 1, 3))
+# Two warps keep to a pair.
+_TEAMS = _pair((32, 256, 4, 1), (8, 256, 8, 2))
 # Widths that are no multiple of a block, depths that are no multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
@@ -106,6 +106,8 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
     ({"tokens": 2, "quant": _REPACKED, "intermediate": 416, "top_k": 3}, "skips", _STAGED),
     ({"tokens": 2, "quant": _REPACKED, "hidden": 96, "intermediate": 1096, "top_k": 4,
       "experts": 7, "bias": True}, "skips", _TEAMS),
+    ({"tokens": 1, "quant": _REPACKED, "hidden": 64, "intermediate": 768, "top_k": 4,
+      "experts": 5}, "uniform", _TEAMS),  # three whole blocks for two
     ({"tokens": 1, "quant": _MXFP4, "hidden": 104, "intermediate": 608, "bias": True,
       "combine": Combine.TOPK_WEIGHTED}, "uniform", _TEAMS),
     ({"tokens": 1, "quant": f"{_INT4}:group=32,{_ZEROS}", "intermediate": 288, "bias": True,
