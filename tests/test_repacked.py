@@ -12,6 +12,9 @@ from modular_kernel.quant import dequantise, quantise_weights, weight_specs
 from modular_kernel.reference import _code
 from modular_kernel.repacked import as_nibbles, repack, unpack_words
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import BASE
+from modular_kernel.types import Machine
 
 PLAIN = Problem(2, 32, 64, 3, 1, quant="mxfp4_w4a16")
 REPACKED = replace(PLAIN, quant="mxfp4_w4a16:repacked=true")
@@ -133,3 +136,19 @@ def test_rows_are_whole_words(sizes: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="a multiple of 8"):
         weight_specs(problem)
     assert weight_specs(replace(PLAIN, **sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
+        ("BatchedPrepareAndFinalize", "BatchedTritonExperts"),
+    ],
+)
+def test_tiles_of_many_rows(pair: tuple[str, str], dtype: torch.dtype, machine: Machine) -> None:
+    problem = replace(
+        BASE, hidden=160, intermediate=96, tokens=33, dtype=dtype, quant=REPACKED.quant
+    )
+    proof = prove(Case(*pair, problem, "uniform"), machine)
+    assert proof.passed, str(proof)

@@ -70,7 +70,18 @@ CASES = [
 
 
 @pytest.mark.parametrize("stages", [3, 4])
-@pytest.mark.parametrize("change", [{}, {"hidden": 1040}, {"quant": "fp8_w8a8_channel"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"hidden": 1040},
+        {"quant": "fp8_w8a8_channel"},
+        {"intermediate": 4096},  # more tiles than programs: the next one's rows come early
+        {"intermediate": 4096, "hidden": 1040},
+        {"intermediate": 4096, "quant": "fp8_w8a8_channel"},
+    ],
+    ids=str,
+)
 def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int) -> None:
     """Few tokens, each in many rows, in a wider tensor; what lies beside them is NaN."""
     base = problem_of("none", "silu", 1024, 264, True)
