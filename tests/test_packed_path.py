@@ -124,6 +124,21 @@ def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: 
     assert proof.passed, str(proof)
 
 
+@pytest.mark.parametrize("pair", [_TEAMS, _LONG], ids=["teams", "roaming"])
+def test_a_skipped_pairs_weight_may_be_anything(pair: TilePair) -> None:
+    """Whether warps keep to a pair or go from one to the next."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    problem = replace(_BASE, tokens=2, quant=_REPACKED, top_k=2, bias=True)
+    x_TH, weights, routing = random_inputs(problem, device)
+    routing.topk_ids_TK[0, 1] = routing.topk_ids_TK[1, 0] = -1
+    routing.topk_weights_TK[routing.topk_ids_TK < 0] = 0.5
+    kernel = make_kernel(_NO_EP, "TritonExperts", problem)
+    with override_config(pair):
+        expected = kernel(x_TH, weights, routing).clone()
+        routing.topk_weights_TK[routing.topk_ids_TK < 0] = torch.nan
+        assert torch.equal(kernel(x_TH, weights, routing), expected)
+
+
 @pytest.mark.parametrize("path", [SINGLE, "aligned"])
 def test_exponents_at_both_ends(path: str) -> None:
     """E8M0 codes of 0 and 1, 2^-127 and 2^-126, are as good as nothing; one of 2^50 and more gives
