@@ -38,15 +38,15 @@ def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Ten
     same shape and dtype, which may be w_eNK itself: then it is rewritten, and to repack it once
     more would spoil it. ShapeError, DtypeError.
     """
-    return _rewritten(w_eNK, out, pack_words, split_nibbles)
+    return _rewritten(w_eNK, out, _pack_words, _split_nibbles)
 
 
 def as_nibbles(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """What `repack` made, two codes to a byte again."""
-    return _rewritten(w_eNK, out, join_nibbles, unpack_words)
+    return _rewritten(w_eNK, out, _join_nibbles, unpack_words)
 
 
-def pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
+def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
     """Words of four pairs in FIELDS; all int64."""
     p0, p1, p2, p3 = pairs
     w = p0 | p1 >> 3
@@ -67,14 +67,14 @@ def unpack_words(w: torch.Tensor) -> list[torch.Tensor]:
     ]
 
 
-def split_nibbles(w: torch.Tensor) -> list[torch.Tensor]:
+def _split_nibbles(w: torch.Tensor) -> list[torch.Tensor]:
     """Words of nibbles to pairs in FIELDS."""
     bytes_of = [(w >> 8 * i) & 0xFF for i in range(_BYTES)]
     codes = [(b & 0xF) | (b & 0xF0) << 12 for b in bytes_of]
     return [(c & 0x00080008) << 12 | (c & 0x00070007) << 6 for c in codes]
 
 
-def join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
+def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
     """Pairs in FIELDS to words of nibbles."""
     w = torch.zeros_like(pairs[0])
     for i, pair in enumerate(pairs):

@@ -70,8 +70,8 @@ def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tens
     """mxfp4_w4a16's w (e, N, K / 2) and scale (e, N, K / 32), of which w is a view of blocks.
 
     blocks: (e, N, K / 32, 16) uint8, the even k in the low nibble. scales: (e, N, K / 32) uint8
-    (E8M0). gate_up_proj's rows alternate gate and up: the activation is swiglu_oai. Kernels are faster
-    once `modular_kernel.repacked.repack` has been over w, for "mxfp4_w4a16:repacked=true".
+    (E8M0). gate_up_proj's rows alternate gate and up: the activation is swiglu_oai. Kernels are
+    faster on what `modular_kernel.repacked.repack` makes of w, for "mxfp4_w4a16:repacked=true".
     """
     for what, tensor in (("blocks", blocks), ("scales", scales)):
         if tensor.dtype is not torch.uint8:

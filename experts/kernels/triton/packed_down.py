@@ -54,14 +54,14 @@ def _own_biases(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
-    """float32 (PARTS, ROWS, 8): the biases of each pair, once, where the first of its parts begins
-    to add up. Its router weight comes with that of the products."""
+    """float32 (PARTS, ROWS, 8): the biases of each pair, once: in the first slot of the first of
+    its parts, which begins to add up there. Its router weight comes with that of the products."""
     part = tl.arange(0, PARTS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
+    pair = token * TOP_K + part // TEAM + tl.zeros((1, 1, 8), tl.int32)
     local, _ = load_local_ids(
-        ids_ptr, token * TOP_K + part // TEAM + slot * 0, slot == 0, map_ptr, num_experts,
-        num_local, HAS_MAP,
+        ids_ptr, pair, slot == 0, map_ptr, num_experts, num_local, HAS_MAP
     )  # fmt: skip
     column = first_column + row
     once = (local >= 0) & (part % TEAM == 0) & (row < BLOCK_N) & (column < hidden)
