@@ -36,10 +36,10 @@ Foreign = Any
 
 # Mnemonics that say how a kernel computes and moves data: tensor cores of each generation and
 # number format, plain float32, TMA and asynchronous copies, stores to shared memory, traffic of
-# spilled registers, and moves from register to register.
+# spilled registers, moves from register to register, and bytes of two registers put into one.
 FAMILIES = (
     *("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "FFMA"),
-    *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV"),
+    *("UTMALDG", "UTMASTG", "LDGSTS", "STS", "LDL", "STL", "MOV", "PRMT"),
 )
 
 # One thread block of sm_90 or sm_100 may use 227 KiB.

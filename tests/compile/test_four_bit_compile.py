@@ -68,6 +68,8 @@ def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
         assert record.config["BLOCK_M"] == 8
         assert check(record, expect="HMMA") == ()
         assert Counter(record.instructions)["LDGSTS"] > 0
+        # Halves of registers are values that products take together: none is put beside another.
+        assert record.instructions["PRMT"] <= 2 * record.instructions["HMMA"]
 
 
 @pytest.mark.parametrize(
