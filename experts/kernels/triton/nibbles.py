@@ -76,15 +76,15 @@ def opaque(value):
     return value
 
 
-# Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1
-# times 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's
-# range, so that the rows they meet are `boosted` first, by two to these powers.
 @triton.constexpr_function
 def is_e2m1(form: str) -> bool:
     """Whether words of this format hold e2m1 values, and their scales are E8M0 exponents."""
     return form != "integer"
 
 
+# Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1
+# times 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's
+# range, so that the rows they meet are `boosted` first, by two to these powers.
 @triton.constexpr_function
 def boost_of(form: str, odd: int) -> float:
     """The factor of a value of x in bf16, for an even or an odd k."""
@@ -144,12 +144,12 @@ def _repacked(words, dtype: tl.constexpr):
         p1 = _fp16_fields(p1)
         p2 = _fp16_fields(p2)
         p3 = _fp16_fields(p3)
-    # Opaque, or the compiler would look for the halves in the shifts and masks.
-    p0 = opaque(p0.to(tl.int32, bitcast=True))
-    p1 = opaque(p1.to(tl.int32, bitcast=True))
-    p2 = opaque(p2.to(tl.int32, bitcast=True))
-    p3 = opaque(p3.to(tl.int32, bitcast=True))
-    return p0, p1, p2, p3
+    return (
+        p0.to(tl.int32, bitcast=True),
+        p1.to(tl.int32, bitcast=True),
+        p2.to(tl.int32, bitcast=True),
+        p3.to(tl.int32, bitcast=True),
+    )
 
 
 @triton.jit
