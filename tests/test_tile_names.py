@@ -12,6 +12,7 @@ from tile_samples import MIXTRAL, NAME
 from experts.tile_names import TileKey, device_key, names_for
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.types import Problem
 
 SIZES = st.integers(1, 10**9)
 KEYS = st.builds(
@@ -142,3 +143,9 @@ def test_packed_weights_are_found_under_both_sizes() -> None:
 def test_experts_are_those_of_this_rank() -> None:
     problem = replace(MIXTRAL, experts=64, local_experts=8, expert_map=True)
     assert names_for(problem, "NVIDIA H200") == (NAME,)
+
+
+def test_repacked_weights_take_the_files_of_their_format() -> None:
+    plain = Problem(1, 2048, 768, 128, 8, quant="mxfp4_w4a16")
+    repacked = replace(plain, quant="mxfp4_w4a16:repacked=true")
+    assert TileKey.of(repacked, "NVIDIA H200") == TileKey.of(plain, "NVIDIA H200")
