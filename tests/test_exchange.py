@@ -180,6 +180,20 @@ def test_remote_rows_are_counted_once_a_token_and_rank() -> None:
     assert torch.allclose(cell.routing(1).topk_weights_TK.sum(1), torch.ones(40))
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_reason_is_what_was_told_first(first: int) -> None:
+    """A connection that breaks breaks on the rank that did nothing wrong too."""
+    notes = ["RuntimeError: connection closed", "RuntimeError: connection closed"]
+    notes[first] = "ValueError: broken here"
+    told = [
+        {"status": "failed", "note": note, "error": None, "at": 8.0 if rank == first else 8.5}
+        for rank, note in enumerate(notes)
+    ]
+    assert row_of("x", "peer", CELL, told, Link()).note == "ValueError: broken here"
+    late = {"status": "failed", "note": "died: exit code 7", "error": None}
+    assert row_of("x", "peer", CELL, [*told, late], Link()).note == "died: exit code 7"
+
+
 def test_bytes_and_floors_by_hand() -> None:
     fp8 = Cell(2, 4096, 4096, quant="fp8_w8a8_block")
     assert fp8.row_bytes == 7168 + 4 * 56

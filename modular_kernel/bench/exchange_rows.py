@@ -1,6 +1,7 @@
 """The record of `mk exchange`: one row for each transport and cell, and its tables."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -59,12 +60,13 @@ class ExchangeRow:
 def row_of(
     transport: str, origin: str, cell: Cell, told: Sequence[dict[str, Any]], link: Link
 ) -> ExchangeRow:
-    """From what each rank told of a cell: {status, note, error, dispatch_us, ...}."""
+    """From what each rank told of a cell: {status, note, error, dispatch_us, ...}; at: when, on a
+    clock of all ranks. Of several notes that say as much the first one told is the reason."""
     came, sent = cell.remote_rows
     dispatch_bytes, combine_bytes = came * cell.row_bytes, sent * 2 * cell.hidden
     worst = max(told, key=lambda one: _SEVERITY.index(one["status"]))
-    notes = [one["note"] for one in told if one["status"] == worst["status"] and one["note"]]
-    notes.sort(key=_how_little_it_says)
+    noted = [one for one in told if one["status"] == worst["status"] and one["note"]]
+    noted.sort(key=lambda one: (_how_little_it_says(one["note"]), one.get("at", math.inf)))
     figures: dict[str, Any] = {}
     errors = [one["error"] for one in told if one.get("error") is not None]
     if worst["status"] == OK:
@@ -79,7 +81,7 @@ def row_of(
         origin=origin,
         **sizes,
         status=worst["status"],
-        note=notes[0] if notes else "",
+        note=noted[0]["note"] if noted else "",
         error=max(errors, default=None),
         dispatch_rows=came,
         combine_rows=sent,

@@ -183,7 +183,7 @@ class Teller:
         self.cell = 0
 
     def tell(self, told: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"cell": self.cell, **told}) + "\n")
+        self._file.write(json.dumps({"cell": self.cell, "at": time.monotonic(), **told}) + "\n")
         self._file.flush()
 
     def failed(self, note: str, error: float | None = None) -> dict[str, Any]:
