@@ -59,6 +59,7 @@ def _own_biases(
     part = tl.arange(0, PARTS)[:, None, None]
     row = tl.arange(0, ROWS)[None, :, None]
     slot = tl.arange(0, 8)[None, None, :]
+    # Looked up once more than in _own_pair, which has its lanes otherwise.
     pair = token * TOP_K + part // TEAM + tl.zeros((1, 1, 8), tl.int32)
     local, _ = load_local_ids(
         ids_ptr, pair, slot == 0, map_ptr, num_experts, num_local, HAS_MAP
