@@ -17,7 +17,7 @@ _BLOCK = (128, 128)
 # tile's, and registers for half as many.
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
 LEAST_ROWS = 48  # mean rows of an expert from which the path pays; on an H200, tokens moved
-_STAGING = 1 << 15  # bytes through which both warpgroups store their results
+_STAGED = BLOCK_M * 2  # bytes of a column of results of half a tile on their way out: 16 bits each
 _MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
 
 
@@ -57,6 +57,19 @@ def half_rows(tile: Tile, sides: int) -> int:
     return tile.block_n if sides == 2 else tile.block_n // 2
 
 
+def _ring_bytes(tile: Tile, half: int) -> int:
+    return tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES
+
+
+def staging_slots(tile: Tile, half: int, columns: int) -> int:
+    """How many boxes of results, `columns` wide, a warpgroup keeps until they are stored: 1 or 2.
+
+    Two where they fit beside the ring, so that a tile's second one need not wait for its first.
+    """
+    fit = _ring_bytes(tile, half) + 2 * _STAGED * columns <= Device().shared
+    return 2 if fit else 1
+
+
 def violations(tile: Tile, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
     """Every reason not to launch `tile` on this path."""
     step = BOX_BYTES * 8 // gemm.a_bits
@@ -74,7 +87,7 @@ def violations(tile: Tile, gemm: Gemm, mode: str, device: Device) -> Iterator[Vi
         sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
         yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {PERMUTED} path")
         return
-    shared = tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES + _STAGING
+    shared = _ring_bytes(tile, half) + _STAGED * half
     if shared > device.shared:
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
 

@@ -7,7 +7,15 @@ products is in experts.triton_sorted.
 
 import torch
 
-from experts.tile_permuted import BLOCK_M, BOX_BYTES, MODES, TMA_BYTES, gathers, half_rows
+from experts.tile_permuted import (
+    BLOCK_M,
+    BOX_BYTES,
+    MODES,
+    TMA_BYTES,
+    gathers,
+    half_rows,
+    staging_slots,
+)
 from experts.tile_shapes import PERMUTED, Tile
 from experts.triton_gemm import Product
 from experts.triton_sorted import Rows, SortedProducts
@@ -47,6 +55,7 @@ class PermutedPath(SortedProducts):
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         half = half_rows(tile, 2 if product.constants["GATED"] else 1)
+        stored = half // product.step  # gate and up rows by turns give half as many columns
         b_desc = boxes(product.w.view(experts * rows_b, depth), half)
         unused = product.w
         b_scale = unused if product.scale is None else product.scale
@@ -55,6 +64,7 @@ class PermutedPath(SortedProducts):
             (multiprocessors(),),
             a_desc=b_desc if tokens is not None else boxes(a, BLOCK_M),
             b_desc=b_desc,
+            out_desc=boxes(out, BLOCK_M // 2, stored),
             x_ptr=a,
             tokens_ptr=order.tiles if tokens is None else tokens,
             out_ptr=out,
@@ -77,6 +87,7 @@ class PermutedPath(SortedProducts):
             GATHERED=tokens is not None,
             EVEN_K=depth * itemsize % BOX_BYTES == 0,
             STAGES=tile.num_stages,
+            SLOTS=staging_slots(tile, half, stored),
             GROUP_M=tile.group_m,
             num_warps=4,
             **product.constants,

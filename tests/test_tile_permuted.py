@@ -73,6 +73,24 @@ def test_only_tokens_on_whole_copies_are_gathered() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stages", "half", "columns", "slots"),
+    [(4, 128, 128, 1), (3, 128, 128, 2), (4, 128, 64, 2), (6, 64, 64, 2), (6, 64, 32, 2)],
+)
+def test_results_wait_in_what_the_ring_leaves(
+    stages: int, half: int, columns: int, slots: int
+) -> None:
+    """Of 227 KiB; every tile that is launched has room for one box of each warpgroup."""
+    tile = Tile(tile_permuted.BLOCK_M, 2 * half, 64, 8, 4, stages)
+    assert tile_permuted.staging_slots(tile, half, columns) == slots
+    ring = stages * (tile_permuted.BLOCK_M + 2 * half) * tile_permuted.BOX_BYTES
+    boxes = slots * 2 * 64 * columns * 2
+    assert ring + boxes <= H200.shared
+    assert slots == 2 or ring + 2 * boxes > H200.shared
+    (_, gemm2) = gemms(MIXTRAL)
+    assert not list(tile_permuted.violations(tile, gemm2, "plain", H200))
+
+
+@pytest.mark.parametrize(
     "other",
     [
         {"dtype": "float32"},

@@ -1,177 +1,260 @@
 """How good tiles are for a layer that has no tuned file: every tuned layer is left out in turn.
 
-    mk tune --model all --times times.jsonl ...          # on a GPU
-    python tools/leave_one_out.py times.jsonl "2026-11-20 with ..." > h200-leave-one-out.md
+    python tools/leave_one_out.py time record.json                # on the GPU that files are for
+    python tools/leave_one_out.py report record.json > h200-leave-one-out.md
 
 A layer that is left out takes the tiles that the nearest other layers were tuned to
-(experts/tile_neighbours.py), and then those of the regimes alone (experts/tile_regimes.py). Both
-are compared with its own tuned tiles, by the times of its own tuning: a pair of tiles takes what
-its two products took there, and what a call takes beside them on its path and row block.
+(experts/tile_neighbours.py), and then those of the regimes alone (experts/tile_regimes.py). Whole
+planned layers with them and with its own tuned tiles are checked and timed by turns, as the tuner
+compares its finalists (modular_kernel/tuning/measured.py). Tiles that are the same are not timed.
 """
 
+import argparse
 import json
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import geometric_mean
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from experts.tile_files import Recipe, TunedFor, pair_from_json
-from experts.tile_neighbours import Known, borrow
+import torch
+import triton
+
+from experts.tile_names import TileKey
 from experts.tile_regimes import regimes
-from experts.tile_search import Additive
 from experts.tile_shapes import Device, TilePair
-from modular_kernel.tunable import Took
+from experts.tile_store import PACKAGED, TileStore, subfolder
+from modular_kernel.catalog import this_machine
+from modular_kernel.cli.presets import SHAPES
+from modular_kernel.tuning.compiled import Compiler, Pair
+from modular_kernel.tuning.measured import Measured
 from modular_kernel.types import Problem
 
 BOUND = 1.20
-_H200 = Device("NVIDIA H200", boxes=True)
+CONFIGS = Path(__file__).parents[1] / "experts" / "configs"
+TRITON = "3.6.0"
+H200 = Device("NVIDIA H200", boxes=True)
+QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16")
+TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of tokens of one layer, as it was tuned. took: by pair of tiles."""
+    """One number of tokens of one layer, and the tiles of it. origin: whose the neighbours' are."""
 
     layer: str
     problem: Problem
-    best: TilePair
-    took: Mapping[TilePair, Took]
+    tuned: TilePair
+    neighbours: TilePair
+    regimes: TilePair
+    origin: str
+
+    @property
+    def choices(self) -> list[TilePair]:
+        """All different tiles."""
+        return list(dict.fromkeys((self.tuned, self.neighbours, self.regimes)))
+
+    def record(self, seconds: Mapping[TilePair, float]) -> dict[str, object]:
+        """A row of the record: microseconds by where tiles come from, none where all are alike."""
+        kinds = ("tuned", "neighbours", "regimes")
+        times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
+        us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
+        p = self.problem
+        row = {"layer": self.layer, "quant": p.quant, "tokens": p.tokens, "origin": self.origin}
+        alike = [kind for kind in kinds[1:] if getattr(self, kind) == self.tuned]
+        return {**row, "alike": alike, "us": us}
+
+
+def cells(
+    layers: Iterable[str] = SHAPES,
+    quants: Iterable[str] = QUANTS,
+    tokens: Sequence[int] = TOKENS,
+    configs: Path = CONFIGS,
+) -> list[Cell]:
+    """Every cell of the layers that have a file in `configs`."""
+    found = []
+    for quant in quants:
+        for layer in layers:
+            problem = Problem(tokens=max(tokens), quant=quant, **SHAPES[layer])
+            found += _of_layer(layer, problem, tokens, configs)
+    return found
+
+
+def _of_layer(layer: str, problem: Problem, tokens: Sequence[int], configs: Path) -> list[Cell]:
+    files = sorted((configs / subfolder(TRITON)).glob("E=*.json"))
+    own = TileKey.of(problem, H200.name)
+    others = [path for path in files if TileKey.parse(path.name) != own]
+    if len(others) == len(files):
+        return []
+    mine = TileStore(((PACKAGED, configs),), H200, TRITON).source(problem)
+    with tempfile.TemporaryDirectory() as folder:
+        inner = Path(folder) / subfolder(TRITON)
+        inner.mkdir()
+        for path in others:
+            (inner / path.name).symlink_to(path.resolve())
+        lent = TileStore(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
+    alone = regimes(problem, H200)
+    made = []
+    for number in tokens:
+        whose = lent.whose[lent.steps.index(number)] if lent.whose else "regimes"
+        tuned, neighbours = mine.steps.choose(number), lent.steps.choose(number)
+        here = problem.with_tokens(number)
+        made.append(Cell(layer, here, tuned, neighbours, alone.choose(number), whose))
+    return made
+
+
+def time_cells(found: Sequence[Cell], deadline: float, keep: Callable[[list[object]], None]) -> int:
+    """Time on this GPU what differs; how many cells have no time: no layer is begun after
+    `deadline` seconds, and tiles may give wrong numbers. keep: called with all rows so far."""
+    pair, rows, left = Pair(*PAIR, this_machine()), list[object](), 0
+    end = time.monotonic() + deadline
+    with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
+        for cell in found:  # of all layers, in their order: the processes run ahead
+            if len(cell.choices) > 1:
+                compiler.begin(pair, pair.space(cell.problem), cell.problem, cell.choices)
+        for _, group in groupby(found, key=lambda cell: (cell.layer, cell.problem.quant)):
+            of = list(group)
+            unlike = [cell for cell in of if len(cell.choices) > 1]
+            if unlike and time.monotonic() > end:
+                left += len(of)
+                continue
+            rows += [cell.record({}) for cell in of if cell not in unlike]
+            if unlike:
+                numbers = [cell.problem.tokens for cell in unlike]
+                most = unlike[0].problem.with_tokens(max(numbers))
+                bench = Measured(pair, most, compiler, tokens=numbers, target_ms=40.0)
+                for cell in unlike:
+                    took = bench.compare(cell.problem.tokens, cell.choices)
+                    seconds = {c: t for c in cell.choices if isinstance(t := took[c], float)}
+                    if len(seconds) < len(cell.choices):  # wrong numbers, or no launch
+                        print(f"{cell.layer}, {cell.problem}: {took}", file=sys.stderr)
+                        left += 1
+                        continue
+                    rows.append(cell.record(seconds))
+                keep(rows)
+    return left
 
 
 @dataclass(frozen=True)
 class Result:
-    """Times over the tuned one; None where a tile was not timed. origin: whose tiles."""
+    """Times over the tuned one."""
 
-    cell: Cell
-    neighbours: float | None
-    regimes: float | None
+    layer: str
+    quant: str
+    tokens: int
+    neighbours: float
+    regimes: float
     origin: str
 
 
-def read(lines: Iterable[str]) -> list[Cell]:
-    """The cells of a record of `mk tune --times`; of a cell tuned twice the last."""
-    cells = {}
-    for line in lines:
-        one = json.loads(line)
-        sizes = (one[name] for name in ("tokens", "hidden", "intermediate", "experts", "top_k"))
-        problem = Problem(*sizes, quant=one["quant"])
-        took = {
-            pair_from_json(choice, "choice"): Took(choice["us"], choice["stages"])
-            for choice in one["choices"]
+def results(rows: Iterable[Mapping[str, object]]) -> list[Result]:
+    """Of a record's rows. Tiles that are the tuned ones are at 1."""
+    found = []
+    for row in rows:
+        us, alike = row["us"], row["alike"]
+        assert isinstance(us, dict)
+        assert isinstance(alike, list)
+        over = {
+            kind: 1.0 if kind in alike else us[kind] / us["tuned"]
+            for kind in ("neighbours", "regimes")
         }
-        best = pair_from_json(one["best"], "best")
-        cells[one["layer"], problem] = Cell(one["layer"], problem, best, took)
-    return list(cells.values())
+        sizes = str(row["layer"]), str(row["quant"]), int(str(row["tokens"]))
+        found.append(Result(*sizes, over["neighbours"], over["regimes"], str(row["origin"])))
+    order = {(r.quant, r.layer): index for index, r in reversed(list(enumerate(found)))}
+    return sorted(found, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
 
-def left_out(cells: Sequence[Cell]) -> list[Result]:
-    """Every cell with its layer left out."""
-    layers: dict[tuple[str, str], list[Cell]] = {}
-    for cell in cells:
-        layers.setdefault((cell.layer, cell.problem.quant), []).append(cell)
-    known = {key: _known(of) for key, of in layers.items()}
-    results = []
-    for key, of in layers.items():
-        others = [k for other, k in known.items() if other[1] == key[1] and other[0] != key[0]]
-        results += [_result(cell, others) for cell in of]
-    return results
-
-
-def _known(cells: Sequence[Cell]) -> Known:
-    """What the layer's file says."""
-    problem = cells[0].problem
-    ordered = sorted(cells, key=lambda cell: cell.problem.tokens)
-    pairs = [(cell.problem.tokens, cell.best) for cell in ordered]
-    recipe = Recipe(
-        origin=cells[0].layer,
-        gemm1=tuple((tokens, pair.gemm1) for tokens, pair in pairs),
-        gemm2=tuple((tokens, pair.gemm2) for tokens, pair in pairs),
-        paths=tuple((tokens, pair.path) for tokens, pair in pairs),
-        fused_columns=False,
-        strict=True,
-        tuned_for=TunedFor("TritonExperts", problem.hidden, problem.top_k),
-    )
-    return Known(problem.e, problem.top_k, problem.hidden, problem.intermediate, recipe)
-
-
-def _result(cell: Cell, others: Sequence[Known]) -> Result:
-    tokens, model = cell.problem.tokens, Additive(cell.took)
-    tuned = model.seconds(cell.best)
-
-    def over(pair: TilePair) -> float | None:
-        try:
-            return model.seconds(pair) / tuned
-        except KeyError:
-            return None
-
-    alone = regimes(cell.problem, _H200)
-    (lent,) = borrow(others, cell.problem, _H200, alone, [tokens])
-    return Result(cell, over(lent.pair), over(alone.choose(tokens)), lent.origin)
-
-
-def report(results: Sequence[Result], measured: str = "") -> list[str]:
-    """A document in Markdown. measured: when, and with what."""
-    quants = list(dict.fromkeys(result.cell.problem.quant for result in results))
+def report(found: Sequence[Result], measured: str, timed: int) -> list[str]:
+    """A document in Markdown. measured: when, and with what. timed: cells with different tiles."""
+    quants = list(dict.fromkeys(result.quant for result in found))
     lines = [
         "# Tiles without a tuned file, on one H200",
         "",
         "Each layer is left out in turn, and takes the tiles that the nearest other layers were",
-        "tuned to (where one is near), or those of the regimes alone. Times are over those of its",
-        "own tuned tiles, by the times of its own tuning (`tools/leave_one_out.py`). `within`",
-        f"counts cells (a layer and a number of tokens) within {BOUND:.2f} x, of those whose tiles",
-        "were all timed.",
-        *([f"Measured {measured}."] if measured else []),
+        "tuned to (where one is near), or those of the regimes alone. Whole planned layers, checked",
+        "against float64 first, by turns with the layer's own tuned tiles; uniform routing, weights",
+        "not in the cache (`tools/leave_one_out.py`). Ratios to the time of the tuned tiles; `within`",
+        f"counts cells (a layer and a number of tokens) within {BOUND:.2f} x. In {timed} of",
+        f"{len(found)} cells some of the three differ, and were timed; where tiles are the tuned ones",
+        "the ratio is 1. Where it is below 1, kernels became faster after the layer was tuned.",
+        f"Measured {measured}.",
         "",
         "| scheme | cells | neighbours: within | mean | worst | regimes: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for quant in [*quants, "all"]:
-        of = [r for r in results if quant in ("all", r.cell.problem.quant)]
-        cells = _summary([r.neighbours for r in of]), _summary([r.regimes for r in of])
-        lines.append(f"| {quant} | {len(of)} | {cells[0]} | {cells[1]} |")
-    lines += ["", *_by_tokens(results), "", *_far(results)]
-    return lines
+        of = [r for r in found if quant in ("all", r.quant)]
+        both = _summary([r.neighbours for r in of]), _summary([r.regimes for r in of])
+        lines.append(f"| {quant} | {len(of)} | {both[0]} | {both[1]} |")
+    return [*lines, "", *_by_tokens(found), "", *_far(found)]
 
 
-def _summary(ratios: Sequence[float | None]) -> str:
-    known = [ratio for ratio in ratios if ratio is not None]
-    if not known:
-        return "- | - | -"
-    within = sum(ratio <= BOUND for ratio in known)
-    share = f"{within} of {len(known)}, {within / len(known):.1%}"
-    return f"{share} | {geometric_mean(known):.3f} | {max(known):.2f}"
+def _summary(ratios: Sequence[float]) -> str:
+    within = sum(ratio <= BOUND for ratio in ratios)
+    share = f"{within} of {len(ratios)}, {within / len(ratios):.1%}"
+    return f"{share} | {geometric_mean(ratios):.3f} | {max(ratios):.2f}"
 
 
-def _by_tokens(results: Sequence[Result]) -> list[str]:
+def _by_tokens(found: Sequence[Result]) -> list[str]:
     """Neighbours' times, a line for each layer and scheme, a column for each number of tokens."""
-    tokens = sorted({result.cell.problem.tokens for result in results})
+    tokens = sorted({result.tokens for result in found})
     lines = [
         "| layer | scheme | " + " | ".join(f"T={number}" for number in tokens) + " |",
         "|---|---|" + "---:|" * len(tokens),
     ]
-    rows: dict[tuple[str, str], dict[int, str]] = {}
-    for result in results:
-        problem = result.cell.problem
-        text = "-" if result.neighbours is None else f"{result.neighbours:.2f}"
-        rows.setdefault((result.cell.layer, problem.quant), {})[problem.tokens] = text
-    for (layer, quant), cells in rows.items():
-        values = " | ".join(cells.get(number, "") for number in tokens)
+    for (layer, quant), of in groupby(found, key=lambda r: (r.layer, r.quant)):
+        ratios = {result.tokens: f"{result.neighbours:.2f}" for result in of}
+        values = " | ".join(ratios.get(number, "") for number in tokens)
         lines.append(f"| {layer} | {quant} | {values} |")
     return lines
 
 
-def _far(results: Sequence[Result]) -> list[str]:
-    far = [r for r in results if r.neighbours is not None and r.neighbours > BOUND]
-    far.sort(key=lambda result: -(result.neighbours or 0))
+def _far(found: Sequence[Result]) -> list[str]:
+    far = sorted((r for r in found if r.neighbours > BOUND), key=lambda r: -r.neighbours)
     return [
-        f"- {r.cell.layer} {r.cell.problem.quant}, {r.cell.problem.tokens} tokens: "
-        f"{r.neighbours:.2f} x with the tiles of {r.origin}"
+        f"- {r.layer} {r.quant}, {r.tokens} tokens: {r.neighbours:.2f} x, tiles of {r.origin}"
         for r in far
     ]
 
 
+def main() -> int:
+    args = _arguments()
+    if args.what == "report":
+        record = json.loads(args.record.read_text(encoding="utf-8"))
+        rows = record["rows"]
+        timed = sum(bool(row["us"]) for row in rows)
+        print("\n".join(report(results(rows), record["measured"], timed)))
+        return 0
+    versions = f"torch {torch.__version__} and triton {triton.__version__}"
+    measured = f"{time.strftime('%Y-%m-%d')} with {versions}"
+
+    def keep(rows: list[object]) -> None:
+        made = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
+        args.record.write_text(json.dumps(made, indent=1), encoding="utf-8")
+
+    found = cells(args.model.split(","), args.quant.split(","))
+    left = time_cells(found, args.deadline, keep)
+    if left:
+        print(f"{left} of {len(found)} cells have no time")
+    return 1 if left else 0
+
+
+def _arguments() -> argparse.Namespace:
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("what", choices=("time", "report"))
+    given.add_argument("record", type=Path)
+    given.add_argument("--model", default=",".join(SHAPES))
+    given.add_argument("--quant", default=",".join(QUANTS))
+    given.add_argument("--deadline", type=float, default=1e9, help="no layer is begun later")
+    return given.parse_args()
+
+
 if __name__ == "__main__":
-    record = Path(sys.argv[1]).read_text(encoding="utf-8")
-    print("\n".join(report(left_out(read(record.splitlines())), " ".join(sys.argv[2:]))))
+    sys.exit(main())

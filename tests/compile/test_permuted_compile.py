@@ -54,6 +54,10 @@ def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
         {"quant": "fp8_w8a8_channel", "activation": "relu2", "bias": True},
         {"quant": "fp8_w8a8_block"},
         {"quant": "fp8_w8a8_block", "activation": "relu2"},
+        {
+            "quant": "fp8_w8a8_block",
+            "activation": "swiglu_oai:alpha=1.702,limit=7,interleaved=true",
+        },
     ],
     ids=str,
 )
@@ -75,6 +79,29 @@ def test_every_launch_is_clean(change: dict[str, object]) -> None:
     copies = [r.instructions["LDGSTS"] for r in products]
     # Of each warpgroup 4 a step of 64 rows: STAGES - 1 steps before the first tile, and two loops.
     assert copies == [2 * 4 * (products[0].config["STAGES"] - 1 + 2) if gathers else 0, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"activation": "relu2"},
+        {"activation": "swiglu_oai:alpha=1.702,limit=7,interleaved=true"},
+        {"quant": "fp8_w8a8_channel"},
+        {"quant": "fp8_w8a8_block"},
+    ],
+    ids=str,
+)
+def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
+    """Threads put matrices of 8 by 8 into shared memory, not single values; TMA stores them."""
+    problem = replace(BASE, **change)
+    records = compiled(problem, tile_permuted.default(problem))
+    for record in (r for r in records if r.kernel == "sorted_gemm_kernel"):
+        # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
+        one = record.config["GATED"] and record.config["STEP"] == 1
+        boxes = 1 if one else 2
+        assert record.instructions["UTMASTG"] >= 2 * boxes
+        assert record.instructions["STS"] <= 4
 
 
 def test_a_scale_per_block_has_registers_for_half_a_tile() -> None:

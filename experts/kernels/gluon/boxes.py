@@ -10,15 +10,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 BOX_BYTES = 128  # of a row: the widest swizzle
 
 
-def boxes(rows: torch.Tensor, block_rows: int) -> TensorDescriptor:
-    """Boxes of block_rows rows and 128 bytes of `rows`: 2-D, contiguous, rows on 16 bytes.
+def boxes(rows: torch.Tensor, block_rows: int, columns: int | None = None) -> TensorDescriptor:
+    """Boxes of block_rows rows of `rows`: 2-D, contiguous, rows on 16 bytes.
 
-    What a box has beyond the tensor's end reads as zero.
+    columns: of a box, a power of two, 128 bytes' worth unless told. What a box has beyond the
+    tensor's end reads as zero and is not stored.
     """
+    itemsize = rows.element_size()
+    columns = columns or BOX_BYTES // itemsize
     layout = NVMMASharedLayout(
-        swizzle_byte_width=BOX_BYTES, element_bitwidth=rows.element_size() * 8, rank=2
+        swizzle_byte_width=min(BOX_BYTES, columns * itemsize), element_bitwidth=itemsize * 8, rank=2
     )
-    block = [block_rows, BOX_BYTES // rows.element_size()]
+    block = [block_rows, columns]
     return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), block, layout)
 
 

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 
 @gluon.jit
@@ -56,22 +57,34 @@ def _scaled(
 
 
 @gluon.jit
-def _store(values, row, end, first_column, out_ptr, columns):
-    """Round and store a tile to consecutive rows of an output `columns` wide."""
+def _store(values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns):
+    """Round and store a tile to consecutive rows of an output `columns` wide.
+
+    By way of a slot of `staging`, from where 64 rows go by TMA while the next tile is multiplied.
+    Rows from `end` on are another expert's: where there are such, threads store the others.
+    """
+    ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
-    LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    rounded = gl.convert_layout(values.to(out_ptr.dtype.element_ty), LAYOUT)
-    rows = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, LAYOUT))
-    column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
-    mask = (rows < end)[:, None] & (column < columns)[None, :]
-    gl.store(out_ptrs, rounded, mask=mask)
+    place = staging.index(slot)
+    tma.store_wait(staging.shape[0] - 1)  # what was in the slot has been read
+    place.store(values.to(out_desc.dtype))
+    if row + ROWS <= end:
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out_desc, [row, first_column], place)
+    else:
+        LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+        out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
+        mask = (rows < end)[:, None] & (column < columns)[None, :]
+        gl.store(out_ptrs, place.load(LAYOUT), mask=mask)
 
 
 @gluon.jit
 def _finish_half(
-    values, a_scale, row, end, out_ptr, columns, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
+    values, a_scale, row, end, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
+    expert, rows_b, row_b, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
@@ -81,18 +94,21 @@ def _finish_half(
     )
     if GATED:
         gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
-        value = activate(gate, up, KIND, ALPHA, LIMIT)
-        _store(value, row, end, row_b // 2, out_ptr, columns)
+        value = activate(gate, up, KIND, ALPHA, LIMIT).to(out_desc.dtype)
+        # A thread has every fourth column; with two side by side it stores matrices, not values.
+        PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
+        value = gl.convert_layout(value, PAIRS)
+        _store(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
     elif KIND != "identity":
         value = activate(values, values, KIND, ALPHA, LIMIT)
-        _store(value, row, end, row_b, out_ptr, columns)
+        _store(value, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
     else:
-        _store(values, row, end, row_b, out_ptr, columns)
+        _store(values, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
 
 
 @gluon.jit
 def finish(
-    left, right, row, end, out_ptr, columns, expert, rows_b, right_rows, first,
+    left, right, row, end, out_ptr, out_desc, staging, columns, expert, rows_b, right_rows, first,
     a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
     MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
@@ -100,7 +116,8 @@ def finish(
     """Scale, bias, activate, round and store the left and the right columns of a tile.
 
     first: the first left weight row, right_rows: how much further the right ones are. scale_rows:
-    where each row's scale is in a_scale.
+    where each row's scale is in a_scale. out_desc: the output in boxes of as many columns as a half
+    gives; staging: one or two of them. At its end a program waits for what it still stores.
     """
     rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
     a_scale = gl.full(rows.shape, 1.0, gl.float32, rows.type.layout)
@@ -114,13 +131,15 @@ def finish(
             right, a_scale, expert, rows_b, first + right_rows, b_scale_ptr, bias_ptr,
             MODE, LAYOUT, HAS_BIAS,
         )  # fmt: skip
-        _store(activate(gate, up, KIND, ALPHA, LIMIT), row, end, first, out_ptr, columns)
+        value = activate(gate, up, KIND, ALPHA, LIMIT)
+        _store(value, row, end, first, out_ptr, out_desc, staging, 0, columns)
     else:
         _finish_half(
-            left, a_scale, row, end, out_ptr, columns, expert, rows_b, first,
+            left, a_scale, row, end, out_ptr, out_desc, staging, 0, columns, expert, rows_b, first,
             b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
         )  # fmt: skip
         _finish_half(
-            right, a_scale, row, end, out_ptr, columns, expert, rows_b, first + right_rows,
+            right, a_scale, row, end, out_ptr, out_desc, staging, staging.shape[0] - 1, columns,
+            expert, rows_b, first + right_rows,
             b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
         )  # fmt: skip

@@ -2,8 +2,8 @@
 
 One warp loads: tiles of weights, and of rows that lie in order, arrive in a ring of shared memory
 by TMA. Two warpgroups multiply 64 rows each by the same weights, and finish their tile while the
-next one is being loaded; rows that lie apart they copy themselves. A program serves tile after
-tile, as many programs as multiprocessors.
+next one is being loaded; rows that lie apart they copy themselves. Results leave by TMA too. A
+program serves tile after tile, as many programs as multiprocessors.
 
 A tile's weight rows are two halves, left and right: gate and up rows, or neighbours.
 """
@@ -162,7 +162,8 @@ def _multiply_scaled(
 def _compute(
     a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b, right_rows,
     x_ptr, stride_x, tokens_ptr,
-    out_ptr, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups,
+    out_ptr, out_desc, staging, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
+    b_scale_rows, b_groups,
     PART: gl.constexpr, MODE: gl.constexpr, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
     GATHERED: gl.constexpr, EVEN_K: gl.constexpr,
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -224,34 +225,38 @@ def _compute(
             index + 2 * programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         finish(
-            left, right, row, end, out_ptr, columns, expert, rows_b, right_rows, n * STRIDE_N,
-            a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
+            left, right, row, end, out_ptr, out_desc, staging, columns, expert, rows_b, right_rows,
+            n * STRIDE_N, a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
             MODE, LAYOUT, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
         )  # fmt: skip
         expert, row, end, n = next_expert, next_row, next_end, next_n
         next_expert, next_row, next_end, next_n = later_expert, later_row, later_end, later_n
+    tma.store_wait(0)
     if GATHERED:
         async_copy.wait_group(0)
 
 
 @gluon.jit
 def sorted_gemm_kernel(
-    a_desc, b_desc, x_ptr, tokens_ptr, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr, bias_ptr,
-    max_tiles, columns, depth, rows_b, up_rows, stride_x, a_groups, b_scale_rows, b_groups,
+    a_desc, b_desc, out_desc, x_ptr, tokens_ptr, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr,
+    bias_ptr, max_tiles, columns, depth, rows_b, up_rows, stride_x, a_groups, b_scale_rows,
+    b_groups,
     MODE: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GATHERED: gl.constexpr, EVEN_K: gl.constexpr,
-    STAGES: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for every row r of every tile.
 
     a_desc: (rows, depth) in boxes of 128 rows and 128 bytes; b_desc: (experts * rows_b, depth) in
-    boxes of half a tile's rows. tiles_ptr: int32, max_tiles experts, first rows and rows past the
+    boxes of half a tile's rows; out_desc: (rows, columns) of out, in boxes of 64 rows and as many
+    columns as half a tile gives. tiles_ptr: int32, max_tiles experts, first rows and rows past the
     expert's last, then the number of tiles. A tile's halves are gate and up rows, up_rows apart,
     if GATED, otherwise columns side by side. STEP 2: gate and up rows alternate, so the halves
     lie side by side too, and columns are 2 rows apart.
     GATHERED: row r of a is row tokens[r] of x, stride_x times 16 bytes from its predecessor; a_desc
     is not used. Not in MODE "block". EVEN_K: the depth is whole steps of 128 bytes.
+    SLOTS: boxes of results that a warpgroup keeps until they are stored, 1 or 2.
     MODE "plain": no scales; "channel": a_scale (rows of a or x,), b_scale (experts, rows_b);
     "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), 128 by 128.
     """
@@ -268,6 +273,11 @@ def sorted_gemm_kernel(
             b_desc.dtype, [STAGES, A_ROWS, BLOCK_K], b_desc.layout
         )
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, 2 * HALF, BLOCK_K], b_desc.layout)
+    COLUMNS: gl.constexpr = out_desc.block_type.shape[1]
+    staging = gl.allocate_shared_memory(out_desc.dtype, [SLOTS, ROWS, COLUMNS], out_desc.layout)
+    other_staging = gl.allocate_shared_memory(
+        out_desc.dtype, [SLOTS, ROWS, COLUMNS], out_desc.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for place in gl.static_range(STAGES):
@@ -279,15 +289,15 @@ def sorted_gemm_kernel(
         [
             (_compute, (
                 a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
-                right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, columns, a_scale_ptr,
-                b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, first, MODE, STRIDE_N,
-                GROUP_M, GATHERED, EVEN_K, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, staging, columns,
+                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, first, MODE,
+                STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_compute, (
                 other_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
-                right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, columns, a_scale_ptr,
-                b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, second, MODE, STRIDE_N,
-                GROUP_M, GATHERED, EVEN_K, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, other_staging, columns,
+                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, second, MODE,
+                STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_load, (
                 a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
