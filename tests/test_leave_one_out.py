@@ -1,19 +1,16 @@
-"""The table of tiles without a tuned file, from the times of a tuning."""
+"""The table of tiles without a tuned file: whose tiles a layer left out takes, and how they fare."""
 
 import importlib.util
 import json
+import shutil
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from experts.tile_files import pair_as_json
-from experts.tile_shapes import Tile, TilePair
-
 FILE = Path(__file__).parents[1] / "tools" / "leave_one_out.py"
-SIZES = {"one": (8, 2, 4096, 14336), "two": (8, 2, 4096, 7168), "far": (256, 8, 7168, 256)}
-ONE, TWO = (Tile(16, n, 128, 1, 4, 4) for n in (64, 128))
-ALIKE, MIXED = TilePair(ONE, ONE), TilePair(ONE, TWO)
+LAYERS = ("mixtral", "mixtral_tp2", "dsv3_tp8")
 
 
 @pytest.fixture(scope="module")
@@ -22,46 +19,74 @@ def tool() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
 
 
-def line(layer: str, best: TilePair, *choices: TilePair, second: float = 30.0) -> str:
-    """16 tokens: 10 us beside the products, 40 for GEMM 1, `second` for GEMM 2 by TWO."""
-    experts, top_k, hidden, intermediate = SIZES[layer]
-
-    def entry(pair: TilePair) -> dict[str, object]:
-        gemm2 = second if pair.gemm2 == TWO else 50.0
-        stages = {"mk::gemm1_activation": 40.0, "mk::gemm2": gemm2}
-        return {**pair_as_json(pair), "us": 50.0 + gemm2, "stages": stages}
-
-    sizes = {"experts": experts, "top_k": top_k, "hidden": hidden, "intermediate": intermediate}
-    made = {"layer": layer, **sizes, "quant": "none", "tokens": 16, "best": entry(best)}
-    return json.dumps({**made, "choices": [entry(pair) for pair in choices], "refused": {}})
+@pytest.fixture
+def configs(tool: ModuleType, tmp_path: Path) -> Path:
+    """The files of three layers."""
+    inner = tmp_path / "triton_3_6_0"
+    inner.mkdir()
+    for sizes in ("E=8,N=14336", "E=8,N=7168", "E=256,N=256"):
+        name = f"{sizes},device_name=NVIDIA_H200.json"
+        shutil.copy(tool.CONFIGS / inner.name / name, inner / name)
+    return tmp_path
 
 
-def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType) -> None:
-    lines = [
-        line("one", ALIKE, ALIKE, MIXED),
-        line("one", MIXED, ALIKE, MIXED),  # tuned again: this one counts
-        line("two", ALIKE, ALIKE, MIXED, second=100.0),
-        line("far", MIXED, MIXED),
+def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType, configs: Path) -> None:
+    found = tool.cells(LAYERS, ["none"], [16, 4096], configs)
+    assert [(cell.layer, cell.problem.tokens) for cell in found] == [
+        (layer, tokens) for layer in LAYERS for tokens in (16, 4096)
     ]
-    results = tool.left_out(tool.read(lines))
-    assert [result.cell.layer for result in results] == ["one", "two", "far"]
-    assert results[0].neighbours == pytest.approx(100 / 80)
-    assert results[0].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
-    assert results[1].neighbours == pytest.approx(150 / 100)
-    assert results[2].origin == "regimes", "nothing is near"
-    assert tool.left_out(tool.read(lines[:1]))[0].origin == "regimes"
+    own = {(cell.layer, cell.problem.tokens): cell.tuned for cell in found}
+    by = {(cell.layer, cell.problem.tokens): cell for cell in found}
+    assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
+    assert by["mixtral", 16].neighbours == own["mixtral_tp2", 16]
+    assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
+    assert by["dsv3_tp8", 16].origin == "regimes", "nothing is near"
+    assert by["dsv3_tp8", 16].neighbours == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
+    assert tool.cells(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
+    alone = tool.cells(["mixtral"], ["none"], [16])
+    assert alone[0].tuned == own["mixtral", 16], "the files that ship"
 
 
-def test_the_document(tool: ModuleType) -> None:
-    lines = [line("one", MIXED, ALIKE, MIXED), line("two", ALIKE, ALIKE), line("far", ALIKE, ALIKE)]
-    text = tool.report(tool.left_out(tool.read(lines)))
+def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
+    cell = tool.cells(["dsv3_tp8"], ["none"], [16], configs)[0]
+    assert cell.choices == [cell.tuned, cell.regimes]
+    row = json.loads(json.dumps(cell.record({cell.tuned: 1e-5, cell.regimes: 1.5e-5})))
+    assert row["us"] == {"tuned": 10.0, "neighbours": 15.0, "regimes": 15.0}
+    assert row["alike"] == []
+    (result,) = tool.results([row])
+    assert (result.neighbours, result.regimes) == (1.5, 1.5)
+    same = tool.Cell(cell.layer, cell.problem, cell.tuned, cell.tuned, cell.tuned, "regimes")
+    assert same.choices == [cell.tuned]
+    (result,) = tool.results([same.record({})])
+    assert (result.neighbours, result.regimes) == (1.0, 1.0)
+
+
+def row(layer: str, tokens: int, neighbours: float | None, regimes: float) -> dict[str, object]:
+    us = {"tuned": 10.0, "regimes": 10.0 * regimes}
+    if neighbours is not None:
+        us["neighbours"] = 10.0 * neighbours
+    alike = ["neighbours"] if neighbours is None else []
+    sizes = {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2"}
+    return {**sizes, "alike": alike, "us": us}
+
+
+def test_the_document(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    # Rows come as cells were timed: what is alike first.
+    rows = [row("one", 4096, None, 1.0), row("two", 16, 1.21, 1.0), row("one", 16, 0.9, 1.44)]
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps({"measured": "today with this", "rows": rows}))
+    assert tool.main(["report", str(record)]) == 0
+    text = capsys.readouterr().out.splitlines()
     assert text[0].startswith("# Tiles without a tuned file")
-    total = next(row for row in text if row.startswith("| all |"))
-    assert total.startswith("| all | 3 | 0 of 1, 0.0% | 1.250 |"), "the others' were not timed"
-    assert "| one | none | 1.25 |" in text
-    assert "| two | none | - |" in text
-    assert text[-1].startswith("- one none, 16 tokens: 1.25 x with the tiles of E=8, K=2")
+    assert any("In 3 of 3 cells" in line for line in text)
+    assert any(line.endswith("Measured today with this.") for line in text)
+    total = next(line for line in text if line.startswith("| all |"))
+    assert total == "| all | 3 | 2 of 3, 66.7% | 1.029 | 1.21 | 2 of 3, 66.7% | 1.129 | 1.44 |"
+    assert "| one | none | 0.90 | 1.00 |" in text
+    assert "| two | none | 1.21 |  |" in text
+    assert text[-1] == "- two none, 16 tokens: 1.21 x, tiles of E=8, K=2"

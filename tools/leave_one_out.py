@@ -44,6 +44,16 @@ QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16")
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
+_INTRO = """# Tiles without a tuned file, on one H200
+
+Each layer is left out in turn, and takes the tiles that the nearest other layers were tuned to
+(where one is near), or those of the regimes alone. Whole planned layers with them and with the
+layer's own tuned tiles were checked against float64 and timed by turns, with uniform routing and
+weights not in the cache (`tools/leave_one_out.py`). Ratios are to the tuned tiles' time; `within`
+counts cells (a layer and a number of tokens) within {bound:.2f} x. In {timed} of {cells} cells
+tiles differ, and were timed; where they are the tuned ones the ratio is 1. Below 1, kernels became
+faster after the layer was tuned. Measured {measured}."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -175,16 +185,7 @@ def report(found: Sequence[Result], measured: str, timed: int) -> list[str]:
     """A document in Markdown. measured: when, and with what. timed: cells with different tiles."""
     quants = list(dict.fromkeys(result.quant for result in found))
     lines = [
-        "# Tiles without a tuned file, on one H200",
-        "",
-        "Each layer is left out in turn, and takes the tiles that the nearest other layers were",
-        "tuned to (where one is near), or those of the regimes alone. Whole planned layers, checked",
-        "against float64 first, by turns with the layer's own tuned tiles; uniform routing, weights",
-        "not in the cache (`tools/leave_one_out.py`). Ratios to the time of the tuned tiles; `within`",
-        f"counts cells (a layer and a number of tokens) within {BOUND:.2f} x. In {timed} of",
-        f"{len(found)} cells some of the three differ, and were timed; where tiles are the tuned ones",
-        "the ratio is 1. Where it is below 1, kernels became faster after the layer was tuned.",
-        f"Measured {measured}.",
+        *_INTRO.format(bound=BOUND, timed=timed, cells=len(found), measured=measured).splitlines(),
         "",
         "| scheme | cells | neighbours: within | mean | worst | regimes: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -224,8 +225,8 @@ def _far(found: Sequence[Result]) -> list[str]:
     ]
 
 
-def main() -> int:
-    args = _arguments()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
     if args.what == "report":
         record = json.loads(args.record.read_text(encoding="utf-8"))
         rows = record["rows"]
@@ -246,14 +247,14 @@ def main() -> int:
     return 1 if left else 0
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     given = argparse.ArgumentParser(description=__doc__)
     given.add_argument("what", choices=("time", "report"))
     given.add_argument("record", type=Path)
     given.add_argument("--model", default=",".join(SHAPES))
     given.add_argument("--quant", default=",".join(QUANTS))
     given.add_argument("--deadline", type=float, default=1e9, help="no layer is begun later")
-    return given.parse_args()
+    return given.parse_args(argv)
 
 
 if __name__ == "__main__":
