@@ -74,7 +74,7 @@ test-compile: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/compile $(ARGS)
 
 test-gpu: $(READY)
-	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist worksteal tests $(ARGS)
+	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/compile $(ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""The table of tiles without a tuned file: whose tiles a layer left out takes, and how they fare."""
+"""The table of tiles without a tuned file: whose tiles a layer left out takes, and their times."""
 
 import importlib.util
 import json
