@@ -66,7 +66,10 @@ def _store(values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.
     ROWS: gl.constexpr = values.shape[0]
     WIDTH: gl.constexpr = values.shape[1]
     place = staging.index(slot)
-    tma.store_wait(staging.shape[0] - 1)  # what was in the slot has been read
+    # Everything of the last tile has left its slots. Not the older of two stores alone: of a tile
+    # that threads store there is none to count.
+    if slot == 0:
+        tma.store_wait(0)
     place.store(values.to(out_desc.dtype))
     if row + ROWS <= end:
         fence_async_shared()
