@@ -9,7 +9,12 @@ from types import ModuleType
 
 import pytest
 
+from experts.tile_shapes import Tile, TilePair
+from modular_kernel.tuning.search import Refusal
+from modular_kernel.types import Problem
+
 FILE = Path(__file__).parents[1] / "tools" / "leave_one_out.py"
+NS = (128, 256, 64)
 LAYERS = ("mixtral", "mixtral_tp2", "dsv3_tp8")
 
 
@@ -57,7 +62,6 @@ def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
     assert cell.choices == [cell.tuned, cell.regimes]
     row = json.loads(json.dumps(cell.record({cell.tuned: 1e-5, cell.regimes: 1.5e-5})))
     assert row["us"] == {"tuned": 10.0, "neighbours": 15.0, "regimes": 15.0}
-    assert row["alike"] == []
     (result,) = tool.results([row])
     assert (result.neighbours, result.regimes) == (1.5, 1.5)
     same = tool.Cell(cell.layer, cell.problem, cell.tuned, cell.tuned, cell.tuned, "regimes")
@@ -66,27 +70,81 @@ def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
     assert (result.neighbours, result.regimes) == (1.0, 1.0)
 
 
-def row(layer: str, tokens: int, neighbours: float | None, regimes: float) -> dict[str, object]:
-    us = {"tuned": 10.0, "regimes": 10.0 * regimes}
-    if neighbours is not None:
-        us["neighbours"] = 10.0 * neighbours
-    alike = ["neighbours"] if neighbours is None else []
-    sizes = {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2"}
-    return {**sizes, "alike": alike, "us": us}
+class Bench:
+    """Takes as many microseconds as GEMM 2 has columns; tiles of 64 columns are wrong."""
+
+    def __init__(self, *_: object, tokens: list[int], target_ms: float) -> None:
+        self.tokens = tokens
+
+    def compare(self, tokens: int, choices: list[TilePair]) -> dict[TilePair, float | Refusal]:
+        assert tokens in self.tokens
+        took = {choice: choice.gemm2.block_n for choice in choices}
+        return {c: Refusal("wrong") if n == 64 else n * 1e-6 for c, n in took.items()}
+
+
+class Compiler:
+    begun: list[TilePair] = []  # noqa: RUF012 - one for all, emptied by the test
+
+    def __init__(self, workers: int) -> None:
+        pass
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def begin(self, pair: object, space: object, problem: Problem, choices: list[TilePair]) -> None:
+        Compiler.begun += choices
+
+
+def test_only_what_differs_is_timed(
+    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(tool, "Measured", Bench)
+    monkeypatch.setattr(tool, "Compiler", Compiler)
+    Compiler.begun.clear()
+    problem = Problem(16, 4096, 14336, 8, 2)
+    one, two, wrong = (TilePair(Tile(16, 32, 64, 1, 4, 4), Tile(16, n, 64, 1, 4, 4)) for n in NS)
+    found = [
+        tool.Cell("a", problem, one, two, one, "x"),
+        tool.Cell("a", problem.with_tokens(64), one, one, one, "x"),
+        tool.Cell("b", problem, one, wrong, one, "x"),
+        tool.Cell("c", problem, two, two, two, "x"),
+    ]
+    kept: list[list[dict[str, object]]] = []
+    left = tool.time_cells(found, 1e9, lambda rows: kept.append(list(rows)))
+    assert left == 1, "the cell with wrong numbers"
+    assert "wrong" in capsys.readouterr().err
+    us = {(row["layer"], row["tokens"]): row["us"] for row in kept[-1]}
+    timed = {"tuned": 128.0, "neighbours": 256.0, "regimes": 128.0}
+    assert us == {("a", 16): timed, ("a", 64): {}, ("c", 16): {}}
+    assert Compiler.begun == [one, two, one, wrong]
+    assert tool.time_cells(found, -1.0, kept.append) == 3, "no time: whole layers"
+    assert [row["layer"] for row in kept[-1]] == ["c"]
+
+
+def row(layer: str, tokens: int, neighbours: float, regimes: float) -> dict[str, object]:
+    us = {"tuned": 10.0, "neighbours": 10.0 * neighbours, "regimes": 10.0 * regimes}
+    return {"layer": layer, "quant": "none", "tokens": tokens, "origin": "E=8, K=2", "us": us}
 
 
 def test_the_document(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     # Rows come as cells were timed: what is alike first.
-    rows = [row("one", 4096, None, 1.0), row("two", 16, 1.21, 1.0), row("one", 16, 0.9, 1.44)]
+    alike = {**row("one", 4096, 1.0, 1.0), "us": {}}
+    rows = [alike, row("two", 16, 1.21, 1.0), row("two", 1, 1.3, 1.0), row("one", 16, 0.9, 1.44)]
     record = tmp_path / "record.json"
     record.write_text(json.dumps({"measured": "today with this", "rows": rows}))
     assert tool.main(["report", str(record)]) == 0
     text = capsys.readouterr().out.splitlines()
     assert text[0].startswith("# Tiles without a tuned file")
-    assert any("In 3 of 3 cells" in line for line in text)
+    assert any("In 3 of 4 cells" in line for line in text)
     assert any(line.endswith("Measured today with this.") for line in text)
     total = next(line for line in text if line.startswith("| all |"))
-    assert total == "| all | 3 | 2 of 3, 66.7% | 1.029 | 1.21 | 2 of 3, 66.7% | 1.129 | 1.44 |"
-    assert "| one | none | 0.90 | 1.00 |" in text
-    assert "| two | none | 1.21 |  |" in text
-    assert text[-1] == "- two none, 16 tokens: 1.21 x, tiles of E=8, K=2"
+    assert total == "| all | 4 | 2 of 4, 50.0% | 1.091 | 1.30 | 3 of 4, 75.0% | 1.095 | 1.44 |"
+    one = text.index("| one | none |  | 0.90 | 1.00 |")
+    assert text[one + 1] == "| two | none | 1.30 | 1.21 |  |"
+    assert text[-2:] == [
+        "- two none, 1 tokens: 1.30 x, tiles of E=8, K=2",
+        "- two none, 16 tokens: 1.21 x, tiles of E=8, K=2",
+    ]

@@ -79,8 +79,7 @@ class Cell:
         us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
         p = self.problem
         row = {"layer": self.layer, "quant": p.quant, "tokens": p.tokens, "origin": self.origin}
-        alike = [kind for kind in kinds[1:] if getattr(self, kind) == self.tuned]
-        return {**row, "alike": alike, "us": us}
+        return {**row, "us": us}
 
 
 def cells(
@@ -170,13 +169,9 @@ def results(rows: Iterable[Mapping[str, object]]) -> list[Result]:
     """Of a record's rows. Tiles that are the tuned ones are at 1."""
     found = []
     for row in rows:
-        us, alike = row["us"], row["alike"]
+        us = row["us"]
         assert isinstance(us, dict)
-        assert isinstance(alike, list)
-        over = {
-            kind: 1.0 if kind in alike else us[kind] / us["tuned"]
-            for kind in ("neighbours", "regimes")
-        }
+        over = {kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbours", "regimes")}
         sizes = str(row["layer"]), str(row["quant"]), int(str(row["tokens"]))
         found.append(Result(*sizes, over["neighbours"], over["regimes"], str(row["origin"])))
     order = {(r.quant, r.layer): index for index, r in reversed(list(enumerate(found)))}
