@@ -275,12 +275,6 @@ def pair_as_json(pair: TilePair) -> dict[str, object]:
     return {"gemm1": _as_json(pair.gemm1), "gemm2": _as_json(pair.gemm2), "path": pair.path}
 
 
-def pair_from_json(entry: object, what: str) -> TilePair:
-    """What `pair_as_json` made; ConfigurationError for anything else."""
-    values = _mapping(entry, what)
-    return TilePair(*_ours(values, what), _path(values, what))
-
-
 def dump_recipe(recipe: Recipe) -> str:
     """The text of a file of ours."""
     top: dict[str, object] = {"format": FORMAT}

@@ -140,6 +140,7 @@ def test_the_document(tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
     assert text[0].startswith("# Tiles without a tuned file")
     assert any("In 3 of 4 cells" in line for line in text)
     assert any(line.endswith("Measured today with this.") for line in text)
+    assert "Raw rows: `record.json`." in text
     total = next(line for line in text if line.startswith("| all |"))
     assert total == "| all | 4 | 2 of 4, 50.0% | 1.091 | 1.30 | 3 of 4, 75.0% | 1.095 | 1.44 |"
     one = text.index("| one | none |  | 0.90 | 1.00 |")

@@ -42,6 +42,7 @@ TRITON = "3.6.0"
 H200 = Device("NVIDIA H200", boxes=True)
 QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16")
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
+Row = dict[str, object]  # of a record
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 _INTRO = """# Tiles without a tuned file, on one H200
@@ -53,7 +54,8 @@ weights not in the cache (`tools/leave_one_out.py`). Ratios are to the tuned til
 counts cells (a layer and a number of tokens) within {bound:.2f} x. In {timed} of {cells} cells
 tiles differ, and were timed; where they are the tuned ones the ratio is 1. Below 1, kernels became
 faster after the layer was tuned. Regimes leave nothing out: they were chosen with the tuned layers
-in view, and those of mxfp4, of which few are tuned, are these layers' own. Measured {measured}."""
+in view, and those of mxfp4, of which few are tuned, are these layers' own. Measured {measured}.
+Raw rows: `{record}`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,11 @@ class Cell:
         """All different tiles."""
         return list(dict.fromkeys((self.tuned, self.neighbours, self.regimes)))
 
-    def record(self, seconds: Mapping[TilePair, float]) -> dict[str, object]:
+    @property
+    def differs(self) -> bool:
+        return len(self.choices) > 1
+
+    def record(self, seconds: Mapping[TilePair, float]) -> Row:
         """A row of the record: microseconds by where tiles come from, none where all are alike."""
         kinds = ("tuned", "neighbours", "regimes")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
@@ -120,37 +126,41 @@ def _of_layer(layer: str, problem: Problem, tokens: Sequence[int], configs: Path
     return made
 
 
-def time_cells(found: Sequence[Cell], deadline: float, keep: Callable[[list[object]], None]) -> int:
+def time_cells(found: Sequence[Cell], deadline: float, keep: Callable[[list[Row]], None]) -> int:
     """Time on this GPU what differs; how many cells have no time: no layer is begun after
     `deadline` seconds, and tiles may give wrong numbers. keep: called with all rows so far."""
-    pair, rows, left = Pair(*PAIR, this_machine()), list[object](), 0
+    pair, rows, left = Pair(*PAIR, this_machine()), list[Row](), 0
     end = time.monotonic() + deadline
     with Compiler(max(1, (os.cpu_count() or 2) - 1)) as compiler:
         for cell in found:  # of all layers, in their order: the processes run ahead
-            if len(cell.choices) > 1:
+            if cell.differs:
                 compiler.begin(pair, pair.space(cell.problem), cell.problem, cell.choices)
         for _, group in groupby(found, key=lambda cell: (cell.layer, cell.problem.quant)):
             of = list(group)
-            unlike = [cell for cell in of if len(cell.choices) > 1]
-            if unlike and time.monotonic() > end:
-                left += len(of)
-                continue
-            rows += [cell.record({}) for cell in of if cell not in unlike]
-            if unlike:
-                numbers = [cell.problem.tokens for cell in unlike]
-                most = unlike[0].problem.with_tokens(max(numbers))
-                bench = Measured(pair, most, compiler, tokens=numbers, target_ms=40.0)
-                for cell in unlike:
-                    took = bench.compare(cell.problem.tokens, cell.choices)
-                    seconds = {c: t for c in cell.choices if isinstance(t := took[c], float)}
-                    if len(seconds) < len(cell.choices):  # wrong numbers, or no launch
-                        print(f"{cell.layer}, {cell.problem}: {took}", file=sys.stderr)
-                        left += 1
-                        continue
-                    rows.append(cell.record(seconds))
-                keep(rows)
-    keep(rows)
+            late = time.monotonic() > end and any(cell.differs for cell in of)
+            made = [] if late else _time_layer(of, pair, compiler)
+            left += len(of) - len(made)
+            rows += made
+            keep(rows)
     return left
+
+
+def _time_layer(of: Sequence[Cell], pair: Pair, compiler: Compiler) -> list[Row]:
+    """Rows of one layer's cells; none of a cell in which tiles give wrong numbers."""
+    rows = [cell.record({}) for cell in of if not cell.differs]
+    numbers = [cell.problem.tokens for cell in of if cell.differs]
+    if not numbers:
+        return rows
+    most = of[0].problem.with_tokens(max(numbers))
+    bench = Measured(pair, most, compiler, tokens=numbers, target_ms=40.0)
+    for cell in (cell for cell in of if cell.differs):
+        took = bench.compare(cell.problem.tokens, cell.choices)
+        seconds = {c: t for c in cell.choices if isinstance(t := took[c], float)}
+        if len(seconds) == len(cell.choices):
+            rows.append(cell.record(seconds))
+        else:
+            print(f"{cell.layer}, {cell.problem}: {took}", file=sys.stderr)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -165,7 +175,7 @@ class Result:
     origin: str
 
 
-def results(rows: Iterable[Mapping[str, object]]) -> list[Result]:
+def results(rows: Iterable[Row]) -> list[Result]:
     """Of a record's rows. Tiles that are the tuned ones are at 1."""
     found = []
     for row in rows:
@@ -178,11 +188,12 @@ def results(rows: Iterable[Mapping[str, object]]) -> list[Result]:
     return sorted(found, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
 
-def report(found: Sequence[Result], measured: str, timed: int) -> list[str]:
-    """A document in Markdown. measured: when, and with what. timed: cells with different tiles."""
+def report(found: Sequence[Result], **said: object) -> list[str]:
+    """A document in Markdown. said: what its first lines name beside the number of cells: measured
+    (when, and with what), timed (cells with different tiles) and record (a file's name)."""
     quants = list(dict.fromkeys(result.quant for result in found))
     lines = [
-        *_INTRO.format(bound=BOUND, timed=timed, cells=len(found), measured=measured).splitlines(),
+        *_INTRO.format(bound=BOUND, cells=len(found), **said).splitlines(),
         "",
         "| scheme | cells | neighbours: within | mean | worst | regimes: within | mean | worst |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -228,12 +239,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = json.loads(args.record.read_text(encoding="utf-8"))
         rows = record["rows"]
         timed = sum(bool(row["us"]) for row in rows)
-        print("\n".join(report(results(rows), record["measured"], timed)))
+        said = {"measured": record["measured"], "timed": timed, "record": args.record.name}
+        print("\n".join(report(results(rows), **said)))
         return 0
     versions = f"torch {torch.__version__} and triton {triton.__version__}"
     measured = f"{time.strftime('%Y-%m-%d')} with {versions}"
 
-    def keep(rows: list[object]) -> None:
+    def keep(rows: list[Row]) -> None:
         made = {"gpu": torch.cuda.get_device_name(), "measured": measured, "rows": rows}
         args.record.write_text(json.dumps(made, indent=1), encoding="utf-8")
 
