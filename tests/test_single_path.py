@@ -69,6 +69,29 @@ def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: 
     assert proof.passed, str(proof)
 
 
+_GROUPS = "int8_w8a16_group:group=32"
+_POINTS = f"{_GROUPS},zero_points=true"
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "quant"),
+    [
+        (32, 64, "fp8_w8a8_block:block=32x32"),
+        (32, 64, "int8_w8a8_block:block=32x32"),
+        *((h, i, quant) for quant in (_GROUPS, _POINTS) for h, i in ((64, 33), (40, 40), (33, 64))),
+        (32, 40, _POINTS),
+    ],
+)
+def test_scales_end_with_the_last_row(
+    hidden: int, intermediate: int, quant: str, machine: Machine
+) -> None:
+    """The last expert's last block of rows is not whole: behind its scales and zero points there
+    is nothing to read. The interpreter would raise."""
+    problem = Problem(1, hidden, intermediate, experts=2, top_k=1, dtype=_BF16, quant=quant)
+    proof = prove(Case(_NO_EP, "TritonExperts", problem, "all_to_one"), machine)  # to expert 1
+    assert proof.passed, str(proof)
+
+
 def test_many_pairs_count_invalid_ids_once() -> None:
     """More pairs than one look at the ids holds, and more experts than bits of a byte."""
     problem = Problem(tokens=140, hidden=16, intermediate=16, experts=300, top_k=8, dtype=_BF16)

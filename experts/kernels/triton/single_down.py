@@ -38,12 +38,14 @@ def _pair_scales(
 
 @triton.jit
 def _add_step(
-    sums, codes, start, h, h_scale, live, depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
+    sums, codes, start, h, h_scale, scale_mask, depth, scale_ptrs, zero_ptrs,
+    stride_bsk, stride_bzk,
     QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """sums with the products of one step added. h (S, BLOCK_K), h_scale (S,)."""
+    """sums with the products of one step added. h (S, BLOCK_K), h_scale (S,), scale_mask
+    (S, rows with scales, 1)."""
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
     if QUANT == "group":
@@ -58,7 +60,7 @@ def _add_step(
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
     sums += step_sums(
         codes, h, scales, scale_ptrs + group * stride_bsk, zero_ptrs + group * stride_bzk,
-        live[:, None, None] & (vector < depth)[None, None, :],
+        scale_mask & (vector < depth)[None, None, :],
         MIDDLE, HAS_ZERO, GROUP_K, S, N, BLOCK_K, VEC,
     )  # fmt: skip
     return sums
@@ -107,6 +109,7 @@ def single_down_kernel(
         expert = tl.maximum(local, 0).to(tl.int64)
         w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
         row_mask = live[:, None, None] & column_mask[None, :, None]
+        scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]
         codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
         # The first weights are on their way before anything waits for h: GEMM 1 has waited for
         # the ids when this kernel may begin. See after_predecessor.
@@ -132,7 +135,7 @@ def single_down_kernel(
             zero_ptr + expert[:, None, None] * stride_bze + scale_row[None, :, None] * stride_bzn
         )
         sums = _add_step(
-            tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, live,
+            tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, scale_mask,
             depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
             QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
             S, BLOCK_N, BLOCK_K, VEC,
@@ -143,7 +146,7 @@ def single_down_kernel(
             codes = tl.load(w_ptrs, mask=row_mask & inside[None, None, :], other=0.0)
             h = tl.load(h_ptrs + start, mask=live[:, None] & inside[None, :], other=0.0)
             sums = _add_step(
-                sums, codes, start, h, h_scale, live,
+                sums, codes, start, h, h_scale, scale_mask,
                 depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
                 QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
                 S, BLOCK_N, BLOCK_K, VEC,

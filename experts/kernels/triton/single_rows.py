@@ -33,7 +33,8 @@ def step_sums(
 ):  # fmt: skip
     """Sums (S, N, K / VEC) of codes (S, N, K) times x (S, K), scaled where GROUP_K > 0.
 
-    x_scale (S, K / VEC), scale_ptrs and zero_ptrs (S, N or 1, K / VEC), mask (1, 1, K / VEC).
+    x_scale (S, K / VEC), scale_ptrs, zero_ptrs and mask, which keeps rows and depth that have no
+    scales from being read: (S, N or 1, K / VEC).
     """
     values = tl.reshape(float_weights(codes, MIDDLE), (S, N, K // VEC, VEC))
     if HAS_ZERO:

@@ -52,20 +52,20 @@ def _step_input(
 
 @triton.jit
 def _add_step(
-    gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden,
+    gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
     scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs, stride_xsk, stride_bsk, stride_bzk,
     QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
     GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """gate and up with the products of one step added."""
+    """gate and up with the products of one step added. scale_mask: (rows with scales,)."""
     x, scales = _step_input(
         x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
         QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
     )  # fmt: skip
     vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
     group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
-    mask = (vector < hidden)[None, None, :]
+    mask = scale_mask[None, :, None] & (vector < hidden)[None, None, :]
     gate += step_sums(
         gate_codes, x, scales, scale_ptrs[None, :, None] + group * stride_bsk,
         zero_ptrs[None, :, None] + group * stride_bzk, mask,
@@ -150,7 +150,9 @@ def single_up_kernel(
     elif QUANT == "static" or (QUANT == "given" and GROUP_K == 0):
         x_scale = tl.load(x_scale_ptr)
     # Scales and zero points: of each row, or one for all of them.
-    scale_row = (block * BLOCK_N + tl.arange(0, SCALE_ROWS)) * ROW_STEP
+    scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
+    scale_mask = scale_column < intermediate
+    scale_row = scale_column * ROW_STEP
     b_scale_ptr += expert * stride_bse
     zero_ptr += expert * stride_bze
     scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
@@ -160,7 +162,7 @@ def single_up_kernel(
     gate = tl.zeros((1, BLOCK_N, BLOCK_K // VEC), tl.float32)
     up = gate
     gate, up = _add_step(
-        gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden,
+        gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden, scale_mask,
         scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
         stride_xsk, stride_bsk, stride_bzk,
         QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
@@ -176,7 +178,7 @@ def single_up_kernel(
             up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
         x = tl.load(x_ptr + (start + k) * stride_xk, mask=inside, other=0.0)
         gate, up = _add_step(
-            gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden,
+            gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
             scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
             stride_xsk, stride_bsk, stride_bzk,
             QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
