@@ -164,7 +164,8 @@ def this_store() -> TileStore:
 @cache
 def _machine_s_store() -> TileStore:
     """Looked at once. The first GPU stands for all."""
-    folders = (("user", read_settings().config_dir), (PACKAGED, _PACKAGED))
+    own = read_settings().config_dir
+    folders = ((PACKAGED, _PACKAGED),) if own is None else (("user", own), (PACKAGED, _PACKAGED))
     return TileStore(folders, Device.of(current_machine()), triton_version())
 
 

@@ -1,5 +1,6 @@
 """The only module that reads (or writes) the environment."""
 
+import difflib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,37 +9,57 @@ from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
 
+# Every variable of this package's own.
+VARIABLES = ("MK_CACHE_DIR", "MK_CONFIG_DIR", "MK_DEADLINE_S")
+
 
 @dataclass(frozen=True)
 class Settings:
     """What the environment says.
 
     triton_interpret: TRITON_INTERPRET is set, so Triton kernels run in its CPU interpreter.
-    cache_dir: MK_CACHE_DIR, or the user's cache folder; never created here.
+    cache_dir: MK_CACHE_DIR, or the user's cache folder; never created here. None where neither is
+        known: nothing is kept then.
     config_dir: MK_CONFIG_DIR, or the user's configuration folder: tuned tiles; never created here.
+        None where neither is known.
     deadline_s: MK_DEADLINE_S, or 10: seconds that an exchange between ranks may take, where its
         manager was not told otherwise.
     """
 
     triton_interpret: bool
-    cache_dir: Path
-    config_dir: Path
+    cache_dir: Path | None
+    config_dir: Path | None
     deadline_s: float
 
 
 def read_settings() -> Settings:
     """Read the environment once; callers keep the frozen result."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    cache = os.environ.get("MK_CACHE_DIR") or str(Path(home) / "modular_kernel")
-    home = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-    config = os.environ.get("MK_CONFIG_DIR") or str(Path(home) / "modular_kernel")
     interpret = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
     return Settings(
         triton_interpret=interpret,
-        cache_dir=Path(cache),
-        config_dir=Path(config),
+        cache_dir=_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
+        config_dir=_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
         deadline_s=_seconds("MK_DEADLINE_S", 10.0),
     )
+
+
+def _folder(own: str, user_s: str, below_home: str) -> Path | None:
+    """What `own` names, else this package's folder in the user's; None if there is neither."""
+    if os.environ.get(own):
+        return Path(os.environ[own])
+    if os.environ.get(user_s):
+        return Path(os.environ[user_s], "modular_kernel")
+    try:
+        return Path.home() / below_home / "modular_kernel"
+    except RuntimeError:  # HOME is not set, and the user has no entry in passwd: a container
+        return None
+
+
+def unknown_variables() -> dict[str, str]:
+    """Variables beginning with MK_ that mean nothing here, each with the nearest known or ""."""
+    unknown = [v for v in os.environ if v.startswith("MK_") and v not in VARIABLES]
+    near = {v: difflib.get_close_matches(v, VARIABLES, n=1, cutoff=0.6) for v in sorted(unknown)}
+    return {v: found[0] if found else "" for v, found in near.items()}
 
 
 def _seconds(name: str, default: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from modular_kernel.choose import stored
-from modular_kernel.choose.cache import Cache
+from modular_kernel.choose.cache import NOT_KEPT, Cache, Found
 from modular_kernel.choose.record import Bucket, Outcome
 from modular_kernel.errors import ConfigurationError
 
@@ -178,6 +178,23 @@ def test_a_folder_that_cannot_be_written_is_a_note(cache: Cache, tmp_path: Path)
     (note,) = cache.keep([ONE])
     tmp_path.chmod(0o700)
     assert note.startswith("not kept: ")
+
+
+def test_files_have_the_mode_that_the_umask_gives(cache: Cache) -> None:
+    before = os.umask(0o027)
+    try:
+        whole(cache)
+        assert cache.path.stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
+def test_without_a_folder_nothing_is_kept_and_one_note_says_so() -> None:
+    nowhere = Cache(None, IDENTITY, VERSIONS)
+    assert nowhere.keep([ONE]) == ()
+    assert nowhere.load() == Found(None, (NOT_KEPT,))
+    with nowhere.locked(wait_s=0) as held:
+        assert held
 
 
 def test_a_file_where_the_folder_should_be_is_a_note(tmp_path: Path) -> None:

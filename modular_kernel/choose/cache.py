@@ -8,13 +8,13 @@ last writer wins; its file is whole all the same.
 import errno
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from modular_kernel.choose import stored
 from modular_kernel.choose.keys import Facts, digest
@@ -30,6 +30,7 @@ else:
     fcntl = _fcntl
 
 FOLDER = "choices"
+NOT_KEPT = "choices are not kept: there is no home folder; set MK_CACHE_DIR"
 _POLL_S = 0.05
 
 
@@ -46,18 +47,24 @@ class Found:
 
 @dataclass(frozen=True)
 class Cache:
-    """folder: made when something is first kept. identity, versions: see keys."""
+    """folder: made when something is first kept; None: nothing is. identity, versions: see keys.
 
-    folder: Path
+    Files have the mode that the umask gives, so that users who share a folder can share choices.
+    """
+
+    folder: Path | None
     identity: Facts
     versions: Facts
 
     @property
     def path(self) -> Path:
+        assert self.folder is not None
         return self.folder / FOLDER / f"{digest(self.identity)}.json"
 
     def load(self) -> Found:
         """What is kept; never raises for what is in the folder."""
+        if self.folder is None:
+            return Found(None, (NOT_KEPT,))
         try:
             records = self._read()
         except ConfigurationError as error:
@@ -73,6 +80,8 @@ class Cache:
 
     def keep(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
         """Add times taken just now to what is there; notes if that was not possible."""
+        if self.folder is None:
+            return ()  # as said when it was to be loaded
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.locked(wait_s=10.0):
@@ -87,6 +96,9 @@ class Cache:
 
         of: which lock. A process that ends lets go of its locks, however it ends.
         """
+        if self.folder is None:  # nobody to share with
+            yield True
+            return
         if fcntl is None:
             yield False
             return
@@ -159,13 +171,15 @@ def _taken(handle: int, deadline: float) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     """In one step: whoever reads sees the old file or the new one."""
-    handle, part = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
+    part = path.with_name(f"{path.stem}{uuid4().hex}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(part, flags, 0o666)  # less the umask
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        Path(part).replace(path)
+        part.replace(path)
     except OSError:
-        Path(part).unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         raise
 
 

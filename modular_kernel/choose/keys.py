@@ -84,8 +84,10 @@ def _version_of_package(name: str) -> str:
     return "none"
 
 
-def _files(folder: Path) -> str:
+def _files(folder: Path | None) -> str:
     """Of every file below `folder`; "none" if there are none."""
+    if folder is None:
+        return "none"
     try:
         stats = [(path, path.stat()) for path in sorted(folder.rglob("*.json"))]
     except OSError:

@@ -225,6 +225,9 @@ def _run(
     from modular_kernel.tuning.search import remaining
 
     folder = search.out or read_settings().config_dir
+    if folder is None:
+        need = "a folder, or MK_CONFIG_DIR to be set"
+        raise ConfigurationError("--out", got="nothing, and there is no home folder", need=need)
     end, records, ok = time.monotonic() + search.budget, list[dict[str, object]](), True
     with Compiler(search.workers or max(1, (os.cpu_count() or 2) - 1)) as compiler:
         layers = []
