@@ -24,6 +24,7 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
+from modular_kernel.fields import expect
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
 from modular_kernel.rules import judge
@@ -101,6 +102,7 @@ class Catalog:
                 need = f"a subclass of {_BASES[kind].__name__}"
                 raise ConfigurationError(f"{kind} part", got=wanted.__name__, need=need)
             return wanted
+        expect(f"{kind} part", wanted, str | type)
         found = [part for part in self.parts if part.kind == kind and part.name == wanted]
         if len(found) == 1:
             return found[0].cls
@@ -177,13 +179,14 @@ def check(
     """Judge a pairing by names or classes. machine: None means this one."""
     catalog = load_catalog()
     pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
-    return judge(pf, ex, problem, machine or this_machine())
+    return judge(pf, ex, problem, this_machine() if machine is None else machine)
 
 
 def check_all(problem: Problem, machine: Machine | None = None) -> tuple[Verdict, ...]:
     """Judge every PrepareAndFinalize with every experts part."""
     catalog = load_catalog()
-    machine = machine or this_machine()
+    machine = this_machine() if machine is None else machine
+    expect("problem", problem, Problem)  # where there is no part to judge it with, too
     return tuple(
         check(pf, ex, problem, machine)
         for pf in catalog.names("prepare_finalize")
@@ -205,7 +208,9 @@ def make_kernel(
 
     group: the process group where ranks take part. The rest as FusedMoEModularKernel.
     """
-    machine = machine or this_machine()
+    expect("checked", checked, bool)
+    expect("poison", poison, bool)
+    machine = this_machine() if machine is None else machine
     verdict = check(prepare_finalize, experts, problem, machine)
     if not verdict.ok:  # before a constructor may touch a vendor library
         raise IncompatibleError(verdict.pairing, verdict.rejections)

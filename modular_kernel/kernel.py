@@ -20,6 +20,7 @@ from modular_kernel.contracts import (
     TopKWeightAndReduce,
 )
 from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
+from modular_kernel.fields import expect
 from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
 from modular_kernel.rules import judge
@@ -58,11 +59,16 @@ class FusedMoEModularKernel:
         checked: bool = False,
         poison: bool = False,
     ) -> None:
+        expect("prepare_finalize", prepare_finalize, PrepareAndFinalize)
+        expect("experts", experts, PermuteExpertsUnpermute)
+        expect("machine", machine, Machine | None)
+        expect("checked", checked, bool)
+        expect("poison", poison, bool)
         if prepare_finalize.problem != experts.problem:
             got, need = prepare_finalize.problem, experts.problem
             raise ConfigurationError("the two parts' problems", got=got, need=need)
         packages = prepare_finalize.requires.packages + experts.requires.packages
-        self.machine = machine or current_machine(packages)
+        self.machine = current_machine(packages) if machine is None else machine
         self.problem: Problem = experts.problem
         verdict = judge(type(prepare_finalize), type(experts), self.problem, self.machine)
         if not verdict.ok:
@@ -159,7 +165,8 @@ class FusedMoEModularKernel:
 
         problem: this kernel's problem, possibly with fewer tokens; None means the kernel's own.
         """
-        problem = problem or self.problem
+        expect("the plan's problem", problem, Problem | None)
+        problem = self.problem if problem is None else problem
         if problem.with_tokens(self.problem.tokens) != self.problem:
             raise ConfigurationError("the plan's problem", got=problem, need=self.problem)
         if problem.tokens > self.problem.tokens:

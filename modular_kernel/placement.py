@@ -11,10 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.fields import Between, Count, check_fields, expect, shown
+
+# Tables on the host have a place for each.
+Experts = Annotated[int, Between(1, 2**20 - 1)]
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class Placement:
     slots: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, "placement ")
         if not self.slots or not all(self.slots):
             got = [len(slots) for slots in self.slots]
             raise ConfigurationError("placement: experts of a rank", got=got, need=">= 1 each")
@@ -58,6 +64,9 @@ class Placement:
     @classmethod
     def of_table(cls, table: Sequence[tuple[int, int]], world_size: int) -> "Placement":
         """From (rank, slot) of each expert. Slots of a rank are 0, 1, ... without gaps."""
+        expect("placement: ranks", world_size, Experts)
+        rows = tuple(map(tuple, table))
+        expect("placement: rank and slot of each expert", rows, tuple[tuple[int, int], ...])
         slots: list[dict[int, int]] = [{} for _ in range(world_size)]
         for expert, (rank, slot) in enumerate(table):
             if not 0 <= rank < world_size or slot in slots[rank]:
@@ -109,6 +118,8 @@ class Placement:
 
         With copies several ranks name an expert, and each would compute it: see `pairs_to_slots`.
         """
+        if rank not in range(self.world_size):
+            raise ConfigurationError("rank", got=shown(rank), need=f"in [0, {self.world_size})")
         slots = dict.fromkeys(range(self.experts), -1)
         slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
         return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(device)
@@ -154,6 +165,8 @@ def pairs_to_slots(
 
 
 def _check_sizes(experts: int, world_size: int) -> None:
+    expect("placement: experts", experts, Experts)
+    expect("placement: ranks", world_size, Count)
     if world_size < 1 or experts < world_size:
         need = f"an expert for each of {world_size} rank(s)"
         raise ConfigurationError("placement: experts", got=experts, need=need)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.fields import expect
 from modular_kernel.quant import unpackable, values_at_once
 from modular_kernel.support import (
     ExpertsRequirements,
@@ -363,6 +364,8 @@ def judge(
     machine: Machine,
 ) -> Verdict:
     """Judge one pairing. Pure: reads the two declarations and the arguments, nothing else."""
+    expect("problem", problem, Problem)
+    expect("machine", machine, Machine)
     pairing = Pairing(
         pf.__name__, pf.requires, experts.__name__, experts.requires, problem, machine
     )

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.fields import check_fields
 
 _SIZES = re.compile(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8})?", re.ASCII)
 
@@ -30,6 +31,9 @@ class QuantScheme:
     zero_points: bool = False
     static: bool = False
     repacked: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "quant ")
 
     @property
     def quantised(self) -> bool:

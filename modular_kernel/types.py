@@ -5,17 +5,18 @@ Nothing here reads the machine or touches a tensor; everything can be made by ha
 
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from functools import cached_property
-from math import inf, isfinite
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Annotated, Literal
 
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.placement import Placement
+from modular_kernel.fields import MOST, Between, Count, OneOf, check_fields, expect, shown
+from modular_kernel.placement import Experts, Placement
 from modular_kernel.schemes import QuantScheme
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Size = Annotated[int, Between(0, MOST)]
 _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 
 
@@ -24,13 +25,13 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_dtype(value: torch.dtype | str) -> torch.dtype:
+def parse_dtype(value: object) -> torch.dtype:
     """A dtype from itself or from its name ("bf16", "bfloat16", ...); ConfigurationError else."""
     if isinstance(value, torch.dtype):
         return value
-    name = _DTYPE_ALIASES.get(value, value)
+    name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
     if name not in DTYPES:
-        raise ConfigurationError("dtype", got=value, need=f"one of {sorted(DTYPES)}")
+        raise ConfigurationError("dtype", got=shown(value), need=f"one of {sorted(DTYPES)}")
     return DTYPES[name]
 
 
@@ -98,6 +99,7 @@ class ActivationSpec:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, "activation ")
         if self.kind not in GATED + UNGATED:
             raise ConfigurationError("activation", got=self.kind, need=f"one of {GATED + UNGATED}")
         if (self.alpha is not None) != (self.kind == "swiglu_oai"):
@@ -106,9 +108,7 @@ class ActivationSpec:
         if (self.limit is not None) != self.kind.startswith("swiglu"):
             need = "a value" if self.limit is None else "a limit only with a swiglu_* rule"
             raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
-        if self.alpha is not None and not isfinite(self.alpha):
-            raise ConfigurationError("activation alpha", got=self.alpha, need="a finite value")
-        if self.limit is not None and not 0 < self.limit < inf:
+        if self.limit is not None and not self.limit > 0:
             raise ConfigurationError("activation limit", got=self.limit, need="a finite value > 0")
         if self.interleaved and not self.gated:
             raise ConfigurationError("activation interleaved", got=self.kind, need="a gated kind")
@@ -127,6 +127,7 @@ class ActivationSpec:
         """
         if isinstance(text, ActivationSpec):
             return text
+        expect("activation", text, ActivationSpec | str)
         kind, _, rest = text.partition(":")
         pairs = [pair.partition("=")[::2] for pair in rest.split(",") if pair]
         options: dict[str, str] = dict(pairs)
@@ -151,6 +152,12 @@ class ActivationSpec:
         return self.kind + (":" + ",".join(options) if options else "")
 
 
+@lru_cache(maxsize=64)
+def _in_blocks(experts: int, world_size: int) -> Placement:
+    """Made once for the many problems that are one layer with other tokens."""
+    return Placement.linear(experts, world_size)
+
+
 @dataclass(frozen=True)
 class Parallel:
     """How ranks share the experts.
@@ -159,27 +166,22 @@ class Parallel:
     that leaves a rest; or any Placement. rank: which of them this is.
     """
 
-    world_size: int = 1
+    world_size: Count = 1
     placement: Literal["linear"] | Placement = "linear"
-    rank: int = 0
+    rank: Size = 0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ConfigurationError("world_size", got=self.world_size, need=">= 1")
+        check_fields(self)
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError("rank", got=self.rank, need=f"in [0, {self.world_size})")
-        if isinstance(self.placement, Placement):
-            if self.placement.world_size != self.world_size:
-                got = f"{self.placement.world_size} ranks"
-                raise ConfigurationError("placement", got=got, need=f"{self.world_size} ranks")
-        elif str(self.placement) != "linear":
-            need = '"linear" or a Placement'
-            raise ConfigurationError("placement", got=self.placement, need=need)
+        placed = self.placement.world_size if isinstance(self.placement, Placement) else None
+        if placed not in (None, self.world_size):
+            raise ConfigurationError("placement", got=f"{placed} ranks", need=f"{self.world_size}")
 
     def place(self, experts: int) -> Placement:
         """Where `experts` experts live; ConfigurationError if that is not possible."""
         if not isinstance(self.placement, Placement):
-            return Placement.linear(experts, self.world_size)
+            return _in_blocks(experts, self.world_size)
         if self.placement.experts != experts:
             got, need = f"{self.placement.experts} experts", f"experts = {experts}"
             raise ConfigurationError("placement", got=got, need=need)
@@ -202,18 +204,21 @@ class Problem:
     fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
     chunk_tokens: split calls into pieces of at most this many tokens; None never splits.
     graph, deterministic, asynchronous, lora: properties the pairing must have.
+
+    dtype and activation may also be given by name. ConfigurationError for a field that is not of
+    the type or in the range declared here, or that contradicts another.
     """
 
-    tokens: int
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
+    tokens: Size
+    hidden: Count
+    intermediate: Count
+    experts: Experts
+    top_k: Count
     dtype: torch.dtype = torch.bfloat16
     quant: str = "none"
     activation: ActivationSpec | str = "silu"
-    local_experts: int | None = None
-    ids_dtype: torch.dtype | None = None
+    local_experts: Count | None = None
+    ids_dtype: Annotated[torch.dtype, OneOf((torch.int32, torch.int64))] | None = None
     bias: bool = False
     expert_map: bool = False
     apply_router_weight_on_input: bool = False
@@ -221,7 +226,7 @@ class Problem:
     combine: Combine = Combine.SUM
     inplace: bool = False
     fp32_precision: Literal["ieee", "tf32"] = "ieee"
-    chunk_tokens: int | None = None
+    chunk_tokens: Count | None = None
     graph: bool = False
     deterministic: bool = False
     asynchronous: bool = False
@@ -232,21 +237,10 @@ class Problem:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         object.__setattr__(self, "activation", ActivationSpec.parse(self.activation))
         object.__setattr__(self, "quant", str(QuantScheme.parse(self.quant)))
-        for name in ("hidden", "intermediate", "experts", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(name, got=getattr(self, name), need=">= 1")
-        if self.tokens < 0:
-            raise ConfigurationError("tokens", got=self.tokens, need=">= 0")
-        if self.ids_dtype not in (None, torch.int32, torch.int64):
-            need = "torch.int32, torch.int64 or None"
-            raise ConfigurationError("ids_dtype", got=self.ids_dtype, need=need)
-        if self.local_experts is not None and not 1 <= self.local_experts <= self.experts:
+        check_fields(self)
+        if self.local_experts is not None and self.local_experts > self.experts:
             need = f"1 to experts = {self.experts}"
             raise ConfigurationError("local_experts", got=self.local_experts, need=need)
-        if self.fp32_precision not in ("ieee", "tf32"):
-            raise ConfigurationError("fp32_precision", got=self.fp32_precision, need="ieee or tf32")
-        if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            raise ConfigurationError("chunk_tokens", got=self.chunk_tokens, need=">= 1 or None")
         _ = self.placement  # raises where there is none
         if self.inplace and self.combine is not Combine.SUM:
             # (T, K, H) does not fit into x.
@@ -323,6 +317,7 @@ class Machine:
     name: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, "machine ")
         if (self.device == "cuda") != (self.arch is not None):
             need = "an arch exactly where the device is cuda"
             raise ConfigurationError("machine", got=(self.device, self.arch), need=need)

@@ -34,9 +34,20 @@ def _dense(what: str, value: object) -> None:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
 
 
+def rows_of(x_TH: object) -> int:
+    """T of a call's tokens, if x is a dense (T, H) at all."""
+    _dense("x", x_TH)
+    assert isinstance(x_TH, torch.Tensor)
+    if x_TH.dim() != 2:
+        raise ShapeError("x", got=tuple(x_TH.shape), need="(T, H)")
+    return x_TH.shape[0]
+
+
 def check_dense(x_TH: object, routing: Routing, out: object) -> None:
     """A call's own arguments are dense tensors; `out` may be None."""
     _dense("x", x_TH)
+    if not isinstance(routing, Routing):
+        raise RoutingError("routing", got=type(routing).__name__, need="a Routing")
     _dense("topk_weights", routing.topk_weights_TK)
     _dense("topk_ids", routing.topk_ids_TK)
     if out is not None:
@@ -105,6 +116,8 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
 
     Unquantised w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant` knows the other schemes.
     """
+    if not isinstance(weights, ExpertWeights):
+        raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
     _dense("w1", weights.w1)
     _dense("w2", weights.w2)
     for name, tensor in vars(weights).items():

@@ -47,7 +47,7 @@ def test_copies_lie_behind_what_is_there() -> None:
         (lambda: Placement(((0, 0),)), "rank 0"),
         (lambda: Placement(((0,), (2,))), "every expert from 0 on"),
         (lambda: Placement.linear(2, 3), "an expert for each"),
-        (lambda: Placement.round_robin(0, 1), "an expert for each"),
+        (lambda: Placement.round_robin(0, 1), "got 0, need an int >= 1"),
         (lambda: Placement.of_table([(2, 0)], 2), "expert 0"),
         (lambda: Placement.of_table([(0, 0), (0, 0)], 1), "expert 1"),
         (lambda: Placement.of_table([(0, 1)], 1), "without gaps"),

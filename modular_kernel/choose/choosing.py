@@ -33,6 +33,7 @@ from modular_kernel.choose.record import Bucket, bucket_tokens, in_halves
 from modular_kernel.choose.team import Team, team_of
 from modular_kernel.choose.timing import Stopwatch
 from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.fields import check_fields, expect
 from modular_kernel.settings import read_settings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Machine, Problem
@@ -64,6 +65,7 @@ class Terms:
     tell: Tell | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "terms: ")
         if not 0 <= self.budget < float("inf"):
             raise ConfigurationError("budget", got=self.budget, need="seconds >= 0")
         RoutingKind.parse(self.routing)
@@ -94,7 +96,7 @@ def compose(
     group: the process group where ranks take part; None means the default one. IncompatibleError
     with every reason if no pairing is valid.
     """
-    machine = machine or this_machine()
+    machine = this_machine() if machine is None else machine
     choice = choose(problem, machine, group=group, terms=terms)
     for note in choice.notes:
         _LOG.warning("%s", note)
@@ -112,6 +114,9 @@ def choose(
     terms: Terms | None = None,
 ) -> Choice:
     """What `compose` would build, and why. Collective over ranks."""
+    expect("problem", problem, Problem)
+    expect("machine", machine, Machine | None)
+    expect("terms", terms, Terms | None)
     machine, terms = machine or this_machine(), terms or Terms()
     team, tokens = team_of(problem, group), terms.buckets(problem)
     candidates = find(problem, machine, tokens, replicated=terms.replicated)

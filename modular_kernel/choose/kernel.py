@@ -14,10 +14,12 @@ from modular_kernel.bench.routing import RoutingKind, draw
 from modular_kernel.catalog import make_kernel
 from modular_kernel.choose.choice import Choice
 from modular_kernel.choose.record import Pair, Segment
-from modular_kernel.errors import CapacityError, ConfigurationError
+from modular_kernel.errors import CapacityError, ConfigurationError, WeightsError
+from modular_kernel.fields import expect
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Machine
+from modular_kernel.types import Machine, Size
+from modular_kernel.validate import rows_of
 
 _SEED = 5
 
@@ -62,7 +64,7 @@ class ComposedKernel:
         most_tokens: int | None = None,
     ) -> torch.Tensor:
         """As FusedMoEModularKernel.__call__."""
-        stretch = self.stretches[self._switch.place(x_TH.shape[0], most_tokens)]
+        stretch = self.stretches[self._switch.place(rows_of(x_TH), most_tokens)]
         return stretch.kernel(x_TH, weights, routing, out=out)
 
     def plan(self) -> "ComposedPlan":
@@ -107,7 +109,7 @@ class ComposedPlan:
         most_tokens: int | None = None,
     ) -> torch.Tensor:
         """As Plan.__call__. most_tokens: see ComposedKernel."""
-        plan = self.plans[self._switch.place(x_TH.shape[0], most_tokens)]
+        plan = self.plans[self._switch.place(rows_of(x_TH), most_tokens)]
         return plan(x_TH, weights, routing, out=out)
 
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
@@ -117,7 +119,10 @@ class ComposedPlan:
         tokens: None takes numbers at which kernels are chosen, specialised or sized differently, at
         every scale. Collective over ranks.
         """
+        if not isinstance(weights, ExpertWeights):
+            raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
         numbers = warm_tokens(self.problem.tokens) if tokens is None else tuple(tokens)
+        expect("tokens to warm up", numbers, tuple[Size, ...])
         device = weights.w1.device
         generator = torch.Generator(device).manual_seed(_SEED)
         for number in numbers:
@@ -140,7 +145,7 @@ class Switch:
         """Its number; CapacityError beyond the problem's tokens."""
         if most_tokens is None:
             most_tokens = tokens if self._alike else self._most
-        elif most_tokens < tokens:
+        elif type(most_tokens) is not int or most_tokens < tokens:
             raise ConfigurationError("most_tokens", got=most_tokens, need=f">= {tokens}, x's")
         if most_tokens > self._most:
             raise CapacityError("tokens", got=most_tokens, need=f"<= {self._most}, the kernel's")

@@ -15,7 +15,7 @@ try:
     mk.Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=0)
 except ConfigurationError as error:
     found = error.what, error.got, error.need
-assert found == ("top_k", 0, ">= 1")
+assert found == ("top_k", 0, "an int >= 1 and < 2^31")
 
 problem = mk.Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
 try:

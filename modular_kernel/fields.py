@@ -1,0 +1,164 @@
+"""Values that a caller gives, checked against the annotation that declares them.
+
+    @dataclass(frozen=True)
+    class Layer:
+        tokens: Annotated[int, Between(0, 2**31 - 1)]
+        precision: Literal["ieee", "tf32"] = "ieee"
+
+        def __post_init__(self) -> None:
+            check_fields(self)      # tokens: got 2.5, need an int >= 0 and < 2^31
+
+An annotation is the one place that says what a field may be. A bool is no int, an int is a float,
+and a float is finite.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache
+from sys import float_info
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from modular_kernel.errors import ConfigurationError
+
+MOST = 2**31 - 1  # kernels count rows, columns, experts and pairs of a token in 32 bits
+
+Test = Callable[[object], bool]
+
+
+@dataclass(frozen=True)
+class Between:
+    """Of an annotation: least and greatest value, both allowed."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        high = f"< 2^{self.high.bit_length()}" if self.high > 9999 else f"<= {self.high}"
+        return f">= {self.low} and {high}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Of an annotation: the only values."""
+
+    values: tuple[object, ...]
+
+
+Count = Annotated[int, Between(1, MOST)]
+
+
+def check_fields(record: Any, of: str = "") -> None:
+    """Every field of a dataclass instance is as its annotation says.
+
+    of: what to put before a field's name. Raises the ConfigurationError of the first that is not.
+    """
+    values, cls = vars(record), cast("Any", type(record))
+    for name, test, need in _declared(cls):
+        value = values[name]
+        if not test(value):
+            raise ConfigurationError(of + name, got=shown(value), need=need)
+
+
+def expect(what: str, value: object, kind: Any) -> None:
+    """Raise the ConfigurationError of a value that is not as the annotation `kind` says."""
+    test, need = _test(kind)
+    if not test(value):
+        raise ConfigurationError(what, got=shown(value), need=need)
+
+
+def shown(value: object) -> object:
+    """`value` for a message: short, and without reading what a tensor holds."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an int of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float | Enum):
+        return value
+    if isinstance(value, str):
+        return repr(value[:80])
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value)
+    # A dtype, say, tells what it is; a tensor or a list need not be short.
+    return str(value) if kind.__module__ == "torch" and kind.__name__ == "dtype" else kind.__name__
+
+
+@cache
+def _declared(cls: Any) -> tuple[tuple[str, Test, str], ...]:
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple((field.name, *_test(hints[field.name])) for field in fields(cls))
+
+
+@cache
+def _test(kind: Any) -> tuple[Test, str]:
+    """Whether a value is of `kind`, and the words for it."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _limited(*args)
+    if origin in (Union, UnionType):
+        return _any_of(args)
+    if origin is Literal:
+        return lambda value: isinstance(value, str) and value in args, " or ".join(args)
+    if origin is tuple:
+        return _tuple_of(args)
+    if origin is frozenset:
+        return _frozenset_of(args[0])
+    if origin is Callable:
+        return callable, "a function"
+    return _plain(kind)
+
+
+def _any_of(kinds: tuple[Any, ...]) -> tuple[Test, str]:
+    tests, words = zip(*map(_test, kinds), strict=True)
+    return lambda value: any(test(value) for test in tests), " or ".join(words)
+
+
+def _plain(kind: type) -> tuple[Test, str]:
+    if kind is NoneType:
+        return lambda value: value is None, "None"
+    if kind is bool:
+        return lambda value: value is True or value is False, "True or False"
+    if kind is int:
+        return lambda value: isinstance(value, int) and not isinstance(value, bool), "an int"
+    if kind is float:
+        return _is_finite, "a finite number"
+    article = "an" if kind.__name__[0] in "AEIOUaeiou" else "a"
+    return lambda value: isinstance(value, kind), f"{article} {kind.__name__}"
+
+
+def _is_finite(value: object) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return -float_info.max <= value <= float_info.max  # where an int of many bits is no overflow
+
+
+def _limited(kind: Any, limit: Between | OneOf) -> tuple[Test, str]:
+    test, words = _test(kind)
+    if isinstance(limit, OneOf):
+        allowed = limit.values
+        return lambda value: test(value) and value in allowed, " or ".join(map(str, allowed))
+    low, high = limit.low, limit.high
+    return lambda value: test(value) and low <= value <= high, f"{words} {limit}"
+
+
+def _frozenset_of(kind: Any) -> tuple[Test, str]:
+    test, words = _test(kind)
+
+    def fits(value: object) -> bool:
+        return isinstance(value, frozenset) and all(map(test, value))
+
+    return fits, f"a frozenset, each {words}"
+
+
+def _tuple_of(kinds: tuple[Any, ...]) -> tuple[Test, str]:
+    if kinds[-1] is Ellipsis:
+        each, of = _test(kinds[0])
+        return lambda value: isinstance(value, tuple) and all(map(each, value)), f"a tuple of {of}"
+    tests, words = zip(*map(_test, kinds), strict=True)
+
+    def fits(value: object) -> bool:
+        if not isinstance(value, tuple) or len(value) != len(tests):
+            return False
+        return all(test(item) for test, item in zip(tests, value, strict=True))
+
+    return fits, f"a tuple of {' and '.join(words)}"

@@ -1,0 +1,206 @@
+"""Facts given as no fact can be: every field of every record that a caller writes, and junk."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bad_samples import PROBLEM, arguments, spied
+
+import modular_kernel as mk
+from modular_kernel.choose.choosing import Terms
+from modular_kernel.errors import ConfigurationError, InputError
+from modular_kernel.fields import Between, check_fields
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.placement import Placement
+from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem, Size
+
+JUNK: tuple[Any, ...] = (
+    *("", "x", "16", "false", "topk_weighted", "\x1b[2J", "int32", b"x"),
+    *(float("nan"), float("inf"), 2.5, 16.0, 1j, -1, 0, 2**31, -(2**31), 10**5000, 2**63),
+    *(True, False, None, [], [4], {}, set(), (), (1,), (1, "x"), ((1,), None), frozenset({1})),
+    *(object(), int, print, torch.int8, torch.float32, np.int64(4), np.float32(2), np.zeros(2)),
+    *(torch.tensor(4), torch.tensor([1, 2]), torch.tensor(float("nan")), torch.device("cpu")),
+    *(Combine.TOPK_WEIGHTED, PROBLEM, Machine(), Parallel(), ActivationSpec()),
+    *(Placement.linear(8, 1), QUANT_SCHEMES["int8_w8a8_channel"]),
+)
+# What of that is no junk, field by field; a dtype is judged with the parts, not with the problem.
+FINE: dict[type, dict[str, tuple[Any, ...]]] = {
+    Problem: {
+        "tokens": (0,),
+        "dtype": (torch.int8, torch.float32),
+        "quant": (QUANT_SCHEMES["int8_w8a8_channel"],),
+        "activation": (ActivationSpec(),),
+        "local_experts": (None,),
+        "ids_dtype": (None,),
+        "routed_scaling_factor": (2.5, 16.0, -1, 0, 2**31, -(2**31), 2**63),
+        "combine": (Combine.TOPK_WEIGHTED,),
+        "chunk_tokens": (None,),
+        "parallel": (Parallel(),),
+    },
+    ActivationSpec: {"alpha": (None,), "limit": (None,)},
+    Parallel: {"rank": (0,), "placement": (Placement.linear(8, 1),)},
+    Machine: {"name": tuple(v for v in JUNK if isinstance(v, str)), "arch": (None,)},
+    Terms: {
+        "tokens": (None, (1,)),
+        "budget": (0, 2.5, 16.0, 2**31, 2**63),
+        "folder": (None,),
+        "tell": (None, print, int),
+    },
+    Placement: {},
+}
+RECORDS = (PROBLEM, ActivationSpec(), Parallel(), Machine(), Terms(), Placement.linear(8, 1))
+
+
+def same(a: object, b: object) -> bool:
+    return type(a) is type(b) and a == b
+
+
+def is_fine(record: object, name: str, value: object) -> bool:
+    fine = FINE[type(record)].get(name, ())
+    if isinstance(getattr(record, name), bool):
+        fine += (True, False)
+    return any(same(value, one) for one in fine if type(value) is type(one))
+
+
+EVERY = [(record, field.name) for record in RECORDS for field in fields(record)]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"), EVERY, ids=[f"{type(r).__name__}.{n}" for r, n in EVERY]
+)
+def test_junk_in_a_field(record: Any, name: str) -> None:
+    for value in JUNK:
+        if is_fine(record, name, value):
+            made = replace(record, **{name: value})
+            if isinstance(made, Problem):
+                assert str(made)
+                assert all(verdict.problem is made for verdict in mk.check_all(made))
+            continue
+        with pytest.raises(ConfigurationError) as caught:
+            replace(record, **{name: value})
+        assert len(str(caught.value)) < 500, value
+        assert caught.value.need
+
+
+def test_junk_in_two_fields_of_a_problem() -> None:
+    names = [field.name for field in fields(PROBLEM)]
+    for (a, b), shift in itertools.product(itertools.combinations(names, 2), range(0, 40, 8)):
+        one, two = JUNK[(names.index(a) + shift) % len(JUNK)], JUNK[names.index(b) + shift // 2]
+        if not (is_fine(PROBLEM, a, one) and is_fine(PROBLEM, b, two)):
+            with pytest.raises(ConfigurationError):
+                replace(PROBLEM, **{a: one, b: two})
+
+
+@pytest.mark.parametrize("experts", [2**31, 2**20, 2**63])
+def test_a_table_of_experts_is_not_begun(experts: int) -> None:
+    """A tuple of 2^31 numbers would take the machine's memory first."""
+    for make in (
+        lambda: Problem(tokens=1, hidden=8, intermediate=8, experts=experts, top_k=1),
+        lambda: Placement.linear(experts, 1),
+        lambda: Placement.round_robin(experts, 1),
+        lambda: Placement.of_table([(0, 0)], experts),
+    ):
+        with pytest.raises(ConfigurationError, match=r"need an int >= 1 and < 2\^20"):
+            make()
+
+
+def test_most_that_a_problem_may_be() -> None:
+    most = 2**31 - 1
+    problem = Problem(most, most, most, 2**20 - 1, most, local_experts=1, chunk_tokens=most)
+    assert problem.placement.experts == 2**20 - 1
+
+
+def test_placement_from_junk() -> None:
+    makers: tuple[Callable[[Any], object], ...] = (
+        lambda v: Placement.linear(v, 1),
+        lambda v: Placement.linear(8, v),
+        lambda v: Placement.round_robin(8, v),
+        lambda v: Placement.of_table(((0, 0),), v),
+        lambda v: Placement.of_table(((0, v),), 1),
+        lambda v: Placement.linear(8, 1).expert_map(v),
+    )
+    for make, value in itertools.product(makers, (None, "x", 2.5, -1, True, 2**40, object())):
+        if make is makers[-1] and value is True:
+            continue
+        with pytest.raises(ConfigurationError):
+            make(value)
+
+
+@pytest.mark.parametrize("value", [None, "x", 5, 2.5, [], {}, object(), torch.ones(2), Problem])
+def test_junk_for_a_problem_or_a_part(value: Any) -> None:
+    good = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    for call in (
+        lambda: mk.check(*good, value),
+        lambda: mk.check_all(value),
+        lambda: mk.make_kernel(*good, value),
+        lambda: mk.compose(value),
+        lambda: mk.check(value, good[1], PROBLEM),
+        lambda: mk.make_kernel(good[0], value, PROBLEM),
+        lambda: mk.make_kernel(*good, PROBLEM, checked=value),
+        lambda: mk.make_kernel(*good, PROBLEM, poison=value),
+        lambda: FusedMoEModularKernel(value, value),
+        *(
+            (
+                lambda: mk.check(*good, PROBLEM, value),
+                lambda: mk.check_all(PROBLEM, value),
+                lambda: mk.make_kernel(*good, PROBLEM, machine=value),
+                lambda: mk.compose(PROBLEM, value),
+                lambda: mk.compose(PROBLEM, terms=value),
+                lambda: spied(PROBLEM).plan(value),
+            )
+            if value is not None
+            else ()
+        ),
+    ):
+        with pytest.raises(InputError):
+            call()
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
+@pytest.mark.parametrize("value", [None, "x", 5, [], object(), torch.ones(2), (1, 2)])
+def test_junk_for_a_call(value: Any, planned: bool) -> None:
+    """The spies fail the test if they are reached."""
+    args, kernel = arguments(PROBLEM), spied(PROBLEM)
+    call = kernel.plan() if planned else kernel
+    given = {"x": args.x, "weights": args.weights, "routing": args.routing, "out": None}
+    for name in given if value is not None else ("x", "weights", "routing"):
+        changed = given | {name: value}
+        with pytest.raises(InputError) as caught:
+            call(changed["x"], changed["weights"], changed["routing"], out=changed["out"])
+        assert caught.value.what == name
+        if not planned:
+            with pytest.raises(InputError):
+                kernel.start(
+                    changed["x"], changed["weights"], changed["routing"], out=changed["out"]
+                )
+
+
+def test_junk_inside_the_routing() -> None:
+    args, kernel = arguments(PROBLEM), spied(PROBLEM)
+    for name, value in itertools.product(("topk_weights_TK", "topk_ids_TK"), (None, 5, [], "x")):
+        with pytest.raises(InputError):
+            kernel(args.x, args.weights, replace(args.routing, **{name: value}))
+
+
+@dataclass(frozen=True)
+class Declared:
+    size: Size = 0
+    few: "Between | tuple[int, int]" = (1, 2)
+
+
+def test_the_annotation_alone_decides() -> None:
+    check_fields(Declared(few=Between(1, 2)))
+    for bad, need in (
+        ({"size": -1}, "an int >= 0 and < 2^31"),
+        ({"few": (1, 2, 3)}, "a Between or a tuple of an int and an int"),
+        ({"few": (1, True)}, "a Between or a tuple of an int and an int"),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            check_fields(Declared(**bad), "of ")  # type: ignore[arg-type]
+        assert caught.value.what == f"of {next(iter(bad))}"
+        assert caught.value.need == need
