@@ -9,13 +9,16 @@ from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.cases import BASE, Case, axes, command
 from modular_kernel.testing.inputs import (
+    LAYOUTS,
     ROUTINGS,
     Inputs,
+    Manner,
     fenced,
     fences_intact,
     invalid_count,
     make_inputs,
 )
+from modular_kernel.testing.inputs_hostile import VALUES, apart
 from modular_kernel.types import Combine, Problem
 from modular_kernel.validate import check_input, check_routing, check_weights
 
@@ -251,3 +254,57 @@ def test_command_names_what_is_not_the_default() -> None:
     line = command(Case("P", "X", problem, "skips", seed=7))
     wanted = "--local-experts 3 --ids-dtype int64 --bias --combine topk_weighted"
     assert line == plain.replace("--routing uniform --seed 0", f"{wanted} --routing skips --seed 7")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block:block=48x64", "mxfp4_w4a16"])
+def test_layouts_are_views_of_the_same_values(quant: str, layout: str) -> None:
+    problem = replace(BASE, quant=quant, dtype=torch.bfloat16)
+    plain, laid = made(problem), made(problem, manner=Manner(layout))
+    for name, tensor in laid.tensors().items():
+        assert torch.equal(tensor.double(), plain.tensors()[name].double())
+    check_weights(laid.weights, laid.x_TH, problem)
+    w1 = laid.weights.w1
+    assert w1.is_contiguous() is (layout in ("plain", "shifted"))
+    assert w1.mT.is_contiguous() is (layout == "transposed")
+    assert (w1.data_ptr() % 16 == 0) is (layout != "shifted")
+    assert laid.x_TH.is_contiguous() is (layout in ("plain", "shifted"))
+
+
+def test_ids_beyond_int32_are_experts_in_their_low_bits() -> None:
+    routing = made(MANY, "beyond_int32").routing
+    ids = routing.topk_ids_TK
+    assert ids.dtype == torch.int64
+    far = (ids < -(2**31)) | (ids >= 2**31)
+    low = ids[far].to(torch.int32)
+    assert bool(((low >= 0) & (low < MANY.experts)).any())
+    assert invalid_count(routing, MANY) == int(far.sum()) > 0
+    with pytest.raises(ConfigurationError, match="int64"):
+        made(replace(MANY, ids_dtype=torch.int32), "beyond_int32")
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
+    problem = replace(MANY, dtype=dtype)
+    inputs = made(problem, "uniform", manner=Manner(values=values))
+    recipe = reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
+    finite = recipe.isfinite().all(1)
+    groups = apart(values, problem.tokens)
+    assert bool(finite[groups == 0].all())
+    assert (groups > 0).any() == (values in ("large", "nan_token", "inf_token"))
+    if values == "large":
+        assert not bool(recipe[groups == 2].isfinite().all(1).any())
+        assert float(recipe[groups == 1].abs().amax()) > 1e4
+    elif values in ("nan_token", "inf_token"):
+        assert not bool(recipe[groups == 1].isfinite().any())
+    weights = inputs.routing.topk_weights_TK
+    assert bool((weights < 0).any()) is bool((weights == 0).any()) is (values == "signed")
+    assert bool((inputs.x_TH == 0).all(1).any()) is (values == "zero_rows")
+
+
+def test_a_manner_that_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="layout"):
+        Manner("folded")
+    with pytest.raises(ConfigurationError, match="values"):
+        Manner(values="odd")

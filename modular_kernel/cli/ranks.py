@@ -125,4 +125,5 @@ def over_ranks(case: "Case", rank_tokens: str | None) -> "RankCase":
             need = "a number of each rank, such as 7,0"
             raise ConfigurationError("--rank-tokens", got=repr(rank_tokens), need=need)
         tokens = tuple(map(int, words))
-    return RankCase(case.prepare_finalize, case.experts, problem, case.routing, case.seed, tokens)
+    pair = case.prepare_finalize, case.experts
+    return RankCase(*pair, problem, case.routing, case.seed, tokens=tokens)

@@ -1,7 +1,11 @@
-"""Which cases a pairing is proven on: a base, one change for each axis, products where axes meet.
+"""Which cases a pairing is proven on.
 
-A case is a problem, a kind of routing and a seed, so it can be replayed on any machine by the one
-line that `command` prints. Shapes are small: the interpreter runs them too.
+`full`: rows in which every two values of two axes meet, drawn for the pairing (`cases_drawn`).
+`smoke`: some that touch every axis. `axes`: a base, one change for each axis, products where axes
+meet; for whoever wants problems of which one thing is unlike the base.
+
+A case is a problem, a kind of routing, a manner of inputs and a seed, so it can be replayed on any
+machine by the one line that `command` prints. Shapes are small: the interpreter runs them too.
 """
 
 import shlex
@@ -14,7 +18,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.support import Verdict
 from modular_kernel.testing.cases_quant import quantised
-from modular_kernel.testing.inputs import ROUTINGS
+from modular_kernel.testing.inputs import ORDINARY, ROUTINGS, Manner
 from modular_kernel.types import Combine, Machine, Problem, dtype_name
 
 __all__ = ["BASE", "ROUTINGS", "Case", "Selection", "axes", "cases_for", "command", "pairings"]
@@ -25,22 +29,41 @@ Variant = tuple[Problem, str]
 
 @dataclass(frozen=True)
 class Case:
-    """One proof to be made: a pairing by name, a problem, a kind of routing, and a seed."""
+    """One proof to be made: a pairing by name, a problem, a kind of routing, and a seed.
+
+    manner: how tensors lie, and what values they hold. by_turns: a second kernel, of another
+    problem, runs between this one's calls.
+    """
 
     prepare_finalize: str
     experts: str
     problem: Problem
     routing: str = "uniform"
     seed: int = 0
+    manner: Manner = ORDINARY
+    by_turns: bool = False
 
     def __str__(self) -> str:
         seed = f"-seed{self.seed}" if self.seed else ""
         pairing = f"{self.prepare_finalize}+{self.experts}"
-        return f"{pairing}-{self.problem}-{self.routing}{seed}"
+        unusual = "".join(
+            f"-{name}" if value is True else f"-{value}" for name, value in self._unusual().items()
+        )
+        return f"{pairing}-{self.problem}-{self.routing}{unusual}{seed}"
+
+    def _unusual(self) -> dict[str, object]:
+        """Options of the manner, where they are not the default."""
+        options = {
+            "layout": (self.manner.layout, ORDINARY.layout),
+            "values": (self.manner.values, ORDINARY.values),
+            "own-scales": (self.manner.own_scales, False),
+            "by-turns": (self.by_turns, False),
+        }
+        return {name: value for name, (value, default) in options.items() if value != default}
 
     def options(self) -> dict[str, object]:
         """Options of `mk test --one` that the problem does not tell."""
-        return {"routing": self.routing, "seed": self.seed}
+        return {"routing": self.routing, "seed": self.seed, **self._unusual()}
 
 
 @dataclass(frozen=True)

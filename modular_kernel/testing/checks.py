@@ -18,8 +18,10 @@ from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
 from modular_kernel.ops.runtime import watched_races
 from modular_kernel.testing.cases import Case
-from modular_kernel.testing.compare import Comparison, compare
+from modular_kernel.testing.compare import Comparison
+from modular_kernel.testing.compare_apart import compare_apart
 from modular_kernel.testing.inputs import (
+    ORDINARY,
     Inputs,
     fenced,
     fences_intact,
@@ -50,7 +52,7 @@ class Sample:
         self, case: Case, device: torch.device, *, tokens: int, salt: int, strided: bool = False
     ) -> None:
         self.problem: Problem = case.problem.with_tokens(tokens)
-        self.routing = case.routing
+        self.routing, self.manner = case.routing, case.manner
         self.device = device
         self.strided = strided
         self.seed = 1000 * case.seed + salt
@@ -60,7 +62,12 @@ class Sample:
 
     def _make(self) -> Inputs:
         return make_inputs(
-            self.problem, self.routing, self.device, seed=self.seed, strided=self.strided
+            self.problem,
+            self.routing,
+            self.device,
+            seed=self.seed,
+            strided=self.strided,
+            manner=self.manner,
         )
 
     @cached_property
@@ -74,8 +81,8 @@ class Sample:
         return reference.recipe(i.x_TH, i.weights, i.routing, self.problem)
 
     def compare(self, out: torch.Tensor) -> Comparison:
-        """`out` against the oracle."""
-        return compare(out, self.exact, self.recipe, self.problem)
+        """`out` against the oracle; tokens that would hide others, by themselves."""
+        return compare_apart(out, self.exact, self.recipe, self.problem, self.manner.values)
 
     def x_TH(self) -> torch.Tensor:
         """x for one call: a new copy if the call overwrites it."""
@@ -202,6 +209,18 @@ class Trial:
         return call(self.plan, self.other)
 
     @cached_property
+    def neighbour(self) -> tuple[FusedMoEModularKernel, Sample]:
+        """A kernel of another problem, if the parts take it, and a call of it."""
+        case, problem = self.case, self.case.problem
+        tokens = problem.tokens // 2 + 3
+        wider = replace(problem, tokens=tokens, intermediate=2 * problem.intermediate)
+        if not check(case.prepare_finalize, case.experts, wider, self.machine).ok:
+            wider = replace(problem, tokens=tokens)
+        other = replace(case, problem=wider, manner=ORDINARY)
+        sample = Sample(other, self.first.device, tokens=tokens, salt=3)
+        return self.build(other, self.machine, True), sample
+
+    @cached_property
     def interleaved(self) -> tuple[torch.Tensor, torch.Tensor]:
         """First and other call, both in flight, the first finished last."""
         first, other = start(self.kernel, self.first), start(self.kernel, self.other)
@@ -279,6 +298,17 @@ def interleaved(trial: Trial) -> Findings:
     yield from same(trial, trial.first, trial.interleaved[0], trial.eager)
 
 
+def by_turns(trial: Trial) -> Findings:
+    """Kernels of two problems share nothing: each computes what it does alone."""
+    if not trial.case.by_turns:
+        return
+    kernel, sample = trial.neighbour
+    pending = start(trial.kernel, trial.first)
+    got = call(kernel, sample)
+    yield from same(trial, trial.first, pending.finish().clone(), trial.eager)
+    yield from sample.compare(got).problems
+
+
 def numeric_strided(trial: Trial) -> Findings:
     """Fewer tokens than the kernel was made for, transposed weights and spaced rows: right too."""
     yield from trial.other.compare(trial.interleaved[1]).problems
@@ -354,6 +384,7 @@ CHECKS: tuple[Check, ...] = (
     plan_reused,
     out_given,
     interleaved,
+    by_turns,
     numeric_strided,
     plan_shrunk,
     graph_replay,

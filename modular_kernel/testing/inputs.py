@@ -22,6 +22,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import activation
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.inputs_hostile import VALUES, hostile_routing, hostile_x
 from modular_kernel.types import ActivationSpec, Problem
 
 ROUTINGS = (
@@ -33,6 +34,14 @@ ROUTINGS = (
     "skips",  # -1 among the ids, and a token with nothing else
     "all_skipped",  # nothing but -1
     "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
+    "beyond_int32",  # the same, and ids that are experts in their low 32 bits: int64 alone has them
+)
+# How the tensors of a call lie in memory.
+LAYOUTS = (
+    "plain",  # contiguous, aligned as an allocation of its own
+    "transposed",  # weights that are contiguous along N, x with gaps between its rows
+    "spaced",  # gaps between rows of weights and of x, and between experts
+    "shifted",  # contiguous from the second element of the memory on
 )
 
 _SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
@@ -41,6 +50,27 @@ _FENCE = 256  # bytes: keeps every tensor as aligned as an allocation of its own
 _INT_FENCE = 0x3F3F3F3F
 _BIAS_STD = 0.5
 _UNUSED_WEIGHT = 7.0  # on pairs without an expert: finite, and far too large to go unnoticed
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What a problem leaves open. layout: one of LAYOUTS. values: one of VALUES. own_scales: the
+    scales of weights have the problem's dtype, where the scheme lets them."""
+
+    layout: str = "plain"
+    values: str = "ordinary"
+    own_scales: bool = False
+
+    def __post_init__(self) -> None:
+        for what, got, known in (
+            ("layout", self.layout, LAYOUTS),
+            ("values", self.values, VALUES),
+        ):
+            if got not in known:
+                raise ConfigurationError(what, got=got, need=f"one of {', '.join(known)}")
+
+
+ORDINARY = Manner()
 
 
 @dataclass(frozen=True)
@@ -75,21 +105,28 @@ def make_inputs(
     *,
     seed: int = 0,
     strided: bool = False,
+    manner: Manner = ORDINARY,
 ) -> Inputs:
     """Inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
     strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids and
-    the biases' other dtype, where the problem allows each; otherwise contiguous and int32.
+    the biases' other dtype, where the problem allows each; otherwise contiguous and int32, or as
+    `manner` says.
     """
     generator = torch.Generator().manual_seed(seed)
-    place = _placer(device)
+    place = _placer(device, shift=int(manner.layout == "shifted"))
     expert_map = _expert_map(problem, generator)
-    router = _router(problem, routing, expert_map, generator)
-    ids_dtype = problem.ids_dtype or (torch.int64 if strided else torch.int32)
-    x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator).to(problem.dtype)
+    router = hostile_routing(
+        _router(problem, routing, expert_map, generator), problem, expert_map, manner.values
+    )
+    wide = strided or routing == "beyond_int32"
+    ids_dtype = problem.ids_dtype or (torch.int64 if wide else torch.int32)
+    x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
+    x_TH = hostile_x(x_TH, problem, manner.values).to(problem.dtype)
+    gaps = strided or manner.layout in ("transposed", "spaced")
     return Inputs(
-        with_gaps(x_TH, place) if strided and not problem.inplace else place(x_TH),
-        _expert_weights(problem, expert_map, generator, place, strided=strided),
+        with_gaps(x_TH, place) if gaps and not problem.inplace else place(x_TH),
+        _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner),
         Routing(place(router.topk_weights_TK), place(router.topk_ids_TK.to(ids_dtype))),
     )
 
@@ -100,20 +137,33 @@ def invalid_count(routing: Routing, problem: Problem) -> int:
     return int(((ids < -1) | (ids >= problem.experts)).sum())
 
 
+@cache
+def some_routed(problem: Problem, routing: str, seed: int) -> bool:
+    """Whether any pair of `make_inputs` with these arguments has an expert here."""
+    generator = torch.Generator().manual_seed(seed)
+    expert_map = _expert_map(problem, generator)
+    ids_TK = _router(problem, routing, expert_map, generator).topk_ids_TK
+    here = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
+    return bool((here >= 0 if expert_map is None else expert_map[here] >= 0).any())
+
+
 Place = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _placer(device: torch.device) -> Place:
-    return lambda values: fenced(values.to(device))
+def _placer(device: torch.device, shift: int = 0) -> Place:
+    return lambda values: fenced(values.to(device), shift)
 
 
-def fenced(values: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy whose memory continues with NaN (or a huge integer) on both sides."""
+def fenced(values: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """A contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
+
+    shift: elements by which it begins later than aligned memory would.
+    """
     pad = _FENCE // values.element_size()
     room = -(-values.numel() // pad) * pad
-    arena = torch.empty(pad + room + pad, dtype=values.dtype, device=values.device)
+    arena = torch.empty(pad + room + pad + shift, dtype=values.dtype, device=values.device)
     arena.fill_(_fence_value(values.dtype))
-    inside = arena[pad : pad + values.numel()].view(values.shape)
+    inside = arena[pad + shift : pad + shift + values.numel()].view(values.shape)
     inside.copy_(values)
     return inside
 
@@ -145,12 +195,16 @@ def _expert_weights(
     place: Place,
     *,
     strided: bool,
+    manner: Manner,
 ) -> ExpertWeights:
-    """Weights of the problem's scheme. Quantised ones are contiguous, strided or not."""
+    """Weights of the problem's scheme. Quantised ones lie as `manner` says, strided or not."""
     if not problem.scheme.quantised:
-        return _weights(problem, expert_map, generator, place, strided=strided)
+        layout = "transposed" if strided else manner.layout
+        return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
     plain = replace(problem, quant="none", dtype=torch.float32)
-    weights = _weights(plain, expert_map, generator, lambda values: values, strided=False)
+    weights = _weights(
+        plain, expert_map, generator, lambda values: values, strided=False, layout="plain"
+    )
     uneven = {name: _uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
     scales = {}
     if problem.scheme.static:
@@ -159,10 +213,29 @@ def _expert_weights(
     biases = {name: getattr(weights, name) for name in ("b1", "b2")}
     if strided:
         biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}
-    quantised = quantise_weights(replace(weights, **uneven, **scales, **biases), problem)
+    quantised = quantise_weights(
+        replace(weights, **uneven, **scales, **biases),
+        problem,
+        scale_dtype=problem.dtype if manner.own_scales else torch.float32,
+    )
     tensors = {f.name: getattr(quantised, f.name) for f in fields(quantised)}
     placed: dict[str, Any] = {n: t if t is None else place(t) for n, t in tensors.items()}
+    for name in ("w1", "w2"):
+        placed[name] = _laid(tensors[name], manner.layout, place)
     return ExpertWeights(**placed)
+
+
+def _laid(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
+    """Weights in their place, in one of LAYOUTS."""
+    if layout == "transposed":
+        return place(w_eNK.mT).mT
+    if layout != "spaced":
+        return place(w_eNK)
+    e, rows, depth = w_eNK.shape
+    spaced = torch.empty(e, rows + 1, depth + 16, dtype=w_eNK.dtype)
+    spaced.fill_(_fence_value(w_eNK.dtype))
+    spaced[:, :rows, :depth] = w_eNK
+    return place(spaced)[:, :rows, :depth]
 
 
 def _uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -185,6 +258,7 @@ def _weights(
     place: Place,
     *,
     strided: bool,
+    layout: str,
 ) -> ExpertWeights:
     """Each product's output has a standard deviation of about 1."""
 
@@ -192,8 +266,7 @@ def _weights(
         return (torch.randn(shape, generator=generator) * std).to(dtype)
 
     def matrices(*shape: int, std: float) -> torch.Tensor:
-        values = normal(*shape, std=std, dtype=problem.dtype)
-        return place(values.mT).mT if strided else place(values)
+        return _laid(normal(*shape, std=std, dtype=problem.dtype), layout, place)
 
     e, h, i, dtype = problem.e, problem.hidden, problem.intermediate, problem.dtype
     w1 = matrices(e, problem.w1_rows, h, std=h**-0.5)
@@ -246,6 +319,8 @@ def _ids(
     """(T, K) int64 expert ids of one of ROUTINGS."""
     if kind not in ROUTINGS:
         raise ConfigurationError("routing", got=kind, need=f"one of {ROUTINGS}")
+    if kind == "beyond_int32" and problem.ids_dtype is torch.int32:
+        raise ConfigurationError("routing", got=kind, need="int64 ids")
     tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
     if kind == "all_skipped":
         return torch.full((tokens, top_k), -1)
@@ -264,10 +339,19 @@ def _ids(
     elif kind == "skips":
         _scatter(ids_TK, (-1,), generator)
         ids_TK[tokens // 2 :][: int(tokens > 1)] = -1
-    elif kind == "out_of_range":
-        wrong = (experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31))
-        _scatter(ids_TK, wrong, generator)
+    else:
+        _scatter(ids_TK, _wrong_ids(kind, experts), generator)
     return ids_TK
+
+
+def _wrong_ids(kind: str, experts: int) -> tuple[int, ...]:
+    """Ids that are no expert's, for the kinds of routing that have some."""
+    if kind == "out_of_range":
+        return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
+    if kind == "beyond_int32":
+        low = experts // 2  # what an int32 keeps of most
+        return 2**32 + low, -(2**32) + low, 2**31, 2**40 + low, -(2**63), 2**63 - 1
+    return ()
 
 
 def _draw(odds: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
@@ -285,7 +369,7 @@ def _draw(odds: torch.Tensor, tokens: int, top_k: int, generator: torch.Generato
 
 def _scatter(ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator) -> None:
     """Put `values` in turn on the last pair and on about every third of the others."""
-    if ids_TK.numel() == 0:
+    if ids_TK.numel() == 0 or not values:
         return
     chosen = torch.rand(ids_TK.shape, generator=generator) < 0.3
     chosen[-1, -1] = True

@@ -1,0 +1,208 @@
+"""Cases drawn by pairs: every two values of two axes meet in a case, if a pairing takes both.
+
+`AXES` says what varies, `draw` which rows of it prove a pairing on a machine. A row that a rule
+refuses is not drawn; a pair that no valid row holds is impossible, with the rule's reason.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import check
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import weight_specs
+from modular_kernel.testing.cases import Case
+from modular_kernel.testing.covering import Array, Axis, Row, Space, covering_array
+from modular_kernel.testing.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
+from modular_kernel.testing.inputs_hostile import VALUES, why_impossible
+from modular_kernel.types import Combine, Machine, Problem
+
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# Groups and blocks of half the usual size and less, so that the shapes below have several of each
+# and a ragged last one; every scheme once as it is.
+SCHEMES = (
+    "none",
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block",
+    "fp8_w8a8_block:block=48x64",
+    "int8_w8a8_channel",
+    "int8_w8a8_block:block=32x32",
+    "int8_w8a16_channel",
+    "int8_w8a16_group:group=64",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=64",
+    "int4_w4a16_group:group=32,zero_points=true",
+    "mxfp4_w4a16",
+    "mxfp4_w4a16:repacked=true",
+)
+
+# Limits of about one standard deviation of the data, so that every clamp acts on many values.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "swiglu_oai": "swiglu_oai:alpha=1.702,limit=1.0",
+    "swiglu_clamp_after": "swiglu_clamp_after:limit=0.5",
+    "swiglu_clamp_before": "swiglu_clamp_before:limit=0.5",
+    "relu2": "relu2",
+}
+
+# Of `placement`: how many of E experts are here, and whether by a map.
+_PLACEMENTS = ("all", "mapped", "half_mapped", "one_mapped")
+
+# Of `chunks`: the most tokens of a piece, by the tokens T of the case.
+_CHUNKS: dict[str, Callable[[int], int | None]] = {
+    "none": lambda _tokens: None,
+    "whole": lambda tokens: max(1, tokens),
+    "one_more": lambda tokens: max(1, tokens - 1),  # the last piece is one token
+    "ragged": lambda tokens: max(1, -(-2 * tokens // 5)),  # three pieces, the last one shorter
+}
+
+# The ordinary value first. H and I: on and off every block of a scheme, every step of a tile and
+# every vector of a load. T: what paths and tiles change at, as far as so few tokens reach; where
+# one expert gets all of them, so many rows. E: what counting and sorting change at.
+AXES = (
+    Axis("quant", SCHEMES),
+    Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
+    Axis("activation", tuple(_ACTIVATIONS)),
+    Axis("interleaved", (False, True)),
+    Axis("bias", (False, True)),
+    Axis("tokens", (7, 0, 1, 2, 4, 5, 8, 9, 16, 17, 33, 65, 129), frozenset({0}), dear=True),
+    Axis("hidden", (48, 16, 17, 32, 33, 50, 64, 104, 128, 160), dear=True),
+    Axis("intermediate", (64, 24, 19, 32, 40, 47, 80, 96, 136), dear=True),
+    Axis("experts", (5, 1, 2, 17, 65, 300), dear=True),
+    Axis("top_k", (2, 1, 3, 8, 16), dear=True),
+    Axis("placement", _PLACEMENTS, dear=True),
+    Axis("routing", ROUTINGS, frozenset({"all_skipped"})),
+    Axis("ids", (None, torch.int32, torch.int64)),
+    Axis("weight_on_input", (False, True)),
+    Axis("scaling", (1.0, 2.5)),
+    Axis("combine", (Combine.SUM, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED)),
+    Axis("inplace", (False, True)),
+    Axis("chunks", tuple(_CHUNKS), dear=True),
+    Axis("layout", LAYOUTS),
+    Axis("own_scales", (False, True)),
+    Axis("values", VALUES),
+    Axis("by_turns", (False, True)),
+    Axis("seed", (0, 1, 2)),
+)
+
+_ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
+
+
+def problem_of(row: dict[str, Any]) -> Problem:
+    """The problem that a row of values by axis says; ConfigurationError if there is none such."""
+    experts, tokens = row["experts"], row["tokens"]
+    activation = _ACTIVATIONS[row["activation"]]
+    if row["activation"] == "relu2":
+        if row["interleaved"]:
+            raise ConfigurationError("activation", got="relu2, interleaved", need="gate and up")
+    elif row["interleaved"] or row["activation"] == "swiglu_oai":
+        comma = "," if ":" in activation else ":"
+        activation += f"{comma}interleaved={str(row['interleaved']).lower()}"
+    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
+    dtype, precision = row["numbers"]
+    return Problem(
+        tokens=tokens,
+        hidden=row["hidden"],
+        intermediate=row["intermediate"],
+        experts=experts,
+        top_k=row["top_k"],
+        dtype=dtype,
+        quant=row["quant"],
+        activation=activation,
+        local_experts=here.get(row["placement"]),
+        ids_dtype=row["ids"],
+        bias=row["bias"],
+        expert_map=row["placement"] != "all",
+        apply_router_weight_on_input=row["weight_on_input"],
+        routed_scaling_factor=row["scaling"],
+        combine=row["combine"],
+        inplace=row["inplace"],
+        fp32_precision=precision,
+        chunk_tokens=_CHUNKS[row["chunks"]](tokens),
+    )
+
+
+def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
+    """The case that a row of values by axis says."""
+    manner = Manner(row["layout"], row["values"], row["own_scales"])
+    return Case(
+        prepare_finalize,
+        experts,
+        problem_of(row),
+        row["routing"],
+        row["seed"],
+        manner,
+        row["by_turns"],
+    )
+
+
+def _harness_reasons(case: Case) -> tuple[str, ...]:
+    """Why inputs of a case cannot be made or judged, whatever the pairing."""
+    problem, manner = case.problem, case.manner
+    reasons = []
+    if case.routing == "beyond_int32" and problem.ids_dtype is torch.int32:
+        reasons.append("[routing] beyond_int32: int32 ids hold no such values")
+    if manner.own_scales:
+        dtypes: tuple[torch.dtype, ...] = ()
+        if problem.scheme.quantised:
+            dtypes = weight_specs(problem)["w1_scale"].dtypes
+        if problem.dtype is _FP32 or problem.dtype not in dtypes:
+            reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
+    if (hostile := why_impossible(problem, manner.values)) is not None:
+        reasons.append(hostile)
+    return tuple(reasons)
+
+
+def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
+    """The rows of AXES, judged for a pairing on a machine."""
+    cases: dict[Row, Case] = {}
+
+    def refused(row: Row) -> Sequence[str]:
+        try:
+            case = cases[row] = case_of(prepare_finalize, experts, _values(row))
+            verdict = check(prepare_finalize, experts, case.problem, machine)
+            ours = () if verdict.rejections else _harness_reasons(case)
+        except ConfigurationError as error:
+            return (str(error),)
+        return (*map(str, verdict.rejections), *ours)
+
+    def live(row: Row) -> bool:
+        case = cases[row]
+        if case.problem.tokens and not case.problem.expert_map and case.routing in _ALL_ROUTED:
+            return True
+        return some_routed(case.problem, case.routing, 1000 * case.seed)
+
+    return Space(AXES, refused, live, lambda row: cost_of(_values(row)))
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """The value of each axis by its name."""
+    return {axis.name: axis.values[i] for axis, i in zip(AXES, row, strict=True)}
+
+
+def cost_of(row: Mapping[str, Any]) -> float:
+    """Roughly the seconds that the interpreter takes: blocks of rows by tiles of weights."""
+    tokens, hidden, intermediate = row["tokens"], row["hidden"], row["intermediate"]
+    pairs: int = tokens * row["top_k"]
+    experts = {"one_mapped": 1, "half_mapped": (row["experts"] + 1) // 2}
+    touched = min(pairs, experts.get(row["placement"], row["experts"]))
+    pieces = {"ragged": 3, "one_more": 2}.get(row["chunks"], 1)
+    blocks: float = touched * (pieces + 1) / 2 + pairs / 16
+    side = 32 if row["numbers"][0] is _FP32 or hidden % 16 or intermediate % 16 else 64
+    tiles: int = 2 * -(-hidden // side) * -(-intermediate // side)
+    turns = 1.3 if row["by_turns"] else 1.0
+    return turns * (0.4 + 0.3 * pieces + 0.01 * blocks * tiles)
+
+
+@cache
+def draw(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Array, tuple[Case, ...]]:
+    """The covering array of a pairing on a machine, and the case of each row, in its order."""
+    array = covering_array(space_of(prepare_finalize, experts, machine))
+    return array, tuple(case_of(prepare_finalize, experts, _values(row)) for row in array.rows)

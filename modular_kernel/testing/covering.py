@@ -1,0 +1,326 @@
+"""Covering arrays: few rows in which every two values of two axes meet, if any valid row has both.
+
+A `Space` says which rows are refused and why, which compute anything, and what a row costs. Rows
+are drawn greedily: of some candidates, each built value by value, the one that covers most pairs
+for its cost. Equal spaces give equal rows on every machine.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+Row = tuple[int, ...]  # the index of one value for each axis
+Pair = tuple[int, int]  # two values of different axes, by their numbers in the space, ascending
+
+_CANDIDATES = 8
+_TRIES = 8  # more, to build a row for a pair, before the one row known to hold it is taken
+_STEPS = 6  # changes that a refused row is mended by, at most
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One thing that varies. values: the ordinary one first. idle: those with which nothing is
+    computed, so that nothing else is proven beside them. dear: whether they differ in cost."""
+
+    name: str
+    values: tuple[Any, ...]
+    idle: frozenset[Any] = frozenset()
+    dear: bool = False
+
+
+@dataclass(frozen=True)
+class Space:
+    """Rows over `axes`.
+
+    refused: every reason why a row is not valid, empty if it is. live: whether anything is computed
+    in a valid row. cost: of proving it, in any unit, positive.
+    """
+
+    axes: tuple[Axis, ...]
+    refused: Callable[[Row], Sequence[str]]
+    live: Callable[[Row], bool]
+    cost: Callable[[Row], float]
+
+    def numbers(self, row: Row) -> tuple[int, ...]:
+        """The number of each value of `row`, counted over all axes."""
+        return tuple(start + value for start, value in zip(self.starts, row, strict=True))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The number of each axis' first value."""
+        starts, total = [], 0
+        for axis in self.axes:
+            starts.append(total)
+            total += len(axis.values)
+        return tuple(starts)
+
+    @property
+    def size(self) -> int:
+        """Values of all axes."""
+        return sum(len(axis.values) for axis in self.axes)
+
+    def idle(self) -> frozenset[int]:
+        """Numbers of the values with which nothing is computed."""
+        named = zip(self.starts, self.axes, strict=True)
+        return frozenset(
+            start + i
+            for start, axis in named
+            for i, value in enumerate(axis.values)
+            if value in axis.idle
+        )
+
+    def words(self, number: int) -> str:
+        """A value by its number: "axis=value"."""
+        for axis, start in zip(self.axes, self.starts, strict=True):
+            if start <= number < start + len(axis.values):
+                return f"{axis.name}={axis.values[number - start]}"
+        raise IndexError(number)
+
+    def pairs(self) -> Iterator[Pair]:
+        """Every two values of different axes."""
+        bounds = [
+            range(start, start + len(axis.values))
+            for start, axis in zip(self.starts, self.axes, strict=True)
+        ]
+        for one, other in combinations(bounds, 2):
+            yield from ((a, b) for a in one for b in other)
+
+    def covered(self, row: Row) -> frozenset[Pair]:
+        """The pairs that a valid row proves: all of its own; if nothing is computed in it, those
+        of the values that are the reason, so far as values are."""
+        every = combinations(self.numbers(row), 2)
+        if self.live(row):
+            return frozenset(every)
+        idle = self.idle()
+        return frozenset(pair for pair in every if idle.intersection(pair))
+
+
+@dataclass(frozen=True)
+class Array:
+    """Rows that cover every pair of a space, but for the impossible ones, each with its reason.
+
+    lifeless: pairs that valid rows hold, none of which computes anything.
+    """
+
+    space: Space
+    rows: tuple[Row, ...]
+    impossible: Mapping[Pair, str]
+    lifeless: frozenset[Pair]
+
+    def missing(self) -> tuple[Pair, ...]:
+        """Pairs that no row proves, though some could."""
+        covered = frozenset[Pair]().union(*(self.space.covered(row) for row in self.rows))
+        out = covered | self.impossible.keys() | self.lifeless
+        return tuple(pair for pair in self.space.pairs() if pair not in out)
+
+
+def covering_array(space: Space, seed: int = 0) -> Array:
+    """Draw the rows. None at all if no valid row is found from the ordinary values."""
+    return _Drawing(space, random.Random(seed)).draw()
+
+
+class _Drawing:
+    """One covering array being drawn. holds[pair]: a valid row that has both values."""
+
+    def __init__(self, space: Space, dice: random.Random) -> None:
+        self.space, self.dice = space, dice
+        self.starts, self.count, self.idle = space.starts, len(space.axes), space.idle()
+        self.verdicts: dict[Row, Sequence[str]] = {}
+        self.holds: dict[Pair, Row] = {}
+        self.possible = [0] * space.size  # the values that each can stand beside, as bits
+        self.open = [0] * space.size  # those of them that it has not met, as bits
+
+    def draw(self) -> Array:
+        space = self.space
+        impossible = self._impossible()
+        waiting = dict.fromkeys(self.holds)  # ordered, unlike a set
+        for a, b in waiting:
+            for one, other in ((a, b), (b, a)):
+                self.possible[one] |= 1 << other
+                self.open[one] |= 1 << other
+        rows: list[Row] = []
+        lifeless = set[Pair]()
+        while waiting:
+            row = self._best(next(iter(waiting)))
+            met = [pair for pair in space.covered(row) if pair in waiting]
+            if not met:  # its pair is held by this row, and nothing is computed there
+                pair = next(iter(waiting))
+                lifeless.add(pair)
+                met = [pair]
+            rows.append(row)
+            for a, b in met:
+                del waiting[a, b]
+                self.open[a] &= ~(1 << b)
+                self.open[b] &= ~(1 << a)
+        return Array(space, tuple(self._needed(rows)), impossible, frozenset(lifeless))
+
+    def _needed(self, rows: list[Row]) -> list[Row]:
+        """Without the rows, costly ones first, all of whose pairs others cover too."""
+        covered = {row: self.space.covered(row) for row in rows}
+        times: dict[Pair, int] = {}
+        for pairs in covered.values():
+            for pair in pairs:
+                times[pair] = times.get(pair, 0) + 1
+        kept = dict.fromkeys(rows)
+        for row in sorted(kept, key=self.space.cost, reverse=True):
+            if covered[row] and all(times[pair] > 1 for pair in covered[row]):
+                del kept[row]
+                for pair in covered[row]:
+                    times[pair] -= 1
+        return list(kept)
+
+    # ------------------------------------------------------------------------ what is possible
+
+    def _impossible(self) -> dict[Pair, str]:
+        """Find a row for each pair; the reason where there is none."""
+        space = self.space
+        ordinary = self._mended((0,) * self.count, frozenset())
+        if ordinary is None:
+            return {pair: self._why((0,) * self.count) for pair in space.pairs()}
+        homes = self._homes(ordinary)
+        impossible = {}
+        for pair in space.pairs():
+            axes = [self._axis(number) for number in pair]
+            values = [number - self.starts[axis] for number, axis in zip(pair, axes, strict=True)]
+            alone = [homes.get(number) for number in pair]
+            if None in alone:
+                lost = alone.index(None)
+                reason = self._why(_with(ordinary, axes[lost], values[lost]))
+                impossible[pair] = reason
+                continue
+            found = self._holding(ordinary, alone, axes, values)
+            if found is None:
+                row = _with(_with(ordinary, axes[0], values[0]), axes[1], values[1])
+                impossible[pair] = self._why(row)
+            else:
+                self.holds[pair] = found
+        return impossible
+
+    def _homes(self, ordinary: Row) -> dict[int, Row]:
+        """A valid row for each value that has one, as near to the ordinary row as is found."""
+        homes = {}
+        for axis, start in enumerate(self.starts):
+            for value in range(len(self.space.axes[axis].values)):
+                row = self._mended(_with(ordinary, axis, value), frozenset({axis}))
+                if row is not None:
+                    homes[start + value] = row
+        return homes
+
+    def _holding(
+        self, ordinary: Row, homes: Sequence[Row | None], axes: list[int], values: list[int]
+    ) -> Row | None:
+        """A valid row with two values, live if one is found near."""
+        found = None
+        for near in (ordinary, *homes):
+            assert near is not None
+            row = _with(_with(near, axes[0], values[0]), axes[1], values[1])
+            if not self._refused(row):
+                if self.space.live(row):
+                    return row
+                found = found or row
+        if found is not None:
+            return found
+        for near in (ordinary, *homes):
+            assert near is not None
+            row = _with(_with(near, axes[0], values[0]), axes[1], values[1])
+            mended = self._mended(row, frozenset(axes))
+            if mended is not None:
+                return mended
+        return None
+
+    def _mended(self, row: Row, fixed: frozenset[int]) -> Row | None:
+        """`row`, or the nearest one found with fewer and fewer reasons against it, in the end none.
+        `fixed` axes stay as they are."""
+        for _ in range(_STEPS):
+            reasons = len(self._refused(row))
+            if not reasons:
+                return row
+            best = row
+            for axis in range(self.count):
+                if axis in fixed:
+                    continue
+                for value in range(len(self.space.axes[axis].values)):
+                    other = _with(row, axis, value)
+                    if len(self._refused(other)) < reasons:
+                        best, reasons = other, len(self._refused(other))
+            if best == row:
+                return None
+            row = best
+        return None if self._refused(row) else row
+
+    def _refused(self, row: Row) -> Sequence[str]:
+        if row not in self.verdicts:
+            self.verdicts[row] = self.space.refused(row)
+        return self.verdicts[row]
+
+    def _why(self, row: Row) -> str:
+        return next(iter(self._refused(row)), "no valid row is known")
+
+    def _axis(self, number: int) -> int:
+        return max(axis for axis, start in enumerate(self.starts) if start <= number)
+
+    # ------------------------------------------------------------------------------ drawing rows
+
+    def _best(self, pair: Pair) -> Row:
+        """The row with `pair` that covers most for its cost; some row with it in any case."""
+        best, worth = self.holds[pair], 0.0
+        found = 0
+        for _ in range(_CANDIDATES + _TRIES):
+            row = self._candidate(pair)
+            gain = self._gain(row) / self.space.cost(row)
+            if gain <= worth or self._refused(row) or not self._proves(row, pair):
+                continue
+            best, worth, found = row, gain, found + 1
+            if found == _CANDIDATES:
+                break
+        return best
+
+    def _proves(self, row: Row, pair: Pair) -> bool:
+        return self.space.live(row) or pair in self.space.covered(row)
+
+    def _gain(self, row: Row) -> int:
+        """Pairs that `row` would be the first to prove, were it live; twice each."""
+        numbers = self.space.numbers(row)
+        chosen = _bits(numbers)
+        proving = [n for n in numbers if n in self.idle] or numbers
+        return sum((self.open[number] & chosen).bit_count() for number in proving)
+
+    def _candidate(self, pair: Pair) -> Row:
+        """A row with `pair` whose values can stand beside each other two by two, each of those that
+        meet most new ones; where they differ in cost, for the cost of what is chosen so far."""
+        chosen: dict[int, int] = {self._axis(number): number for number in pair}
+        bits = _bits(pair)
+        rest = [axis for axis in range(self.count) if axis not in chosen]
+        self.dice.shuffle(rest)
+        for axis in rest:
+            start = self.starts[axis]
+            numbers = range(start, start + len(self.space.axes[axis].values))
+            fit = [n for n in numbers if bits & ~self.possible[n] == 0]
+            score = {n: (self.open[n] & bits).bit_count() + self.dice.random() for n in fit}
+            if self.space.axes[axis].dear:
+                score = {n: score[n] / self._cost({**chosen, axis: n}) for n in fit}
+            number = max(fit, key=score.__getitem__, default=start)
+            chosen[axis] = number
+            bits |= 1 << number
+        return self._row(chosen)
+
+    def _row(self, chosen: dict[int, int]) -> Row:
+        """Numbers by axis as a row, ordinary values for the rest."""
+        starts = enumerate(self.starts)
+        return tuple(chosen.get(axis, start) - start for axis, start in starts)
+
+    def _cost(self, chosen: dict[int, int]) -> float:
+        return self.space.cost(self._row(chosen))
+
+
+def _with(row: Row, axis: int, value: int) -> Row:
+    return (*row[:axis], value, *row[axis + 1 :])
+
+
+def _bits(numbers: Sequence[int]) -> int:
+    bits = 0
+    for number in numbers:
+        bits |= 1 << number
+    return bits

@@ -1,0 +1,66 @@
+"""Values that real layers meet now and then: zeros, other signs, huge and broken tokens."""
+
+import torch
+
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Problem
+
+VALUES = (
+    "ordinary",
+    "zero_rows",  # every third token is zero
+    "signed",  # router weights of either sign, and zero
+    "large",  # of three tokens one whose gates are large and one whose gates overflow
+    "nan_token",  # one token is NaN
+    "inf_token",  # one token holds an infinity
+)
+
+# What x is multiplied by: gates times up values stay finite, all but float16's; and do not.
+_LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
+_OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
+
+
+def hostile_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor:
+    """x with what `values` says, float32."""
+    tokens = len(x_TH)
+    if values == "zero_rows":
+        x_TH[0::3] = 0
+    elif values == "large":
+        x_TH[0::3] *= _LARGE[problem.dtype]
+        x_TH[2::3] *= _OVERFLOWING[problem.dtype]
+    elif tokens and values == "nan_token":
+        x_TH[tokens // 2] = torch.nan
+    elif tokens and values == "inf_token":
+        x_TH[tokens // 2, 0] = torch.inf
+    return x_TH
+
+
+def apart(values: str, tokens: int) -> torch.Tensor:
+    """(T,) integers: 0 for ordinary tokens; those of each other number are judged by themselves,
+    for they would hide what is beside them."""
+    groups = torch.zeros(tokens, dtype=torch.int64)
+    if values == "large":
+        groups[0::3], groups[2::3] = 1, 2
+    elif tokens and values in ("nan_token", "inf_token"):
+        groups[tokens // 2] = 1
+    return groups
+
+
+def why_impossible(problem: Problem, values: str) -> str | None:
+    """Why these values cannot be judged in `problem`, if they cannot."""
+    one_for_all = problem.scheme.activation_granularity == "tensor"
+    if one_for_all and values in ("large", "nan_token", "inf_token"):
+        return f"[values] {values}: one activation scale is for all tokens, so none is apart"
+    return None
+
+
+def hostile_routing(
+    routing: Routing, problem: Problem, expert_map: torch.Tensor | None, values: str
+) -> Routing:
+    """Router weights with what `values` says."""
+    if values != "signed":
+        return routing
+    weights_TK = routing.topk_weights_TK.clone()
+    flat = weights_TK.view(-1)
+    flat[1::3] *= -1
+    flat[5::7] = 0
+    return Routing(weights_TK, routing.topk_ids_TK)
