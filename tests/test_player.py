@@ -1,37 +1,19 @@
 """player.c without a GPU: against a libcuda.so.1 of this test's own, which counts and computes."""
 
-import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_in_driver import run_with_stand_in
 
 from modular_kernel.ops.player import map_values, pack_value
 
-TESTS = Path(__file__).parent
 ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both inputs
-COMPILER = shutil.which("gcc") or shutil.which("clang")
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What player_program.py saw."""
-    if COMPILER is None:
-        pytest.skip("no C compiler: then nothing is replayed either")
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    folder = tmp_path_factory.mktemp("driver")
-    command = [COMPILER, "-shared", "-fPIC", "-O1", str(TESTS / "driver_stand_in.c")]
-    command += [f"-I{include}" for include in driver.include_dirs]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1")], check=True)
-    # By `env`: the loader reads the variable when a program starts.
-    program = ["env", f"LD_LIBRARY_PATH={folder}", sys.executable, "-m", "player_program"]
-    done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return run_with_stand_in("player_program", tmp_path_factory.mktemp("driver"))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +48,7 @@ def test_dependent_launches_stay_dependent(found: dict[str, Any]) -> None:
 
 
 def test_a_map_is_told_of_another_address(found: dict[str, Any]) -> None:
-    """At each call, on 64 bytes; the launch that has it is told, not the other."""
+    """At each call, on 128 bytes; the launch that has it is told, not the other."""
     asked = {"maps": 2, "instantiations": 1, "graph_launches": 2, "sets": 1}
     assert found["map"] == [[ONE, TWO], asked]
 

@@ -7,7 +7,6 @@ well: the compiled kernel and its arguments, with pointers to the call's inputs 
 replays then calls is modular_kernel.ops.player, once for all launches.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ if HAS_TRITON:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime.jit import JITFunction
 
-# The releases whose launchers are known to do what modular_kernel.ops.player does.
-_KNOWN = ("3.6",)
+    from modular_kernel.ops import compat
 
 # Triton ships no annotations.
 Foreign = Any
@@ -74,25 +72,29 @@ def _note(
         recording.note(packed, player.player, _watched)
 
 
-@cache
-def _release() -> str:
-    return ".".join(triton.__version__.split(".")[:2])
-
-
 def _unknown(kernel: Foreign, compiled: Foreign) -> str:
     """Why a launch cannot be done again without triton's own code; "" if it can."""
     if not isinstance(kernel, JITFunction) or not isinstance(compiled, CompiledKernel):
         return f"{kernel} is interpreted, or no plain @triton.jit function"
     if kernel.pre_run_hooks:
         return f"{kernel} has pre-run hooks"
-    if _release() not in _KNOWN:
-        return f"launchers of triton {triton.__version__} are unknown"
-    metadata = compiled.metadata
-    if metadata.target.backend != "cuda" or metadata.num_ctas != 1:
-        return f"{kernel} is for clusters, or for no GPU of NVIDIA's"
-    if metadata.global_scratch_size or metadata.profile_scratch_size:
-        return f"{kernel} takes scratch memory"
+    reason = compat.unreplayed(compiled.metadata)
+    if reason:
+        return f"{kernel}: {reason}"
     return "" if player.module() else "there is no C compiler"
+
+
+def why_not_replayed() -> str:
+    """Say why no plan on this machine can replay its launches; "" where they can."""
+    if not HAS_TRITON:
+        return "there is no triton"
+    if triton.knobs.runtime.interpret:
+        return "triton's interpreter is active (TRITON_INTERPRET=1)"
+    if compat.RELEASE not in compat.REPLAYED:
+        return f"launchers of triton {triton.__version__} are unknown"
+    if not torch.cuda.is_available():
+        return "there is no GPU of NVIDIA's"
+    return "" if player.module() else "player.c does not compile or load here"
 
 
 def _watched() -> bool:

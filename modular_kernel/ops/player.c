@@ -20,7 +20,7 @@
 #include <string.h>
 
 #define MOST_INPUTS 64 /* bits of Launch.reads */
-#define MAP_ALIGNMENT 64 /* bytes, of a CUtensorMap */
+#define MAP_ALIGNMENT 128 /* bytes, of a CUtensorMap; CUDA 12 asks for 64 */
 
 typedef struct {
   unsigned long long function;

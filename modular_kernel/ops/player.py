@@ -5,7 +5,6 @@ file is compiled when it is first needed, by the compiler that triton builds its
 and stays in triton's cache. The driver is asked for everything by name when the module is loaded.
 """
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from modular_kernel.replay import Play
 Foreign = Any
 
 MAP_BYTES = 128  # of a CUtensorMap
-_MAP_ALIGNMENT = 64
+_MAP_ALIGNMENT = 128  # what CUDA 13 declares; 12 asks for 64
 _SCRATCH = 2  # parameters that triton adds to each kernel: pointers to scratch, here null
 _INTEGERS = {f"{sign}{bits}" for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # as struct has them
@@ -59,14 +58,12 @@ def pack_value(kind: str, value: Foreign) -> bytes | None:
 def map_values(descriptor: Foreign, meta: Foreign) -> list[bytes] | None:
     """What a kernel takes of a triton TensorDescriptor: its map, sizes and strides; None if triton
     keeps maps in another way than it did. meta: triton's, of this parameter."""
-    from triton.backends.nvidia.driver import make_tensordesc_arg
+    from modular_kernel.ops.compat import encoded_map
 
     if not meta:  # the kernel makes the map itself
         return None
-    encoded, *numbers = make_tensordesc_arg(descriptor, meta)
-    if type(encoded).__basicsize__ != 2 * MAP_BYTES:  # aligned to as many as it has
-        return None
-    return [ctypes.string_at(id(encoded) + MAP_BYTES, MAP_BYTES), *map(_word, numbers)]
+    found = encoded_map(descriptor, meta)
+    return None if found is None else [found[0], *map(_word, found[1])]
 
 
 def _word(number: int) -> bytes:
@@ -134,7 +131,7 @@ Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], l
 
 def describe(launches: Sequence[Packed]) -> Described:
     """launches, slots, places and values as `pack` of player.c takes them: all values in one row,
-    maps on multiples of 64 bytes."""
+    maps on multiples of 128 bytes."""
     described, slots = list[tuple[Foreign, ...]](), list[tuple[int, int, int, bool]]()
     places, values = list[int](), b""
     for p in launches:

@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from modular_kernel.ops.compat import store_box
+
 
 @gluon.jit
 def _sigmoid(x):
@@ -73,7 +75,7 @@ def _store(values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.
     place.store(values.to(out_desc.dtype))
     if row + ROWS <= end:
         fence_async_shared()
-        tma.async_copy_shared_to_global(out_desc, [row, first_column], place)
+        store_box(out_desc, [row, first_column], place)
     else:
         LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
         LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])

@@ -14,6 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from modular_kernel.ops.compat import copy_rows
+
 _COPY = gl.constexpr(16)  # bytes
 
 
@@ -48,7 +50,7 @@ def copy_step(ptrs, mask, step, depth, place, COPIES: gl.constexpr, EVEN_K: gl.c
         columns = step * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, COPIES))
         # Rounded, so that the compiler sees that no copy is cut.
         mask = mask & (columns < depth // WIDTH * WIDTH)[None, :]
-    async_copy.async_copy_global_to_shared(place, ptrs, mask=mask)
+    copy_rows(place, ptrs, mask=mask)
     async_copy.commit_group()
 
 

@@ -25,6 +25,7 @@ from experts.kernels.gluon.gathered_rows import (
     multiply_gathered,
     tokens_of,
 )
+from modular_kernel.ops.compat import load_box
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 
@@ -82,12 +83,10 @@ def _load(
             ready = full.index(place)
             mbarrier.expect(ready, BYTES)
             if not GATHERED:
-                tma.async_copy_global_to_shared(a_desc, [row, start], ready, a_ring.index(place))
+                load_box(a_desc, [row, start], ready, a_ring.index(place))
             b = b_ring.index(place)
-            tma.async_copy_global_to_shared(b_desc, [row_b, start], ready, b.slice(0, HALF, 0))
-            tma.async_copy_global_to_shared(
-                b_desc, [row_b + right_rows, start], ready, b.slice(HALF, HALF, 0)
-            )
+            load_box(b_desc, [row_b, start], ready, b.slice(0, HALF, 0))
+            load_box(b_desc, [row_b + right_rows, start], ready, b.slice(HALF, HALF, 0))
             turn += 1
         expert, row, n = next_expert, next_row, next_n
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from modular_kernel.ops.compat import reinterpret
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
 
 ROWS = gl.constexpr(64)  # of weights in a tile
@@ -159,7 +160,7 @@ def hold_vectors(
 def _panel(vectors, index):
     """Panel `index` of the vectors, (128, 8)."""
     piece = vectors.index(index // PANELS)
-    panels = piece._reinterpret(vectors.dtype, [PANELS, VECTORS, PANEL], SWIZZLED)
+    panels = reinterpret(piece, vectors.dtype, [PANELS, VECTORS, PANEL], SWIZZLED)
     return panels.index(index % PANELS).permute((1, 0))
 
 
@@ -222,8 +223,8 @@ def _multiply_scaled(ring, vectors, scales, full, empty, step, depth, ptrs, mask
         mbarrier.arrive(empty.index(place))
         for p in gl.static_range(EACH):
             index = start // PANEL + p
-            of_piece = scales.index(index // PANELS)._reinterpret(
-                gl.float32, [PANELS, 1, VECTORS], PLAIN
+            of_piece = reinterpret(
+                scales.index(index // PANELS), gl.float32, [PANELS, 1, VECTORS], PLAIN
             )
             scale = of_piece.index(index % PANELS).load(ACC)
             sums += parts[p] * (scale * weight_scales[p][:, None])

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language import div_rn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -23,6 +23,7 @@ from experts.kernels.gluon.streamed import (
     rows_of,
     spread_scales,
 )
+from modular_kernel.ops.compat import load_box
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
 
@@ -66,9 +67,7 @@ def _load(
                     row = experts[slot] * hidden + first
                     for p in gl.static_range(EACH):
                         rows = ring.index(place * EACH + p).slice(slot * EACH_ROWS, EACH_ROWS, 0)
-                        tma.async_copy_global_to_shared(
-                            w_desc, [row, start + p * PANEL], ready, rows
-                        )
+                        load_box(w_desc, [row, start + p * PANEL], ready, rows)
             step += 1
 
 

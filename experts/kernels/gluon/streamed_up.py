@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language import div_rn
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -25,6 +25,7 @@ from experts.kernels.gluon.streamed import (
     rows_of,
     spread_scales,
 )
+from modular_kernel.ops.compat import load_box
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
 
@@ -77,11 +78,11 @@ def _load(
                 for p in gl.static_range(EACH):
                     panel, k = ring.index(place * EACH + p), start + p * PANEL
                     if STEP == 2:
-                        tma.async_copy_global_to_shared(w_desc, [first, k], ready, panel)
+                        load_box(w_desc, [first, k], ready, panel)
                     else:
                         gate, up = panel.slice(0, HALF, 0), panel.slice(HALF, HALF, 0)
-                        tma.async_copy_global_to_shared(w_desc, [first, k], ready, gate)
-                        tma.async_copy_global_to_shared(w_desc, [first + up_rows, k], ready, up)
+                        load_box(w_desc, [first, k], ready, gate)
+                        load_box(w_desc, [first + up_rows, k], ready, up)
                 step += 1
 
 

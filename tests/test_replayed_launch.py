@@ -1,0 +1,65 @@
+"""Launches that are replayed are triton's own, to the byte: for the triton that is installed.
+
+Without a GPU: triton's launcher and player.c both launch into a libcuda.so.1 of the tests' own.
+"""
+
+from typing import Any
+
+import pytest
+from stand_in_driver import run_with_stand_in
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What launch_program.py saw."""
+    return run_with_stand_in("launch_program", tmp_path_factory.mktemp("driver"))
+
+
+# 49 bytes: two pointers, int32, float32, int64, a flag, two of scratch; 180: a map, two sizes and
+# two strides, a pointer, int32, two of scratch.
+@pytest.mark.parametrize(("kernel", "nbytes"), [("plain", 49), ("dependent", 49), ("boxes", 180)])
+def test_a_replayed_launch_is_as_tritons(found: dict[str, Any], kernel: str, nbytes: int) -> None:
+    """Grid, threads, shared memory, attributes, stream and all parameters."""
+    calls = found[kernel]
+    assert "refused" not in calls
+    assert [launch.pop("number") for launch in calls["triton"] + calls["played"]] == [1, 2, 3, 4]
+    assert calls["played"] == calls["triton"]
+    first, second = calls["triton"]
+    assert first["bytes"] == nbytes
+    assert first["value"] != second["value"]  # other inputs
+    assert first["dependent"] == (kernel == "dependent")
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("another release", "launchers of triton"),
+        ("instrumented", "kernels are instrumented (consan)"),
+        ("clusters", "it is for clusters"),
+        ("scratch", "it takes scratch memory"),
+        ("oversized", "bytes of shared memory"),
+    ],
+)
+def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, reason: str) -> None:
+    assert found["as it is"] == ""
+    assert reason in found[what]
+
+
+def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("modular_kernel.ops.launch")
+    from modular_kernel.testing.replaying import replay_state
+
+    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
+    assert replay_state() == "off: triton's interpreter is active (TRITON_INTERPRET=1)"
+    monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
+    assert replay_state() == "off: there is no GPU of NVIDIA's"
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(launch.player, "module", lambda: None)
+    assert replay_state() == "off: player.c does not compile or load here"
+    monkeypatch.setattr(launch.player, "module", lambda: "compiled")
+    assert replay_state() == "on"
+    monkeypatch.setattr(launch.compat, "RELEASE", "3.5")
+    assert replay_state().startswith("off: launchers of triton")
+    monkeypatch.setattr(launch, "HAS_TRITON", False)
+    assert replay_state() == "off: there is no triton"
