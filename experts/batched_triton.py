@@ -41,6 +41,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         triton=True,
         min_arch=(8, 0),
         graph_capturable=True,
+        batch_invariant=True,
         reduce=Reduce.DELEGATE,
         keep_topk=True,
         weight_on_input=False,
@@ -55,7 +56,9 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         self._kernel = batched_gemm_kernel
 
     @classmethod
-    def tunable(cls, problem: Problem) -> TileSpace:
+    def tunable(cls, problem: Problem) -> TileSpace | None:
+        if problem.batch_invariant:  # its tiles are fixed
+            return None
         return TileSpace(problem, cls.__name__)
 
     @classmethod

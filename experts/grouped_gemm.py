@@ -40,6 +40,7 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
         triton=True,
         min_arch=(8, 0),
         graph_capturable=True,
+        batch_invariant=True,
         reduce=Reduce.NOOP,
         keep_topk=True,
         expert_map=True,
@@ -53,7 +54,9 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
         self._products = SegmentProducts(problem)
 
     @classmethod
-    def tunable(cls, problem: Problem) -> TileSpace:
+    def tunable(cls, problem: Problem) -> TileSpace | None:
+        if problem.batch_invariant:  # its tiles are fixed
+            return None
         return TileSpace(problem, cls.__name__)
 
     @classmethod

@@ -97,8 +97,9 @@ _WIDE = {
 
 
 def serves(problem: Problem) -> bool:
-    """Whether the kernel can compute `problem`: 16-bit rows, depths that words of eight fill."""
-    if not problem.scheme.packed or problem.dtype is torch.float32:
+    """Whether the kernel can compute `problem`: 16-bit rows, depths that words of eight fill, and
+    nothing against launches that depend on the number of tokens."""
+    if not problem.scheme.packed or problem.dtype is torch.float32 or problem.batch_invariant:
         return False
     return all(
         k % _LEAST_DEPTH == 0 and product_depth(problem.scheme, k) >= _LEAST_DEPTH

@@ -24,6 +24,9 @@ from modular_kernel.types import Problem
 _LEAST_HALVED = 128  # shallower steps cost more than masks: gpt-oss, depth 2880, H200, 2026-11-20
 _LEAST_STAGES = 3  # of a shallow product: Qwen3-30B, depth 768, H200, 2026-11-20
 ENDLESS = 1 << 62  # more tokens than any call has
+# block_m of tiles for every number of tokens: a warpgroup's product has 64 rows, and where an
+# expert has fewer, weights still take longer to arrive than to be multiplied.
+_FIXED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -166,14 +169,10 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
     for the scheme's groups or the device is made smaller.
     ConfigurationError where the scheme's groups allow no tile.
     """
-    first, second = gemms(problem)
     lasts, pairs = [], []
-    for rows, block_m, one, two, group_m in _table(problem):
-        lasts.append(ENDLESS if rows is None else rows * problem.experts // problem.top_k)
-        blocks = (block_m, group_m)
-        pairs.append(
-            TilePair(_tile(one, first, device, blocks), _tile(two, second, device, blocks))
-        )
+    for row in _table(problem):
+        lasts.append(ENDLESS if row[0] is None else row[0] * problem.experts // problem.top_k)
+        pairs.append(_pair(row, problem, device))
     steps = Steps(tuple(lasts), tuple(pairs))
     if SINGLE in paths and tile_single.serves(problem):
         for most, pair in reversed(tuple(tile_single.defaults(problem))):
@@ -185,6 +184,19 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
         rows = tile_permuted.LEAST_ROWS * problem.experts // problem.top_k
         steps = steps.until(rows - 1, tile_permuted.default(problem))
     return steps
+
+
+def fixed(problem: Problem, device: Device) -> Steps:
+    """One pair of tiles for every number of tokens, so that sums do not depend on it: the regime of
+    the most rows up to _FIXED_ROWS, the first of several. ConfigurationError as `regimes`."""
+    row = max(_table(problem), key=lambda row: row[1] if row[1] <= _FIXED_ROWS else 0)
+    return Steps((ENDLESS,), (_pair(row, problem, device),))
+
+
+def _pair(row: _Row, problem: Problem, device: Device) -> TilePair:
+    _, block_m, one, two, group_m = row
+    (first, second), blocks = gemms(problem), (block_m, group_m)
+    return TilePair(_tile(one, first, device, blocks), _tile(two, second, device, blocks))
 
 
 def _too_few(steps: int, stages: int) -> bool:

@@ -24,7 +24,7 @@ from experts.tile_bounds import MOST_TOKENS, require_pair
 from experts.tile_files import Recipe, read_recipe
 from experts.tile_names import TileKey, names_for
 from experts.tile_neighbours import Known, borrow, steps_of
-from experts.tile_regimes import ENDLESS, Steps, aligned, regimes
+from experts.tile_regimes import ENDLESS, Steps, aligned, fixed, regimes
 from experts.tile_shapes import (
     ALIGNED,
     GROUP,
@@ -47,6 +47,7 @@ from modular_kernel.types import Problem
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
 PACKAGED = "packaged"  # what the folder that ships is called
+FIXED = "one tile for every number of tokens: batch_invariant"  # an origin
 _LEAST_BLOCK_N = 16
 # What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
 _FITTED = frozenset({GROUP, SHARED})
@@ -58,9 +59,9 @@ _BY_BOXES = {PERMUTED: tile_permuted.serves, STREAMED: tile_streamed.serves}
 class Source:
     """The tiles of a problem and where they come from.
 
-    origin: "override_config", a file, "neighbours" or "regimes". keys: numbers of tokens that the
-    file has. whose: of each of the steps, the neighbour it is from. notes: what else a reader
-    should know. looked_in: places without a file, in order.
+    origin: "override_config", a file, "neighbours", "regimes" or FIXED. keys: numbers of tokens
+    that the file has. whose: of each of the steps, the neighbour it is from. notes: what else a
+    reader should know. looked_in: places without a file, in order.
     """
 
     steps: Steps
@@ -88,6 +89,8 @@ class TileStore:
         ConfigurationError names a file that cannot be read, is malformed or, being ours, does not
         fit. Warns, once for each file, where one of another triton is used or was clamped.
         """
+        if problem.batch_invariant:  # files are by the number of tokens
+            return Source(fixed(problem, self.device), FIXED)
         looked_in: list[str] = []
         for title, folder in self.folders if self.device.name else ():
             path = self._first(folder, problem)
@@ -240,6 +243,10 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
         if served is not None and served(problem, device):
             require_pair(pair, problem, device, f"{recipe.origin}, tokens {tokens}")
         pairs.append(pair)
+    if problem.batch_invariant and (len(set(pairs)) > 1 or pairs[0].path != ALIGNED):
+        got = ", ".join(dict.fromkeys(map(str, pairs)))
+        need = "one pair for every number of tokens, by the aligned path: batch_invariant"
+        raise ConfigurationError(recipe.origin, got=got, need=need)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
     return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, notes=_few(list(notes)))
 

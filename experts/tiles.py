@@ -20,7 +20,7 @@ from experts.tile_files import Recipe, override_recipe
 from experts.tile_names import names_for
 from experts.tile_regimes import Steps, regimes
 from experts.tile_shapes import ALIGNED, Device, Tile, TilePair
-from experts.tile_store import PACKAGED, Source, TileStore, fit, nearest
+from experts.tile_store import FIXED, PACKAGED, Source, TileStore, fit, nearest
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Problem
@@ -137,6 +137,8 @@ def _why(source: Source, problem: Problem, tokens: int) -> str:
         return "regimes: no layer with a file is near"
     if lender:
         return f"the nearest layer with a file: {lender}"
+    if source.origin == FIXED:
+        return FIXED
     if not source.keys:
         rows = tokens * problem.top_k / problem.experts
         place = source.steps.index(tokens) + 1

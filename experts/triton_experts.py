@@ -43,6 +43,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         triton=True,
         min_arch=(8, 0),
         graph_capturable=True,
+        batch_invariant=True,
         reduce=Reduce.NOOP,
         keep_topk=True,
         expert_map=True,
@@ -56,7 +57,9 @@ class TritonExperts(PermuteExpertsUnpermute):
         self._paths = _paths(problem)
 
     @classmethod
-    def tunable(cls, problem: Problem) -> TileSpace:
+    def tunable(cls, problem: Problem) -> TileSpace | None:
+        if problem.batch_invariant:  # its tiles are fixed
+            return None
         return TileSpace(problem, cls.__name__, tuple(_paths(problem)), few_rows=True)
 
     @classmethod
@@ -114,6 +117,8 @@ class TritonExperts(PermuteExpertsUnpermute):
 def _paths(problem: Problem) -> dict[str, Path]:
     """The paths that can serve `problem` here, by name."""
     paths: list[Path] = [AlignedPath(problem)]
+    if problem.batch_invariant:  # the others are for some numbers of tokens
+        return {ALIGNED: paths[0]}
     if tile_single.serves(problem):
         single = PackedPath if problem.scheme.packed else SinglePath
         paths.append(single(problem))

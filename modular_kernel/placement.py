@@ -100,6 +100,11 @@ class Placement:
         return len({expert for slots in self.slots for expert in slots})
 
     @cached_property
+    def has_copies(self) -> bool:
+        """Whether some expert is in several places, which take turns."""
+        return sum(map(len, self.slots)) > self.experts
+
+    @cached_property
     def is_linear(self) -> bool:
         """Whether ranks hold blocks in their order, as `linear` gives them."""
         return self == Placement.linear(self.experts, self.world_size)

@@ -310,6 +310,23 @@ def _property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> "R
     return check
 
 
+def _batch_invariant(p: Pairing) -> Violations:
+    """Both parts promise it, and nothing that the problem fixes makes tokens depend on others."""
+    if not p.problem.batch_invariant:
+        return
+    rule, scheme = "batch_invariant", p.problem.scheme
+    for name, req in p.each():
+        if not req.batch_invariant:
+            got = "sums that may depend on the other tokens of a call"
+            yield Rejection(rule, (name, "problem"), got, "batch_invariant")
+    if scheme.activation_granularity == "tensor" and not scheme.static:
+        got = f"{scheme}: one activation scale, computed from all tokens of a call"
+        yield Rejection(rule, ("problem",), got, "a scale per token, per group, or static")
+    if p.problem.placement.has_copies:
+        got = "copies of an expert, which take turns by a token's place in the call"
+        yield Rejection(rule, ("problem",), got, "each expert on one rank")
+
+
 def _asynchronous(p: Pairing) -> Violations:
     if p.problem.asynchronous and not p.pf.asynchronous:
         got, need = "no prepare_no_receive", "prepare_no_receive"
@@ -352,6 +369,7 @@ RULES: dict[str, RuleFunction] = {
     "inplace": _property("inplace", lambda problem: problem.inplace, "inplace"),
     "graph": _property("graph", lambda problem: problem.graph, "graph_capturable"),
     "deterministic": _property("deterministic", lambda p: p.deterministic, "deterministic"),
+    "batch_invariant": _batch_invariant,
     "asynchronous": _asynchronous,
     "lora": _property("lora", lambda problem: problem.lora, "lora"),
 }

@@ -31,7 +31,9 @@ class Requirements:
     the interpreter. min_arch: least compute capability. packages: optional packages it imports.
     top_k: least and greatest K. hidden_multiple, hidden_sizes: H must be a multiple of the
     first and, if given, one of the second. graph_capturable: no sync, no allocation, no shape
-    that depends on data. deterministic: bitwise equal output for equal input.
+    that depends on data. deterministic: bitwise equal output for equal input. batch_invariant: if
+    the problem asks for it, a token's bits are those that it has in a call of its own (what
+    reducers do for a part counts as the part's).
     """
 
     activation_format: ActivationFormat
@@ -46,6 +48,7 @@ class Requirements:
     inplace: bool = True
     graph_capturable: bool = False
     deterministic: bool = True
+    batch_invariant: bool = False
     lora: bool = False
 
 

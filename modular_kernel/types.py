@@ -204,6 +204,8 @@ class Problem:
     fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
     chunk_tokens: split calls into pieces of at most this many tokens; None never splits.
     graph, deterministic, asynchronous, lora: properties the pairing must have.
+    batch_invariant: a token's bits must not depend on the other tokens of its call, their number
+        or order, on chunks, or on `tokens`.
 
     dtype and activation may also be given by name. ConfigurationError for a field that is not of
     the type or in the range declared here, or that contradicts another.
@@ -229,6 +231,7 @@ class Problem:
     chunk_tokens: Count | None = None
     graph: bool = False
     deterministic: bool = False
+    batch_invariant: bool = False
     asynchronous: bool = False
     lora: bool = False
     parallel: Parallel = field(default_factory=Parallel)

@@ -65,6 +65,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         graph_capturable=True,
+        batch_invariant=True,
     )
 
     @classmethod

@@ -43,6 +43,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         keep_topk=True,
         dispatch_schemes=ACTIVATION_SCHEMES,
         graph_capturable=True,
+        batch_invariant=True,
     )
 
     @classmethod

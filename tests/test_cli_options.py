@@ -92,7 +92,7 @@ def test_problem_options_are_the_same_for_every_verb(
 ) -> None:
     _, shown, _ = run_mk(capsys, verb, "--help")
     names = [name.replace("_", "-") for name in ProblemOptions.__dataclass_fields__]
-    assert len(names) == 25
+    assert len(names) == 26
     assert [name for name in names if f"--{name}" not in shown] == []
 
 
@@ -148,6 +148,7 @@ SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
         ("--chunk-tokens 7", {"chunk_tokens": 7}),
         ("--graph", {"graph": True}),
         ("--deterministic", {"deterministic": True}),
+        ("--batch-invariant", {"batch_invariant": True}),
         ("--asynchronous", {"asynchronous": True}),
         ("--lora", {"lora": True}),
     ],

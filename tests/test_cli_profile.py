@@ -112,7 +112,10 @@ def test_a_case_has_files_of_its_own() -> None:
     assert len(set(names)) == len(names)
 
 
-_FLAGS = ("bias", "expert_map", "inplace", "graph", "deterministic", "asynchronous", "lora")
+_FLAGS = (
+    *("bias", "expert_map", "inplace", "graph", "deterministic", "batch_invariant"),
+    *("asynchronous", "lora"),
+)
 
 
 @pytest.mark.parametrize(

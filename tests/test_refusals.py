@@ -47,6 +47,7 @@ OPEN: dict[str, Any] = {
         world_sizes=(1, None),
         asynchronous=True,
         graph_capturable=True,
+        batch_invariant=True,
         lora=True,
     ),
     "ex": ExpertsRequirements(
@@ -59,6 +60,7 @@ OPEN: dict[str, Any] = {
         schemes=frozenset({"none", "fp8_w8a8_block", "int8_w8a16_group"}),
         quantises_input=True,
         graph_capturable=True,
+        batch_invariant=True,
         lora=True,
     ),
     "problem": Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2),
@@ -115,6 +117,8 @@ FP8 = {"problem.quant": "fp8_w8a8_block", "problem.hidden": 128}
 INT4 = {"problem.quant": "int4_w4a16_group", "ex.schemes": {"int4_w4a16_group"}}
 REPACKED = {"problem.quant": "mxfp4_w4a16:repacked=true", "ex.schemes": {"mxfp4_w4a16"}}
 PREQUANTISED = FP8 | {"ex.quantises_input": False}
+ALONE = {"problem.batch_invariant": True}
+COPIES = Placement.linear(8, 2).with_copies({0: (1,)})
 ON_INPUT = {"problem.apply_router_weight_on_input": True}
 BATCHED_PAIR = {"pf.activation_format": BATCHED, "ex.activation_format": BATCHED}
 INTERPRETED = {
@@ -223,6 +227,15 @@ CASES = (
          {"problem.deterministic": True}),
     Case("deterministic", "pf.deterministic", False, True, PF_P, "not", "deterministic",
          {"problem.deterministic": True}),
+    Case("batch_invariant", "ex.batch_invariant", False, True, EX_P, "depend on the other tokens",
+         "batch_invariant", ALONE),
+    Case("batch_invariant", "pf.batch_invariant", False, True, PF_P, "depend on the other tokens",
+         "batch_invariant", ALONE),
+    Case("batch_invariant", "problem.quant", "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true",
+         (("problem",),), "one activation scale, computed from all tokens", "static",
+         ALONE | {"ex.schemes": {"fp8_w8a8_tensor"}}),
+    Case("batch_invariant", "problem.parallel", Parallel(2, COPIES), Parallel(2),
+         (("problem",),), "copies of an expert", "one rank", ALONE | {"pf.localises_ids": True}),
     Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
          "prepare_no_receive", {"problem.asynchronous": True}),
     Case("lora", "ex.lora", False, True, EX_P, "not lora", "lora", {"problem.lora": True}),

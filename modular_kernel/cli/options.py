@@ -75,6 +75,9 @@ class ProblemOptions:
     chunk_tokens: Annotated[int | None, _option("Split calls into pieces this large.")] = None
     graph: Annotated[bool, _option("Must be graph-capturable.", "--graph")] = False
     deterministic: Annotated[bool, _option("Must be deterministic.", "--deterministic")] = False
+    batch_invariant: Annotated[
+        bool, _option("A token's bits must not depend on other tokens.", "--batch-invariant")
+    ] = False
     asynchronous: Annotated[bool, _option("Must dispatch async.", "--asynchronous")] = False
     lora: Annotated[bool, _option("Must take LoRA adapters.", "--lora")] = False
 

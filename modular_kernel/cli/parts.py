@@ -26,6 +26,7 @@ _OPTIONS = (
     "tf32",
     "graph_capturable",
     "deterministic",
+    "batch_invariant",
     "asynchronous",
     "lora",
 )

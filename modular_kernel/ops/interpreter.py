@@ -6,8 +6,8 @@ replaces the interpreter's storage and arithmetic:
 
 - bf16 and fp8 are numpy dtypes of `ml_dtypes`: an elementwise operation computes in float32 and
   rounds once, conversions round to nearest even, fp8 saturates as `cvt.satfinite` does;
-- `dot` accumulates in float32 (integers exactly), and float32 operands are cut to tf32 unless the
-  kernel asks for `ieee`, as tensor cores do;
+- `dot` adds its sum, rounded once, in float32 (integers exactly), and float32 operands are cut to
+  tf32 unless the kernel asks for `ieee`, as tensor cores do;
 - float to int truncates and saturates as `cvt.rzi` does, `fma` rounds once, `minimum`, `maximum`
   and their reductions drop NaN as PTX does, sums of 16-bit floats round at every step of a tree;
 - a Python number given to a launch becomes the typed scalar that a compiled kernel gets;
@@ -212,8 +212,9 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
             return _handle(total + accumulator, d.dtype)
         if x.dtype == FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
             x, y = tf32(x), tf32(y)
-        wide = FLOAT64 if x.dtype == FLOAT64 else FLOAT32
-        total = np.matmul(x.astype(wide, copy=False), y.astype(wide, copy=False))
+        # BLAS takes sums of float32 in an order that depends on a row's place, a GPU does not.
+        total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64))
+        total = total if x.dtype == FLOAT64 else total.astype(FLOAT32)
         return _handle(total + accumulator, d.dtype)
 
     def create_histogram(self, data: Handle, bins: int, mask: Handle | None) -> Handle:

@@ -17,6 +17,7 @@ import torch
 
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.support import Verdict
+from modular_kernel.testing.cases_invariant import batch_invariant
 from modular_kernel.testing.cases_quant import quantised
 from modular_kernel.testing.inputs import ORDINARY, ROUTINGS, Manner
 from modular_kernel.types import Combine, Machine, Problem, dtype_name
@@ -129,6 +130,7 @@ def axes(base: Problem) -> tuple[Variant, ...]:
         _routings(base),
         _shapes(base),
         quantised(base),
+        batch_invariant(base),
     )
     return tuple(dict.fromkeys(variant for group in groups for variant in group))
 
@@ -319,6 +321,7 @@ def _unusual(problem: Problem) -> dict[str, object]:
         "fp32-precision": (problem.fp32_precision, "ieee"),
         "chunk-tokens": (problem.chunk_tokens, None),
         "graph": (problem.graph, False),
+        "batch-invariant": (problem.batch_invariant, False),
         "world-size": (problem.parallel.world_size, 1),
     }
     return {name: value for name, (value, default) in options.items() if value != default}

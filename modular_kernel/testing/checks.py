@@ -28,6 +28,7 @@ from modular_kernel.testing.inputs import (
     invalid_count,
     make_inputs,
 )
+from modular_kernel.testing.invariance import as_bytes, batch_invariant
 from modular_kernel.types import Combine, Machine, Problem
 
 Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
@@ -246,16 +247,10 @@ def same(trial: Trial, sample: Sample, got: torch.Tensor, want: torch.Tensor) ->
     elif got.shape != want.shape:
         yield f"shape {tuple(got.shape)} is not {tuple(want.shape)}"
     else:
-        differ = _bytes(got) != _bytes(want)
+        differ = as_bytes(got) != as_bytes(want)
         if bool(differ.any()):
             row = int(differ.flatten(1).any(1).nonzero()[0])
             yield f"bits differ, first in row {row} of {len(differ)}"
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """(T, bytes of a row): NaN equals itself here, and -0.0 is not 0.0."""
-    rows = len(tensor)
-    return tensor.contiguous().view(torch.uint8).reshape(rows, -1 if rows else 0)
 
 
 def numeric(trial: Trial) -> Findings:
@@ -389,5 +384,6 @@ CHECKS: tuple[Check, ...] = (
     plan_shrunk,
     graph_replay,
     no_allocation,
+    batch_invariant,
     inputs_unchanged,
 )

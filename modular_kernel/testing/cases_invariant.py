@@ -1,0 +1,51 @@
+"""The axis of batch invariance: each scheme that can have it, and what a token's place could touch.
+
+Many rows an expert and several steps of the depth, so that tiles chosen by the number of tokens
+would be several, and sums in another order would show.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modular_kernel.types import Combine, Problem
+
+Variant = tuple[Problem, str]
+
+_SCHEMES = (
+    "none",
+    "fp8_w8a8_tensor:static=true",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=48x64",
+    "int8_w8a8_channel",
+    "int8_w8a16_group:group=64",
+    "int4_w4a16_group:group=64",
+    "mxfp4_w4a16",
+)
+
+
+def batch_invariant(base: Problem) -> Iterator[Variant]:
+    """Each scheme in bf16; then float32, and options by which rows come elsewhere."""
+    wide = replace(
+        base,
+        tokens=34,
+        hidden=160,
+        intermediate=96,
+        experts=2,
+        top_k=1,
+        dtype=torch.bfloat16,
+        batch_invariant=True,
+    )
+
+    def change(routing: str = "uniform", **changes: Any) -> Variant:
+        return replace(wide, **changes), routing
+
+    for quant in _SCHEMES:
+        yield change(quant=quant)
+    yield change(dtype=torch.float32)
+    yield change("skips", combine=Combine.TOPK_WEIGHTED, bias=True)
+    yield change("zipf", top_k=2, chunk_tokens=8, dtype=torch.float16)
+    yield change("duplicates", top_k=2, apply_router_weight_on_input=True)
+    yield change("out_of_range", expert_map=True, local_experts=1, inplace=True)

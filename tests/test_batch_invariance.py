@@ -1,0 +1,166 @@
+"""A token's bits do not depend on the rest of its call: who promises it, and what notices."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tile_samples import ONE, launch, ours
+
+from experts import tile_store, triton_experts
+from experts.tile_regimes import Steps, regimes
+from experts.tile_shapes import ALIGNED, Device
+from experts.tiles import choose_tiles, explain, override_config, regimes_up_to, reread
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.ops.runtime import HAS_TRITON
+from modular_kernel.testing import Case, cases_for, prove
+from modular_kernel.testing.checks import Trial
+from modular_kernel.testing.invariance import (
+    batch_invariant,
+    doubling_calls,
+    otherwise_split,
+    rows_that_differ,
+)
+from modular_kernel.types import Machine, Problem
+
+LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
+NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+PAIRS = (
+    (NO_EP, "TritonExperts"),
+    (NO_EP, "GroupedGemmExperts"),
+    (BATCHED, "BatchedTritonExperts"),
+)
+SCHEMES = (
+    "none",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block",
+    "int8_w8a8_channel",
+    "int4_w4a16_group",
+    "mxfp4_w4a16",
+)
+GPU = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
+
+
+@pytest.mark.parametrize("quant", SCHEMES)
+def test_both_formats_have_it_in_every_kind_of_number(quant: str) -> None:
+    layer = replace(LAYER, quant=quant)
+    assert check(*PAIRS[0], layer, GPU).ok
+    assert check(*PAIRS[2], layer, GPU).ok
+
+
+def test_a_scale_of_all_tokens_is_refused_with_the_reason() -> None:
+    verdict = check(*PAIRS[0], replace(LAYER, quant="fp8_w8a8_tensor"), GPU)
+    assert "one activation scale, computed from all tokens of a call" in str(verdict)
+    assert check(*PAIRS[0], replace(LAYER, quant="fp8_w8a8_tensor:static=true"), GPU).ok
+
+
+def test_parts_without_it_are_refused() -> None:
+    verdict = check(NO_EP, "TorchExperts", LAYER, GPU)
+    assert [r.rule for r in verdict.rejections] == ["batch_invariant"]
+    assert check(NO_EP, "TorchExperts", replace(LAYER, batch_invariant=False), GPU).ok
+
+
+@pytest.mark.parametrize("quant", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(160, 96), (72, 40), (4096, 14336)])
+def test_tiles_are_the_same_for_every_number_of_tokens(
+    quant: str, dtype: torch.dtype, sizes: tuple[int, int]
+) -> None:
+    layer = replace(LAYER, quant=quant, dtype=dtype, hidden=sizes[0], intermediate=sizes[1])
+    tokens = (0, 1, 7, 64, 500, 4096, 1 << 20)
+    assert len({choose_tiles(layer.with_tokens(n), n) for n in tokens}) == 1
+    assert [path for _, path, _ in regimes_up_to(layer, 4096)] == [ALIGNED]
+    assert "one tile for every number of tokens" in explain(layer, 7)
+
+
+def test_an_override_must_be_one_tile() -> None:
+    with override_config(ONE):
+        assert choose_tiles(LAYER, 1) == ONE
+    two = ours(tokens_1=(launch(), launch()), tokens_64=(launch(m=32), launch(m=32)))
+    need = "one pair for every number of tokens"
+    with override_config(two), pytest.raises(ConfigurationError, match=need):
+        choose_tiles(LAYER, 1)
+
+
+@pytest.mark.parametrize("part", ["TritonExperts", "GroupedGemmExperts", "BatchedTritonExperts"])
+def test_there_is_nothing_to_tune(part: str) -> None:
+    assert load_catalog().experts(part).tunable(LAYER) is None
+
+
+def test_calls_of_doubling_size_have_every_token_once() -> None:
+    for tokens, most in ((0, 5), (1, 1), (34, 34), (3, 34)):
+        parts = doubling_calls(tokens, most)
+        assert torch.cat(parts).tolist() == list(range(tokens))
+        assert len(parts) == most.bit_length()
+
+
+def test_rows_that_differ_are_counted_by_their_bits() -> None:
+    want = torch.tensor([[1.0, 0.0], [torch.nan, 2.0], [3.0, 4.0]])
+    got = torch.tensor([[1.0, -0.0], [torch.nan, 2.0], [3.0, 4.5]])
+    assert rows_that_differ(got, want) == 2
+
+
+def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[str]:
+    return list(batch_invariant(Trial(Case(*pair, problem), machine)))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs triton")
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_tiles_by_the_number_of_tokens_are_noticed(
+    pair: tuple[str, str], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The regimes of every other problem in the place of the fixed tiles; the check must fail."""
+    if not check(*pair, LAYER, machine).ok:
+        pytest.skip(str(check(*pair, LAYER, machine)))
+    layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
+
+    def by_tokens(problem: Problem, device: Device) -> Steps:
+        return regimes(problem, device, (ALIGNED,))
+
+    assert _found(pair, layer, machine) == []
+    monkeypatch.setattr(tile_store, "fixed", by_tokens)
+    reread()
+    try:
+        assert any("rows have other bits" in line for line in _found(pair, layer, machine))
+    finally:
+        monkeypatch.undo()
+        reread()
+
+
+def test_a_path_by_the_number_of_tokens_is_noticed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not check(*PAIRS[0], LAYER, machine).ok:
+        pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
+    plain = triton_experts._paths
+    monkeypatch.setattr(
+        triton_experts, "_paths", lambda problem: plain(replace(problem, batch_invariant=False))
+    )
+    monkeypatch.setattr(tile_store, "fixed", regimes)
+    reread()
+    try:
+        found = _found(PAIRS[0], LAYER, machine)
+        assert any(line.startswith("in calls of 1, 2, 4, ... tokens") for line in found)
+    finally:
+        monkeypatch.undo()
+        reread()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_split_calls_are_compared_with_whole_ones(pair: tuple[str, str], machine: Machine) -> None:
+    trial = Trial(Case(*pair, replace(LAYER, chunk_tokens=8)), machine)
+    chunks = load_catalog().experts(pair[1]).requires.chunking
+    if chunks and check(*pair, LAYER, machine).ok:
+        split = otherwise_split(trial)
+        assert split is not None
+        assert split.problem.chunk_tokens is None
+        assert prove(trial.case, machine).passed
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_full_lists_have_cases_of_it(pair: tuple[str, str]) -> None:
+    interpreted = Machine("cpu", packages=frozenset({"triton", "ml_dtypes"}), interpreter=True)
+    problems = [case.problem for case in cases_for(*pair, interpreted).cases]
+    found = {problem.scheme.name for problem in problems if problem.batch_invariant}
+    declared = load_catalog().experts(pair[1]).requires.schemes
+    assert found >= {quant for quant in SCHEMES if quant in declared}
