@@ -42,6 +42,7 @@ from experts.tile_shapes import (
     violations,
 )
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import printable
 from modular_kernel.types import Problem
 
 _LOG = logging.getLogger("modular_kernel.tiles")
@@ -169,7 +170,7 @@ def subfolder(triton: str | None) -> str:
 @cache
 def _warn(text: str) -> None:
     """One line, the first time only."""
-    _LOG.warning(text)
+    _LOG.warning("%s", printable(text))
 
 
 def _with_down(path: Path) -> Recipe:

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, TypeVar
 
 from modular_kernel.contracts import (
@@ -24,12 +24,15 @@ from modular_kernel.errors import (
     IncompatibleError,
     UnknownPartError,
 )
-from modular_kernel.fields import expect
+from modular_kernel.fields import check_fields, expect
+from modular_kernel.foreign import OWN_PACKAGES, loaded_within, reason, require_own
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
+from modular_kernel.printable import printable
 from modular_kernel.rules import judge
-from modular_kernel.support import Verdict
-from modular_kernel.types import Machine, Problem
+from modular_kernel.settings import read_settings
+from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
+from modular_kernel.types import Machine, Problem, Reduce
 
 GROUP = "modular_kernel.parts"
 Kind = Literal["prepare_finalize", "experts", "topk_reduce"]
@@ -38,16 +41,25 @@ _BASES: dict[Kind, type] = {
     "experts": PermuteExpertsUnpermute,
     "topk_reduce": TopKWeightAndReduce,
 }
+_DECLARED: dict[Kind, type] = {
+    "prepare_finalize": PrepareFinalizeRequirements,
+    "experts": ExpertsRequirements,
+}
+_MOST_OF_AN_ORIGIN = 200
 P = TypeVar("P")
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One entry point, not yet imported: its name, where it comes from, and how to load it."""
+    """One entry point, not yet imported: its name, where it comes from, and how to load it.
+
+    ours: of this distribution, so that its import needs no deadline.
+    """
 
     name: str
     origin: str
     load: Callable[[], object]
+    ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Broken:
-    """An entry point that could not be used, and why."""
+    """An entry point, or one class of its parts, that could not be used, and why."""
 
     name: str
     origin: str
@@ -71,7 +83,7 @@ class Broken:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Every part found, and every entry point that failed."""
+    """Every part found, and everything that failed."""
 
     parts: tuple[Part, ...]
     broken: tuple[Broken, ...] = ()
@@ -117,34 +129,65 @@ class Catalog:
         hint = f"one of {', '.join(names)}"
         if nearest:
             hint = f"did you mean {nearest[0]}? One of {', '.join(names)}"
+        if self.broken:
+            unusable = "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
+            hint = f"{hint}. Not usable: {unusable}"
         raise UnknownPartError(f"{kind} part", got=repr(wanted), need=hint)
 
 
 def build_catalog(offers: Iterable[Offer]) -> Catalog:
-    """Load every offer; one that fails is kept as Broken and harms no other."""
+    """Load every offer; one that fails, or a class in it, is kept as Broken and harms no other."""
     parts: list[Part] = []
     broken: list[Broken] = []
     for offer in offers:
-        try:
-            parts += [_part(cls, offer) for cls in _classes(offer.load())]
         # A foreign package can fail in any way at import; none of them may be fatal to others.
+        try:
+            classes = _classes(_loaded(offer))
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            broken.append(Broken(offer.name, offer.origin, f"{type(error).__name__}: {error}"))
+            broken.append(Broken(offer.name, offer.origin, reason(error)))
+            continue
+        for cls in classes:
+            try:
+                parts.append(_part(cls, offer))
+            except Exception as error:  # noqa: BLE001  what they declare may be code too
+                broken.append(Broken(_name(cls) or offer.name, offer.origin, reason(error)))
     return Catalog(tuple(parts), tuple(broken))
+
+
+def _loaded(offer: Offer) -> object:
+    if offer.ours:
+        return offer.load()
+    return loaded_within(offer.load, read_settings().import_deadline_s, offer.origin)
 
 
 def _classes(loaded: object) -> tuple[type, ...]:
     if not isinstance(loaded, tuple) or not all(isinstance(cls, type) for cls in loaded):
-        raise ConfigurationError("entry point", got=repr(loaded), need="a tuple of classes")
+        raise ConfigurationError("entry point", got=repr(loaded)[:200], need="a tuple of classes")
     return loaded
 
 
+def _name(cls: type) -> str:
+    """What a class is called, past a metaclass that answers for it; "" if that is no name."""
+    name = type.__dict__["__name__"].__get__(cls)
+    return name if name.isidentifier() else ""
+
+
 def _part(cls: type, offer: Offer) -> Part:
-    for kind, base in _BASES.items():
-        if issubclass(cls, base):
-            return Part(cls.__name__, kind, cls, offer.origin)
-    need = " or ".join(base.__name__ for base in _BASES.values())
-    raise ConfigurationError(f"part {cls.__name__}", got="no known base class", need=need)
+    """The part that a class is; ConfigurationError if it does not declare what its kind must."""
+    name = _name(cls)
+    if not name:
+        raise ConfigurationError("part", got=repr(cls)[:200], need="an identifier for its name")
+    kind = next((kind for kind, base in _BASES.items() if issubclass(cls, base)), None)
+    if kind is None:
+        need = " or ".join(base.__name__ for base in _BASES.values())
+        raise ConfigurationError(f"part {name}", got="no known base class", need=need)
+    if kind == "topk_reduce":
+        expect(f"{name}.kind", getattr(cls, "kind", "nothing"), Reduce | None)
+    else:
+        declared = getattr(cls, "requires", None)
+        expect(f"{name}.requires", declared, _DECLARED[kind])
+        check_fields(declared, f"{name}.requires.")
+    return Part(name, kind, cls, offer.origin)
 
 
 @cache
@@ -153,10 +196,21 @@ def load_catalog() -> Catalog:
     found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a built copy of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in found}
-    return build_catalog(
-        Offer(e.name, f"{e.dist.name if e.dist else 'unknown'} ({e.value})", e.load)
-        for e in unique.values()
-    )
+    return build_catalog(_offer(entry) for entry in unique.values())
+
+
+def _offer(entry: EntryPoint) -> Offer:
+    package, _, rest = entry.value.partition(":")
+    ours = package in OWN_PACKAGES and rest == "COMPONENTS"
+
+    def load() -> object:
+        if ours:
+            require_own(package)
+        return entry.load()
+
+    distribution = entry.dist.name if entry.dist else "unknown"
+    origin = printable(f"{distribution} ({entry.value})", most=_MOST_OF_AN_ORIGIN)
+    return Offer(printable(entry.name, most=_MOST_OF_AN_ORIGIN), origin, load, ours)
 
 
 def packages_of(catalog: Catalog) -> frozenset[str]:

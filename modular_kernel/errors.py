@@ -6,6 +6,8 @@ and what it needs, before anything is launched. `assert` is left for our own inv
 
 from collections.abc import Sequence
 
+from modular_kernel.printable import printable
+
 
 class ModularKernelError(Exception):
     """Base of every error raised on purpose. Can be pickled: errors cross processes."""
@@ -20,7 +22,8 @@ class InputError(ModularKernelError, ValueError):
 
     def __init__(self, what: str, *, got: object, need: object) -> None:
         self.what, self.got, self.need = what, got, need
-        super().__init__(f"{what}: got {got}, need {need}")
+        # What was given may come from a downloaded file or another package.
+        super().__init__(f"{printable(what)}: got {printable(got)}, need {printable(need)}")
 
 
 class ConfigurationError(InputError):

@@ -7,6 +7,7 @@ tests (they fail until it is there).
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.fields import expect
@@ -18,6 +19,7 @@ from modular_kernel.support import (
     Requirements,
     Verdict,
     numbered,
+    told,
 )
 from modular_kernel.types import (
     ActivationFormat,
@@ -388,8 +390,8 @@ def judge(
         pf.__name__, pf.requires, experts.__name__, experts.requires, problem, machine
     )
     rejections = [r for rule in RULES.values() for r in rule(pairing)]
-    rejections += pf.extra_rejections(problem, machine)
-    rejections += experts.extra_rejections(problem, machine)
+    rejections += told(pf.__name__, partial(pf.extra_rejections, problem, machine))
+    rejections += told(experts.__name__, partial(experts.extra_rejections, problem, machine))
     return Verdict(pf.__name__, experts.__name__, problem, machine, tuple(rejections))
 
 

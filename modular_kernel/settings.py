@@ -10,7 +10,7 @@ from pathlib import Path
 from modular_kernel.errors import ConfigurationError
 
 # Every variable of this package's own.
-VARIABLES = ("MK_CACHE_DIR", "MK_CONFIG_DIR", "MK_DEADLINE_S")
+VARIABLES = ("MK_CACHE_DIR", "MK_CONFIG_DIR", "MK_DEADLINE_S", "MK_IMPORT_DEADLINE_S")
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,15 @@ class Settings:
         None where neither is known.
     deadline_s: MK_DEADLINE_S, or 10: seconds that an exchange between ranks may take, where its
         manager was not told otherwise.
+    import_deadline_s: MK_IMPORT_DEADLINE_S, or 60: seconds that a package may take to be imported
+        for the parts it offers.
     """
 
     triton_interpret: bool
     cache_dir: Path | None
     config_dir: Path | None
     deadline_s: float
+    import_deadline_s: float
 
 
 def read_settings() -> Settings:
@@ -40,6 +43,7 @@ def read_settings() -> Settings:
         cache_dir=_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
         config_dir=_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
         deadline_s=_seconds("MK_DEADLINE_S", 10.0),
+        import_deadline_s=_seconds("MK_IMPORT_DEADLINE_S", 60.0),
     )
 
 

@@ -4,11 +4,13 @@ A part declares a `Requirements`; `modular_kernel.rules.judge`, the only evaluat
 `Verdict` that holds every violated rule as a `Rejection`, never only the first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.foreign import reason
+from modular_kernel.printable import printable
 from modular_kernel.types import (
     GATED,
     UNGATED,
@@ -133,7 +135,8 @@ class Rejection:
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
-        return f"[{self.rule}] {' / '.join(self.parties)}: got {self.got}, need {self.need}{hint}"
+        parties = " / ".join(self.parties)
+        return printable(f"[{self.rule}] {parties}: got {self.got}, need {self.need}{hint}")
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,22 @@ class Verdict:
             return f"{self.pairing}: valid"
         lines = [f"{self.pairing}: refused, {len(self.rejections)} reason(s)"]
         return "\n".join([*lines, *(f"  - {r}" for r in self.rejections)])
+
+
+def told(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...]:
+    """Return a part's own rejections; where its code raises or returns another thing, one that says
+    so: a fault in one package leaves every other pairing judged."""
+    try:
+        found = tuple(ask())
+    except Exception as error:  # noqa: BLE001  another package's code
+        got = reason(error)
+    else:
+        given = tuple(r for r in found if isinstance(r, Rejection))
+        if len(given) == len(found):
+            return given
+        got = repr(found)[:200]
+    need = "extra_rejections to return rejections"
+    return (Rejection("extra_rejections", (part,), got, need),)
 
 
 def numbered(values: Sequence[object] | frozenset[object]) -> str:

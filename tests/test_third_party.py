@@ -3,7 +3,10 @@
 import json
 import subprocess
 import sys
+import threading
+from abc import ABCMeta
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,10 @@ from experts import NaiveBatchedExperts, TorchExperts
 from modular_kernel.catalog import Catalog, Offer, build_catalog
 from modular_kernel.errors import BrokenPartError, DuplicatePartError
 from modular_kernel.machine import current_machine
+from modular_kernel.rules import judge
+from modular_kernel.types import Machine, Problem
+from prepare_finalize import MoEPrepareAndFinalizeNoEP
+from topk_reduce import TopKWeightAndReduceNoOp
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -179,7 +186,7 @@ def test_a_broken_entry_point_is_listed_and_harms_no_other() -> None:
         ("typo", "two (two:PARTS)"),
         ("exits", "three (three:PARTS)"),
         ("list", "four (four:PARTS)"),
-        ("other", "five (five:PARTS)"),
+        ("dict", "five (five:PARTS)"),
     ]
     assert catalog.broken[0].error == "ModuleNotFoundError: No module named 'moon'"
     assert "a tuple of classes" in catalog.broken[3].error
@@ -188,6 +195,127 @@ def test_a_broken_entry_point_is_listed_and_harms_no_other() -> None:
     with pytest.raises(BrokenPartError) as caught:
         catalog.experts("missing")
     assert caught.value.got == "ModuleNotFoundError: No module named 'moon'"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit("x")])
+def test_an_import_that_ends_the_program_does_not(error: BaseException) -> None:
+    catalog = catalog_of(
+        ("ends", "one (one:PARTS)", failing(error)),
+        ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
+    )
+    assert catalog.names("experts") == ("TorchExperts",)
+    (broken,) = catalog.broken
+    assert type(error).__name__ in broken.error
+
+
+def test_ctrl_c_while_our_own_parts_are_imported_is_the_user_s() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build_catalog([Offer("experts", "ours", failing(KeyboardInterrupt()), ours=True)])
+
+
+def test_an_import_that_hangs_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MK_IMPORT_DEADLINE_S", "0.2")
+    release = threading.Event()
+    try:
+        catalog = catalog_of(
+            ("hangs", "one (one:PARTS)", lambda: release.wait()),
+            ("good", "six (six:PARTS)", lambda: (TorchExperts,)),
+        )
+    finally:
+        release.set()
+    assert catalog.names("experts") == ("TorchExperts",)
+    (broken,) = catalog.broken
+    assert broken.error.startswith("TimeoutError: did not end within 0.2 s (MK_IMPORT_DEADLINE_S)")
+    assert "threading.py:" in broken.error
+
+
+class Declares(ABCMeta):
+    """Its classes raise when they are asked what they require."""
+
+    def __getattribute__(cls, name: str) -> object:
+        if name == "requires":
+            raise RuntimeError("not today")
+        return super().__getattribute__(name)
+
+
+def declaring(value: object) -> type:
+    return type("Theirs", (TorchExperts,), {"requires": value})
+
+
+@pytest.mark.parametrize(
+    ("requires", "words"),
+    [
+        (7, "Theirs.requires: got 7, need an ExpertsRequirements"),
+        (None, "Theirs.requires: got None"),
+        (MoEPrepareAndFinalizeNoEP.requires, "need an ExpertsRequirements"),
+        (replace(TorchExperts.requires, packages=7), "Theirs.requires.packages: got 7"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, packages="torch"), "packages: got 'torch'"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, dtypes=frozenset({"x"})), "requires.dtypes"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, top_k=(1, 2, 3)), "requires.top_k: got tuple"),  # type: ignore[arg-type]
+        (replace(TorchExperts.requires, hidden_multiple=True), "hidden_multiple: got True"),
+        (replace(TorchExperts.requires, min_arch=9.0), "requires.min_arch: got 9.0"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_part_that_declares_nonsense_is_unusable_and_harms_no_other(
+    requires: object, words: str
+) -> None:
+    catalog = catalog_of(("both", "one (one:PARTS)", lambda: (declaring(requires), TorchExperts)))
+    assert catalog.names("experts") == ("TorchExperts",)
+    (broken,) = catalog.broken
+    assert broken.name == "Theirs"
+    assert words in broken.error
+
+
+def test_what_raises_when_it_is_asked_is_unusable() -> None:
+    raising = Declares("Raising", (NaiveBatchedExperts,), {})
+    named = type("\x1b[31mred", (TorchExperts,), {})
+    kind = type("Kind", (TopKWeightAndReduceNoOp,), {"kind": "noop"})
+    catalog = catalog_of(("all", "one (one:PARTS)", lambda: (raising, named, kind, TorchExperts)))
+    assert [part.name for part in catalog.parts] == ["TorchExperts"]
+    assert [b.name for b in catalog.broken] == ["Raising", "all", "Kind"]
+    assert "\x1b" not in "".join(b.error for b in catalog.broken)
+    assert catalog.broken[0].error == "RuntimeError: not today"
+
+
+@pytest.mark.parametrize("found", [ValueError("no"), 7, ("words",)])
+def test_rejections_that_raise_refuse_that_part_alone(found: object) -> None:
+    def rejections(cls: type, problem: Problem, machine: Machine) -> object:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    theirs = type("Theirs", (TorchExperts,), {"extra_rejections": classmethod(rejections)})
+    problem = Problem(tokens=1, hidden=32, intermediate=32, experts=2, top_k=1)
+    (rejection,) = judge(MoEPrepareAndFinalizeNoEP, theirs, problem, current_machine()).rejections
+    assert rejection.rule == "extra_rejections"
+    assert rejection.parties == ("Theirs",)
+
+
+HOSTILE = {
+    "hanging_moe": "import time\ntime.sleep(3600)\n",
+    "interrupting_moe": "raise KeyboardInterrupt\n",
+    "leaving_moe": "raise SystemExit(1)\n",
+    "painting_moe": "raise ImportError('\\x1b[2J\\u202egone')\n",
+    "seven_moe": "from experts import TorchExperts\n\n"
+    "class Seven(TorchExperts):\n    requires = 7\n\nPARTS = (Seven,)\n",
+}
+
+
+def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, source in HOSTILE.items():
+        install(site, package, source)
+    monkeypatch.setenv("MK_IMPORT_DEADLINE_S", "2")
+    code, listed = mk("list")
+    assert code == 0
+    assert {"TorchExperts", "MyExperts"} <= {part["name"] for part in listed["parts"]}
+    broken = {b["origin"].split("-")[0]: b for b in listed["broken"]}
+    assert set(broken) == {"broken", "hanging", "interrupting", "leaving", "painting", "seven"}
+    assert "hanging_moe/__init__.py:2" in broken["hanging"]["error"]
+    assert broken["painting"]["error"] == "ImportError: \\x1b[2J\\u202egone"
+    assert broken["seven"]["name"] == "Seven"
+    pair = ("--pf-type", "MyPrepare", "--experts-type", "MyExperts")
+    assert mk("check", *pair)[0] == 0
+    assert mk("test", *pair, "--one")[0] == 0
 
 
 def test_a_package_that_is_not_there_is_absent() -> None:

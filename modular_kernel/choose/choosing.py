@@ -34,6 +34,7 @@ from modular_kernel.choose.team import Team, team_of
 from modular_kernel.choose.timing import Stopwatch
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.fields import check_fields, expect
+from modular_kernel.printable import printable
 from modular_kernel.settings import read_settings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Machine, Problem
@@ -99,7 +100,7 @@ def compose(
     machine = this_machine() if machine is None else machine
     choice = choose(problem, machine, group=group, terms=terms)
     for note in choice.notes:
-        _LOG.warning("%s", note)
+        _LOG.warning("%s", printable(note))
     if not choice.segments:
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
         raise IncompatibleError(f"every pairing for {problem}", reasons)

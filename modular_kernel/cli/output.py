@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from modular_kernel.errors import IncompatibleError, InputError
+from modular_kernel.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,13 +61,13 @@ def _console() -> "Console":
 
 
 def line(text: str = "") -> None:
-    """One line of text on stdout."""
-    print(text)
+    """One line of text on stdout; of what is not printable, escapes."""
+    print(printable(text, lines=True))
 
 
 def note(text: str) -> None:
     """One line for the reader, not for a program: stderr."""
-    print(text, file=sys.stderr)
+    print(printable(text, lines=True), file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "") -> None:
@@ -74,7 +75,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: st
     from rich import box
     from rich.table import Table
 
-    cells = [[str(cell) for cell in row] for row in rows]
+    cells = [[printable(cell, lines=True) for cell in row] for row in rows]
     if not cells:
         return
     made = Table(

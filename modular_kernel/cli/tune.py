@@ -16,6 +16,7 @@ from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptio
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.cli.tune_output import Bar, Layer, Recorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.foreign import reason
 
 if TYPE_CHECKING:
     from modular_kernel.tuning.compiled import Compiler, Pair
@@ -151,7 +152,16 @@ def _tunable_parts(problem: "Problem", experts: str | None) -> list[str]:
 
     catalog = load_catalog()
     names = catalog.names("experts") if experts is None else (experts,)
-    found = [name for name in names if catalog.experts(name).tunable(problem) is not None]
+    found = []
+    for name in names:
+        try:
+            space = catalog.experts(name).tunable(problem)
+        except Exception as error:
+            if experts is not None:
+                raise
+            output.note(f"not tuned: {name}: {reason(error)}")  # another package's, say
+        else:
+            found += [name] if space is not None else []
     if not found:
         need = "an experts part whose launches can be tuned"
         raise ConfigurationError("--experts-type", got=experts or "no such part", need=need)

@@ -1,0 +1,25 @@
+"""Makes text that others wrote fit to be shown: downloaded files, names and messages of packages.
+
+Control characters would recolour, clear or forge lines of a terminal or a log; marks of direction
+would show words in another order than they have.
+"""
+
+
+def printable(text: object, *, most: int | None = None, lines: bool = False) -> str:
+    """Return str(text) with every character that is not printable as its escape, such as "\\x1b".
+
+    That holds for control characters, marks of direction, separators other than the space, lone
+    surrogates and what Unicode has not assigned. most: characters to keep before "..." is put.
+    lines: keep line ends and tabs, for text of our own around what came from elsewhere.
+    """
+    words = str(text)
+    if most is not None and len(words) > most:
+        words = f"{words[:most]}..."
+    if words.isprintable():
+        return words
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept else _escape(c) for c in words)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,96 @@
+"""What others wrote is shown without doing anything to a terminal or a log."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from run_mk import run_mk
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import printable
+from modular_kernel.support import Rejection
+
+# Colour, clear, title with its bell, 8-bit CSI, overrides and isolates of direction, a forged line,
+# a line separator, no width, a lone surrogate.
+HOSTILE = "a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028\u200b\ud800"
+
+
+@pytest.mark.parametrize("text", ["", "plain", "Größe 漢字 ~é", "a b"])
+def test_printable_text_stays(text: str) -> None:
+    assert printable(text) == text
+
+
+def test_nothing_else_does() -> None:
+    shown = printable(HOSTILE)
+    assert shown.isprintable()
+    assert shown.startswith(
+        r"a\x1b[31m\x1b[2J\x1b]0;t\x07\x9b1m\u202eb\u2066c\u2069\nerror: d\r\u2028"
+    )
+    assert printable("a\n\tb\x1b", lines=True) == "a\n\tb\\x1b"
+    assert printable("abc", most=2) == "ab..."
+
+
+def test_errors_and_rejections_show_it_so() -> None:
+    assert str(ConfigurationError(HOSTILE, got=HOSTILE, need=HOSTILE)).isprintable()
+    assert str(Rejection("rule", (HOSTILE,), HOSTILE, HOSTILE, HOSTILE)).isprintable()
+
+
+CONFIG = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"num_local_experts": HOSTILE},
+        {"hidden_size": [HOSTILE]},
+        {"hidden_act": HOSTILE},
+        {"torch_dtype": HOSTILE},
+        {"quantization_config": {"quant_method": HOSTILE}},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": HOSTILE}},
+        {"routed_scaling_factor": HOSTILE},
+        {"model_type": "gpt_oss", "swiglu_limit": HOSTILE},
+    ],
+    ids=str,
+)
+def test_a_downloaded_config_cannot_write_to_the_terminal(
+    entry: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | entry), encoding="utf-8")
+    for verb in ("check", "compose"):
+        ended = run_mk(capsys, verb, "--model", str(path))
+        assert ended.code == 2
+        shown = ended.err.removesuffix("\n").split("\n")[-1]  # the one line of the error
+        assert shown.startswith("error: model ")
+        assert shown.isprintable()
+        assert ended.out == ""
+
+
+def test_tables_and_lines_show_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    from modular_kernel.cli import output
+
+    output.table(("a",), [(HOSTILE,)])
+    output.line(HOSTILE)
+    output.note(HOSTILE)
+    printed = "".join(capsys.readouterr())
+    assert printed.replace("\n", "").isprintable()
+
+
+def test_the_log_of_a_forged_cache_shows_escapes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from experts import tile_store
+
+    tile_store._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        tile_store._warn(HOSTILE)
+    (record,) = caplog.records
+    assert record.getMessage().isprintable()
