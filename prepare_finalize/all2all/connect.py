@@ -1,6 +1,5 @@
 """How the ranks of a group meet to make a communicator, and none of them waits for ever."""
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import ConfigurationError, DeviceError
 from modular_kernel.settings import read_settings
+from prepare_finalize.all2all.at_exit import run_aside
 from prepare_finalize.all2all.last_calls import failure_key
 
 R = TypeVar("R")
@@ -64,9 +64,7 @@ def in_time(function: Callable[[], R], seconds: float) -> R:
         except RuntimeError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    run_aside(run).join(seconds)
     if errors:
         raise errors[0]
     if not results:

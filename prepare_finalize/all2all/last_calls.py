@@ -6,7 +6,6 @@ after something failed.
 
 import json
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import Store
+
+from prepare_finalize.all2all.at_exit import run_aside
 
 PHASES = ("construct", "counts", "dispatch", "combine")
 _POLL_S = 0.02
@@ -83,8 +84,7 @@ class FailureBoard:
             except RuntimeError:
                 answered_s[0] = -math.inf
 
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
+        thread = run_aside(ask)
         thread.join(max(_SILENCE_S, until_s - time.monotonic() + _POLL_S))
         silent = time.monotonic() - answered_s[0] > _SILENCE_S
         return None if silent else dict(found)

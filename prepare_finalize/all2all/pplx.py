@@ -15,11 +15,7 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    _register_process_group,
-    _unregister_process_group,
-)
+from torch._C._distributed_c10d import PrefixStore, _register_process_group
 from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import (
@@ -29,6 +25,7 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
+from prepare_finalize.all2all.at_exit import Communicator
 from prepare_finalize.all2all.connect import (
     connect,
     deadline_of,
@@ -114,7 +111,8 @@ class PplxGroup:
         self._meeting = Meeting(own, self.rank, self.world_size, deadline_s)
         _check_neighbours(self._meeting.tell(_whereabouts()), self.rank)
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
-        self._group = self._connect(own, deadline_s)
+        self._communicator = Communicator(self, device="cpu")
+        self._connect(own, deadline_s)
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError if `device` is another GPU than the process's current one."""
@@ -175,10 +173,9 @@ class PplxGroup:
                     each.all_to_all.destroy()
         finally:
             self._destroyed = True
-            _unregister_process_group(self._name)
-            self._group = None
+            self._communicator.close()
 
-    def _connect(self, store: Any, deadline_s: float) -> Any:
+    def _connect(self, store: Any, deadline_s: float) -> None:
         """A gloo group that the library finds by name."""
         try:
             backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
@@ -191,7 +188,7 @@ class PplxGroup:
         group._register_backend(torch.device("cpu"), gloo, backend)
         group._set_group_name(self._name)
         _register_process_group(self._name, group)
-        return group
+        self._communicator.group, self._communicator.name = group, self._name
 
     def _make(self, shape: PplxShape) -> PplxExchange:
         """One more AllToAll of a shape, on all ranks."""

@@ -27,6 +27,7 @@ from modular_kernel.errors import (
     CommunicationError,
     UnsupportedError,
 )
+from prepare_finalize.all2all.at_exit import Communicator
 from prepare_finalize.all2all.connect import (
     check_served,
     connect,
@@ -72,13 +73,14 @@ class TorchGroup:
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
         self._destroyed = False
+        self._communicator = Communicator(self, device=self.device)
         store = distributed_c10d._get_process_group_store(process_group)
         # Without a launcher of its own, a job's first rank keeps the store for all.
         ranks = dist.get_process_group_ranks(process_group)
         self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
         own = PrefixStore(self._meet(store), store)
         self._board = FailureBoard(own, self.rank, self.world_size)
-        self._group = self._connect(own)
+        self._communicator.group = self._connect(own)
 
     def _meet(self, store: Store) -> str:
         """`meeting_place`, but no longer than the deadline: the store may be what is lost."""
@@ -121,7 +123,7 @@ class TorchGroup:
     ) -> "Exchange":
         """out (W * n, ...) = given (n, ...) of every rank, one behind another."""
         return self._start(
-            lambda: self._group._allgather_base(out, given), (out, given), step, phase
+            lambda: self._communicator.group._allgather_base(out, given), (out, given), step, phase
         )
 
     def all_to_all(
@@ -137,12 +139,17 @@ class TorchGroup:
         """Rows of `given`, given_rows[r] of them for rank r, to `out`, out_rows[r] from rank r."""
         splits = list(out_rows), list(given_rows)
         return self._start(
-            lambda: self._group.alltoall_base(out, given, *splits), (out, given), step, phase
+            lambda: self._communicator.group.alltoall_base(out, given, *splits),
+            (out, given),
+            step,
+            phase,
         )
 
     def all_reduce(self, tensor: torch.Tensor, *, step: int, phase: str) -> "Exchange":
         """Sum over ranks, in place."""
-        return self._start(lambda: self._group.allreduce([tensor]), (tensor,), step, phase)
+        return self._start(
+            lambda: self._communicator.group.allreduce([tensor]), (tensor,), step, phase
+        )
 
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
@@ -162,7 +169,7 @@ class TorchGroup:
 
     def destroy(self) -> None:
         """Close the communicator; whatever is asked of the manager after it is refused."""
-        group, self._group = self._group, None
+        group = self._communicator.close()
         if self.device == "cuda" and group is not None and not self._destroyed:
             group.shutdown()
         self._destroyed = True
@@ -227,7 +234,7 @@ class TorchGroup:
         took = time.monotonic() - started_s
         reason = in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
-        group, self._group = getattr(self, "_group", None), None
+        group = self._communicator.close()
         if self.device == "cuda" and group is not None:
             group.abort()
         until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)

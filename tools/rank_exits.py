@@ -1,0 +1,128 @@
+"""Ranks that end without destroying anything: `python tools/rank_exits.py --starts 300`.
+
+Each start is two processes in a gloo group: they make a layer, call it twice, start a call that
+they do not finish (every second time), and come to the end of the script. Every third time the GIL
+is held until then, so that gloo's threads are met with work undone. Processes are forked from this
+one, which has torch imported, and end as any interpreter does. Exits with 1 if one of them dies,
+or is not gone in time, and prints what it wrote.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+
+from modular_kernel.settings import hide_gpus
+from modular_kernel.testing import faults_matrix as faults
+from modular_kernel.testing import preload
+from modular_kernel.testing.faults_ranks import Scenario, Stage
+
+WORLD = 2
+
+
+@dataclass
+class Start:
+    """One start. left: the ranks still there, by process id; codes: of those that ended."""
+
+    number: int
+    part: str
+    folder: Path
+    until_s: float
+    left: dict[int, int] = field(default_factory=dict)
+    codes: dict[int, int | str] = field(default_factory=dict)
+
+    def said(self, rank):
+        """The file of what a rank wrote."""
+        return self.folder / f"said-{self.number}-{rank}"
+
+    def look(self):
+        """Note who has ended; who is still there when time is up is ended, and said to hang."""
+        for pid, rank in list(self.left.items()):
+            gone, status = os.waitpid(pid, os.WNOHANG)
+            late = time.monotonic() > self.until_s
+            if not gone and late:
+                os.kill(pid, 9)
+                os.waitpid(pid, 0)
+            if gone or late:
+                self.codes[rank] = os.waitstatus_to_exitcode(status) if gone else "hung"
+                del self.left[pid]
+
+    def findings(self):
+        """A line for each rank that did not end well."""
+        for rank, code in sorted(self.codes.items()):
+            if code != 0:
+                text = self.said(rank).read_text(errors="replace").strip()
+                yield f"start {self.number}, {self.part}: rank {rank}: {code}: {text[-400:]}"
+
+
+def forked(start):
+    """The processes of a start; None here, and its rank in each of them."""
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            return rank
+        start.left[pid] = rank
+    return None
+
+
+def live(start, rank):
+    """A rank's life but for its end; what must still be there then."""
+    file = os.open(start.said(rank), os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    at = f"file://{start.folder}/store-{start.number}"
+    dist.init_process_group("gloo", init_method=at, rank=rank, world_size=WORLD)
+    stage = Stage(Scenario(start.part, "raises"), rank, WORLD, None, str(start.folder), ())
+    problem = stage.problem()
+    given = stage.inputs(problem, stage.tokens_W)
+    kernel = stage.kernel(problem, stage.experts(problem))
+    if start.number % 3 == 0:
+        sys.setswitchinterval(1000)
+    for _ in range(2):
+        kernel(given.x_TH, given.weights, given.routing)
+    if start.number % 2:
+        kernel.start(given.x_TH, given.weights, given.routing)
+    return kernel
+
+
+given = argparse.ArgumentParser(description=__doc__)
+given.add_argument("--starts", type=int, default=300)
+given.add_argument("--lanes", type=int, default=2, help="starts side by side")
+given.add_argument("--seconds", type=float, default=120, help="that a start may take")
+args = given.parse_args()
+hide_gpus()
+torch.set_num_threads(1)
+assert preload.load_catalog  # imported for what it loads
+parts = faults.parts_to_try(WORLD, "gloo")
+folder = Path(tempfile.mkdtemp(prefix="mk-exits-"))  # forked processes must not remove it
+mine, running, findings, begun = None, [], [], 0
+began = time.monotonic()
+while mine is None and (begun < args.starts or running):
+    for start in running:
+        start.look()
+        if not start.left:
+            findings += start.findings()
+    running = [start for start in running if start.left]
+    if begun < args.starts and len(running) < args.lanes:
+        start = Start(begun, parts[begun % len(parts)], folder, time.monotonic() + args.seconds)
+        running.append(start)
+        begun += 1
+        mine = forked(start)
+    time.sleep(0.002)
+if mine is not None:
+    kept = live(start, mine)  # until the interpreter ends
+else:
+    shutil.rmtree(folder)
+    took = time.monotonic() - began
+    print("\n".join([*findings, f"{begun} starts of {WORLD} ranks, {len(findings)} findings"]))
+    print(f"{took:.0f} s", file=sys.stderr)
+    sys.exit(bool(findings))
