@@ -62,6 +62,11 @@ class UnsupportedError(InputError):
     """A method was called that the part declares not to have."""
 
 
+class StateError(InputError):
+    """Something was used at a time when it must not be: a call was finished twice, or a plan was
+    called from within its own call."""
+
+
 class CorruptionError(ModularKernelError):
     """A part wrote outside its workspace (red zones are watched in poison mode), or a kernel
     touched memory that no argument of its launch holds (watched where kernels are interpreted)."""

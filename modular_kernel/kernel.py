@@ -6,7 +6,7 @@ plan = kernel.plan()                                        # allocates once ...
 y_TH = plan(x_TH, weights, routing)                         # ... and never again
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from modular_kernel.contracts import (
     Receiver,
     TopKWeightAndReduce,
 )
-from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
+from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError, StateError
 from modular_kernel.fields import expect
 from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
@@ -195,10 +195,15 @@ class FusedMoEModularKernel:
         out: torch.Tensor | None,
     ) -> None:
         """The part of `check` that can differ from call to call."""
-        validate.check_no_grad(x_TH, weights, routing)
+        validate.check_memory(x_TH, routing, out)
+        validate.check_no_grad(x_TH, weights, routing, out)
         validate.check_routing(routing, x_TH, self.problem)
         if out is not None:
             validate.check_out(out, x_TH, self.problem)
+        written = x_TH if self.problem.inplace else out
+        if written is not None:
+            inplace = self.problem.inplace
+            validate.check_apart(written, x_TH, weights, routing, inplace=inplace)
         if self.checked:
             validate.check_ids(routing, self.problem)
 
@@ -293,6 +298,8 @@ class FusedMoEModularKernel:
             if pending.out is None:
                 return part.combined(output, handle=handle, reduce=reduce)
             part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
+        # As torch's own operations do that write to a tensor.
+        torch.autograd.graph.increment_version(pending.out)
         return pending.out
 
     def _expert_output(
@@ -329,9 +336,19 @@ class Pending:
     workspace: Workspace
     out: torch.Tensor | None
     tokens: int
+    # Empty once it is finished: of two threads that pop, one fails.
+    _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
 
     def finish(self) -> torch.Tensor:
-        """Wait for the dispatch, run the experts, combine; returns the layer's output."""
+        """Wait for the dispatch, run the experts, combine; returns the layer's output.
+
+        Raises StateError if it was called before.
+        """
+        try:
+            self._unfinished.pop()
+        except IndexError:
+            need = "one: its buffers may be another call's by now"
+            raise StateError("Pending.finish()", got="a second call", need=need) from None
         output = self.kernel.finish(self)
         if self.kernel.checked:
             self.kernel.prepare_finalize.check()

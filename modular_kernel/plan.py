@@ -1,12 +1,14 @@
 """Plan: a kernel bound to its buffers, and to what its first calls launched."""
 
-from collections.abc import Hashable
+import threading
+from collections.abc import Hashable, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 import torch
 
 from modular_kernel import replay, stages, validate
-from modular_kernel.errors import DeviceError
+from modular_kernel.errors import ConfigurationError, DeviceError, StateError
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
@@ -18,12 +20,13 @@ if TYPE_CHECKING:
 class Plan:
     """A kernel with everything bound: a call allocates nothing and can be captured in a graph.
 
-    Calls of one plan share its buffers, so they must not be in flight together (make two plans).
-    The tensor returned is the plan's own until the next call, or a new one of a part that makes its
-    output, unless `out` is given or the problem is inplace. Weights are checked once per
-    ExpertWeights object. Where both parts are replayable, whatever they decide on the host they
-    decide in the first call of a kind (one with other shapes, say, is of another); the next ones
-    launch what that one launched.
+    Calls of one plan share its buffers: threads take turns on the host, and what they launch must
+    be on one stream, or not be in flight together (make two plans). The tensor returned is the
+    plan's own, one for each thread, until that thread's next call, or a new one of a part that
+    makes its output, unless `out` is given or the problem is inplace. Weights are checked once per
+    ExpertWeights object, and again where a tensor's memory was exchanged. Where both parts are
+    replayable, whatever they decide on the host they decide in the first call of a kind (one with
+    other shapes, say, is of another); the next ones launch what that one launched.
     """
 
     def __init__(self, kernel: "FusedMoEModularKernel", problem: Problem) -> None:
@@ -39,10 +42,13 @@ class Plan:
         self._makes_output = kernel.prepare_finalize.makes_output and not problem.inplace
         rows = 0 if self._makes_output else problem.tokens
         shape = (rows, *problem.output_shape[1:])
-        self._out = torch.empty(shape, dtype=problem.dtype, device=device)
-        self._outputs: dict[torch.Size, torch.Tensor] = {}  # by x's shape: first rows of _out
+        self._own = _Outputs(shape, problem.dtype, device)
+        self._turn, self._busy = threading.RLock(), False
         self._tapes = replay.Tapes()
         kernel.count_invalid_ids_on(device)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
+        return Plan(deepcopy(self.kernel, memo), self.problem)
 
     @property
     def nbytes(self) -> int:
@@ -57,27 +63,54 @@ class Plan:
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As FusedMoEModularKernel.__call__, for T <= the plan's tokens (CapacityError else)."""
+        """As FusedMoEModularKernel.__call__, for T <= the plan's tokens (CapacityError else).
+
+        StateError if called from within a call of the same plan.
+        """
         index = self._index
         if index is not None and torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(x_TH, weights, routing, out=out)
+        with self._turn:
+            if self._busy:  # by this thread: others wait
+                need = "another plan, or the end of that call"
+                raise StateError("a plan", got="a call within its own call", need=need)
+            self._busy = True
+            try:
+                return self._call(x_TH, weights, routing, out)
+            finally:
+                self._busy = False
+
+    def _call(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A call in its turn."""
         validate.check_dense(x_TH, routing, out)
         bound, output = self._tapes.bound(weights), self._output(x_TH, out)
         new = bound is None or output is None
         if bound is None or output is None:
             bound, output = self._checked(x_TH, weights, routing, out)
         tensors = _tensors(x_TH, routing, output)
-        kind, pointers = replay.kind_and_pointers(tensors, bound)
+        try:
+            kind, pointers = replay.kind_and_pointers(tensors, bound)
+        except RuntimeError:  # a tensor without memory
+            self._checked(x_TH, weights, routing, out)
+            raise
         tape = self._tapes.find(kind)
-        if tape is None or not self._may_replay(tape, x_TH, out):
+        if tape is None or not self._may_replay(tape, tensors, pointers, bound, out):
             if not new:
                 self._checked(x_TH, weights, routing, out)
             return self._run(x_TH, weights, routing, output, kind, named=out is not None)
-        # All that the checks read is in the kind, but for this.
-        validate.check_no_grad(x_TH, weights, routing)
+        # All that the checks read is in the kind, but for this and what `_may_replay` asks.
+        if validate.wants_gradient((*tensors, *bound.tensors)):
+            validate.check_no_grad(x_TH, weights, routing, out)
         self._poison(output)
-        tape.play(_current_stream(index), pointers)
+        tape.play(_current_stream(self._index), pointers)
+        torch.autograd.graph.increment_version(output)
         self._check_red_zones()
         return output
 
@@ -85,12 +118,33 @@ class Plan:
         """Where a call writes; None if it is the plan's own and no call had x's shape."""
         if self.problem.inplace:
             return x_TH
-        return self._outputs.get(x_TH.shape) if out is None else out
+        return self._own.rows.get(x_TH.shape) if out is None else out
 
-    def _may_replay(self, tape: replay.Tape, x_TH: torch.Tensor, out: torch.Tensor | None) -> bool:
-        """Whether nothing forbids it that the call's kind does not tell: misuse of `out`, or
-        somebody who watches the stages or launches."""
-        if out is not None and (self.problem.inplace or replay.overlap(out, x_TH)):
+    def _may_replay(
+        self,
+        tape: replay.Tape,
+        tensors: tuple[torch.Tensor, ...],
+        pointers: Sequence[int],
+        bound: replay.Bound,
+        out: torch.Tensor | None,
+    ) -> bool:
+        """Whether nothing forbids it that the call's kind does not tell: memory that was freed, or
+        that is written and read, or somebody who watches the stages or launches.
+
+        tensors: x, weights and ids of the routing, and the output if that is not x.
+        """
+        if 0 in pointers:
+            return False
+        inplace = self.problem.inplace
+        if out is not None and inplace:
+            return False
+        if out is not None or inplace:
+            *read, written = (*tensors[1:], tensors[0]) if inplace else tensors
+            start, stop = replay.span(written)
+            spans = (*map(replay.span, read), *bound.spans)
+            if any(start < its_stop and its_start < stop for its_start, its_stop in spans):
+                return False
+        elif self._own.holds(pointers[:3]):
             return False
         return not (stages.profiling() or tape.watched())
 
@@ -114,8 +168,22 @@ class Plan:
         self.kernel.check_call(x_TH, weights, routing, out)
         output = self._output(x_TH, out)
         if output is None:
-            output = self._outputs[x_TH.shape] = self._out[: x_TH.shape[0]]
+            output = self._own.rows[x_TH.shape] = self._own.whole[: x_TH.shape[0]]
+        if out is None and not self.problem.inplace:
+            self._check_own(x_TH, routing, output)
         return bound, output
+
+    def _check_own(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
+        """The plan's own output of the last call may be x of the next one, row upon row; else
+        nothing that is read lies in it."""
+        parts = (self.kernel.prepare_finalize, self.kernel.experts)
+        same = x_TH.shape == output.shape and x_TH.is_contiguous()
+        same &= x_TH.data_ptr() == output.data_ptr() and all(p.requires.inplace for p in parts)
+        read = {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+        for name, tensor in (read if same else {"x": x_TH, **read}).items():
+            if tensor.numel() and self._own.holds([tensor.data_ptr()]):
+                need = "memory of its own: a copy, or another plan's output"
+                raise ConfigurationError(name, got="memory of the plan's own output", need=need)
 
     def _run(
         self,
@@ -159,6 +227,20 @@ class Plan:
     def _check_red_zones(self) -> None:
         if self.kernel.poison:
             self._workspace.check_red_zones()
+
+
+class _Outputs(threading.local):
+    """A thread's own output. whole: of the most tokens; rows: its first ones, by x's shape."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.whole = torch.empty(shape, dtype=dtype, device=device)
+        self.rows: dict[torch.Size, torch.Tensor] = {}
+        self._start, self._stop = replay.span(self.whole)
+
+    def holds(self, pointers: Sequence[int]) -> bool:
+        """Whether one of them leads into it."""
+        start, stop = self._start, self._stop
+        return any(start <= pointer < stop for pointer in pointers)
 
 
 def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -118,6 +118,8 @@ def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """Addresses of a tensor's first byte and of the byte behind its last."""
     start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
     if tensor.numel() == 0:
         return start, start
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -132,11 +134,22 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Bound:
-    """Weights that were checked: their tensors, each once, and what a recording sees of them."""
+    """Weights that were checked: their tensors, each once, and what a recording sees of them.
+
+    places: where and of which shape and strides they were then. spans: the bytes they reach over.
+    """
 
     weights: "weakref.ref[ExpertWeights]"
     tensors: tuple[torch.Tensor, ...]
     kind: Hashable
+    places: list[Hashable]
+    spans: tuple[tuple[int, int], ...]
+    pointers: tuple[int, ...]
+
+    def unchanged(self) -> bool:
+        """Whether each tensor still lies where it was checked: `.data` may be set anew, and memory
+        be let go."""
+        return self.places == [(t.data_ptr(), t.shape, t.stride()) for t in self.tensors]
 
 
 class Tapes:
@@ -160,13 +173,22 @@ class Tapes:
         tensors = tuple(unlike.values())
         key, bound = id(weights), self._bound
         alive = weakref.ref(weights, lambda _: bound.pop(key, None))
-        bound[key] = Bound(alive, tensors, (fields, tuple(map(_kind, tensors))))
+        bound[key] = Bound(
+            alive,
+            tensors,
+            kind=(fields, tuple(map(_kind, tensors))),
+            places=[(t.data_ptr(), t.shape, t.stride()) for t in tensors],
+            spans=tuple(map(span, tensors)),
+            pointers=tuple(t.data_ptr() for t in tensors),
+        )
         return bound[key]
 
     def bound(self, weights: ExpertWeights) -> Bound | None:
-        """What is remembered of these weights, if they were checked."""
+        """What is remembered of these weights, if they were checked and are where they were."""
         found = self._bound.get(id(weights))
-        return found if found is not None and found.weights() is weights else None
+        if found is None or found.weights() is not weights or not found.unchanged():
+            return None
+        return found
 
     def find(self, kind: Hashable) -> Tape | None:
         """The recording for calls of this kind."""
@@ -186,7 +208,7 @@ class Tapes:
 def kind_and_pointers(tensors: Sequence[torch.Tensor], bound: Bound) -> tuple[Hashable, list[int]]:
     """What a recording of a call with these tensors and weights depends on, and its pointers."""
     pointers = [tensor.data_ptr() for tensor in tensors]
-    pointers += [tensor.data_ptr() for tensor in bound.tensors]
+    pointers += bound.pointers
     bits = 0
     for pointer in pointers:
         bits |= pointer

@@ -4,7 +4,11 @@ Only shapes, dtypes, devices and strides are read, so nothing synchronises; `che
 values and is for checked mode.
 """
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
+from torch.autograd import forward_ad
 
 from modular_kernel.errors import (
     CapacityError,
@@ -18,20 +22,37 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.quant import check_weights_quantised
-from modular_kernel.replay import overlap
+from modular_kernel.replay import overlap, span
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Combine, Problem, dtype_name
 
 _ID_DTYPES = (torch.int32, torch.int64)
-_DIFFERENTIABLE = ("x", "topk_weights", "w1", "w2", "b1", "b2")
 
 
 def _dense(what: str, value: object) -> None:
-    """Before anything is asked of it: a tensor whose values lie in memory one by one."""
+    """Before anything is asked of it: a tensor whose values lie in memory, each as it is."""
     if not isinstance(value, torch.Tensor):
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
     if value.layout is not torch.strided:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
+    if value.is_neg():
+        raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+
+
+def _memory(what: str, tensor: torch.Tensor) -> None:
+    """A tensor of this process's devices has all the memory that its shape and strides reach."""
+    if tensor.is_meta or not tensor.numel():
+        return  # where it may not be, the check of devices tells
+    try:
+        pointer, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
+        raise LayoutError(what, got=got, need="a plain tensor") from None
+    start, stop = span(tensor)
+    reach = tensor.storage_offset() * tensor.element_size() + stop - start
+    if not pointer or held < reach:
+        got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
+        raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
 
 
 def rows_of(x_TH: object) -> int:
@@ -52,6 +73,15 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
     _dense("topk_ids", routing.topk_ids_TK)
     if out is not None:
         _dense("out", out)
+
+
+def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
+    """A call's own tensors, which are dense, have their memory."""
+    _memory("x", x_TH)
+    _memory("topk_weights", routing.topk_weights_TK)
+    _memory("topk_ids", routing.topk_ids_TK)
+    if out is not None:
+        _memory("out", out)
 
 
 def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
@@ -123,6 +153,7 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     for name, tensor in vars(weights).items():
         if tensor is not None:
             _dense(name, tensor)
+            _memory(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     if problem.scheme.quantised:
         check_weights_quantised(weights, problem, x_TH.device)
@@ -181,18 +212,54 @@ def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
     _device("out", out, x_TH.device)
     if not out.is_contiguous():
         raise LayoutError("out", got=f"strides {out.stride()}", need="contiguous")
-    if not problem.inplace and overlap(out, x_TH):
-        # x may still be read after the first element of out was written.
-        raise ConfigurationError("out", got="memory of x", need="its own memory, or inplace=True")
 
 
-def check_no_grad(x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing) -> None:
+def check_apart(
+    written: torch.Tensor,
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    *,
+    inplace: bool,
+) -> None:
+    """What a call writes, `out` or x of an inplace one, shares no memory with what it reads.
+
+    Some of it may still be read after the first element was written.
+    """
+    what = "x of an inplace call" if inplace else "out"
+    read: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}
+    read |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+    read |= vars(weights)
+    for name, tensor in read.items():
+        if tensor is not None and overlap(written, tensor):
+            need = "its own memory" + (", or inplace=True" if name == "x" else "")
+            raise ConfigurationError(what, got=f"memory of {name}", need=need)
+
+
+def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether a gradient of one of them would be lost: recorded backwards, or carried forward."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                return True
+    if forward_ad._current_level < 0:
+        return False
+    unpack: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
+    return any(unpack(tensor).tangent is not None for tensor in tensors)
+
+
+def check_no_grad(
+    x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
+) -> None:
     """Kernels are forward only: refuse, rather than lose, a gradient."""
-    if not torch.is_grad_enabled():
+    call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
+    given = {name: t for name, t in (call | vars(weights)).items() if t is not None}
+    if not wants_gradient(given.values()):
         return
-    tensors = (x_TH, routing.topk_weights_TK, weights.w1, weights.w2, weights.b1, weights.b2)
-    named = zip(_DIFFERENTIABLE, tensors, strict=True)
-    wants = [name for name, t in named if t is not None and t.requires_grad]
-    if wants:
-        got, need = f"{', '.join(wants)} that require grad", "torch.no_grad() or inference_mode()"
-        raise UnsupportedError("gradients", got=got, need=need)
+    wants = ", ".join(name for name, tensor in given.items() if wants_gradient((tensor,)))
+    backward = torch.is_grad_enabled() and any(t.requires_grad for t in given.values())
+    if backward:
+        got, need = f"{wants} that require grad", "torch.no_grad() or inference_mode()"
+    else:
+        got, need = f"{wants} with a forward gradient", "no dual tensors: unpack_dual(x).primal"
+    raise UnsupportedError("gradients", got=got, need=need)

@@ -1,0 +1,352 @@
+"""What lies behind a tensor of the right shape: its sign, gradient, memory, and who writes it."""
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from bad_samples import BIAS, CPU, PROBLEM, Args, arguments, spied
+from replay_samples import inputs, planned
+from torch.autograd import forward_ad
+
+from modular_kernel.catalog import check_all, make_kernel, this_machine
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import (
+    ConfigurationError,
+    InputError,
+    LayoutError,
+    ShapeError,
+    StateError,
+    UnsupportedError,
+)
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.plan import Plan
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Machine, Problem
+
+GROUPS = replace(PROBLEM, quant="int8_w8a16_group:group=32,zero_points=true")
+STATIC = replace(PROBLEM, quant="fp8_w8a8_tensor:static=true")
+PROBLEMS = (replace(PROBLEM, **BIAS), GROUPS, STATIC)
+CALLS = ("x", "topk_weights", "topk_ids")
+
+
+def _names(problem: Problem) -> tuple[str, ...]:
+    weights = arguments(problem).weights
+    return (*CALLS, *(name for name, tensor in vars(weights).items() if tensor is not None))
+
+
+EVERY = [(problem, name) for problem in PROBLEMS for name in _names(problem)]
+EVERY_FLOAT = [
+    (problem, name) for problem, name in EVERY if name != "topk_ids" and "zero" not in name
+]
+
+
+def _of(args: Args, name: str) -> torch.Tensor:
+    if name == "x":
+        return args.x
+    held = args.routing if name in CALLS else args.weights
+    found: torch.Tensor = getattr(held, f"{name}_TK" if name in CALLS else name)
+    return found
+
+
+def _with(args: Args, name: str, tensor: torch.Tensor) -> Args:
+    if name == "x":
+        return replace(args, x=tensor)
+    if name in CALLS:
+        return replace(args, routing=replace(args.routing, **{f"{name}_TK": tensor}))
+    return replace(args, weights=replace(args.weights, **{name: tensor}))
+
+
+def _refused(error: type[InputError], problem: Problem, args: Args, what: str) -> str:
+    """The message; nothing is launched, neither by a call nor by a plan, whose first call it is or
+    not."""
+    kernel = spied(problem)
+    for call in (kernel, kernel.plan()):
+        with pytest.raises(error) as caught:
+            call(args.x, args.weights, args.routing, out=args.out)
+        assert type(caught.value) is error
+        assert caught.value.what == what
+    return str(caught.value)
+
+
+def _id(value: object) -> str:
+    return value.quant if isinstance(value, Problem) else str(value)
+
+
+@pytest.mark.parametrize(("problem", "name"), EVERY, ids=_id)
+def test_a_lazily_negated_tensor_is_refused(problem: Problem, name: str) -> None:
+    args = arguments(problem)
+    tensor = torch._neg_view(_of(args, name))
+    assert tensor.is_neg()
+    told = _refused(LayoutError, problem, _with(args, name, tensor), name)
+    assert "resolve_neg()" in told
+
+
+def test_a_lazily_negated_output_is_refused() -> None:
+    args = arguments(PROBLEM)
+    out = torch._neg_view(torch.empty_like(args.x))
+    _refused(LayoutError, PROBLEM, replace(args, out=out), "out")
+
+
+@pytest.mark.parametrize(("problem", "name"), EVERY_FLOAT, ids=_id)
+def test_a_lost_gradient_is_refused(problem: Problem, name: str) -> None:
+    args = arguments(problem)
+    tensor = _of(args, name)
+    if not tensor.dtype.is_floating_point:
+        return  # such weights have no gradient to lose
+    if tensor.dtype is torch.float8_e4m3fn:
+        tensor = tensor.float().requires_grad_().to(tensor.dtype)
+        assert tensor.requires_grad
+    else:
+        tensor.requires_grad_()
+    told = _refused(UnsupportedError, problem, _with(args, name, tensor), "gradients")
+    assert f"got {name} that require grad" in told
+
+
+def test_an_output_that_requires_grad_is_refused() -> None:
+    args = arguments(PROBLEM)
+    out = torch.empty_like(args.x).requires_grad_()
+    told = _refused(UnsupportedError, PROBLEM, replace(args, out=out), "gradients")
+    assert "got out that require grad" in told
+
+
+@pytest.mark.parametrize("name", ["x", "topk_weights", "w2", "b1"])
+def test_a_forward_gradient_is_refused(name: str) -> None:
+    problem = replace(PROBLEM, **BIAS)
+    args = arguments(problem)
+    tensor = _of(args, name)
+    # With no_grad too: that is about backward gradients.
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(tensor, torch.ones_like(tensor))
+        told = _refused(UnsupportedError, problem, _with(args, name, dual), "gradients")
+        assert f"got {name} with a forward gradient" in told
+        with pytest.raises(pytest.fail.Exception, match="prepare was launched"):
+            spied(problem)(args.x, args.weights, args.routing)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
+def test_tensors_of_function_transforms_are_refused(transform: Callable[..., object]) -> None:
+    args = arguments(PROBLEM)
+    kernel = spied(PROBLEM)
+
+    def layer(x_TH: torch.Tensor) -> torch.Tensor:
+        return kernel(x_TH, args.weights, args.routing).sum()
+
+    x = args.x[None] if transform is torch.func.vmap else args.x
+    with torch.no_grad(), pytest.raises((LayoutError, UnsupportedError)):
+        transform(layer)(x)
+
+
+@pytest.mark.parametrize(("problem", "name"), EVERY, ids=_id)
+def test_freed_memory_is_refused(problem: Problem, name: str) -> None:
+    args = arguments(problem)
+    _of(args, name).untyped_storage().resize_(0)
+    told = _refused(LayoutError, problem, args, name)
+    assert "got 0 bytes of memory" in told
+
+
+def test_memory_that_ends_before_the_shape_is_refused() -> None:
+    args = arguments(PROBLEM)
+    nbytes = args.weights.w2.nbytes
+    args.weights.w2.untyped_storage().resize_(nbytes - 2)
+    told = _refused(LayoutError, PROBLEM, args, "w2")
+    assert told.endswith(f"got {nbytes - 2} bytes of memory (freed, or made smaller?), need "
+                         f"the {nbytes} that its shape and strides reach")  # fmt: skip
+
+
+def _torch_kernel(problem: Problem) -> FusedMoEModularKernel:
+    return make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine=Machine("cpu"))
+
+
+def test_weights_whose_memory_is_exchanged_are_checked_again() -> None:
+    args = arguments(PROBLEM)
+    plan = _torch_kernel(PROBLEM).plan()
+    plan(args.x, args.weights, args.routing)
+    whole = args.weights.w1.data
+    args.weights.w1.data = whole[:, :32].clone()
+    with pytest.raises(ShapeError, match="w1"):
+        plan(args.x, args.weights, args.routing)
+    args.weights.w1.data = whole[:, :32]  # where it was
+    with pytest.raises(ShapeError, match="w1"):
+        plan(args.x, args.weights, args.routing)
+    other = whole.flip(0)
+    args.weights.w1.data = other  # as good as the first: taken
+    expected = _torch_kernel(PROBLEM)(args.x, replace(args.weights, w1=other), args.routing)
+    assert torch.equal(plan(args.x, args.weights, args.routing), expected)
+    args.weights.w1.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="w1: got 0 bytes"):
+        plan(args.x, args.weights, args.routing)
+
+
+@pytest.mark.parametrize("name", ["topk_weights", "w1", "w2", "b2"])
+def test_an_output_in_memory_that_is_read_is_refused(name: str) -> None:
+    problem = replace(PROBLEM, dtype=torch.float32, hidden=16, intermediate=64, **BIAS)
+    args = arguments(problem)
+    count = args.x.numel()
+    read = _of(args, name)
+    room = torch.empty(max(count, read.numel()) + 1)
+    inside = room[1 : read.numel() + 1].view(read.shape)
+    args = _with(args, name, inside.copy_(read))
+    out = room[:count].view(args.x.shape)
+    told = _refused(ConfigurationError, problem, replace(args, out=out), "out")
+    assert f"got memory of {name}, need its own memory" in told
+    inplace = replace(problem, inplace=True)
+    _refused(ConfigurationError, inplace, replace(args, x=out), "x of an inplace call")
+
+
+def _dual(tensor: torch.Tensor) -> torch.Tensor:
+    return forward_ad.make_dual(tensor, torch.ones_like(tensor))
+
+
+def _freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+BEHIND: tuple[tuple[Callable[[torch.Tensor], torch.Tensor], type[InputError]], ...] = (
+    (torch._neg_view, LayoutError),
+    (_freed, LayoutError),
+    (_dual, UnsupportedError),
+)
+
+
+@pytest.mark.parametrize(("change", "error"), BEHIND, ids=["negated", "freed", "dual"])
+@pytest.mark.parametrize("place", [0, 1], ids=["x", "topk_weights"])
+def test_a_call_that_would_be_replayed_is_refused_too(
+    place: int, change: Callable[[torch.Tensor], torch.Tensor], error: type[InputError]
+) -> None:
+    plan, part = planned()
+    x_TH, weights, routing = inputs()
+    plan(x_TH, weights, routing)
+    with forward_ad.dual_level():
+        if place:
+            routing = replace(routing, topk_weights_TK=change(routing.topk_weights_TK))
+        else:
+            x_TH = change(x_TH)
+        with pytest.raises(error):
+            plan(x_TH, weights, routing)
+    assert part.host_calls == 1
+
+
+def test_a_replayed_call_looks_at_weights_and_output() -> None:
+    plan, part = planned()
+    x_TH, weights, routing = inputs()
+    own = plan(x_TH, weights, routing)
+    before = own._version
+    plan(x_TH, weights, routing)
+    assert own._version > before
+    inside = weights.w1.view(-1)[: x_TH.numel()].view(x_TH.shape)
+    with pytest.raises(ConfigurationError, match="out: got memory of w1"):
+        plan(x_TH, weights, routing, out=inside)
+    few = Routing(routing.topk_weights_TK[1:], routing.topk_ids_TK[1:])
+    plan(x_TH[1:], weights, few)
+    with pytest.raises(ConfigurationError, match="x: got memory of the plan's own output"):
+        plan(own[1:], weights, few)
+    weights.w1.data = weights.w1.data[:, :1]
+    with pytest.raises(ShapeError, match="w1"):
+        plan(x_TH, weights, routing)
+    assert part.host_calls == 2  # of two kinds
+
+
+def test_a_plans_own_output_may_be_its_next_input() -> None:
+    args = arguments(PROBLEM)
+    kernel = _torch_kernel(PROBLEM)
+    plan = kernel.plan()
+    expected = kernel(kernel(args.x, args.weights, args.routing), args.weights, args.routing)
+    own = plan(args.x, args.weights, args.routing)
+    assert torch.equal(plan(own, args.weights, args.routing), expected)
+    few = Routing(args.routing.topk_weights_TK[1:], args.routing.topk_ids_TK[1:])
+    with pytest.raises(ConfigurationError, match="x: got memory of the plan's own output"):
+        plan(own[1:], args.weights, few)
+
+
+PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(PROBLEM, this_machine()) if v.ok]
+
+
+@pytest.mark.parametrize(("pf", "experts"), PAIRS)
+def test_what_is_written_is_of_a_new_version(pf: str, experts: str) -> None:
+    """Backward then refuses what was saved before, instead of using it."""
+    args = arguments(PROBLEM)
+    with torch.no_grad():
+        kernel = make_kernel(pf, experts, PROBLEM)
+        plan = kernel.plan()
+        out = torch.zeros_like(args.x)
+        for call in (kernel, plan):
+            before = out._version
+            call(args.x, args.weights, args.routing, out=out)
+            assert out._version > before
+        own = plan(args.x, args.weights, args.routing)
+        before = own._version
+        plan(args.x, args.weights, args.routing)
+        assert own._version > before
+        inplace = make_kernel(pf, experts, replace(PROBLEM, inplace=True))
+        before = args.x._version
+        inplace(args.x, args.weights, args.routing)
+        assert args.x._version > before
+    with torch.inference_mode():  # no versions there, and no complaint
+        kernel(args.x, args.weights, args.routing, out=torch.zeros_like(args.x))
+
+
+def test_a_call_is_finished_once() -> None:
+    args = arguments(PROBLEM)
+    pending = _torch_kernel(PROBLEM).start(args.x, args.weights, args.routing)
+    pending.finish()
+    with pytest.raises(StateError, match=r"Pending.finish\(\): got a second call"):
+        pending.finish()
+
+
+def _work(plan: Plan, given: tuple[torch.Tensor, ExpertWeights, Routing], calls: int) -> int:
+    """How many of `calls` results differ from the first, made alone."""
+    x_TH, weights, routing = given
+    expected = plan.kernel(x_TH, weights, routing)
+    wrong = 0
+    for _ in range(calls):
+        found = plan(x_TH, weights, routing)
+        wrong += not torch.equal(found, expected)
+    return wrong
+
+
+def test_threads_take_turns_with_a_plan() -> None:
+    problem = replace(PROBLEM, dtype=torch.float32)
+    plan = _torch_kernel(problem).plan()
+    made = [random_inputs(problem, CPU) for _ in range(8)]
+    given = [(x_TH.roll(i, 0), weights, routing) for i, (x_TH, weights, routing) in enumerate(made)]
+    wrong: list[int] = []
+    threads = [
+        threading.Thread(target=lambda i=i: wrong.append(_work(plan, given[i], 100)))
+        for i in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0] * 8
+
+
+def test_a_plan_within_its_own_call_is_refused() -> None:
+    """It would write what the call it is in still needs."""
+    args = arguments(PROBLEM)
+    kernel = _torch_kernel(PROBLEM)
+    plan = kernel.plan()
+    finish = kernel.finish
+
+    def within(pending: object) -> torch.Tensor:
+        plan(args.x, args.weights, args.routing)
+        return finish(pending)  # type: ignore[arg-type]
+
+    kernel.finish = within  # type: ignore[method-assign]
+    with pytest.raises(StateError, match="a plan: got a call within its own call"):
+        plan(args.x, args.weights, args.routing)
+    del kernel.finish
+    plan(args.x, args.weights, args.routing)  # it was left in order
+
+
+def test_a_copied_plan_has_buffers_of_its_own() -> None:
+    args = arguments(PROBLEM)
+    plan = _torch_kernel(PROBLEM).plan()
+    own = plan(args.x, args.weights, args.routing)
+    other = copy.deepcopy(plan)(args.x, args.weights, args.routing)
+    assert torch.equal(own, other)
+    assert own.data_ptr() != other.data_ptr()
