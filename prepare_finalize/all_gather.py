@@ -32,6 +32,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         localises_ids=True,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, None),
+        batch_invariant=True,
         asynchronous=True,
     )
 

@@ -58,6 +58,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, 8),
+        batch_invariant=True,
         asynchronous=True,
         graph_capturable=True,
     )

@@ -46,6 +46,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         localises_ids=True,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, None),
+        batch_invariant=True,
         asynchronous=True,
     )
 

@@ -1,5 +1,6 @@
 """A token's bits do not depend on the rest of its call: who promises it, and what notices."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,11 @@ from experts import tile_store, triton_experts
 from experts.tile_regimes import Steps, regimes
 from experts.tile_shapes import ALIGNED, Device
 from experts.tiles import choose_tiles, explain, override_config, regimes_up_to, reread
-from modular_kernel.catalog import check, load_catalog
+from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.runtime import HAS_TRITON
-from modular_kernel.testing import Case, cases_for, prove
+from modular_kernel.testing import MUTANTS, Case, cases_for, prove
+from modular_kernel.testing.cases_ranks import RankCase
 from modular_kernel.testing.checks import Trial
 from modular_kernel.testing.invariance import (
     batch_invariant,
@@ -21,7 +23,9 @@ from modular_kernel.testing.invariance import (
     otherwise_split,
     rows_that_differ,
 )
-from modular_kernel.types import Machine, Problem
+from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.ranks import RankPool
+from modular_kernel.types import Machine, Parallel, Problem
 
 LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
@@ -164,3 +168,42 @@ def test_full_lists_have_cases_of_it(pair: tuple[str, str]) -> None:
     found = {problem.scheme.name for problem in problems if problem.batch_invariant}
     declared = load_catalog().experts(pair[1]).requires.schemes
     assert found >= {quant for quant in SCHEMES if quant in declared}
+
+
+RANK_PAIRS = (
+    ("AllGatherReduceScatterPrepareAndFinalize", "TritonExperts"),
+    ("TorchAll2AllPrepareAndFinalize", "TritonExperts"),
+    ("TorchAll2AllBatchedPrepareAndFinalize", "BatchedTritonExperts"),
+    ("SymmMemPrepareAndFinalize", "TritonExperts"),
+)
+
+
+@pytest.mark.parametrize("pair", RANK_PAIRS, ids="+".join)
+def test_over_ranks(pair: tuple[str, str], rank_pool: Callable[[int], RankPool]) -> None:
+    layer = replace(LAYER, experts=4, top_k=2, parallel=Parallel(2))
+    case = RankCase(*pair, layer, tokens=(34, 21))
+    verdict = case.verdict(this_machine(device="cpu"))
+    if not verdict.ok:
+        pytest.skip(str(verdict))
+    proof = prove_ranks(case, rank_pool(2), checks=(batch_invariant,))
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("part", ["ReplicatedEPPrepareAndFinalize", "DeepEPHTPrepareAndFinalize"])
+def test_sums_over_ranks_in_no_fixed_order_are_refused(part: str) -> None:
+    layer = replace(LAYER, experts=4, top_k=2, parallel=Parallel(2))
+    rules = [r.rule for r in check(part, "TritonExperts", layer, GPU).rejections]
+    assert "batch_invariant" in rules
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_the_check_notices_one_bit(pair: tuple[str, str], machine: Machine) -> None:
+    if not check(*pair, LAYER, machine).ok:
+        pytest.skip(str(check(*pair, LAYER, machine)))
+    (mutant,) = (mutant for mutant in MUTANTS if mutant.name == "depends_on_batch")
+    trial = Trial(Case(*pair, LAYER), machine, mutant.build)
+    # The first row alone, or the last, has another bit.
+    assert list(batch_invariant(trial))[:2] == [
+        "in reverse order: 2 of 34 rows have other bits",
+        "in calls of 1, 2, 4, ... tokens: 5 of 34 rows have other bits",
+    ]

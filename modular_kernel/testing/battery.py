@@ -359,6 +359,12 @@ MUTANTS: tuple[Mutant, ...] = (
         finished=done.flip_every_other_call,
     ),
     Mutant(
+        "depends_on_batch",
+        "a bit of a token's row differs in calls of an even number of tokens",
+        when.batch_invariant,
+        finished=done.flip_in_even_calls,
+    ),
+    Mutant(
         "empty_call_fails",
         "no tokens are an error",
         lambda p, _r: p.tokens == 0,

@@ -57,6 +57,12 @@ def clamped(problem: Problem, routing: str) -> bool:
     return routed(problem, routing) and (problem.act.limit or 9) <= 2
 
 
+def batch_invariant(problem: Problem, routing: str) -> bool:
+    """Asked for, in a call of an even number of tokens."""
+    even = problem.tokens % 2 == 0
+    return problem.batch_invariant and has_tokens(problem, routing) and even
+
+
 def both(one: Applies, other: Callable[[Problem], bool]) -> Applies:
     return lambda problem, routing: one(problem, routing) and other(problem)
 
