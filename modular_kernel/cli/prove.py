@@ -8,6 +8,7 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.mutate import Mutating, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import Backend, Host, host_of, over_ranks
 from modular_kernel.cli.sensitivity import run_sensitivity
@@ -40,7 +41,10 @@ class OneCase:
 class Manner:
     """How cases are chosen and run."""
 
-    level: Annotated[str, typer.Option(help="smoke: some cases; full: every case.")] = "smoke"
+    level: Annotated[
+        str | None,
+        typer.Option(help="smoke: some cases; full: all.  [default: smoke; --mutate: full]"),
+    ] = None
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Break the pairs on purpose: is it noticed?")
     ] = False
@@ -79,6 +83,7 @@ def prove(
     replay: OneCase,
     options: ProblemOptions,
     manner: Manner,
+    mutating: Mutating,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
     as_json: AsJson = False,
@@ -88,7 +93,11 @@ def prove(
     --world-size N proves, over N ranks, every pair that is valid for so many: one GPU a rank, or
     processes on the CPU.
 
-    Exits with 1 if a check fails, or if the pair named is refused, with every reason.
+    --mutate PART measures the proof itself: the source of a part, its kernels and operations is
+    changed, one place at a time, and the cases run until one fails. --sensitivity does the same to
+    what goes into and comes out of a part. Name a pair to run its cases alone.
+
+    Exits with 1 if a check fails, a defect is not noticed, or the pair named is refused.
     """
     alone = replace(options, world_size=None), replay
     if not replay.one and alone != (ProblemOptions(), OneCase()):
@@ -96,12 +105,19 @@ def prove(
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
     if replay.one and manner.sensitivity:
         raise ConfigurationError("--sensitivity", got="--one", need="cases of its own choice")
+    mutating.check(beside=replay.one or manner.sensitivity)
+    level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
     prepare_host()
     with host_of(options.world_size, manner.backend) as host:
+        if mutating.mutate is not None:
+            pairs = _named_pairs(host, pf_type, experts_type, level)
+            if not run_mutation(mutating, pairs, host, level, as_json=as_json):
+                raise typer.Exit(1)
+            return
         if replay.one:
             jobs = [_single_case(options, replay, pf_type, experts_type)]
         else:
-            jobs = _jobs(host, pf_type, experts_type, _level(manner.level))
+            jobs = _jobs(host, pf_type, experts_type, level)
         if manner.sensitivity:
             pairs = [(job.prepare_finalize, job.experts) for job in jobs]
             ok = run_sensitivity(pairs, host, as_json=as_json)
@@ -158,6 +174,16 @@ def _jobs(
                 refused = len(selection.refused)
                 jobs.append(Job(pf_name, experts_name, selection.cases, refused))
     return jobs
+
+
+def _named_pairs(
+    host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
+) -> list[tuple[str, str]]:
+    """Pairs that the options leave; none if there are no options."""
+    if pf is None and experts is None:
+        return []
+    jobs = _jobs(host, pf, experts, level)
+    return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
 def _prove(jobs: Sequence[Job], host: Host, *, as_json: bool) -> bool:

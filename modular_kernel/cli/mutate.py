@@ -1,0 +1,112 @@
+"""`mk test --mutate X`: the source of a part changed in one place at a time; is it noticed?"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.ranks import Host
+from modular_kernel.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from modular_kernel.testing.mutation import Score
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutating:
+    """Which mutants of a part's source are put in."""
+
+    mutate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART",
+            help="Change this part's source, one place at a time: is it noticed?",
+        ),
+    ] = None
+    only: Annotated[
+        str | None, typer.Option(metavar="ID", help="With --mutate: this mutant alone.")
+    ] = None
+    mutants: Annotated[
+        str, typer.Option(help="With --mutate: how many are drawn, or all.  [default: 150]")
+    ] = "150"
+    save: Annotated[
+        Path | None, typer.Option(help="With --mutate: write PART.json into this folder, too.")
+    ] = None
+
+    def check(self, *, beside: bool) -> None:
+        """Raise ConfigurationError for options that go with --mutate alone, or not with it."""
+        if self.mutate is None and (self.only, self.mutants, self.save) != (None, "150", None):
+            need = "--mutate PART beside them"
+            raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
+        if self.mutate is not None and beside:
+            need = "neither --one nor --sensitivity beside it"
+            raise ConfigurationError("--mutate", got="both", need=need)
+
+    def count(self) -> int | None:
+        """How many mutants are drawn; None for all."""
+        if self.mutants == "all":
+            return None
+        if not self.mutants.isdecimal() or int(self.mutants) < 1:
+            raise ConfigurationError("--mutants", got=repr(self.mutants), need="a number or all")
+        return int(self.mutants)
+
+
+def run_mutation(
+    wanted: Mutating,
+    pairs: Sequence[tuple[str, str]],
+    host: Host,
+    level: Literal["smoke", "full"],
+    *,
+    as_json: bool,
+) -> bool:
+    """Print what becomes of the mutants of a part; returns whether none but equivalents survive.
+
+    pairs: the pairings whose cases run; () for all that the part is in.
+    """
+    from modular_kernel.testing.mutation import mutation_score, survey
+    from modular_kernel.testing.mutation.record import record_of
+
+    assert wanted.mutate is not None
+    count = wanted.count()
+    if host.pool is not None:
+        raise ConfigurationError("--mutate", got="--world-size", need="cases in one process")
+    found = survey(wanted.mutate, host.machine, pairs, level)
+    total = 1 if wanted.only else min(count or len(found.mutants), len(found.executed()))
+    with output.progress(total) as advance:
+        score = mutation_score(found, count=count, only=wanted.only, told=lambda _: advance())
+    record = record_of(score)
+    if wanted.save is not None:
+        wanted.save.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(record, indent=1) + "\n"
+        (wanted.save / f"{wanted.mutate}.json").write_text(text, encoding="utf-8")
+    if as_json:
+        output.print_json(record)
+    else:
+        _print_text(score)
+    return not score.survivors
+
+
+def _print_text(score: "Score") -> None:
+    from modular_kernel.testing.mutation.record import killers, reproducer
+
+    found = score.survey
+    for fate in score.survivors:
+        cases = "no case executes it" if fate.how == "not executed" else f"{fate.ran} case(s) pass"
+        output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
+        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found.part)}\n")
+    for fate, why in score.equivalent:
+        proof = f"no bit differs in {why.problems} problems" if why.problems else "same code"
+        output.line(f"equivalent {fate.mutant.ident}, {proof}: {why.reason}")
+    rows = killers(score.killed).items()
+    output.table(("killed by", "mutants"), rows)
+    output.table(("listed apart, because", "mutants"), score.apart.items())
+    output.table(("no case executes", "mutants"), score.not_executed.items())
+    output.line(
+        f"{found.part}: {len(score.fates)} of {score.executed} mutants put in, seed "
+        f"{score.seed}: {len(score.killed)} killed, {len(score.survivors)} survived, "
+        f"{len(score.equivalent)} equivalent: score {score.share:.1%}"
+    )

@@ -1,0 +1,40 @@
+"""Source mutants: is a defect in the code of a part noticed by its case list?
+
+    found = survey("TorchExperts", this_machine())
+    score = mutation_score(found)
+    print(f"{score.share:.1%}", *(fate.mutant.diff() for fate in score.survivors), sep="\\n")
+
+One change at a time is made to the source of a part, its kernels and the operations it uses, in the
+memory of a forked child; the cases that execute the changed line are run there until one fails.
+"""
+
+from modular_kernel.testing.mutation.attempt import Fate, attempt
+from modular_kernel.testing.mutation.coverage import Coverage, cover
+from modular_kernel.testing.mutation.score import (
+    SAMPLE,
+    Score,
+    Survey,
+    drawn,
+    mutation_score,
+    release,
+    survey,
+)
+from modular_kernel.testing.mutation.source import Edit, Mutant
+from modular_kernel.testing.mutation.walk import mutants_of
+
+__all__ = [
+    "SAMPLE",
+    "Coverage",
+    "Edit",
+    "Fate",
+    "Mutant",
+    "Score",
+    "Survey",
+    "attempt",
+    "cover",
+    "drawn",
+    "mutants_of",
+    "mutation_score",
+    "release",
+    "survey",
+]

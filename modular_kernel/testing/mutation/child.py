@@ -1,0 +1,116 @@
+"""Work done in a forked child, which tells its parent what it does, line by line.
+
+The child may hang, die, or eat memory: the parent waits so long for each message, and no longer.
+"""
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+Message = dict[str, Any]
+Tell = Callable[[Message], None]
+
+# What a child may use beyond what its parent has.
+_MORE_BYTES = 6 << 30
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why a child said no more: "done", "hang", or "crash" with a signal or an exit status."""
+
+    how: str
+    detail: str = ""
+
+
+class Child:
+    """A child at work. Iterate over its messages; `ended` holds how it ended.
+
+    patience: seconds for each message; may be changed between two of them.
+    """
+
+    def __init__(self, work: Callable[[Tell], None], patience: float) -> None:
+        self.patience = patience
+        self.ended = Ended("crash", "said nothing")
+        self._reader, writer = os.pipe()
+        self._pid = os.fork()
+        if not self._pid:
+            os.close(self._reader)
+            _run(work, writer)
+        os.close(writer)
+
+    def __iter__(self) -> Iterator[Message]:
+        rest = b""
+        try:
+            while True:
+                ready, _, _ = select.select([self._reader], [], [], self.patience)
+                if not ready:
+                    self.ended = Ended("hang", f"nothing for {self.patience:.0f} s")
+                    return
+                data = os.read(self._reader, 1 << 20)
+                if not data:
+                    self._died()
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    if message.get("done"):
+                        self.ended = Ended("done")
+                    else:
+                        yield message
+        finally:
+            self._end()
+
+    def _died(self) -> None:
+        """Its end of the pipe is closed: it is done, or it ended without saying so."""
+        if self.ended.how == "done":
+            return
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        code = os.waitstatus_to_exitcode(status)
+        self.ended = Ended("crash", signal.Signals(-code).name if code < 0 else f"exit {code}")
+
+    def _end(self) -> None:
+        """Nobody listens any more."""
+        os.close(self._reader)
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._pid = 0
+
+
+def _run(work: Callable[[Tell], None], writer: int) -> NoReturn:
+    """The whole life of the child."""
+    status = 1
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        _limit_memory()
+        torch.set_num_threads(1)
+
+        def tell(message: Message) -> None:
+            os.write(writer, json.dumps(message).encode() + b"\n")
+
+        work(tell)
+        tell({"done": True})
+        status = 0
+    finally:
+        sys.settrace(None)
+        os._exit(status)
+
+
+def _limit_memory() -> None:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        pages = int(statm.read_text(encoding="utf-8").split()[0])
+        limit = pages * resource.getpagesize() + _MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

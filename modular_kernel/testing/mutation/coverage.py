@@ -1,0 +1,111 @@
+"""Which lines each case executes: one run of the case list with every line of a part watched.
+
+Interpreted kernels are Python, so their lines are seen like any other's.
+"""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from modular_kernel.testing.cases import Case
+from modular_kernel.testing.mutation.child import Child, Tell
+from modular_kernel.testing.mutation.runs import Level, Pair, case_list, first_failure
+from modular_kernel.testing.mutation.serve import forget
+
+Lines = Mapping[str, frozenset[int]]  # file -> line numbers
+
+# The slowest case, watched.
+_PATIENCE = 300.0
+
+
+@dataclass(frozen=True)
+class Covered:
+    """A case, the seconds it took while watched, what it failed by, and the lines it executed."""
+
+    case: Case
+    seconds: float
+    failure: str | None
+    lines: Lines
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """All cases of some pairings; `loading` holds the lines executed by import and selection."""
+
+    loading: Lines
+    cases: tuple[Covered, ...]
+    ended: str = ""  # why it is not whole; "" if it is
+
+    def executing(self, file: str, first: int, last: int) -> tuple[Covered, ...]:
+        """Cases that execute one of these lines."""
+        span = range(first, last + 1)
+        return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(span))
+
+    def loads(self, file: str, first: int, last: int) -> bool:
+        return not self.loading.get(file, frozenset()).isdisjoint(range(first, last + 1))
+
+
+def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> Coverage:
+    """Run every case of `pairs` once in a child, with the lines of `modules` watched."""
+    pairs = tuple(pairs)
+    files = {str(path) for path in modules.values()}
+
+    def work(tell: Tell) -> None:
+        forget(set(modules))
+        with watched(files) as lines:
+            cases, machine = case_list(pairs, level)
+        tell({"lines": _sorted(lines)})
+        for case in cases:
+            with watched(files) as lines:
+                failure, seconds = first_failure(case, machine)
+            tell({"failure": failure, "seconds": seconds, "lines": _sorted(lines)})
+
+    child = Child(work, _PATIENCE)
+    cases, _ = case_list(pairs, level)
+    found = []
+    loading: Lines = {}
+    for number, message in enumerate(child):
+        lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
+        if number:
+            case = cases[number - 1]
+            found.append(Covered(case, message["seconds"], message["failure"], lines))
+        else:
+            loading = lines
+    ended = child.ended
+    why = "" if ended.how == "done" else f"{ended.how}: {ended.detail}"
+    return Coverage(loading, tuple(found), why)
+
+
+@contextmanager
+def watched(files: set[str]) -> Iterator[dict[str, set[int]]]:
+    """Filled with every line of `files` that is executed within it, by any thread started there."""
+    seen: dict[str, set[int]] = {}
+
+    def local(frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            seen[frame.f_code.co_filename].add(frame.f_lineno)
+        return local
+
+    def started(frame: FrameType, _event: str, _: object) -> Any:
+        file = frame.f_code.co_filename
+        if file not in files:
+            return None
+        seen.setdefault(file, set()).add(frame.f_lineno)
+        return local
+
+    threading.settrace(started)
+    sys.settrace(started)
+    try:
+        yield seen
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+
+
+def _sorted(lines: dict[str, set[int]]) -> dict[str, list[int]]:
+    return {file: sorted(numbers) for file, numbers in lines.items()}

@@ -1,0 +1,61 @@
+"""A mutation score as what JSON holds: for programs, and for the page in docs/."""
+
+from collections import Counter
+from importlib.metadata import version
+from typing import Any
+
+from modular_kernel.testing.mutation.attempt import Fate
+from modular_kernel.testing.mutation.score import Score
+
+Record = dict[str, Any]
+
+
+def record_of(score: Score) -> Record:
+    """Everything that a reader needs to judge the score and to repeat any line of it."""
+    found = score.survey
+    return {
+        "part": found.part,
+        "seed": score.seed,
+        "level": found.level,
+        "pairings": [" x ".join(pair) for pair in found.pairs],
+        "cases": len(found.coverage.cases),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "mutants": len(found.mutants),
+        "executed": score.executed,
+        "put_in": len(score.fates),
+        "killed": len(score.killed),
+        "score": round(score.share, 4),
+        "killed_by": killers(score.killed),
+        "equivalent": [
+            {**_told(fate), "reason": why.reason, "proof": why.proof, "problems": why.problems}
+            for fate, why in score.equivalent
+        ],
+        "survivors": [_survivor(fate, found.part) for fate in score.survivors],
+        "apart": score.apart,
+        "not_executed": score.not_executed,
+    }
+
+
+def killers(killed: tuple[Fate, ...]) -> dict[str, int]:
+    """What killed how many: a check's name, or "hang", "crash" or "refused"."""
+    names = (f.by.partition(":")[0] if f.how == "killed" else f.how for f in killed)
+    return dict(Counter(names).most_common())
+
+
+def reproducer(fate: Fate, part: str) -> str:
+    """The line that puts this mutant in again."""
+    return f"mk test --mutate {part} --only {fate.mutant.ident}"
+
+
+def _survivor(fate: Fate, part: str) -> Record:
+    return {**_told(fate), "cases": fate.ran, "command": reproducer(fate, part)}
+
+
+def _told(fate: Fate) -> Record:
+    mutant = fate.mutant
+    return {
+        "id": mutant.ident,
+        "place": mutant.place,
+        "operator": mutant.edit.operator,
+        "diff": mutant.diff(),
+    }

@@ -1,0 +1,117 @@
+"""Which modules make a part: its own, its kernels, and the operations that it uses.
+
+Found by reading the import statements, the late ones in constructors too, from the part's module
+on; followed inside the part's own package, topk_reduce and modular_kernel.ops.
+"""
+
+import ast
+import importlib
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+from modular_kernel.catalog import Catalog
+from modular_kernel.errors import ConfigurationError
+
+_SHARED = ("modular_kernel.ops", "topk_reduce")
+
+# Modules that a part imports and that are not changed, and why.
+LEFT_OUT: tuple[tuple[str, str], ...] = (
+    ("experts.tile*", "choose tiles and paths: every choice must give right numbers"),
+    ("modular_kernel.ops.interpreter", "the CPU's stand-in for a GPU, part of the harness"),
+    ("modular_kernel.ops.block_types", "the CPU's stand-in for a GPU, part of the harness"),
+    ("modular_kernel.ops.narrow", "the CPU's stand-in for a GPU, part of the harness"),
+    ("modular_kernel.ops.bounds", "finds overruns, part of the harness"),
+    ("modular_kernel.ops.races", "finds races, part of the harness"),
+    ("modular_kernel.ops.watch", "finds races, part of the harness"),
+    ("modular_kernel.ops.runtime", "says where operations run"),
+    ("modular_kernel.ops.launch", "launches and records for replay, which needs a GPU"),
+    ("modular_kernel.ops.player", "replay, which needs a GPU"),
+)
+
+
+def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
+    """Module -> file of everything that makes `part`; ConfigurationError if no part has the name.
+
+    A part over ranks alone has modules, and no case in one process.
+    """
+    found = [p for p in catalog.parts if p.name == part]
+    if not found:
+        need = f"one of {', '.join(sorted({p.name for p in catalog.parts}))}"
+        raise ConfigurationError("--mutate", got=repr(part), need=need)
+    start = inspect.getmodule(found[0].cls)
+    assert start is not None
+    roots = (start.__name__.split(".", maxsplit=1)[0], *_SHARED)
+    reached: dict[str, Path] = {}
+    waiting = [start.__name__]
+    while waiting:
+        module = waiting.pop()
+        path = file_of(module)
+        if path is None or module in reached or is_left_out(module):
+            continue
+        reached[module] = path
+        waiting += [name for name in imports_of(module) if _below(name, roots)]
+    return dict(sorted(reached.items()))
+
+
+def is_left_out(module: str) -> bool:
+    return any(fnmatch(module, pattern) for pattern, _ in LEFT_OUT)
+
+
+def _below(module: str, roots: Iterable[str]) -> bool:
+    return any(module == root or module.startswith(f"{root}.") for root in roots)
+
+
+@cache
+def file_of(module: str) -> Path | None:
+    """The source file of a module, found without importing it; None if there is none."""
+    root, *rest = module.split(".")
+    package = sys.modules.get(root) or importlib.import_module(root)
+    found = getattr(package, "__file__", None)
+    if found is None:
+        return None
+    base = Path(found)
+    if not rest:
+        return base
+    below = base.parent.joinpath(*rest)
+    return next((p for p in (below.with_suffix(".py"), below / "__init__.py") if p.exists()), None)
+
+
+@cache
+def imports_of(module: str) -> tuple[str, ...]:
+    """Modules that a module of ours imports anywhere in it; of a package only what is named."""
+    path = file_of(module)
+    if path is None or path.suffix != ".py":
+        return ()
+    tree = ast.parse(path.read_bytes())
+    return tuple(dict.fromkeys(_imported(tree, module, is_package=path.name == "__init__.py")))
+
+
+def _imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(node, module, is_package=is_package)
+            below = [f"{base}.{alias.name}" for alias in node.names]
+            inside = [name for name in below if _is_module(name)]
+            yield from inside
+            if len(inside) < len(below):
+                yield base
+
+
+def _base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
+    """The absolute name of the package that a `from` names."""
+    if not node.level:
+        return node.module or ""
+    above = module.split(".")
+    above = above[: len(above) - node.level + (1 if is_package else 0)]
+    return ".".join([*above, node.module] if node.module else above)
+
+
+def _is_module(name: str) -> bool:
+    root = name.split(".", maxsplit=1)[0]
+    return root in sys.modules and file_of(name) is not None

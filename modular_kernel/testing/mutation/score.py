@@ -1,0 +1,166 @@
+"""The mutation score of a part: which share of its mutants the case list kills, and what survives.
+
+score = mutation_score("TorchExperts", machine)
+print(score.share, [fate.mutant.diff() for fate in score.survivors])
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.cases import cases_for
+from modular_kernel.testing.mutation.apart import apart
+from modular_kernel.testing.mutation.attempt import Fate, Killers, attempt
+from modular_kernel.testing.mutation.coverage import Coverage, cover
+from modular_kernel.testing.mutation.equivalent import EQUIVALENT, Equivalent
+from modular_kernel.testing.mutation.runs import Level, Pair
+from modular_kernel.testing.mutation.scope import modules_of
+from modular_kernel.testing.mutation.source import Mutant
+from modular_kernel.testing.mutation.walk import mutants_of
+from modular_kernel.types import Machine
+
+# Where all mutants would take longer than an hour, so many are drawn.
+SAMPLE = 150
+
+
+@dataclass(frozen=True)
+class Survey:
+    """A part taken apart: its mutants, and which cases execute them. pairings: those it is in."""
+
+    part: str
+    pairs: tuple[Pair, ...]
+    level: Level
+    mutants: tuple[Mutant, ...]
+    coverage: Coverage
+
+    def executed(self) -> tuple[Mutant, ...]:
+        """Mutants that some case executes, and that a CPU can tell."""
+        return tuple(m for m in self.mutants if self.runs(m) and apart(m) is None)
+
+    def runs(self, mutant: Mutant) -> bool:
+        place = str(mutant.path), mutant.first, mutant.last
+        return self.coverage.loads(*place) or bool(self.coverage.executing(*place))
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of the mutants that were put in, and how many there are.
+
+    seed: what the sample was drawn with. executed: how many it was drawn from. not_executed:
+    module -> mutants that no case executes. apart: why no CPU can tell a mutant -> how many.
+    """
+
+    survey: Survey
+    seed: str
+    fates: tuple[Fate, ...]
+    executed: int
+    not_executed: dict[str, int]
+    apart: dict[str, int]
+
+    @property
+    def killed(self) -> tuple[Fate, ...]:
+        return tuple(fate for fate in self.fates if fate.killed)
+
+    @property
+    def equivalent(self) -> tuple[tuple[Fate, Equivalent], ...]:
+        """Survivors that were reviewed, and compute the same."""
+        alive = [fate for fate in self.fates if not fate.killed]
+        return tuple((f, EQUIVALENT[f.mutant.ident]) for f in alive if f.mutant.ident in EQUIVALENT)
+
+    @property
+    def survivors(self) -> tuple[Fate, ...]:
+        """Survivors that are not known to be equivalent."""
+        return tuple(f for f in self.fates if not f.killed and f.mutant.ident not in EQUIVALENT)
+
+    @property
+    def share(self) -> float:
+        """Killed over killed and survivors; 1.0 where there are none."""
+        counted = len(self.killed) + len(self.survivors)
+        return len(self.killed) / counted if counted else 1.0
+
+
+def survey(
+    part: str, machine: Machine, pairs: Sequence[Pair] = (), level: Level = "full"
+) -> Survey:
+    """Find the mutants of a part and run its cases once.
+
+    pairs: the pairings whose cases are run; () takes every one that the part is in. Raises
+    ConfigurationError for an unknown part, one that no case in one process serves, and one with a
+    case that fails as it is.
+    """
+    modules = modules_of(part, load_catalog())
+    pairs = tuple(pairs) or _pairs_of(part, machine, level)
+    if not pairs:
+        need = "a part that some pairing has a case for in one process here"
+        raise ConfigurationError("--mutate", got=repr(part), need=need)
+    coverage = cover(modules, pairs, level)
+    failed = [f"{c.case}: {c.failure}" for c in coverage.cases if c.failure is not None]
+    if failed or coverage.ended:
+        need = "cases that pass before anything is changed"
+        raise ConfigurationError("--mutate", got=(coverage.ended or failed[0]), need=need)
+    mutants = tuple(m for module, path in modules.items() for m in mutants_of(module, path))
+    return Survey(part, pairs, level, mutants, coverage)
+
+
+def _pairs_of(part: str, machine: Machine, level: Level) -> tuple[Pair, ...]:
+    """Pairings with the part; for a reducer every pairing, as any may end in it."""
+    catalog = load_catalog()
+    every = (
+        (pf, experts)
+        for pf in catalog.names("prepare_finalize")
+        for experts in catalog.names("experts")
+    )
+    reducer = part in catalog.names("topk_reduce")
+    mine = (pair for pair in every if reducer or part in pair)
+    return tuple(pair for pair in mine if cases_for(*pair, machine, level).cases)
+
+
+def drawn(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:
+    """`count` of the mutants, the same for the same seed; all in their order if None."""
+    if count is None or count >= len(mutants):
+        return tuple(mutants)
+    keys = {m: hashlib.sha256(f"{seed}|{m.ident}".encode()).digest() for m in mutants}
+    return tuple(sorted(mutants, key=keys.__getitem__)[:count])
+
+
+def release() -> str:
+    """The seed of a release: its version."""
+    return version("modular-kernel")
+
+
+def mutation_score(
+    found: Survey,
+    *,
+    count: int | None = SAMPLE,
+    seed: str | None = None,
+    only: str | None = None,
+    told: Callable[[Fate], None] = lambda _: None,
+) -> Score:
+    """Put mutants in, one at a time, each until a case fails.
+
+    count: how many are drawn of those that some case executes; None for all. seed: None for the
+    release. only: the identity of a single one. told: called with each fate as it is known.
+    """
+    seed = release() if seed is None else seed
+    executed = found.executed()
+    if only is not None:
+        chosen = tuple(m for m in found.mutants if m.ident == only)
+        if not chosen:
+            need = f"the identity of one of the {len(found.mutants)} mutants of {found.part}"
+            raise ConfigurationError("--only", got=repr(only), need=need)
+    else:
+        chosen = drawn(executed, count, seed)
+    killers = Killers()
+    fates = []
+    for mutant in chosen:
+        fates.append(attempt(mutant, found.coverage, found.pairs, found.level, killers))
+        told(fates[-1])
+    rest = set(found.mutants) - set(executed)
+    reasons = Counter(reason for m in rest if (reason := apart(m)) is not None)
+    idle = Counter(m.module for m in rest if apart(m) is None)
+    counts = dict(sorted(idle.items())), dict(sorted(reasons.items()))
+    return Score(found, seed, tuple(fates), len(executed), *counts)

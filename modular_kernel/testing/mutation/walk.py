@@ -1,0 +1,135 @@
+"""Where a module can be changed: every expression and statement that decides what is computed.
+
+Left alone: what a reader reads (texts, docstrings, annotations), imports, assertions, what a call
+says when it raises, and the conditions that only guard such a raise: they refuse bad input, and
+`mk test` gives good input. Such a guard is only turned round.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from modular_kernel.testing.mutation.operators import OPERATORS, SPEED
+from modular_kernel.testing.mutation.source import Edit, Mutant, Placed, Source, named
+
+_SKIPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
+_TEXTS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
+_TOLD = frozenset({"__str__", "__repr__"})
+
+Found = Iterator[tuple[Edit, int, int, str]]
+
+
+def mutants_of(module: str, path: Path) -> tuple[Mutant, ...]:
+    """Every mutant of one module, in the order of its lines."""
+    source = Source(module, path)
+    found = named(source, _statements(source, source.tree.body, "", set()))
+    return tuple(sorted(found, key=lambda mutant: (mutant.edit.start, mutant.ident)))
+
+
+def _statements(source: Source, body: list[ast.stmt], function: str, known: set[str]) -> Found:
+    """known: names that were assigned before in this function."""
+    for node in body:
+        yield from _statement(source, node, function, known)
+
+
+def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -> Found:
+    if isinstance(node, _SKIPPED) or _is_text(node) or _only_for_types(node):
+        return
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if node.name not in _TOLD:
+            yield from _definition(source, node, f"{function}.{node.name}")
+        return
+    first, last = node.lineno, _last_of_header(node)
+    found = _own(source, node, known)
+    yield from ((edit, first, last, function) for edit in found)
+    for block in ("body", "orelse", "finalbody"):
+        yield from _statements(source, getattr(node, block, []), function, known)
+    for handler in getattr(node, "handlers", []):
+        yield from _statements(source, handler.body, function, known)
+
+
+def _definition(source: Source, node: ast.FunctionDef | ast.ClassDef, name: str) -> Found:
+    known: set[str] = set()
+    if isinstance(node, ast.FunctionDef):
+        arguments = node.args
+        known = {arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)}
+        defaults = [d for d in (*arguments.defaults, *arguments.kw_defaults) if d is not None]
+        for default in defaults:
+            for edit in _expression(source, default):
+                yield edit, node.lineno, node.body[0].lineno - 1, name
+    yield from _statements(source, node.body, name, known)
+
+
+def _own(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
+    """Edits of a statement itself, without the statements in it."""
+    if isinstance(node, ast.If) and all(isinstance(inner, ast.Raise) for inner in node.body):
+        yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
+        return
+    if type(node) in OPERATORS:
+        yield from OPERATORS[type(node)](source, node)
+    yield from _assignment(source, node, known)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
+            yield from _expression(source, child)
+    for item in getattr(node, "items", []):
+        yield from _expression(source, item.context_expr)
+
+
+def _assignment(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
+    """A value that stays as it was: a tile that is stale, a clamp that is forgotten."""
+    if not isinstance(node, ast.Assign):
+        return
+    names = {t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}
+    if names and names <= known:
+        yield source.replaced("stale", node, "pass")
+    known |= names
+
+
+def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
+    if isinstance(node, _SKIPPED) or (isinstance(node, ast.Call) and _tells(node)):
+        return
+    if type(node) in OPERATORS and not _is_target(node):
+        yield from OPERATORS[type(node)](source, node)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.keyword):
+            if child.arg not in SPEED:
+                yield from _expression(source, child.value)
+        elif isinstance(child, ast.comprehension):
+            for inner in (child.iter, *child.ifs):
+                yield from _expression(source, inner)
+        elif not (isinstance(node, ast.UnaryOp) and isinstance(child, ast.Constant)):
+            yield from _expression(source, child)
+
+
+def _last_of_header(node: ast.stmt) -> int:
+    """The last line of a statement, or of its head if it has a body."""
+    last = node.end_lineno or node.lineno
+    body: list[ast.stmt] = getattr(node, "body", [])
+    return max(node.lineno, body[0].lineno - 1) if body else last
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _is_target(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store | ast.Del)
+
+
+def _only_for_types(node: ast.stmt) -> bool:
+    """TYPE_CHECKING blocks, and lists of names."""
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    if isinstance(node, ast.Assign):
+        return any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+    return False
+
+
+def _tells(node: ast.Call) -> bool:
+    """Whether a call only makes a message."""
+    called = node.func
+    word = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return str(word).endswith(_TEXTS)
+
+
+__all__ = ["Placed", "mutants_of"]

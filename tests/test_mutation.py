@@ -1,0 +1,199 @@
+"""Source mutants: what is changed, what kills it, and that nothing is dropped in silence."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doc_blocks import module_source
+from test_third_party import install
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
+from modular_kernel.testing.mutation.apart import OFFSETS, apart
+from modular_kernel.testing.mutation.scope import modules_of
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/add-a-part.md"
+
+# The tutorial's part with a value that nothing reads.
+LINE = "        problem, routing = self.problem, tokens.routing\n"
+UNREAD = "        unread = 40\n"
+THEIRS = module_source(PAGE, "my_moe/__init__.py").replace(LINE, LINE + UNREAD)
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def kernel(x_ptr, out_ptr, rows, columns, stride_x, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    mask = (offsets < columns) & (row >= 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for step in range(0, 4):
+        total += tl.load(x_ptr + row * stride_x + offsets, mask=mask, other=0.0)
+    total = tl.minimum(total, 7.0)
+    tl.store(out_ptr + row * columns + offsets, tl.where(mask, total, 0.0), mask=mask)
+"""
+
+
+def mutants_in(folder: Path, text: str) -> dict[tuple[str, str], Mutant]:
+    """(operator, new line or lines) -> mutant, of a module with this text."""
+    path = folder / "module.py"
+    path.write_text(text, encoding="utf-8")
+    found = {}
+    for mutant in mutants_of("module", path):
+        changed = [line[1:].strip() for line in mutant.diff().splitlines()[3:] if line[0] == "+"]
+        found[mutant.edit.operator, " ".join(changed)] = mutant
+    return found
+
+
+@pytest.mark.parametrize(
+    ("operator", "line"),
+    [
+        ("mask lost", "total += tl.load(x_ptr + row * stride_x + offsets, mask=None, other=0.0)"),
+        ("compare", "mask = (offsets <= columns) & (row >= 0)"),
+        ("compare", "mask = (offsets < columns) & (row > 0)"),
+        ("operand lost", "mask = (offsets < columns)"),
+        ("operand lost", "total += tl.load(x_ptr + row + offsets, mask=mask, other=0.0)"),
+        ("dtype", "total = tl.zeros((BLOCK,), tl.float16)"),
+        ("loop", "for step in range(0, (4) - 1):"),
+        ("order", "for step in range((4) - 1, (0) - 1, -1):"),
+        ("clamp", "total = (total)"),
+        ("stale", "pass"),
+        ("step lost", "pass"),
+        ("64 bits lost", "row = tl.program_id(0)"),
+        ("constant", "total = tl.minimum(total, 8.75)"),
+    ],
+)
+def test_a_kernel_is_changed_as_hands_slip(tmp_path: Path, operator: str, line: str) -> None:
+    assert (operator, line) in mutants_in(tmp_path, KERNEL)
+
+
+def test_what_does_not_decide_a_value_is_left_alone(tmp_path: Path) -> None:
+    text = '''
+"""A text with 1 + 1."""
+from typing import Literal
+
+Way = Literal["a", "b"]
+
+
+def f(x: int | None = None) -> int | None:
+    """One more, 2 < 3."""
+    assert x < 4, "a message"
+    if x > 5:
+        raise ValueError(f"got {x + 6}")
+    launch(num_warps=8)
+    return x
+'''
+    found = mutants_in(tmp_path, text)
+    assert {key[1] for key in found} == {"if not (x > 5):", "pass"}
+
+
+def test_every_mutant_is_python_and_has_an_identity_of_its_own() -> None:
+    catalog = load_catalog()
+    found = [
+        mutant
+        for module, path in modules_of("TritonExperts", catalog).items()
+        for mutant in mutants_of(module, path)
+    ]
+    assert len(found) > 3000
+    assert len({mutant.ident for mutant in found}) == len(found)
+    for mutant in found[::20]:
+        compile(mutant.text(), "mutant", "exec")
+
+
+def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
+    found = modules_of("TritonExperts", load_catalog())
+    assert {
+        "experts.triton_experts",
+        "experts.kernels.triton.grouped_gemm",  # imported late
+        "experts.kernels.gluon.streamed",
+        "modular_kernel.ops.align",
+        "modular_kernel.ops.kernels.align",
+        "topk_reduce.noop",
+    } <= set(found)
+    assert not [m for m in found if m.startswith(("experts.tile", "experts.torch", "prepare"))]
+    with pytest.raises(ConfigurationError, match="TritonExperts"):
+        modules_of("NoSuchExperts", load_catalog())
+
+
+def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
+    every = tuple(mutants_in(tmp_path, KERNEL).values())
+    first = drawn(every, 9, "1.0")
+    assert len(first) == 9
+    assert first == drawn(every[::-1], 9, "1.0")
+    assert first != drawn(every, 9, "1.1")
+    assert drawn(every, None, "1.0") == every
+
+
+def test_offsets_of_32_bits_are_listed_apart(tmp_path: Path) -> None:
+    found = mutants_in(tmp_path, KERNEL)
+    assert apart(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS
+    assert apart(found["clamp", "total = (total)"]) is None
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which fresh interpreters find the tutorial's package."""
+    install(tmp_path, "my_moe", THEIRS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    return tmp_path
+
+
+def mutate(*words: str) -> tuple[int, Any]:
+    """Exit code and JSON of `mk test --mutate MyExperts` in a fresh process."""
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "MyExperts")
+    command = [sys.executable, "-m", "modular_kernel", "test", "--mutate", "MyExperts", *pair]
+    words = ("--level", "smoke", "--json", *words)
+    done = subprocess.run([*command, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path) -> None:
+    unread, lost = (
+        next(m for m in mutants_of("my_moe", site / "my_moe/__init__.py") if line in m.diff())
+        for line in (
+            "+        unread = 41",
+            "+        total = torch.zeros(output.shape, dtype=torch.bfloat16",
+        )
+    )
+    code, record = mutate("--only", unread.ident, "--save", str(site / "scores"))
+    assert (code, record["put_in"], record["killed"], record["score"]) == (1, 1, 0, 0)
+    assert record == json.loads((site / "scores/MyExperts.json").read_text(encoding="utf-8"))
+    (survivor,) = record["survivors"]
+    assert record["cases"] >= survivor["cases"] >= 4  # a call of no tokens ends before
+    assert "-        unread = 40\n+        unread = 41" in survivor["diff"]
+    assert survivor["command"] == f"mk test --mutate MyExperts --only {unread.ident}"
+    code, record = mutate("--only", lost.ident)
+    assert (code, record["killed"], record["survivors"]) == (0, 1, [])
+    code, record = mutate("--mutants", "9")
+    assert record["put_in"] == 9 == record["killed"] + len(record["survivors"])
+    assert record["killed"] >= 4
+    assert record["executed"] > 50
+    assert record["mutants"] == (
+        record["executed"] + sum(record["apart"].values()) + sum(record["not_executed"].values())
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mutate", "NoSuchExperts"),
+        ("--mutate", "TorchExperts", "--sensitivity"),
+        ("--mutate", "TorchExperts", "--mutants", "0"),
+        ("--only", "12345678"),
+    ],
+)
+def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "modular_kernel", "test", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
