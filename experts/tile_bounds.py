@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from experts import tile_permuted, tile_single, tile_streamed
+from experts import tile_dequantised, tile_permuted, tile_single, tile_streamed
 from experts.tile_shapes import (
     ALIGNED,
+    DEQUANTISED,
     PERMUTED,
     SINGLE,
     STREAMED,
@@ -37,6 +38,8 @@ def path_violations(
     elif path == PERMUTED and problem.scheme.name in tile_permuted.MODES:
         mode = tile_permuted.MODES[problem.scheme.name]
         yield from tile_permuted.violations(tile, gemm, mode, device)
+    elif path == DEQUANTISED and tile_dequantised.serves(problem, device):
+        yield from tile_dequantised.violations(tile, gemm, problem, device)
     else:
         yield Violation("path", path, f"one that serves {problem.quant}")
 

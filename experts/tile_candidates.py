@@ -8,7 +8,7 @@ Collected from what won on one H200 (2026-11-20, triton 3.6.0), and its neighbou
 
 import torch
 
-from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE, STREAMED
+from experts.tile_shapes import ALIGNED, DEQUANTISED, PERMUTED, SINGLE, STREAMED
 from modular_kernel.types import Problem
 
 Entry = tuple[int, ...]
@@ -23,6 +23,7 @@ ROWS: dict[str, dict[int, tuple[float, float]]] = {
         128: (60, 1 << 62),
     },
     PERMUTED: {128: (48, 1 << 62)},
+    DEQUANTISED: {128: (16, 1 << 62)},
     SINGLE: {16: (0, 4)},
     STREAMED: {16: (0, 4)},
 }
@@ -198,6 +199,8 @@ def _both(problem: Problem, path: str) -> ByBlock:
     scheme = problem.scheme
     if problem.dtype is torch.float32:
         return {}
+    if path == DEQUANTISED:
+        return _PERMUTED_HALF
     if path == PERMUTED:
         if scheme.granularity == "block":
             return _PERMUTED_BLOCK

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from experts import tile_permuted, tile_single, tile_streamed
+from experts import tile_dequantised, tile_permuted, tile_single, tile_streamed
 from experts.tile_shapes import (
+    DEQUANTISED,
     PATHS,
     PERMUTED,
     SINGLE,
@@ -183,6 +184,9 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
     if PERMUTED in paths and tile_permuted.serves(problem, device):
         rows = tile_permuted.LEAST_ROWS * problem.experts // problem.top_k
         steps = steps.until(rows - 1, tile_permuted.default(problem))
+    if DEQUANTISED in paths and tile_dequantised.serves(problem, device):
+        rows = tile_dequantised.LEAST_ROWS * problem.experts // problem.top_k
+        steps = steps.until(rows - 1, tile_dequantised.default(problem))
     return steps
 
 

@@ -28,12 +28,13 @@ _SHARED = {
 _LEAST_SHARED = 101_376  # of any device that the kernels run on
 
 # Paths: rows gathered through an alignment; a few tokens without one, and by TMA; rows permuted
-# first.
+# first, of weights as they are stored or dequantised before.
 ALIGNED = "aligned"
 SINGLE = "single"
 STREAMED = "streamed"
 PERMUTED = "permuted"
-PATHS = (ALIGNED, SINGLE, STREAMED, PERMUTED)
+DEQUANTISED = "dequantised"
+PATHS = (ALIGNED, SINGLE, STREAMED, PERMUTED, DEQUANTISED)
 
 # Bounds that a smaller tile satisfies, as violations name them.
 GROUP = "block_k within a group"
@@ -89,7 +90,7 @@ class Device:
 
     shared: bytes of shared memory a block may ask for. warpgroups: products read their operands
     from shared memory, so that a pipeline of s stages holds s tiles of them, not s - 1. boxes: the
-    kernels of the STREAMED and PERMUTED paths run here.
+    kernels of the STREAMED, PERMUTED and DEQUANTISED paths run here.
     """
 
     name: str = ""

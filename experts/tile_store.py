@@ -19,7 +19,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from experts import tile_permuted, tile_single, tile_streamed
+from experts import tile_dequantised, tile_permuted, tile_single, tile_streamed
 from experts.tile_bounds import MOST_TOKENS, require_pair
 from experts.tile_files import Recipe, read_recipe
 from experts.tile_names import TileKey, names_for
@@ -27,6 +27,7 @@ from experts.tile_neighbours import Known, borrow, steps_of
 from experts.tile_regimes import ENDLESS, Steps, aligned, fixed, regimes
 from experts.tile_shapes import (
     ALIGNED,
+    DEQUANTISED,
     GROUP,
     PERMUTED,
     SHARED,
@@ -53,7 +54,11 @@ _LEAST_BLOCK_N = 16
 # What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
 _FITTED = frozenset({GROUP, SHARED})
 # What serves a problem on some devices alone.
-_BY_BOXES = {PERMUTED: tile_permuted.serves, STREAMED: tile_streamed.serves}
+_BY_BOXES = {
+    PERMUTED: tile_permuted.serves,
+    STREAMED: tile_streamed.serves,
+    DEQUANTISED: tile_dequantised.serves,
+}
 
 
 @dataclass(frozen=True)
@@ -233,7 +238,7 @@ def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
                 tile = replace(tile, block_m=tiles[0].block_m)
             where = f"{recipe.origin}, tokens {tokens}"
             fitted = tile
-            if path != STREAMED:  # whose bounds are its own
+            if path not in (STREAMED, DEQUANTISED):  # whose bounds are their own
                 fitted = _fitted(tile, gemm, device, recipe.strict, where)
             if fitted != tile:
                 notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None

@@ -2,12 +2,13 @@
 
 import torch
 
-from experts import tile_permuted, tile_single, tile_streamed
+from experts import tile_dequantised, tile_permuted, tile_single, tile_streamed
 from experts.tile_bounds import MOST_TOKENS
 from experts.tile_search import TileSpace
-from experts.tile_shapes import ALIGNED, PERMUTED, STREAMED
+from experts.tile_shapes import ALIGNED, DEQUANTISED, PERMUTED, STREAMED
 from experts.tiles import choose_tiles, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
+from experts.triton_dequantised import DequantisedPath
 from experts.triton_gemm import SCHEMES, group_rejections
 from experts.triton_packed import PackedPath
 from experts.triton_path import Path, PathCall, room_for
@@ -90,7 +91,8 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     def _choices(self) -> tuple[tuple[str, ...], ...]:
         """The paths among which a call chooses, whether TMA takes its tensors or not."""
-        lacking = ((), (PERMUTED,), (STREAMED, PERMUTED))
+        large = (PERMUTED, DEQUANTISED)
+        lacking = ((), large, (STREAMED, *large))
         choices = (tuple(p for p in self._paths if p not in out) for out in lacking)
         return tuple(dict.fromkeys(choices))
 
@@ -127,4 +129,6 @@ def _paths(problem: Problem) -> dict[str, Path]:
         paths.append(StreamedPath(problem))
     if tile_permuted.serves(problem, device):
         paths.append(PermutedPath(problem))
+    if tile_dequantised.serves(problem, device):
+        paths.append(DequantisedPath(problem))
     return {path.name: path for path in paths}

@@ -26,7 +26,7 @@ SCHEMES = frozenset(
         "mxfp4_w4a16",
     }
 )
-_MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
+MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
 _LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
 
 
@@ -82,7 +82,7 @@ class Product:
             "GROUP_N": group_n,
             "GROUP_K": group_k,
             "ONE_SCALE": self._one_scale(group_n, tile.block_n),
-            "MIDDLE": _MIDDLE.get(self.scheme.weight, 0),
+            "MIDDLE": MIDDLE.get(self.scheme.weight, 0),
             "HAS_ZERO": self.zero_point is not None,
             "PACKED": self.scheme.packed,
             "EVEN_K": self.depth % block_k == 0,

@@ -62,6 +62,18 @@ class SortedProducts(ABC):
     ) -> None:
         """One product: `out` (P, columns) contiguous, as far as there are rows."""
 
+    def products(
+        self,
+        rows: Rows,
+        product: Product,
+        tile: Tile,
+        order: Sorted,
+        out: torch.Tensor,
+        call: PathCall,
+    ) -> None:
+        """`multiply` for every expert of the call: at once, unless a path does it in parts."""
+        self.multiply(rows, product, tile, order, out)
+
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Buffers for a call of `tokens` tokens in tiles of block_m rows."""
         problem, pairs = self.problem, tokens * self.problem.top_k
@@ -97,12 +109,12 @@ class SortedProducts(ABC):
         h_RI = workspace.take("workspace13", (pairs, problem.intermediate))
         with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
             product = first_product(call.weights, problem)
-            self.multiply(x, product, call.tiles.gemm1, order, h_RI)
+            self.products(x, product, call.tiles.gemm1, order, h_RI, call)
         h = self._quantised(h_RI, order, call)
         rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
             product = second_product(call.weights, problem)
-            self.multiply(h, product, call.tiles.gemm2, order, rows_RH)
+            self.products(h, product, call.tiles.gemm2, order, rows_RH, call)
         sums = problem.combine is Combine.SUM
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)

@@ -1,0 +1,50 @@
+"""The dequantised path's launches compile for sm_90: wide loads and stores, no spills."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from path_calls import launches_of
+
+from experts import tile_dequantised
+from experts.tile_shapes import Device
+from experts.triton_dequantised import DequantisedPath
+from modular_kernel import Problem
+from modular_kernel.testing.compile import check
+
+BASE = Problem(
+    tokens=600, hidden=512, intermediate=256, experts=4, top_k=2, dtype=torch.bfloat16,
+    quant="int4_w4a16_group",
+)  # fmt: skip
+DEVICE = Device("sm_90", boxes=True)
+
+
+@pytest.mark.parametrize("at_once", [4, 3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"quant": "int4_w4a16_group:group=32,zero_points=true"},
+        {"quant": "mxfp4_w4a16", "hidden": 200, "activation": "relu2", "bias": True},
+        {"quant": "mxfp4_w4a16:repacked=true"},
+        {"quant": "int8_w8a16_channel"},
+        {"quant": "int8_w8a16_group:zero_points=true"},
+    ],
+    ids=str,
+)
+def test_every_launch_is_clean(
+    change: dict[str, object], at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = replace(BASE, **change)
+    assert tile_dequantised.serves(problem, DEVICE)
+    monkeypatch.setattr(tile_dequantised, "experts_at_once", lambda p: at_once)
+    path, tiles = DequantisedPath(problem), tile_dequantised.default(problem)
+    records = launches_of(path, problem, tiles)
+    parts = -(-4 // at_once)
+    names = [record.kernel for record in records]
+    assert names.count("dequantise_kernel") == 2 * parts
+    assert ("tiles_of_experts_kernel" in names) == (parts > 1)
+    for record in records:
+        assert check(record) == ()
+    for record in (r for r in records if r.kernel == "sorted_gemm_kernel"):
+        assert check(record, "HGMMA") == ()

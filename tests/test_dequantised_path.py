@@ -1,0 +1,162 @@
+"""The dequantised path without a GPU: its own launches, interpreted; products by a torch stand-in.
+
+What the products compute is proven in tests/gpu/test_dequantised_path.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts import tile_dequantised
+from experts.tile_regimes import regimes
+from experts.tile_shapes import ALIGNED, DEQUANTISED, Device, Tile, gemms
+from experts.tiles import choose_tiles, on_device, override_config
+from experts.triton_dequantised import DequantisedPath
+from experts.triton_gemm import Product
+from experts.triton_permuted import PermutedPath
+from experts.triton_sorted import Rows
+from modular_kernel import Problem
+from modular_kernel.composer import random_inputs
+from modular_kernel.ops.activation import activation_constants
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.reference import activation
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import BASE
+from modular_kernel.types import Combine, Machine
+
+H200 = Device("NVIDIA H200", boxes=True)
+_NO_EP = "MoEPrepareAndFinalizeNoEP"
+_OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+_INT4, _MXFP4, _INT8 = "int4_w4a16_group", "mxfp4_w4a16", "int8_w8a16_group"
+_BASE = replace(
+    BASE, tokens=19, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=f"{_INT4}:group=32"
+)
+
+
+def _multiply(
+    self: PermutedPath, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+) -> None:
+    """The permuted path's product in float32, tile by tile as the kernel finds them."""
+    max_tiles, (_, _, depth) = order.max_tiles, product.w.shape
+    spec = self.problem.act if product.constants["GATED"] or depth == self.problem.hidden else None
+    if spec is not None and activation_constants(spec)["KIND"] != product.constants["KIND"]:
+        spec = None  # GEMM 2 of a layer as wide as deep
+    for i in range(int(order.tiles[-1])):
+        expert, first, end = (int(order.tiles[j * max_tiles + i]) for j in range(3))
+        at = slice(first, min(first + tile.block_m, end))
+        a = rows.values[at] if rows.tokens is None else rows.values[rows.tokens[at].long()]
+        value = a.float() @ product.w[expert].float().T
+        if product.bias is not None:
+            value = value + product.bias[expert].float()
+        out[at] = (value if spec is None else activation(value, spec)).to(out.dtype)
+
+
+@pytest.fixture(autouse=True)
+def _there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(PermutedPath, "multiply", _multiply)
+    with on_device(H200):
+        yield
+
+
+_CASES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "uniform"),
+    ({"quant": f"{_INT4}:group=32,zero_points=true"}, "skips"),
+    ({"quant": f"{_INT4}:zero_points=true", "activation": _OAI, "bias": True}, "zipf"),
+    ({"quant": f"{_INT4}:group=96", "hidden": 416, "activation": "relu2"}, "empty_experts"),
+    ({"quant": _MXFP4, "bias": True, "activation": _OAI}, "uniform"),
+    ({"quant": _MXFP4, "hidden": 200, "intermediate": 72}, "skips"),
+    ({"quant": f"{_MXFP4}:repacked=true", "hidden": 1096}, "empty_experts"),
+    ({"quant": f"{_INT8}:group=64,zero_points=true"}, "duplicates"),
+    ({"quant": f"{_INT8}:group=32", "hidden": 200}, "zipf"),
+    ({"quant": "int8_w8a16_channel", "bias": True}, "uniform"),
+    ({"expert_map": True, "local_experts": 3, "experts": 5}, "uniform"),
+    ({"combine": Combine.TOPK_UNWEIGHTED, "top_k": 3}, "skips"),
+    ({"chunk_tokens": 7, "routed_scaling_factor": 2.5}, "uniform"),
+    ({"tokens": 300, "top_k": 2}, "zipf"),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "routing", "at_once"),
+    [(*case, 3) for case in _CASES] + [(*case, 64) for case in _CASES[:2]],
+)
+def test_proven(
+    changes: dict[str, Any],
+    routing: str,
+    at_once: int,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All experts at once, and three at a time, the last ones fewer."""
+    problem = replace(_BASE, **changes)
+    monkeypatch.setattr(
+        tile_dequantised, "experts_at_once", lambda problem: min(at_once, problem.e)
+    )
+    with override_config(tile_dequantised.default(problem)):
+        assert choose_tiles(problem, 1, (ALIGNED, DEQUANTISED)).path == DEQUANTISED
+        proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
+    assert proof.passed, str(proof)
+
+
+def test_experts_go_in_equal_parts_of_a_bounded_buffer() -> None:
+    layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
+    assert tile_dequantised.experts_at_once(layer) == 4
+    assert tile_dequantised.values_at_once(layer) == 4 * 28672 * 4096
+    small = replace(layer, hidden=2048, intermediate=768, experts=128, top_k=8)
+    assert tile_dequantised.experts_at_once(small) == 128
+    huge = replace(layer, intermediate=1 << 17)
+    assert tile_dequantised.experts_at_once(huge) == 1
+    specs = DequantisedPath(layer).specs(4096, 128)
+    assert specs["dequantised"].nbytes <= 1 << 30
+    assert "dequantised_tiles" in specs
+    assert "dequantised_tiles" not in DequantisedPath(small).specs(4096, 128)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quant": None},
+        {"quant": "fp8_w8a8_block"},
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"hidden": 156},
+        {"apply_router_weight_on_input": True, "top_k": 1},
+    ],
+)
+def test_it_does_not_serve(changes: dict[str, Any]) -> None:
+    given = {key: "none" if value is None else value for key, value in changes.items()}
+    assert tile_dequantised.serves(_BASE, H200)
+    assert not tile_dequantised.serves(replace(_BASE, **given), H200)
+
+
+def test_it_does_not_serve_another_gpu() -> None:
+    assert not tile_dequantised.serves(_BASE, Device("NVIDIA A100"))
+
+
+def test_weights_that_lie_otherwise_take_another_path() -> None:
+    problem = replace(_BASE, quant=f"{_INT4}:group=32,zero_points=true")
+    x_TH, weights, _ = random_inputs(problem, torch.device("cpu"))
+    path = DequantisedPath(problem)
+    assert path.takes(weights, x_TH)
+    for name in ("w1", "w2", "w1_scale", "w2_zero_point"):
+        tensor = getattr(weights, name)
+        wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
+        assert not path.takes(replace(weights, **{name: wide}), x_TH), name
+
+
+@pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
+def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
+    layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
+    least = tile_dequantised.LEAST_ROWS * 8 // 2
+    steps = regimes(layer, H200)
+    assert steps.choose(least - 1).path != DEQUANTISED
+    pair = steps.choose(least)
+    assert pair == tile_dequantised.default(layer)
+    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(layer), strict=True):
+        assert not list(tile_dequantised.violations(tile, gemm, layer, H200))
+        wrong = replace(tile, block_k=32)
+        (violation,) = tile_dequantised.violations(wrong, gemm, layer, H200)
+        assert "dequantised" in violation.need
