@@ -23,6 +23,7 @@ from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _BLOCK = 8192  # values that a program writes
+_WARPS = 8
 _WIDEST = 1024  # of the depth
 _WIDEST_STEP = 128  # of the depth, with one scale
 _FILL = 64  # tiles that a program copies
@@ -109,7 +110,7 @@ class DequantisedPath(PermutedPath):
             STEP=step,
             STEPS=steps,
             ROWS=block_rows,
-            num_warps=8,
+            num_warps=_WARPS,
         )
         return w_eNK
 
