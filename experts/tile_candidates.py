@@ -23,7 +23,7 @@ ROWS: dict[str, dict[int, tuple[float, float]]] = {
         128: (60, 1 << 62),
     },
     PERMUTED: {128: (48, 1 << 62)},
-    DEQUANTISED: {128: (16, 1 << 62)},
+    DEQUANTISED: {128: (32, 1 << 62)},
     SINGLE: {16: (0, 4)},
     STREAMED: {16: (0, 4)},
 }

@@ -185,7 +185,7 @@ def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) ->
         rows = tile_permuted.LEAST_ROWS * problem.experts // problem.top_k
         steps = steps.until(rows - 1, tile_permuted.default(problem))
     if DEQUANTISED in paths and tile_dequantised.serves(problem, device):
-        rows = tile_dequantised.LEAST_ROWS * problem.experts // problem.top_k
+        rows = tile_dequantised.least_rows(problem) * problem.experts // problem.top_k
         steps = steps.until(rows - 1, tile_dequantised.default(problem))
     return steps
 

@@ -150,7 +150,7 @@ def test_weights_that_lie_otherwise_take_another_path() -> None:
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
 def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
-    least = tile_dequantised.LEAST_ROWS * 8 // 2
+    least = tile_dequantised.least_rows(layer) * 8 // 2
     steps = regimes(layer, H200)
     assert steps.choose(least - 1).path != DEQUANTISED
     pair = steps.choose(least)
