@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,13 @@ def _folder(own: str, user_s: str, below_home: str) -> Path | None:
         return Path.home() / below_home / "modular_kernel"
     except RuntimeError:  # HOME is not set, and the user has no entry in passwd: a container
         return None
+
+
+def c_compiler() -> str | None:
+    """The C compiler that triton would take: CC, else gcc, else clang; None if there is none."""
+    named = os.environ.get("CC")
+    names = (named,) if named else ("gcc", "clang")
+    return next((found for found in map(shutil.which, names) if found), None)
 
 
 def unknown_variables() -> dict[str, str]:

@@ -25,7 +25,8 @@ def run_with_stand_in(module: str, folder: Path) -> dict[str, Any]:
     # By `env`: the loader reads the first variable when a program starts; triton links with what it
     # finds by the second. A process either interprets kernels or compiles them.
     program = ["env", "-u", "TRITON_INTERPRET", f"LD_LIBRARY_PATH={folder}"]
-    program += [f"TRITON_LIBCUDA_PATH={folder}", sys.executable, "-m", module]
+    program += [f"TRITON_LIBCUDA_PATH={folder}", f"MK_CACHE_DIR={folder}"]
+    program += [sys.executable, "-m", module]
     done = subprocess.run(program, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)

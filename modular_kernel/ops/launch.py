@@ -81,7 +81,7 @@ def _unknown(kernel: Foreign, compiled: Foreign) -> str:
     reason = compat.unreplayed(compiled.metadata)
     if reason:
         return f"{kernel}: {reason}"
-    return "" if player.module() else "there is no C compiler"
+    return player.why_no_module()
 
 
 def why_not_replayed() -> str:
@@ -94,7 +94,7 @@ def why_not_replayed() -> str:
         return f"launchers of triton {triton.__version__} are unknown"
     if not torch.cuda.is_available():
         return "there is no GPU of NVIDIA's"
-    return "" if player.module() else "player.c does not compile or load here"
+    return player.why_no_module()
 
 
 def _watched() -> bool:

@@ -2,9 +2,11 @@
 
 Triton's launchers do the same for one launch each, with some 50 arguments through Python. The C
 file is compiled when it is first needed, by the compiler that triton builds its launchers with,
-and stays in triton's cache. The driver is asked for everything by name when the module is loaded.
+and kept (modular_kernel.ops.build). The driver is asked for everything by name when the module is
+loaded.
 """
 
+import logging
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +16,14 @@ from typing import Any
 
 import torch
 
+from modular_kernel.ops.build import BuildError, module_of
 from modular_kernel.replay import Play
 
 # Triton ships no annotations.
 Foreign = Any
+
+_LOG = logging.getLogger("modular_kernel.replay")
+_NAME = "modular_kernel_player"  # as player.c calls itself
 
 MAP_BYTES = 128  # of a CUtensorMap
 _MAP_ALIGNMENT = 128  # what CUDA 13 declares; 12 asks for 64
@@ -112,18 +118,25 @@ def pack(
 
 
 @cache
+def _built() -> tuple[Foreign, str]:
+    """player.c as a module, or None and why not: tried once in a process, and said once."""
+    try:
+        from triton.backends.nvidia.driver import include_dirs
+
+        return module_of(Path(__file__).with_suffix(".c"), _NAME, tuple(include_dirs)), ""
+    except (BuildError, ImportError, OSError) as error:
+        _LOG.warning("launches are not replayed: %s", error)
+        return None, str(error)
+
+
 def module() -> Foreign:
     """player.c, compiled; None where there is no compiler or no driver that has what it needs."""
-    from triton.backends.nvidia.driver import include_dirs
-    from triton.runtime.build import compile_module_from_src
+    return _built()[0]
 
-    source = Path(__file__).with_suffix(".c").read_text(encoding="utf-8")
-    try:
-        return compile_module_from_src(
-            source, "modular_kernel_player", include_dirs=list(include_dirs)
-        )
-    except (ImportError, OSError, RuntimeError):
-        return None
+
+def why_no_module() -> str:
+    """Say why there is no `module`; "" if there is."""
+    return _built()[1]
 
 
 Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], list[int], bytes]
