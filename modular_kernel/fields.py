@@ -9,7 +9,7 @@
             check_fields(self)      # tokens: got 2.5, need an int >= 0 and < 2^31
 
 An annotation is the one place that says what a field may be. A bool is no int, an int is a float,
-and a float is finite.
+and a float is finite. Nothing is checked while torch.compile traces a caller.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from functools import cache
 from sys import float_info
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError
 
@@ -54,6 +56,8 @@ def check_fields(record: Any, of: str = "") -> None:
 
     of: what to put before a field's name. Raises the ConfigurationError of the first that is not.
     """
+    if is_compiling():
+        return
     values, cls = vars(record), cast("Any", type(record))
     for name, test, need in _declared(cls):
         value = values[name]
@@ -63,6 +67,8 @@ def check_fields(record: Any, of: str = "") -> None:
 
 def expect(what: str, value: object, kind: Any) -> None:
     """Raise the ConfigurationError of a value that is not as the annotation `kind` says."""
+    if is_compiling():
+        return
     test, need = _test(kind)
     if not test(value):
         raise ConfigurationError(what, got=shown(value), need=need)
@@ -101,6 +107,9 @@ def _test(kind: Any) -> tuple[Test, str]:
         return lambda value: isinstance(value, str) and value in args, " or ".join(args)
     if origin is tuple:
         return _tuple_of(args)
+    if origin is list:
+        each, of = _test(args[0])
+        return lambda value: isinstance(value, list) and all(map(each, value)), f"a list, each {of}"
     if origin is frozenset:
         return _frozenset_of(args[0])
     if origin is Callable:

@@ -1,10 +1,11 @@
 """fused_experts and fused_moe: the field's flags and tensors mean the problems that they should."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from fused_samples import BASE, DEVICES, E, H, I, K, T, close, layer, run
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -21,63 +22,9 @@ from modular_kernel.integrations.fused_moe import (
     outplace_fused_experts,
     quant_of,
 )
-from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import oracle
-from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import Combine, Problem
-
-T, H, I, E, K = 5, 64, 32, 4, 2  # noqa: E741 (intermediate)
-BASE = Problem(T, H, I, E, K, dtype=torch.float32)
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
-def moved(tensors: Any, device: str) -> Any:
-    """A record with all its tensors on `device`."""
-    found = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
-    return replace(
-        tensors,
-        **{k: v.to(device) for k, v in found.items() if isinstance(v, torch.Tensor)},
-    )
-
-
-def layer(problem: Problem, device: str = "cpu") -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    g = torch.Generator().manual_seed(3)
-    x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
-    plain = ExpertWeights(
-        torch.randn(E, problem.w1_rows, H, generator=g, dtype=problem.dtype) / 8,
-        torch.randn(E, H, I, generator=g, dtype=problem.dtype) / 5,
-    )
-    if problem.bias:
-        biases = (torch.randn(E, n, generator=g) for n in (problem.w1_rows, H))
-        plain = replace(plain, b1=next(biases), b2=next(biases))
-    if problem.scheme.static:
-        plain = replace(plain, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02]))
-    weights = quantise_weights(plain, problem) if problem.scheme.quantised else plain
-    values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
-    routing = Routing(values.softmax(-1), ids)
-    return x_TH.to(device), moved(weights, device), moved(routing, device)
-
-
-def run(
-    x_TH: torch.Tensor,
-    weights: ExpertWeights,
-    routing: Routing,
-    config: MoeRunnerConfig | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
-    given = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
-             "w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale,
-             "w1_zp": weights.w1_zero_point, "w2_zp": weights.w2_zero_point,
-             "a1_scale": weights.a1_scale, "a2_scale": weights.a2_scale}  # fmt: skip
-    given = {name: tensor for name, tensor in given.items() if tensor is not None}
-    return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **given | options)
-
-
-def close(got: torch.Tensor, want: torch.Tensor, rms: float) -> None:
-    assert got.shape == want.shape
-    assert float((got.double() - want).norm() / want.norm()) < rms
-
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Combine
 
 # Flags of the field, and the scheme that they name.
 FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
@@ -266,21 +213,30 @@ def test_bad_configs(config: MoeRunnerConfig, error: type[Exception], message: s
 def test_bad_tensors() -> None:
     x_TH, weights, routing = layer(BASE)
     cases: tuple[tuple[Any, ...], ...] = (
-        ((x_TH[:, :63], weights, routing), ShapeError, r"w1: got \(4, 64, 64\), need .*, 63"),
+        ((x_TH[:, :63], weights, routing), ShapeError, r"x: got \(5, 63\), need .* = 64, as w1 a"),
         ((x_TH[0], weights, routing), ShapeError, r"x: got \(64,\)"),
         ((x_TH, replace(weights, w1=weights.w1[0]), routing), ShapeError, "w1: got .*need 3 dim"),
-        ((x_TH, replace(weights, w2=weights.w2.mT), routing), ShapeError, "w1: got"),
+        ((x_TH, replace(weights, w2=weights.w2.mT), routing), ShapeError, r"w2: got \(4, 32, 64"),
+        ((x_TH, replace(weights, w2=weights.w2[:3]), routing), ShapeError, "w2: got .* E = 4"),
+        ((x_TH, replace(weights, w2=weights.w2[..., :30]), routing), ShapeError,
+         "w1 and w2: got .* w1 has N = 64, w2 I = 30"),
+        ((x_TH, replace(weights, w1=weights.w1[..., :60]), routing), ShapeError,
+         r"w1: got \(4, 64, 60\), need .* H = 64, as x"),
         ((x_TH.to(torch.int8), weights, routing), ModularKernelError, "int8"),
-        ((x_TH, weights, replace(routing, topk_weights_TK=routing.topk_weights_TK.half())),
-         DtypeError, "topk_weights: got float16"),
+        ((x_TH, weights, replace(routing, topk_weights_TK=routing.topk_weights_TK.double())),
+         DtypeError, "topk_weights: got float64"),
         ((x_TH, replace(weights, w1_scale=torch.ones(E)), routing), WeightsError, "quant=none"),
         ((x_TH, replace(weights, b1=torch.ones(E, 2 * I)), routing), WeightsError, "b2: got None"),
     )  # fmt: skip
     for arguments, error, message in cases:
         with pytest.raises(error, match=message):
             run(*arguments)
-    with pytest.raises(ConfigurationError, match="topk_output: got None"):
-        fused_experts(x_TH, weights.w1, weights.w2, (None, routing.topk_ids_TK))
+    ids_TK = routing.topk_ids_TK
+    for junk in (None, 5, (), (None, ids_TK), (ids_TK,), (1, 2), "ab", ids_TK):
+        with pytest.raises(ConfigurationError, match=r"topk_output: got .*need weights"):
+            fused_experts(x_TH, weights.w1, weights.w2, junk)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match="w2: got NoneType, need a tensor"):
+        fused_experts(x_TH, weights.w1, None, (ids_TK.float(), ids_TK))  # type: ignore[arg-type]
 
 
 def test_flags_are_read_without_tensors() -> None:

@@ -11,17 +11,26 @@ allocated by each call; `FusedMoEModularKernel.plan` allocates them once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.fields import expect
+from modular_kernel.integrations.fused_moe_options import (
+    MoeRunnerConfig,
+    Options,
+    Quantisation,
+    quant_of,
+    sorted_out,
+)
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Combine, Problem, parse_dtype
+
+__all__ = ["MoeRunnerConfig", "Options", "Quantisation", "fused_experts", "fused_moe", "quant_of"]
 
 _EXPERTS = ("TritonExperts", "TorchExperts")
 _SMALLEST_CAPACITY = 16
@@ -39,78 +48,37 @@ _FIELDS = {
 }
 
 
-@dataclass(frozen=True)
-class MoeRunnerConfig:
-    """How a layer computes, beside its tensors.
-
-    activation: "silu", "gelu" (erf), "gelu_tanh" or any other ActivationSpec. gemm1_alpha with
-    gemm1_clamp_limit makes silu gpt-oss's swiglu_oai with interleaved rows, the limit alone
-    swiglu_clamp_after. no_combine: (T, K, H), weighted. routed_scaling_factor: None means 1.
-    num_experts, top_k: if given, what the tensors must agree with. inplace overwrites x.
-    """
-
-    num_experts: int | None = None
-    top_k: int | None = None
-    activation: ActivationSpec | str = "silu"
-    apply_router_weight_on_input: bool = False
-    inplace: bool = False
-    no_combine: bool = False
-    routed_scaling_factor: float | None = None
-    gemm1_alpha: float | None = None
-    gemm1_clamp_limit: float | None = None
-
-    def activation_spec(self) -> ActivationSpec:
-        """The activation by its one name; ConfigurationError for alpha without a limit."""
-        alpha, limit = self.gemm1_alpha, self.gemm1_clamp_limit
-        if alpha is None and limit is None:
-            return ActivationSpec.parse(self.activation)
-        if str(self.activation) != "silu":
-            need = "silu where gemm1_alpha or gemm1_clamp_limit is given"
-            raise ConfigurationError("activation", got=self.activation, need=need)
-        if alpha is None:
-            return ActivationSpec("swiglu_clamp_after", limit=limit)
-        return ActivationSpec("swiglu_oai", alpha, limit, interleaved=True)
-
-
-class Quantisation(TypedDict, total=False):
-    """Flags, of which at most one use_*, and tensors beside w1 and w2, in the field's names.
-
-    block_shape: [bn, bk] of w8a8, [0, g] for groups of g. per_channel_quant: one scale a row. A
-    channel's scales may be (E, N, 1), a static activation scale (). Else as `ExpertWeights`.
-    """
-
-    use_fp8_w8a8: bool
-    use_int8_w8a8: bool
-    use_int8_w8a16: bool
-    use_int4_w4a16: bool
-    per_channel_quant: bool
-    block_shape: Sequence[int] | None
-    b1: torch.Tensor | None
-    b2: torch.Tensor | None
-    expert_map: torch.Tensor | None
-    w1_scale: torch.Tensor | None
-    w2_scale: torch.Tensor | None
-    w1_zp: torch.Tensor | None
-    w2_zp: torch.Tensor | None
-    a1_scale: torch.Tensor | None
-    a2_scale: torch.Tensor | None
-
-
 def fused_experts(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
     topk_output: Sequence[torch.Tensor | None],
     moe_runner_config: MoeRunnerConfig | None = None,
-    **options: Unpack[Quantisation],
+    **options: Unpack[Options],
 ) -> torch.Tensor:
-    """The layer's output: (T, H), hidden_states itself if inplace, (T, K, H) if no_combine.
+    """Compute the layer: (T, H), hidden_states itself if inplace, (T, K, H) if no_combine.
 
     hidden_states: (T, H). w1: (E, N, H) or packed, w2: (E, H, I) or packed. topk_output: weights
-    (T, K) float32, ids (T, K) with -1 to skip, and what else a router returns. Every InputError
-    of `FusedMoEModularKernel`, and IncompatibleError where no part serves the problem.
+    (T, K), float32 or a 16-bit type that is widened, ids (T, K) with -1 to skip, and what else a
+    router returns. options: as `Options`; ConfigurationError for a keyword that is not among them.
+    Every InputError of `FusedMoEModularKernel`, and IncompatibleError where no part serves the
+    problem.
     """
-    config = moe_runner_config or MoeRunnerConfig()
+    config, given = sorted_out(moe_runner_config, options)
+    return _fused_experts(hidden_states, w1, w2, topk_output, config, given)
+
+
+def _fused_experts(
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_output: Sequence[torch.Tensor | None],
+    config: MoeRunnerConfig,
+    options: Quantisation,
+) -> torch.Tensor:
+    for what, tensor in (("x", hidden_states), ("w1", w1), ("w2", w2)):
+        if not isinstance(tensor, torch.Tensor):
+            raise DtypeError(what, got=type(tensor).__name__, need="a tensor")
     weights_TK, ids_TK = _topk(topk_output, config)
     if config.num_experts is not None and config.num_experts != _experts(w1, options):
         got = f"{_experts(w1, options)} experts"
@@ -122,13 +90,15 @@ def fused_experts(
         quant_of(options),
         str(config.activation_spec()),
         config.apply_router_weight_on_input,
-        1.0 if config.routed_scaling_factor is None else config.routed_scaling_factor,
+        1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor),
     )
     arguments = (hidden_states, w1, w2, weights_TK, ids_TK, extras, *settings)
     if config.inplace:
-        inplace_fused_experts(*arguments)
+        inplace_fused_experts(*arguments, config.chunk_tokens)
         return hidden_states
-    output: torch.Tensor = outplace_fused_experts(*arguments, config.no_combine)
+    output: torch.Tensor = outplace_fused_experts(
+        *arguments, config.no_combine, config.chunk_tokens
+    )
     return output
 
 
@@ -136,75 +106,48 @@ def fused_moe(
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
-    gating_output: torch.Tensor,
-    moe_runner_config: MoeRunnerConfig,
+    gating_output: torch.Tensor | Sequence[torch.Tensor | None],
+    moe_runner_config: MoeRunnerConfig | None = None,
     *,
     renormalize: bool = False,
-    **options: Unpack[Quantisation],
+    **options: Unpack[Options],
 ) -> torch.Tensor:
-    """`fused_experts` behind a softmax over gating_output (T, E) and its top_k largest.
+    """Compute `fused_experts` behind a softmax over gating_output (T, E) and its top_k largest.
 
-    The config's top_k must be given. renormalize: the K weights of a token sum to 1.
+    top_k must be given. renormalize: the K weights of a token sum to 1. What a router has chosen
+    already, as `fused_experts` takes it, may stand for gating_output.
     """
-    top_k, experts = moe_runner_config.top_k, gating_output.shape[-1]
+    config, given = sorted_out(moe_runner_config, options)
+    expect("renormalize", renormalize, bool)
+    if isinstance(gating_output, list | tuple):
+        if renormalize:
+            need = "the router's logits, not what it chose"
+            raise ConfigurationError("renormalize", got="True", need=need)
+        return _fused_experts(hidden_states, w1, w2, gating_output, config, given)
+    if not isinstance(gating_output, torch.Tensor) or gating_output.dim() != 2:
+        shape = tuple(gating_output.shape) if hasattr(gating_output, "shape") else None
+        got = shape or type(gating_output).__name__
+        raise ShapeError("gating_output", got=got, need="logits (T, E), or (weights, ids)")
+    top_k, experts = config.top_k, gating_output.shape[-1]
     if top_k is None or not 1 <= top_k <= experts:
         raise ConfigurationError("top_k", got=top_k, need=f"1 to {experts}, the router's experts")
     weights_TK, ids_TK = gating_output.float().softmax(-1).topk(top_k)
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
     topk_output = (weights_TK, ids_TK, gating_output)
-    return fused_experts(hidden_states, w1, w2, topk_output, moe_runner_config, **options)
-
-
-def quant_of(options: Quantisation) -> str:
-    """The scheme that the flags name, as Problem.quant takes it."""
-    flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
-    used = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
-    block, channels = options.get("block_shape"), bool(options.get("per_channel_quant"))
-    if len(used) > 1:
-        raise ConfigurationError("quantisation", got=" and ".join(used), need="one use_* flag")
-    if not used:
-        if block or channels:
-            got = "block_shape" if block else "per_channel_quant"
-            raise ConfigurationError("quantisation", got=got, need="a use_* flag with it")
-        return "none"
-    if block is not None and len(block) != 2:
-        raise ConfigurationError("block_shape", got=list(block), need="[bn, bk], or [0, group]")
-    if block and channels:
-        raise ConfigurationError("per_channel_quant", got="block_shape too", need="one of the two")
-    weight_only = used[0].endswith("a16")
-    if block and (block[0] == 0) != weight_only:
-        need = "[0, group]" if weight_only else "[bn, bk], both above 0"
-        raise ConfigurationError(f"block_shape of {used[0]}", got=list(block), need=need)
-    return _weight_only(used[0], block, options) if weight_only else _w8a8(used[0], block, options)
-
-
-def _w8a8(name: str, block: Sequence[int] | None, options: Quantisation) -> str:
-    if block:
-        return f"{name}_block:block={block[0]}x{block[1]}"
-    if options.get("per_channel_quant"):
-        return f"{name}_channel"
-    if name == "int8_w8a8":
-        need = "per_channel_quant or block_shape: one scale a tensor is for float8 alone"
-        raise ConfigurationError(name, got="one scale a tensor", need=need)
-    return f"{name}_tensor" + (":static=true" if options.get("a1_scale") is not None else "")
-
-
-def _weight_only(name: str, block: Sequence[int] | None, options: Quantisation) -> str:
-    if block:
-        zeros = ",zero_points=true" if options.get("w1_zp") is not None else ""
-        return f"{name}_group:group={block[1]}{zeros}"
-    if name == "int4_w4a16":
-        raise ConfigurationError(name, got="no block_shape", need="block_shape=[0, group]")
-    return f"{name}_channel"
+    return _fused_experts(hidden_states, w1, w2, topk_output, config, given)
 
 
 def _topk(
     topk_output: Sequence[torch.Tensor | None], config: MoeRunnerConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weights_TK, ids_TK = (*topk_output, None, None)[:2]
-    if weights_TK is None or ids_TK is None:
-        raise ConfigurationError("topk_output", got="None", need="weights and ids, both (T, K)")
+    given = topk_output if isinstance(topk_output, list | tuple) else ()
+    weights_TK, ids_TK = (*given, None, None)[:2]
+    if not isinstance(weights_TK, torch.Tensor) or not isinstance(ids_TK, torch.Tensor):
+        got = [type(value).__name__ for value in given] or type(topk_output).__name__
+        raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
+    if weights_TK.dtype in (torch.bfloat16, torch.float16):
+        weights_TK = weights_TK.float()
     if ids_TK.dim() != 2 or config.top_k not in (None, ids_TK.shape[1]):
         top_k = "" if config.top_k is None else f" with K = top_k = {config.top_k}"
         raise ShapeError("topk_ids", got=tuple(ids_TK.shape), need=f"(T, K){top_k}")
@@ -218,8 +161,8 @@ def _experts(w1: torch.Tensor, options: Quantisation) -> int:
 
 
 # ------------------------------------------------------------------------------- as torch's ops
-# The last arguments: quant, activation, apply_router_weight_on_input, routed_scaling_factor and,
-# out of place, no_combine. extras: the fields of an ExpertWeights in the order of _FIELDS.
+# The last arguments: quant, activation, apply_router_weight_on_input, routed_scaling_factor, out
+# of place no_combine, and chunk_tokens. extras: the fields of an ExpertWeights by _FIELDS.
 
 
 @torch.library.custom_op("modular_kernel::outplace_fused_experts", mutates_args=())
@@ -235,18 +178,19 @@ def outplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no record
     on_input: bool,
     scale: float,
     no_combine: bool,
+    chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     combine = Combine.TOPK_WEIGHTED if no_combine else Combine.SUM
     routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
-    facts = (quant, activation, on_input, scale, combine, False)
+    facts = (quant, activation, on_input, scale, combine, False, chunk_tokens)
     return _kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
 
 @outplace_fused_experts.register_fake
 def _(hidden_states, w1, w2, topk_weights, topk_ids, extras, *settings):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN002, ANN202
-    """Shape and dtype of the output. Last of the settings: no_combine."""
+    """Shape and dtype of the output. Fifth of the settings: no_combine."""
     tokens, hidden = hidden_states.shape
-    middle = (topk_ids.shape[1],) if settings[-1] else ()
+    middle = (topk_ids.shape[1],) if settings[4] else ()
     return hidden_states.new_empty((tokens, *middle, hidden))
 
 
@@ -262,9 +206,10 @@ def inplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no records
     activation: str,
     on_input: bool,
     scale: float,
+    chunk_tokens: int | None = None,
 ) -> None:
     routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
-    facts = (quant, activation, on_input, scale, Combine.SUM, True)
+    facts = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
     _kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
 
@@ -280,45 +225,92 @@ def _weights(
         scale = fields[name]
         if scale is not None and scale.dim() == 0:
             fields[name] = scale.reshape(1)
+    for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
+        scale = fields[name]
+        if scale is not None and scale.dim() < 3:  # one for all experts, expanded, say
+            fields[name] = scale.contiguous()
     return ExpertWeights(w1, w2, **fields)
 
 
+Facts = tuple[str, str, bool, float, Combine, bool, int | None]
+
+
 def _kernel_for(
-    x_TH: torch.Tensor,
-    weights: ExpertWeights,
-    routing: Routing,
-    facts: tuple[str, str, bool, float, Combine, bool],
+    x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, facts: Facts
 ) -> FusedMoEModularKernel:
     """The kernel of a problem as large as the next power of two of tokens."""
-    for what, tensor, dims in (("x", x_TH, 2), ("w1", weights.w1, 3), ("w2", weights.w2, 3)):
+    depth = 2 if facts[0].startswith("int4") else 1  # values of w1 and w2 in a byte
+    _check_sizes(x_TH, weights, depth, facts[1])
+    expert_map, e = weights.expert_map, weights.w1.shape[0]
+    tokens, hidden = x_TH.shape
+    sizes = (
+        max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()),
+        hidden,
+        weights.w2.shape[2] * depth,
+        e if expert_map is None else expert_map.shape[0],
+        routing.topk_ids_TK.shape[1],
+        None if expert_map is None else e,
+    )
+    bias = weights.b1 is not None or weights.b2 is not None
+    return _kernel(sizes, x_TH.dtype, bias, facts, x_TH.device)
+
+
+def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activation: str) -> None:
+    """Raise the ShapeError of the tensor that the two others contradict."""
+    w1, w2 = weights.w1, weights.w2
+    for what, tensor, dims in (("x", x_TH, 2), ("w1", w1, 3), ("w2", w2, 3)):
         if tensor.dim() != dims:
             raise ShapeError(what, got=tuple(tensor.shape), need=f"{dims} dimensions")
-    quant, activation, on_input, scale, combine, inplace = facts
-    packed = quant.startswith("int4")
-    expert_map, e = weights.expert_map, weights.w1.shape[0]
+    (e, rows, h1), (e2, h2, i) = w1.shape, w2.shape
+    h, h1, i = x_TH.shape[1], h1 * depth, i * depth
+    if h != h1 == h2:
+        raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {h1}, as w1 and w2")
+    if h1 != h:
+        need = f"(E, N, H{_halved(depth)}) with H = {h}, as x"
+        raise ShapeError("w1", got=tuple(w1.shape), need=need)
+    if (e2, h2) != (e, h):
+        need = f"(E, H, I{_halved(depth)}) with E = {e}, as w1, and H = {h}, as x"
+        raise ShapeError("w2", got=tuple(w2.shape), need=need)
+    gated = ActivationSpec.parse(activation).gated
+    if rows != i * (1 + gated):
+        got = f"{tuple(w1.shape)} and {tuple(w2.shape)}"
+        need = f"N = {'2I' if gated else 'I'} for {activation}: w1 has N = {rows}, w2 I = {i}"
+        raise ShapeError("w1 and w2", got=got, need=need)
+
+
+def _halved(depth: int) -> str:
+    return "" if depth == 1 else f" / {depth}"
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    sizes: tuple[int, int, int, int, int, int | None],
+    dtype: torch.dtype,
+    bias: bool,
+    facts: Facts,
+    device: torch.device,
+) -> FusedMoEModularKernel:
+    """One for each problem and device: a kernel counts invalid ids where it runs."""
+    tokens, hidden, intermediate, experts, top_k, local_experts = sizes
+    quant, activation, on_input, scale, combine, inplace, chunk_tokens = facts
     problem = Problem(
-        tokens=max(_SMALLEST_CAPACITY, 1 << (x_TH.shape[0] - 1).bit_length()),
-        hidden=x_TH.shape[1],
-        intermediate=weights.w2.shape[2] * (2 if packed else 1),
-        experts=e if expert_map is None else expert_map.shape[0],
-        local_experts=None if expert_map is None else e,
-        top_k=routing.topk_ids_TK.shape[1],
-        dtype=parse_dtype(x_TH.dtype),
+        tokens=tokens,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        local_experts=local_experts,
+        top_k=top_k,
+        dtype=parse_dtype(dtype),
         quant=quant,
         activation=activation,
-        bias=weights.b1 is not None or weights.b2 is not None,
-        expert_map=expert_map is not None,
+        bias=bias,
+        expert_map=local_experts is not None,
         apply_router_weight_on_input=on_input,
         routed_scaling_factor=scale,
         combine=combine,
         inplace=inplace,
+        chunk_tokens=chunk_tokens,
     )
-    return _kernel(problem, x_TH.device)
-
-
-@lru_cache(maxsize=256)
-def _kernel(problem: Problem, device: torch.device) -> FusedMoEModularKernel:
-    """One for each problem and device: a kernel counts invalid ids where it runs."""
     machine = this_machine(device="cpu" if device.type == "cpu" else None)
     prepare = "MoEPrepareAndFinalizeNoEP"
     valid = [name for name in _EXPERTS if check(prepare, name, problem, machine).ok]

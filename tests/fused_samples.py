@@ -1,0 +1,63 @@
+"""A small layer, and `fused_experts` on its tensors."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from modular_kernel.integrations.fused_moe import MoeRunnerConfig, fused_experts
+from modular_kernel.quant import quantise_weights
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+
+T, H, I, E, K = 5, 64, 32, 4, 2  # noqa: E741 (intermediate)
+BASE = Problem(T, H, I, E, K, dtype=torch.float32)
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def moved(tensors: Any, device: str) -> Any:
+    """A record with all its tensors on `device`."""
+    found = {f.name: getattr(tensors, f.name) for f in fields(tensors)}
+    return replace(
+        tensors,
+        **{k: v.to(device) for k, v in found.items() if isinstance(v, torch.Tensor)},
+    )
+
+
+def layer(problem: Problem, device: str = "cpu") -> tuple[torch.Tensor, ExpertWeights, Routing]:
+    g = torch.Generator().manual_seed(3)
+    x_TH = torch.randn(problem.tokens, H, generator=g, dtype=problem.dtype)
+    plain = ExpertWeights(
+        torch.randn(E, problem.w1_rows, H, generator=g, dtype=problem.dtype) / 8,
+        torch.randn(E, H, I, generator=g, dtype=problem.dtype) / 5,
+    )
+    if problem.bias:
+        biases = (torch.randn(E, n, generator=g) for n in (problem.w1_rows, H))
+        plain = replace(plain, b1=next(biases), b2=next(biases))
+    if problem.scheme.static:
+        plain = replace(plain, a1_scale=torch.tensor([0.01]), a2_scale=torch.tensor([0.02]))
+    weights = quantise_weights(plain, problem) if problem.scheme.quantised else plain
+    values, ids = torch.randn(problem.tokens, E, generator=g).topk(problem.top_k)
+    routing = Routing(values.softmax(-1), ids)
+    return x_TH.to(device), moved(weights, device), moved(routing, device)
+
+
+def run(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    config: MoeRunnerConfig | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    topk = (routing.topk_weights_TK, routing.topk_ids_TK, None)
+    given = {"b1": weights.b1, "b2": weights.b2, "expert_map": weights.expert_map,
+             "w1_scale": weights.w1_scale, "w2_scale": weights.w2_scale,
+             "w1_zp": weights.w1_zero_point, "w2_zp": weights.w2_zero_point,
+             "a1_scale": weights.a1_scale, "a2_scale": weights.a2_scale}  # fmt: skip
+    given = {name: tensor for name, tensor in given.items() if tensor is not None}
+    return fused_experts(x_TH, weights.w1, weights.w2, topk, config, **given | options)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, rms: float) -> None:
+    assert got.shape == want.shape
+    assert float((got.double() - want).norm() / want.norm()) < rms
