@@ -39,7 +39,7 @@ def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -
         if node.name not in _TOLD:
             yield from _definition(source, node, f"{function}.{node.name}")
         return
-    first, last = node.lineno, _last_of_header(node)
+    first, last = node.lineno, last_of_header(node)
     found = _own(source, node, known)
     yield from ((edit, first, last, function) for edit in found)
     for block in ("body", "orelse", "finalbody"):
@@ -101,7 +101,7 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
             yield from _expression(source, child)
 
 
-def _last_of_header(node: ast.stmt) -> int:
+def last_of_header(node: ast.stmt) -> int:
     """The last line of a statement, or of its head if it has a body."""
     last = node.end_lineno or node.lineno
     body: list[ast.stmt] = getattr(node, "body", [])

@@ -1,0 +1,55 @@
+"""Defects written by hand: a piece of a file and what stands there instead, put in like a mutant.
+
+[{"file": "my_moe/kernels.py", "old": "row < rows", "new": "row <= rows", "what": "off by one"}]
+"""
+
+import ast
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.mutation.source import Edit, Mutant, Source
+from modular_kernel.testing.mutation.walk import last_of_header
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What somebody got wrong, in words, and the change that makes it so."""
+
+    what: str
+    mutant: Mutant
+
+
+def read_defects(path: Path, root: Path) -> tuple[Defect, ...]:
+    """The defects of a list, for the checkout at `root`.
+
+    Raises ConfigurationError for an entry whose file or piece is not there, or there twice.
+    """
+    return tuple(_defect(entry, root) for entry in json.loads(path.read_text(encoding="utf-8")))
+
+
+def _defect(entry: dict[str, str], root: Path) -> Defect:
+    path = root / entry["file"]
+    if not path.is_file():
+        raise ConfigurationError(entry["what"], got=f"no {path}", need="a file of the checkout")
+    source = Source(".".join(Path(entry["file"]).with_suffix("").parts), path)
+    old = entry["old"].encode()
+    count = source.data.count(old)
+    if count != 1:
+        need = f"{entry['old']!r} once in {entry['file']}"
+        raise ConfigurationError(entry["what"], got=f"{count} times", need=need)
+    start = source.data.index(old)
+    edit = Edit("defect", start, start + len(old), entry["new"])
+    first, last = _lines(source, source.line(start), source.line(start + len(old) - 1))
+    return Defect(entry["what"], Mutant(entry["what"], source.module, path, edit, first, last))
+
+
+def _lines(source: Source, first: int, last: int) -> tuple[int, int]:
+    """The lines of the statements in which lines [first, last] are."""
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            begins, ends = node.lineno, last_of_header(node)
+            if begins <= last and first <= ends:
+                first, last = min(first, begins), max(last, ends)
+    return first, last

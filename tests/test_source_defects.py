@@ -1,0 +1,39 @@
+"""The list of defects written by hand: each is there to be put in, and is put where it says."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.mutation.defects import read_defects
+
+ROOT = Path(__file__).resolve().parents[1]
+LIST = ROOT / "tools/source_defects.json"
+
+
+def test_every_defect_can_be_put_in() -> None:
+    """A change of the source that takes a defect's place away has to take the defect along."""
+    defects = read_defects(LIST, ROOT)
+    assert len({defect.what for defect in defects}) == len(defects) >= 75
+    for defect in defects:
+        ast.parse(defect.mutant.text())
+        assert defect.mutant.first <= defect.mutant.last
+        assert defect.mutant.diff()
+
+
+def test_an_entry_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    (tmp_path / "part.py").write_text("x = 1\ny = (\n    1,\n    2,\n)\n", encoding="utf-8")
+    listed = tmp_path / "defects.json"
+
+    def read(old: str, file: str = "part.py") -> tuple[int, int]:
+        entry = {"file": file, "old": old, "new": "3", "what": "one"}
+        listed.write_text(json.dumps([entry]), encoding="utf-8")
+        (defect,) = read_defects(listed, tmp_path)
+        return defect.mutant.first, defect.mutant.last
+
+    assert read("2") == (2, 5)  # the whole statement
+    for old, file in (("1", "part.py"), ("7", "part.py"), ("x", "other.py")):
+        with pytest.raises(ConfigurationError, match="one"):
+            read(old, file)
