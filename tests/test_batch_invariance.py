@@ -23,6 +23,7 @@ from modular_kernel.testing.invariance import (
     otherwise_split,
     rows_that_differ,
 )
+from modular_kernel.testing.invariance_table import Measured, as_markdown, changed_rows
 from modular_kernel.testing.prove_ranks import prove_ranks
 from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Machine, Parallel, Problem
@@ -206,4 +207,28 @@ def test_the_check_notices_one_bit(pair: tuple[str, str], machine: Machine) -> N
     assert list(batch_invariant(trial))[:2] == [
         "in reverse order: 2 of 34 rows have other bits",
         "in calls of 1, 2, 4, ... tokens: 5 of 34 rows have other bits",
+    ]
+
+
+def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
+    """Eight tokens, of which one alone takes another path where nothing is asked for."""
+    if not check(*PAIRS[0], LAYER, machine).ok:
+        pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
+    layer = replace(LAYER, tokens=8, dtype=torch.float32)
+    rows = {
+        asked: changed_rows(Case(*PAIRS[0], replace(layer, batch_invariant=asked)), machine)
+        for asked in (False, True)
+    }
+    assert rows[True] == 0 < rows[False]
+    found = [
+        Measured(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
+        Measured(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
+        Measured(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
+    ]
+    assert as_markdown(found).splitlines() == [
+        "| experts | asked for | float32 |",
+        "|---|---|---|",
+        f"| `TritonExperts` | no | {rows[False]} of 8 |",
+        "| `TritonExperts` | yes | 0 of 8 |",
+        "| `TorchExperts` | yes | refused |",
     ]

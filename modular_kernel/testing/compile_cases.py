@@ -89,13 +89,13 @@ def compile_all(target: str = "sm_90") -> list[Row]:
             kernel = make_kernel(
                 verdict.prepare_finalize, verdict.experts, problem, machine=machine
             )
-            add(f"{verdict.pairing} {problem}", _compile(kernel, target))
+            add(f"{verdict.pairing} {problem}", compile_call(kernel, target))
     add("gated_activation", _compile_activation(target))
     add("number_pairs", _compile_numbers(target))
     return list(rows.values())
 
 
-def _compile(kernel: FusedMoEModularKernel, target: str) -> list[CompileRecord]:
+def compile_call(kernel: FusedMoEModularKernel, target: str) -> list[CompileRecord]:
     """Launch everything one call of `kernel` launches, on meta tensors."""
     problem = kernel.problem
     x_TH, weights, routing = _meta(random_inputs(problem, torch.device("cpu")))

@@ -1,0 +1,76 @@
+"""Whose bits depend on the rest of a call, and what it costs that they do not.
+
+TRITON_INTERPRET=1 python tools/batch_invariance.py           rows whose bits change, every part
+python tools/batch_invariance.py --price                      compiled for sm_90, no GPU needed
+
+Prints the tables of docs/batch-invariance.md; progress goes to stderr. On a GPU: without the
+variable.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from experts.tile_shapes import Device
+from experts.tiles import on_device
+from modular_kernel.catalog import load_catalog, make_kernel, packages_of, this_machine
+from modular_kernel.machine import importable
+from modular_kernel.testing.compile import CompileRecord
+from modular_kernel.testing.compile_cases import compile_call
+from modular_kernel.testing.invariance_table import as_markdown, measure
+from modular_kernel.types import Machine, Problem
+
+SCHEMES = (
+    *("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int8_w8a8_channel"),
+    *("int4_w4a16_group", "mxfp4_w4a16"),
+)
+TOKENS = (1, 64, 4096)
+COLUMNS = (
+    *("scheme", "tokens", "asked for", "launches", "kernel of GEMM 1", "rows of a tile"),
+    *("registers", "shared bytes"),
+)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+
+
+def table() -> str:
+    """Rows whose bits change."""
+    found = []
+    for one in measure(this_machine()):
+        print(one, file=sys.stderr, flush=True)
+        found.append(one)
+    return as_markdown(found)
+
+
+def price() -> str:
+    """Launches of TritonExperts, and its GEMM 1's tile, registers and shared memory."""
+    packages = importable({"triton", *packages_of(load_catalog())})
+    machine = Machine("cuda", (9, 0), packages, name="NVIDIA H200")
+    layer = Problem(tokens=1, hidden=1024, intermediate=512, experts=8, top_k=2)
+    rows: list[tuple[object, ...]] = [COLUMNS, ("---",) * len(COLUMNS)]
+    for quant in SCHEMES:
+        for tokens in TOKENS:
+            for asked in (False, True):
+                problem = replace(layer, tokens=tokens, quant=quant, batch_invariant=asked)
+                with on_device(Device.of(machine)):
+                    kernel = make_kernel(*PAIR, problem, machine=machine)
+                    records = compile_call(kernel, "sm_90")
+                found = (f"`{quant}`", tokens, "yes" if asked else "no", *_costs(records))
+                print(found, file=sys.stderr, flush=True)
+                rows.append(found)
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+
+
+def _costs(records: list[CompileRecord]) -> tuple[object, ...]:
+    """Launches; then of GEMM 1 its kernel, rows of a tile, registers and shared bytes."""
+    first = next(r for r in records if "gemm" in r.kernel or "_up_" in r.kernel)
+    block_m = first.config.get("BLOCK_M", "")
+    return len(records), f"`{first.kernel}`", block_m, first.registers, first.shared
+
+
+if __name__ == "__main__":
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("--price", action="store_true")
+    print(price() if given.parse_args().price else table(), end="")
