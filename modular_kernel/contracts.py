@@ -130,6 +130,15 @@ class PrepareAndFinalize(ABC):
         need = "a part that keeps the experts' output"
         raise UnsupportedError("expert_output", got=name, need=need)
 
+    def refuse(self, error: Exception) -> None:  # noqa: B027  most have nobody to tell
+        """Tell the other ranks, without waiting for them, that this one refuses its call with
+        `error`: nothing of the call was exchanged. They raise CommunicationError, and all serve on.
+        """
+
+    def abandon(self, error: Exception) -> None:  # noqa: B027  most have nobody to tell
+        """Serve no more, and let the other ranks see it: a call that was begun with them will not
+        be finished because of `error`. Not for a CommunicationError: all ranks know of that."""
+
     def check(self) -> None:  # noqa: B027  most have raised already
         """Wait for the device, and raise what went wrong there in calls that have returned."""
 
@@ -223,10 +232,11 @@ class Call:
     workspace: the buffers declared by both parts. invalid_ids: int32 (1,) counter of ids outside
     [-1, E), shared by all calls of a kernel and only ever added to. defer_quant: dispatch
     activations unquantised, because these experts quantise them themselves. pairing: the names of
-    the kernel's parts, which ranks that take part in one call must have in common.
+    the kernel's parts, which ranks that take part in one call must have in common. told: set by a
+    part as soon as other ranks may know of the call.
     """
 
-    __slots__ = ("defer_quant", "invalid_ids", "pairing", "workspace")
+    __slots__ = ("defer_quant", "invalid_ids", "pairing", "told", "workspace")
 
     def __init__(
         self,
@@ -240,3 +250,4 @@ class Call:
         self.invalid_ids = invalid_ids
         self.defer_quant = defer_quant
         self.pairing = pairing
+        self.told = False

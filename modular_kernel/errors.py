@@ -97,7 +97,9 @@ class CommunicationError(ModularKernelError):
     """Ranks that had to take part in an exchange did not in time, went away, or disagree.
 
     rank: where it was raised. phase: "construct", "counts", "dispatch" or "combine". step: the
-    call, counted from 1 by every rank. peers: the ranks to look at, () if nothing tells.
+    manager's exchange for a call, counted from 1 by every rank. layer, call: of the parts on one
+    manager which, and its how manyeth call, both from 1; 0 where that is not known. peers: the
+    ranks to look at, () if nothing tells.
     """
 
     def __init__(
@@ -112,6 +114,7 @@ class CommunicationError(ModularKernelError):
         peers: Sequence[int] = (),
     ) -> None:
         self.what, self.got, self.need = what, got, need
+        self.layer = self.call = 0
         self.rank, self.phase, self.step, self.peers = rank, phase, step, tuple(peers)
         named = ", ".join(map(str, self.peers)) or "unknown"
         where = f"rank {rank}, {phase} of step {step}, peer(s) {named}"

@@ -153,7 +153,11 @@ class FusedMoEModularKernel:
         *,
         at_once: bool,
     ) -> "Pending":
-        self.check(x_TH, weights, routing, out)
+        try:
+            self.check(x_TH, weights, routing, out)
+        except Exception as error:
+            self.prepare_finalize.refuse(error)
+            raise
         specs = self.workspace_specs(x_TH.shape[0])
         workspace = Workspace(specs, x_TH.device, poison=self.poison)
         output = self._output(x_TH, out)
@@ -271,36 +275,43 @@ class FusedMoEModularKernel:
             pairing=self.pairing,
         )
         part = self.prepare_finalize
-        with stages.stage(stages.PREPARE):
-            if part.has_prepare_no_receive() and not (at_once and part.prepares_at_once):
-                arriving = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
+        try:
+            with stages.stage(stages.PREPARE):
+                if part.has_prepare_no_receive() and not (at_once and part.prepares_at_once):
+                    arriving = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
 
-                def receive() -> tuple[Dispatched, Handle]:
-                    with stages.stage(stages.RECEIVE):
-                        return arriving()
+                    def receive() -> tuple[Dispatched, Handle]:
+                        with stages.stage(stages.RECEIVE):
+                            return arriving()
 
-            else:
-                arrived = part.prepare(x_TH, routing, weights=weights, call=call)
+                else:
+                    arrived = part.prepare(x_TH, routing, weights=weights, call=call)
 
-                def receive() -> tuple[Dispatched, Handle]:
-                    return arrived
-
+                    def receive() -> tuple[Dispatched, Handle]:
+                        return arrived
+        except Exception as error:
+            (part.abandon if call.told else part.refuse)(error)
+            raise
         return Pending(self, receive, weights, workspace, out, x_TH.shape[0])
 
     def finish(self, pending: "Pending") -> torch.Tensor:
         """The experts and the combine of `pending`; returns where its output is."""
-        tokens, handle = pending.receive()
-        output = self._expert_output(tokens, handle, pending)
-        with stages.stage(stages.EXPERTS):
-            self._apply_experts(tokens, pending, output)
         part, reduce = self.prepare_finalize, self.reduce
-        with stages.stage(stages.FINALIZE):
-            if pending.out is None:
-                return part.combined(output, handle=handle, reduce=reduce)
-            part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
-        # As torch's own operations do that write to a tensor.
-        torch.autograd.graph.increment_version(pending.out)
-        return pending.out
+        try:
+            tokens, handle = pending.receive()
+            output = self._expert_output(tokens, handle, pending)
+            with stages.stage(stages.EXPERTS):
+                self._apply_experts(tokens, pending, output)
+            with stages.stage(stages.FINALIZE):
+                if pending.out is None:
+                    return part.combined(output, handle=handle, reduce=reduce)
+                part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
+            # As torch's own operations do that write to a tensor.
+            torch.autograd.graph.increment_version(pending.out)
+            return pending.out
+        except Exception as error:
+            part.abandon(error)
+            raise
 
     def _expert_output(
         self, tokens: Dispatched, handle: Handle, pending: "Pending"

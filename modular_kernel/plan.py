@@ -89,7 +89,11 @@ class Plan:
         out: torch.Tensor | None,
     ) -> torch.Tensor:
         """A call in its turn."""
-        validate.check_dense(x_TH, routing, out)
+        try:
+            validate.check_dense(x_TH, routing, out)
+        except Exception as error:
+            self.kernel.prepare_finalize.refuse(error)
+            raise
         bound, output = self._tapes.bound(weights), self._output(x_TH, out)
         new = bound is None or output is None
         if bound is None or output is None:
@@ -155,8 +159,21 @@ class Plan:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> tuple[replay.Bound, torch.Tensor]:
-        """Raise the InputError of the first tensor that does not fit; else the weights are bound,
-        and where to write is known."""
+        """Raise the InputError of the first tensor that does not fit, and tell other ranks; else
+        the weights are bound, and where to write is known."""
+        try:
+            return self._fitting(x_TH, weights, routing, out)
+        except Exception as error:
+            self.kernel.prepare_finalize.refuse(error)
+            raise
+
+    def _fitting(
+        self,
+        x_TH: torch.Tensor,
+        weights: ExpertWeights,
+        routing: Routing,
+        out: torch.Tensor | None,
+    ) -> tuple[replay.Bound, torch.Tensor]:
         validate.check_input(x_TH, self.problem, self.kernel.machine.device)
         if x_TH.device != self._device:
             need = f"{self._device}, where the plan's buffers are"

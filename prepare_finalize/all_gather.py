@@ -55,8 +55,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         tables = self.tables(x_TH.device)
         rank_TK, _, invalid = pairs_to_slots(routing.topk_ids_TK, tables)
         agreed = agree(
-            manager,
-            self.problem,
+            self.layer,
             call,
             tokens=tokens,
             rows_W=[tokens] * manager.world_size,

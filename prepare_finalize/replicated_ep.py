@@ -13,12 +13,11 @@ from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, H
 from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.all2all.agreement import Agreement, agree, refuse_unequal_tokens
-from prepare_finalize.all2all.part import GroupHandle, GroupPart
-from prepare_finalize.all2all.torch_group import TorchGroup
+from prepare_finalize.all2all.part import AgreeingPart, GroupHandle
 from prepare_finalize.tokens import quantise_tokens, token_specs, weight_and_reduce
 
 
-class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
+class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     """Each rank computes the pairs of its own experts, and the sums of all ranks are added.
 
     x and routing must be the same on all ranks, and so is the output. The sums meet in float32
@@ -65,8 +64,7 @@ class ReplicatedEPPrepareAndFinalize(GroupPart[TorchGroup]):
         """What ranks told each other, and the slots (int32) and weights of the pairs here."""
         nothing = [0] * self.manager.world_size
         agreed = agree(
-            self.manager,
-            self.problem,
+            self.layer,
             call,
             tokens=x_TH.shape[0],
             rows_W=nothing,

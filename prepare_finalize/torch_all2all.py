@@ -75,8 +75,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         ranks_W = torch.arange(manager.world_size, device=device)
         wanted_WT = (rank_TK == ranks_W[:, None, None]).any(2)
         agreed = agree(
-            manager,
-            self.problem,
+            self.layer,
             call,
             tokens=x_TH.shape[0],
             rows_W=wanted_WT.sum(1).tolist(),

@@ -140,6 +140,8 @@ def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) 
     assert result.reports[VICTIM].message == "these experts are broken"
     for rank in (0, 2):
         assert_survivor(result.reports[rank], {"combine"})
+        assert "broke off its call: RuntimeError" in result.reports[rank].message
+        assert result.reports[rank].seconds < DEADLINE_S
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
@@ -149,7 +151,11 @@ def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
     assert result.reports[VICTIM].error == CapacityError.__name__
     assert result.reports[VICTIM].seconds < 0.5
     for rank in (0, 2):
-        assert_survivor(result.reports[rank], {"counts"})
+        report = result.reports[rank]
+        assert (report.error, report.phase) == ("CommunicationError", "counts"), report
+        assert report.peers == (VICTIM,)
+        assert "rank 1 refused its call 2 of layer 1 with CapacityError" in report.message
+        assert report.seconds < 0.5
 
 
 def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:

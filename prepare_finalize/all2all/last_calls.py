@@ -105,9 +105,13 @@ def culprits(
 ) -> tuple[tuple[int, ...], str]:
     """The ranks to look at, and why, by what every rank published after a failure.
 
-    First those that published nothing; then those in an earlier exchange than others; then those
-    that came to it late. If that is this rank alone, those that gave it up.
+    First those that broke off a call; then those that published nothing; then those in an earlier
+    exchange than others; then those that came to it late. If that is this rank alone, those that
+    gave it up.
     """
+    broke = tuple(r for r in failed if r != rank and "broke_off" in failed[r])
+    if broke:
+        return broke, str(failed[broke[0]]["broke_off"])
     missing = tuple(r for r in range(world_size) if r not in failed)
     if missing:
         return missing, "no sign of life"

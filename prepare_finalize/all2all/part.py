@@ -26,7 +26,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.all2all.agreement import Agreement
+from prepare_finalize.all2all.agreement import Agreement, Layer, refuse
 from prepare_finalize.all2all.connect import place_in
 from prepare_finalize.all2all.packed_rows import RowLayout
 from prepare_finalize.all2all.torch_group import TorchGroup
@@ -186,7 +186,21 @@ class AtOncePart(GroupPart[M]):
         else is launched."""
 
 
-class RowsPart(GroupPart[TorchGroup]):
+class AgreeingPart(GroupPart[TorchGroup]):
+    """A part whose ranks tell each other what they mean before each call."""
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self.layer = Layer(self.manager, problem, self.manager.next_layer())
+
+    def refuse(self, error: Exception) -> None:
+        refuse(self.layer, error)
+
+    def abandon(self, error: Exception) -> None:
+        self.manager.break_off(error)
+
+
+class RowsPart(AgreeingPart):
     """A part that packs rows with their ids and weights, and hands over (R, H) rows."""
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:

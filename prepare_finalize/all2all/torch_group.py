@@ -42,6 +42,7 @@ from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprit
 _GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
 _LEAST_S = 0.3  # and at least this, where an exchange itself ended after its deadline
 _POLL_S = 20e-6
+_REMEMBERED = 64  # steps whose layer and call errors can name
 
 
 class TorchGroup:
@@ -69,6 +70,9 @@ class TorchGroup:
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.device = served_device(process_group, device)
         self.step = 0
+        self.layers = 0
+        self._called: dict[int, tuple[int, int]] = {}  # layer and call by step
+        self._told: Exchange | None = None
         self.order = 0  # a digest of the exchanges so far: which, and in what order
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
@@ -112,10 +116,18 @@ class TorchGroup:
         """DeviceError unless tensors on `device` can be exchanged."""
         check_served(device, self.device)
 
-    def next_step(self) -> int:
-        """Number of the call that begins now; every rank counts alike."""
+    def next_layer(self) -> int:
+        """Number of the part that is made now; every rank makes them in one order."""
+        self.layers += 1
+        return self.layers
+
+    def next_step(self, layer: int = 0, call: int = 0) -> int:
+        """Number of the call that begins now; every rank counts alike. layer, call: what errors
+        name it by."""
         self._check_open()
         self.step += 1
+        self._called[self.step] = layer, call
+        self._called.pop(self.step - _REMEMBERED, None)
         return self.step
 
     def all_gather(
@@ -151,6 +163,26 @@ class TorchGroup:
             lambda: self._communicator.group.allreduce([tensor]), (tensor,), step, phase
         )
 
+    def tell(self, given: torch.Tensor, *, step: int, why: str) -> None:
+        """This rank's share of an all-gather of counts that it does not wait for."""
+        out = given.new_empty(self.world_size * given.numel())
+        self._told = self.all_gather(out, given, step=step, phase="counts")
+        self.last_calls.end(self._told.record, f"refused: {why}")
+
+    def break_off(self, error: Exception) -> None:
+        """Fail because of what happened on this rank between exchanges: peers see it at once."""
+        if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
+            return
+        why = f"broke off its call: {type(error).__name__}"
+        record = self.last_calls.begin(self.step, "combine", 0)
+        self.last_calls.end(record, f"failed: {why}")
+        self._board.post({**record, "broke_off": why}, time.monotonic())
+        what, got, need = "exchange between ranks", f"this rank {why}", "calls that end"
+        self._failure = self._error(what, got, need, "combine", self.step, ())
+        group = self._communicator.close()
+        if self.device == "cuda" and group is not None:
+            group.abort()
+
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
     ) -> CommunicationError:
@@ -158,10 +190,19 @@ class TorchGroup:
 
         Every rank learns the same, so nobody waits and the manager goes on serving.
         """
-        what = "ranks of one call"
-        return CommunicationError(
-            what, got=got, need=need, rank=self.rank, phase="counts", step=step, peers=peers
+        return self._error("ranks of one call", got, need, "counts", step, peers)
+
+    def _error(
+        self, what: str, got: str, need: str, phase: str, step: int, peers: Sequence[int]
+    ) -> CommunicationError:
+        layer, call = self._called.get(step, (0, 0))
+        if layer:
+            what = f"{what}, call {call} of layer {layer}"
+        error = CommunicationError(
+            what, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
+        error.layer, error.call = layer, call
+        return error
 
     def write_last_calls(self, path: str | Path) -> None:
         """This rank's last exchanges as JSON lines."""
@@ -177,15 +218,9 @@ class TorchGroup:
     def _check_open(self) -> None:
         if self._failure is not None:
             before = self._failure
-            raise CommunicationError(
-                "exchange between ranks",
-                got=f"a manager that failed before: {before.got}",
-                need="a new one",
-                rank=self.rank,
-                phase=before.phase,
-                step=before.step,
-                peers=before.peers,
-            )
+            got = f"a manager that failed before: {before.got}"
+            what, at = "exchange between ranks", (before.phase, before.step)
+            raise self._error(what, got, "a new one", *at, before.peers)
         if self._destroyed:
             raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
 
@@ -244,15 +279,12 @@ class TorchGroup:
         if failed is not None:
             failed.setdefault(self.rank, record)
             peers, why = culprits(self.rank, self.world_size, failed, self.deadline_s)
-        self._failure = CommunicationError(
-            "exchange between ranks",
-            got=f"{why}; after {took:.2f} s: {reason}",
-            need=f"every rank within {self.deadline_s:g} s",
-            rank=self.rank,
-            phase=record["phase"],
-            step=record["step"],
-            peers=peers,
+        got, need = (
+            f"{why}; after {took:.2f} s: {reason}",
+            f"every rank within {self.deadline_s:g} s",
         )
+        at = record["phase"], record["step"]
+        self._failure = self._error("exchange between ranks", got, need, *at, peers)
         return self._failure
 
 

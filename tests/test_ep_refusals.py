@@ -1,0 +1,78 @@
+"""A rank that refuses its call, and layers called in another order: every rank is told at once."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
+
+from modular_kernel.catalog import make_kernel
+from modular_kernel.testing.faults_ranks import VICTIM, Report, outcome_of
+from modular_kernel.testing.ranks import RankPool
+from prepare_finalize.all2all import TorchGroup
+
+TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3, grace=15) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("by", ["kernel", "plan"])
+@pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
+def test_a_rank_that_refuses_its_input_and_then_calls_again(
+    pool: RankPool, part: str, by: str
+) -> None:
+    """The others are told at once, with layer and call; then all make the call together."""
+    reports = pool.run(refuse_one, Layer(part, TOKENS[part]), by, timeout=30)
+    for rank, report in enumerate(reports):
+        assert report.serves_again
+        assert report.seconds < 0.5
+        if rank == VICTIM:
+            assert report.error == "DtypeError", report
+        else:
+            assert (report.error, report.peers) == ("CommunicationError", (VICTIM,)), report
+            told = "call 2 of layer 1: got rank 1 refused its call 2 of layer 1 with DtypeError"
+            assert told in report.message
+
+
+def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> Report:
+    given = layer.inputs_of(rank)
+    manager = TorchGroup(group, deadline_s=10.0)
+    kernel = make_kernel(layer.part, "TorchExperts", layer.problem(rank), group=manager)
+    call = kernel.plan() if by == "plan" else kernel
+    good = call(given.x_TH, given.weights, given.routing).clone()
+    dist.barrier(group)
+    x_TH = given.x_TH.double() if rank == VICTIM else given.x_TH
+    report = outcome_of(lambda: call(x_TH, given.weights, given.routing), manager)
+    again = call(given.x_TH, given.weights, given.routing)
+    return replace(report, serves_again=torch.allclose(again, good))
+
+
+@pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
+def test_layers_of_one_manager_that_are_called_in_another_order(pool: RankPool, part: str) -> None:
+    """Two layers of one shape cannot be told apart by anything but their numbers."""
+    reports = pool.run(swap_layers, Layer(part, TOKENS[part]), timeout=30)
+    for rank, report in enumerate(reports):
+        assert (report.error, report.phase) == ("CommunicationError", "counts"), report
+        assert "layer 1, 2, 1 by rank" in report.message
+        assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
+        assert report.seconds < 0.5
+        assert report.serves_again
+
+
+def swap_layers(rank: int, world: int, group: object, layer: Layer) -> Report:
+    given, problem = layer.inputs_of(rank), layer.problem(rank)
+    manager = TorchGroup(group, deadline_s=10.0)
+    first, second = (
+        make_kernel(layer.part, "TorchExperts", problem, group=manager) for _ in range(2)
+    )
+    dist.barrier(group)
+    mine = second if rank == VICTIM else first
+    report = outcome_of(lambda: mine(given.x_TH, given.weights, given.routing), manager)
+    outputs = [each(given.x_TH, given.weights, given.routing) for each in (first, second)]
+    return replace(report, serves_again=torch.allclose(*outputs))
