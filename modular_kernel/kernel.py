@@ -210,6 +210,7 @@ class FusedMoEModularKernel:
             validate.check_apart(written, x_TH, weights, routing, inplace=inplace)
         if self.checked:
             validate.check_ids(routing, self.problem)
+            validate.check_expert_map(weights, self.problem)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
         """Every buffer a call of `tokens` tokens takes, from both parts."""

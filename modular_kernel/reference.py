@@ -41,7 +41,10 @@ class _Arithmetic:
 def oracle(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> torch.Tensor:
-    """The exact output, (T, H) or (T, K, H), float64. Ids outside [0, E) are skipped."""
+    """The exact output, (T, H) or (T, K, H), float64.
+
+    Ids outside [0, E), and of experts that are not here, are skipped; their weights are not read.
+    """
     exact = _Arithmetic(torch.float64, _exact, _exact, _exact, _exact, _exact)
     return _moe(x_TH, weights, routing, problem, exact)
 
@@ -100,7 +103,8 @@ def _moe(
         raise ConfigurationError("reference", got=problem.quant, need="another scheme")
     dtype, rounded, operand = rules.dtype, rules.rounded, rules.operand
     x, ids = rules.x(x_TH.to(dtype)), _local_ids(routing, weights, problem)
-    router = routing.topk_weights_TK.to(dtype)
+    here = (ids >= 0) & (ids < weights.w1.shape[0])
+    router = torch.where(here, routing.topk_weights_TK.to(dtype), 0)
     on_input = problem.apply_router_weight_on_input
     behind = on_input and problem.scheme.quantises_activations
     pairs = [(ids == expert).nonzero(as_tuple=True) for expert in range(weights.w1.shape[0])]

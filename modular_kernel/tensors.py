@@ -22,7 +22,8 @@ class Routing:
     """The caller's routing of its own tokens.
 
     topk_weights_TK: (T, K) float32.  topk_ids_TK: (T, K) int32 or int64, global expert ids, -1 to
-    skip. An expert may appear twice in a row: both pairs count.
+    skip. An expert may appear twice in a row: both pairs count. The weight of a pair that is
+    skipped here (-1, no expert's id, or an expert that is elsewhere) is not read: it may be NaN.
     """
 
     topk_weights_TK: torch.Tensor
@@ -36,7 +37,8 @@ class ExpertWeights:
     w1: (e, N, H), gate rows first (alternating if the activation is interleaved).
     w2: (e, H, I). Both may be strided views, such as a transposed checkpoint tensor.
     b1: (e, N), b2: (e, H), float32 or the problem's dtype.
-    expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere.
+    expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere; any
+        other value skips too, and is a WeightsError in checked mode.
     *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised.
     """
 
@@ -129,12 +131,16 @@ class ExpertRows:
         skipped pair; None where pair p's row is row p.
     topk_weights_TK: the caller's (T, K) float32, or None if weights were applied on the input.
     scale: the routed scaling factor still to be applied.
+    routing: whose pairs the rows are, counted already, where pair p's row is row p: of the
+        num_local experts here. Weights of pairs that it skips are not read; None where they are 0.
     """
 
     rows: torch.Tensor
     row_of_pair_TK: torch.Tensor | None
     topk_weights_TK: torch.Tensor | None
     scale: float
+    routing: DispatchedRouting | None = None
+    num_local: int = 0
 
 
 @dataclass(frozen=True)

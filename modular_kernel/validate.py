@@ -141,6 +141,18 @@ def check_ids(routing: Routing, problem: Problem) -> None:
         raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {problem.experts - 1}")
 
 
+def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
+    """Checked mode: every value in [-1, e), else WeightsError. Synchronises with the device."""
+    where_E = weights.expert_map
+    if where_E is None:
+        return
+    bad = (where_E < -1) | (where_E >= problem.e)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        got = f"{int(bad.sum())} value(s), the first {int(where_E[first])} at {first}"
+        raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
+
+
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
     """w1, w2, their scales, biases and expert_map exactly as the problem declares.
 

@@ -26,9 +26,10 @@ from prepare_finalize.tokens import quantise_tokens, token_specs, weight_and_red
 
 @dataclass(frozen=True)
 class NoEPHandle(Handle):
-    """The caller's router weights, for reducers that still have to apply them."""
+    """The caller's router weights, for reducers that still have to apply them, and routing."""
 
     topk_weights_TK: torch.Tensor | None
+    routing: DispatchedRouting
 
 
 class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
@@ -68,7 +69,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
             invalid_ids=call.invalid_ids,
         )
         on_input = self.problem.apply_router_weight_on_input
-        handle = NoEPHandle(None if on_input else routing.topk_weights_TK)
+        handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched)
         rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
         return ContiguousTokens(rows, dispatched, scale), handle
 
@@ -82,5 +83,11 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
     ) -> None:
         if not isinstance(handle, NoEPHandle):
             raise UnsupportedError("handle", got=type(handle).__name__, need="NoEPHandle")
-        weights_TK = handle.topk_weights_TK
-        weight_and_reduce(expert_output, weights_TK, self.problem, reduce=reduce, out=out)
+        weight_and_reduce(
+            expert_output,
+            handle.topk_weights_TK,
+            self.problem,
+            reduce=reduce,
+            out=out,
+            routing=handle.routing,
+        )

@@ -10,7 +10,7 @@ from modular_kernel.ops.number_quantise import number_and_quantise
 from modular_kernel.ops.numbers import Pairs, number_pairs
 from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.quant import LARGEST, MIN_SCALE
-from modular_kernel.tensors import ExpertRows, ExpertWeights
+from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights
 from modular_kernel.types import Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from topk_reduce import TopKWeightAndReduceContiguous
@@ -102,15 +102,20 @@ def weight_and_reduce(
     *,
     reduce: TopKWeightAndReduce,
     out: torch.Tensor,
+    routing: DispatchedRouting | None = None,
 ) -> None:
-    """Apply what the experts left to do, or the contiguous reducer if they leave the choice."""
+    """Apply what the experts left to do, or the contiguous reducer if they leave the choice.
+
+    routing: what was dispatched, unless the weights of pairs that it skips are 0.
+    """
     if reduce.kind is Reduce.DELEGATE:
         reduce = TopKWeightAndReduceContiguous()
     if reduce.kind is Reduce.NOOP and expert_output is out:
         return
     scale = problem.routed_scaling_factor
     with stages.stage(stages.REDUCE):
-        reduce.apply(ExpertRows(expert_output, None, topk_weights_TK, scale), out)
+        rows = ExpertRows(expert_output, None, topk_weights_TK, scale, routing, problem.e)
+        reduce.apply(rows, out)
 
 
 def reduced_rows(

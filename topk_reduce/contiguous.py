@@ -14,4 +14,11 @@ class TopKWeightAndReduceContiguous(TopKWeightAndReduce):
     kind = Reduce.CONTIGUOUS
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
-        weight_and_sum(rows.rows, rows.topk_weights_TK, scale=rows.scale, out=out)
+        weight_and_sum(
+            rows.rows,
+            rows.topk_weights_TK,
+            scale=rows.scale,
+            out=out,
+            routing=rows.routing,
+            num_local=rows.num_local,
+        )

@@ -24,7 +24,8 @@ class KeepTopK(TopKWeightAndReduce):
         weights_TK = rows.topk_weights_TK if self.weighted else None
         scale = rows.scale if self.weighted else 1.0
         if rows.row_of_pair_TK is None:
-            scale_rows(rows.rows, weights_TK, scale=scale, out=out)
+            routing, e = rows.routing, rows.num_local
+            scale_rows(rows.rows, weights_TK, scale=scale, out=out, routing=routing, num_local=e)
         else:
             source = rows.rows.flatten(0, 1)
             gather_rows(source, rows.row_of_pair_TK, weights_TK, scale=scale, out=out)

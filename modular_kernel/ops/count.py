@@ -118,10 +118,16 @@ def local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
 
     Adds the number of ids outside [-1, num_experts) to routing.invalid_ids.
     """
-    ids = routing.topk_ids_TK.long()
+    ids = routing.topk_ids_TK
     invalid = (ids < -1) | (ids >= routing.num_experts)
     routing.invalid_ids.add_(invalid.sum().to(torch.int32))
-    local = torch.where(invalid, -1, ids)
+    return uncounted_local_ids(routing, num_local)
+
+
+def uncounted_local_ids(routing: DispatchedRouting, num_local: int) -> torch.Tensor:
+    """`local_ids`, where invalid ids were counted before."""
+    ids = routing.topk_ids_TK.long()
+    local = torch.where((ids >= 0) & (ids < routing.num_experts), ids, -1)
     if routing.expert_map is not None and routing.space is IdSpace.GLOBAL:
         mapped = routing.expert_map.long()[local.clamp(min=0)]
         local = torch.where(local >= 0, mapped, -1)

@@ -2,7 +2,7 @@
 
 import torch
 
-from modular_kernel.ops.count import id_arguments, local_ids
+from modular_kernel.ops.count import id_arguments, uncounted_local_ids
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.permute import hidden_block
@@ -30,18 +30,33 @@ def weight_and_sum(
     if out.numel() == 0:
         return
     if not use_triton(out):
-        keep = None if routing is None else local_ids(routing, num_local) >= 0
+        keep = None if routing is None else uncounted_local_ids(routing, num_local) >= 0
         weight_and_sum_ref(rows_TKH, weights_TK, scale=scale, out=out, keep_TK=keep)
         return
-    ids = (
-        {"ids_ptr": rows_TKH, "map_ptr": rows_TKH, "num_experts": 0, "num_local": 0,
-         "HAS_MAP": False}
-        if routing is None
-        else id_arguments(routing, num_local)
-    )  # fmt: skip
-    ids["index_ptr"] = ids.pop("ids_ptr")
-    source = "all" if routing is None else "ids"
+    source, ids = _source(rows_TKH, routing, num_local)
     _launch_sum(rows_TKH, weights_TK, rows_TKH.shape[1], scale, out, source, ids)
+
+
+def _source(
+    index: torch.Tensor, routing: DispatchedRouting | None, num_local: int
+) -> tuple[str, dict[str, object]]:
+    """How a kernel finds the row of a pair, and its arguments for that. index: any tensor."""
+    if routing is None:
+        return "all", _index_arguments(index)
+    ids = id_arguments(routing, num_local)
+    ids["index_ptr"] = ids.pop("ids_ptr")
+    return "ids", ids
+
+
+def _index_arguments(index: torch.Tensor) -> dict[str, object]:
+    """Those of a kernel that reads no ids."""
+    return {
+        "index_ptr": index,
+        "map_ptr": index,
+        "num_experts": 0,
+        "num_local": 0,
+        "HAS_MAP": False,
+    }
 
 
 def moe_sum_reduce(
@@ -67,13 +82,7 @@ def gather_weight_and_sum(
         rows = rows_RH[row_of_pair_TK.clamp(min=0).long()]
         weight_and_sum_ref(rows, weights_TK, scale=scale, out=out, keep_TK=keep)
         return
-    ids: dict[str, object] = {
-        "index_ptr": row_of_pair_TK,
-        "map_ptr": row_of_pair_TK,
-        "num_experts": 0,
-        "num_local": 0,
-        "HAS_MAP": False,
-    }
+    ids = _index_arguments(row_of_pair_TK)
     _launch_sum(rows_RH, weights_TK, row_of_pair_TK.shape[1], scale, out, "rows", ids)
 
 
@@ -121,7 +130,7 @@ def gather_rows(
         rows = rows_RH[row_of_pair_TK.clamp(min=0).long()]
         out.copy_(_weighted(rows, weights_TK, scale, keep))
         return
-    _launch_gather(rows_RH, row_of_pair_TK, weights_TK, scale, out)
+    _launch_gather(rows_RH, weights_TK, scale, out, "rows", _index_arguments(row_of_pair_TK))
 
 
 def scale_rows(
@@ -130,25 +139,31 @@ def scale_rows(
     *,
     scale: float,
     out: torch.Tensor,
+    routing: DispatchedRouting | None = None,
+    num_local: int = 0,
 ) -> None:
     """out = scale * weights_TK * rows_TKH; `out` may be `rows_TKH`. Nothing to do is not launched.
 
-    A skipped pair's row is zero; its weight must be finite.
+    A skipped pair's row is zero. routing: weights of pairs it skips (or that are not among the
+    num_local experts here) are not read; without it those must be finite.
     """
     if out.numel() == 0 or (weights_TK is None and scale == 1.0 and out is rows_TKH):
         return
     if not use_triton(out):
-        out.copy_(_weighted(rows_TKH, weights_TK, scale, None))
+        keep = None if routing is None else uncounted_local_ids(routing, num_local) >= 0
+        out.copy_(_weighted(rows_TKH, weights_TK, scale, keep))
         return
-    _launch_gather(rows_TKH, None, weights_TK, scale, out)
+    source, ids = _source(rows_TKH, routing, num_local)
+    _launch_gather(rows_TKH, weights_TK, scale, out, source, ids)
 
 
 def _launch_gather(
     rows: torch.Tensor,
-    row_of_pair_TK: torch.Tensor | None,
     weights_TK: torch.Tensor | None,
     scale: float,
     out: torch.Tensor,
+    source: str,
+    ids: dict[str, object],
 ) -> None:
     hidden = out.shape[-1]
     block = hidden_block(hidden)
@@ -156,14 +171,14 @@ def _launch_gather(
         gather_rows_kernel,
         (out.numel() // hidden, -(-hidden // block)),
         rows_ptr=rows,
-        index_ptr=rows if row_of_pair_TK is None else row_of_pair_TK,
         weights_ptr=rows if weights_TK is None else weights_TK,
         out_ptr=out,
         hidden=hidden,
         scale=float(scale),
-        SOURCE="all" if row_of_pair_TK is None else "rows",
+        SOURCE=source,
         HAS_WEIGHTS=weights_TK is not None,
         BLOCK_H=block,
+        **ids,
     )
 
 

@@ -87,16 +87,18 @@ def weight_and_sum_kernel(
 
 @triton.jit
 def gather_rows_kernel(
-    rows_ptr, index_ptr, weights_ptr, out_ptr, hidden, scale,
-    SOURCE: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
+    rows_ptr, index_ptr, map_ptr, weights_ptr, out_ptr,
+    hidden, num_experts, num_local, scale,
+    SOURCE: tl.constexpr, HAS_MAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[p] = scale * weight[p] * rows[row of p]; zero where the pair is skipped."""
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < hidden
-    row = _row_of_pair(pair, index_ptr, index_ptr, 0, 0, SOURCE, False)
+    row = _row_of_pair(pair, index_ptr, map_ptr, num_experts, num_local, SOURCE, HAS_MAP)
     value = tl.load(rows_ptr + row * hidden + columns, mask=mask & (row >= 0), other=0.0)
     value = value.to(tl.float32) * scale
     if HAS_WEIGHTS:
+        # A skipped pair's weight may be anything, NaN too.
         value = value * tl.load(weights_ptr + pair, mask=row >= 0, other=0.0)
     tl.store(out_ptr + pair * hidden + columns, value.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,115 @@
+"""The router weight of a skipped pair is not read: NaN or infinite there, nothing changes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.catalog import check_all, make_kernel, this_machine
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import WeightsError
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Combine, Problem
+
+BASE = Problem(tokens=16, hidden=64, intermediate=32, experts=8, top_k=2, dtype=torch.float32)
+KEPT, PLAIN = {"combine": Combine.TOPK_WEIGHTED}, {"combine": Combine.TOPK_UNWEIGHTED}
+FACTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"top_k": 1, "routed_scaling_factor": 2.5},
+    {"apply_router_weight_on_input": True},
+    KEPT,
+    PLAIN,
+    {"expert_map": True, "local_experts": 5, "bias": True},
+    {"expert_map": True, "local_experts": 5, "apply_router_weight_on_input": True},
+    {"expert_map": True, "local_experts": 5, **KEPT},
+    {"quant": "fp8_w8a8_tensor", "dtype": torch.bfloat16},
+    {"quant": "int8_w8a8_channel", "apply_router_weight_on_input": True},
+    {"chunk_tokens": 5},
+)
+MACHINE = this_machine()
+CASES = [
+    (verdict.prepare_finalize, verdict.experts, facts)
+    for facts in FACTS
+    for verdict in check_all(replace(BASE, **facts), MACHINE)
+    if verdict.ok
+]
+
+
+def skipping(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing, torch.Tensor]:
+    """A call, and which of its pairs are skipped: by -1, an invalid id, or an expert elsewhere."""
+    x_TH, weights, routing = random_inputs(problem, torch.device(MACHINE.device))
+    ids = routing.topk_ids_TK
+    ids[0], ids[3, 0], ids[5, -1], ids[8] = -1, -1, problem.experts, -7
+    skipped = (ids < 0) | (ids >= problem.experts)
+    if weights.expert_map is not None:
+        skipped |= weights.expert_map[ids.clamp(0, problem.experts - 1).long()] < 0
+    assert skipped.any()
+    assert not skipped.all()
+    return x_TH, weights, routing, skipped
+
+
+@pytest.mark.parametrize(("pf", "experts", "facts"), CASES, ids=str)
+def test_every_pairing(pf: str, experts: str, facts: dict[str, Any]) -> None:
+    problem = replace(BASE, **facts)
+    x_TH, weights, routing, skipped = skipping(problem)
+    kernel = make_kernel(pf, experts, problem, machine=MACHINE)
+    want = kernel(x_TH, weights, routing)
+    assert want.isfinite().all()
+    for value in (float("nan"), float("inf"), -float("inf")):
+        strange = routing.topk_weights_TK.masked_fill(skipped, value)
+        got = kernel(x_TH, weights, Routing(strange, routing.topk_ids_TK))
+        assert torch.equal(got, want), value
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+@pytest.mark.parametrize("authority", [oracle, recipe])
+def test_the_authority(authority: Any, facts: dict[str, Any]) -> None:
+    problem = replace(BASE, **facts)
+    x_TH, weights, routing, skipped = skipping(problem)
+    want = authority(x_TH, weights, routing, problem)
+    assert want.isfinite().all()
+    strange = routing.topk_weights_TK.masked_fill(skipped, float("nan"))
+    assert torch.equal(
+        authority(x_TH, weights, Routing(strange, routing.topk_ids_TK), problem), want
+    )
+    # A pair that counts is read.
+    strange = routing.topk_weights_TK.masked_fill(~skipped, float("nan"))
+    read = authority(x_TH, weights, Routing(strange, routing.topk_ids_TK), problem)
+    assert read.isnan().any() == (problem.combine is not Combine.TOPK_UNWEIGHTED)
+
+
+def test_the_pairings_are_many() -> None:
+    assert len({(pf, experts) for pf, experts, _ in CASES}) >= 2
+
+
+# ------------------------------------------------------------------------------- the expert map
+
+MAPPED = replace(BASE, expert_map=True, local_experts=5)
+MAPPED_PAIRS = [
+    (verdict.prepare_finalize, verdict.experts)
+    for verdict in check_all(MAPPED, MACHINE)
+    if verdict.ok
+]
+
+
+@pytest.mark.parametrize("value", [-2, -(2**31), 5, 2**31 - 1])
+@pytest.mark.parametrize(("pf", "experts"), MAPPED_PAIRS, ids="+".join)
+def test_a_row_that_is_not_there(pf: str, experts: str, value: int) -> None:
+    """Neither the map's entry -2 nor its entry e is used as a row: both skip, or are refused."""
+    x_TH, weights, routing, _ = skipping(MAPPED)
+    assert weights.expert_map is not None
+    skips, strange = weights.expert_map.clone(), weights.expert_map.clone()
+    skips[2], strange[2] = -1, value
+    kernel = make_kernel(pf, experts, MAPPED, machine=MACHINE)
+    want = kernel(x_TH, replace(weights, expert_map=skips), routing).clone()
+    assert torch.equal(kernel(x_TH, replace(weights, expert_map=strange), routing), want)
+    checked = make_kernel(pf, experts, MAPPED, machine=MACHINE, checked=True)
+    valid = Routing(routing.topk_weights_TK, routing.topk_ids_TK.clamp(-1, 7))
+    checked(x_TH, replace(weights, expert_map=skips), valid)
+    for call in (checked, checked.plan()):
+        with pytest.raises(WeightsError) as caught:
+            call(x_TH, replace(weights, expert_map=strange), valid)
+        assert caught.value.got == f"1 value(s), the first {value} at 2"
+        assert caught.value.need == "-1 or 0 to 4"
