@@ -55,9 +55,9 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
     assert replay_state() == "off: there is no GPU of NVIDIA's"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch.player, "module", lambda: None)
-    assert replay_state() == "off: player.c does not compile or load here"
-    monkeypatch.setattr(launch.player, "module", lambda: "compiled")
+    monkeypatch.setattr(launch.player, "why_no_module", lambda: "there is no C compiler")
+    assert replay_state() == "off: there is no C compiler"
+    monkeypatch.setattr(launch.player, "why_no_module", lambda: "")
     assert replay_state() == "on"
     monkeypatch.setattr(launch.compat, "RELEASE", "3.5")
     assert replay_state().startswith("off: launchers of triton")

@@ -18,6 +18,7 @@ from modular_kernel.cli.plan import plan
 from modular_kernel.cli.profile import profile
 from modular_kernel.cli.prove import prove
 from modular_kernel.cli.report import report
+from modular_kernel.cli.streams import guarded
 from modular_kernel.cli.tune import tune
 
 app = typer.Typer(
@@ -66,5 +67,9 @@ def _common(
 
 
 def run(argv: list[str] | None = None) -> None:
-    """Run `mk` with these words, or with the command line's; ends the process."""
-    app(args=argv, prog_name="mk")
+    """Run `mk` with these words, or with the command line's; ends the process.
+
+    The status is 74 if what a verb printed could not be written, whatever the verb found.
+    """
+    with guarded():
+        app(args=argv, prog_name="mk")
