@@ -82,11 +82,13 @@ class PrepareAndFinalize(ABC):
         return self.requires.activation_format
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """The dtype the router must emit; None if int32 and int64 both do."""
+        """The dtype the router must emit, whatever Problem.ids_dtype leaves open: DtypeError on
+        another. None if int32 and int64 both do, of which the part makes what its library takes."""
         return self.requires.topk_indices_dtype
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Most tokens one call may pass; None if the part has no bound of its own."""
+        """Most tokens one call may pass, CapacityError above; None if the part has no bound of its
+        own, so that only the kernel's problem.tokens holds."""
         return self.requires.max_tokens
 
     def num_dispatchers(self) -> int:

@@ -89,8 +89,8 @@ class FusedMoEModularKernel:
         self._part_keeps_output = (
             prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
         )
-        self.checked = checked
-        self.poison = poison
+        self.checked, self.poison = checked, poison
+        self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
 
     @property
@@ -201,7 +201,7 @@ class FusedMoEModularKernel:
         """The part of `check` that can differ from call to call."""
         validate.check_memory(x_TH, routing, out)
         validate.check_no_grad(x_TH, weights, routing, out)
-        validate.check_routing(routing, x_TH, self.problem)
+        validate.check_routing(routing, x_TH, self.problem, self._ids_dtype)
         if out is not None:
             validate.check_out(out, x_TH, self.problem)
         written = x_TH if self.problem.inplace else out

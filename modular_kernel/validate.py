@@ -115,7 +115,12 @@ def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
         raise LayoutError("x of an inplace call", got=f"strides {x_TH.stride()}", need="contiguous")
 
 
-def check_routing(routing: Routing, x_TH: torch.Tensor, problem: Problem) -> None:
+def check_routing(
+    routing: Routing,
+    x_TH: torch.Tensor,
+    problem: Problem,
+    ids_dtype: torch.dtype | None = None,
+) -> None:
     """Weights float32 and ids integer, both (T, K), contiguous, beside x."""
     need = (x_TH.shape[0], problem.top_k)
     for what, tensor in (
@@ -127,7 +132,8 @@ def check_routing(routing: Routing, x_TH: torch.Tensor, problem: Problem) -> Non
         if not tensor.is_contiguous():
             raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous (T, K)")
     _dtype("topk_weights", routing.topk_weights_TK, torch.float32)
-    allowed = _ID_DTYPES if problem.ids_dtype is None else (problem.ids_dtype,)
+    only = ids_dtype or problem.ids_dtype  # the same, where both are given
+    allowed = _ID_DTYPES if only is None else (only,)
     _dtype("topk_ids", routing.topk_ids_TK, *allowed)
 
 

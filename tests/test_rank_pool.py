@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,3 +214,30 @@ def test_ranks_that_would_run_triton_otherwise_than_this_process_do_not_run(
     with monkeypatch.context() as other, RankPool(2) as late:
         other.setenv("TRITON_INTERPRET", "0" if read_settings().triton_interpret else "1")
         assert "TRITON_INTERPRET: got" in str(failure(late, samples.facts))
+
+
+KILLED = """
+import sys
+import rank_samples as samples
+from modular_kernel.testing.ranks import RankPool
+pool = RankPool(2)
+pool.run(samples.facts)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_pool_whose_process_is_killed_leaves_nothing(tmp_path: Path, number: int) -> None:
+    here = Path(__file__).parent
+    paths = f"PYTHONPATH={here}:{here.parent}"
+    command = ["env", f"TMPDIR={tmp_path}", paths, sys.executable, "-c", KILLED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        assert list(tmp_path.iterdir())
+        process.send_signal(number)
+    until = time.monotonic() + 30
+    while list(tmp_path.iterdir()) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []

@@ -11,8 +11,10 @@ import datetime
 import faulthandler
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -78,6 +80,7 @@ class _Place:
     world_size: int
     backend: Backend
     folder: str
+    listener: str  # the folder of the parent's multiprocessing, where ranks are asked for
     seconds: float  # deadline of a collective
     interpreter: bool
 
@@ -193,7 +196,10 @@ class RankPool:
         for rank in range(self.world_size):
             ours, theirs = self._context.Pipe()
             folder, seconds = self._folder.name, self._group_timeout
-            place = _Place(rank, self.world_size, self.backend, folder, seconds, interpreter)
+            listener = multiprocessing.util.get_temp_dir()
+            place = _Place(
+                rank, self.world_size, self.backend, folder, listener, seconds, interpreter
+            )
             process = self._context.Process(
                 target=_serve, args=(place, theirs), name=f"rank {rank}", daemon=True
             )
@@ -334,20 +340,24 @@ def _serve(place: _Place, pipe: Connection) -> None:
             try:
                 pipe.send_bytes(answer)
             except OSError:
+                message = None
                 break  # nobody is there to hear it
             failed.clear()
         faulthandler.unregister(signal.SIGUSR1)
         faulthandler.disable()
+    if message is None:  # who would have removed it was killed
+        for folder in (place.folder, place.listener):
+            shutil.rmtree(folder, ignore_errors=True)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.stdout.flush()
 
 
-def _next(pipe: Connection) -> bytes:
+def _next(pipe: Connection) -> bytes | None:
     try:
         return pipe.recv_bytes()
     except (EOFError, OSError):  # the parent is gone
-        return _STOP
+        return None
 
 
 def _join(place: _Place, generation: int) -> None:

@@ -79,13 +79,21 @@ def meeting_place(store: Store, rank: int, world_size: int) -> str:
     far, joins the latest of the others, unless that has failed.
     """
     keys = [f"modular_kernel/attempts/{each}" for each in range(world_size)]
-    last_W = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
+    last_W = [_number(key, store.get(key)) if store.check([key]) else 0 for key in keys]
     number = max(last_W)
     failed = [f"modular_kernel/{number}/{failure_key(each)}" for each in range(world_size)]
     if number == last_W[rank] or any(store.check([key]) for key in failed):
         number += 1
     store.set(keys[rank], str(number))
     return f"modular_kernel/{number}"
+
+
+def _number(key: str, value: bytes) -> int:
+    """RuntimeError, as of a store that does not answer, where somebody else has written."""
+    try:
+        return int(value)
+    except ValueError as error:
+        raise RuntimeError(f"the store holds {value[:20]!r} as {key}, not a number") from error
 
 
 def store_at_new_place(group: dist.ProcessGroup, deadline_s: float) -> Store:

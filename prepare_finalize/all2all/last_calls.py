@@ -92,7 +92,21 @@ class FailureBoard:
     def _look(self, found: dict[int, dict[str, Any]]) -> None:
         for rank in range(self._world_size):
             if rank not in found and self._store.check([failure_key(rank)]):
-                found[rank] = json.loads(self._store.get(failure_key(rank)))
+                record = _record(self._store.get(failure_key(rank)))
+                if record is not None:
+                    found[rank] = record
+
+
+def _record(told: bytes) -> dict[str, Any] | None:
+    """What a rank posted; None where somebody else has written there."""
+    try:
+        record = json.loads(told)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    known = record.get("phase") in PHASES and isinstance(record.get("step"), int)
+    return record if known and isinstance(record.get("started_s"), int | float) else None
 
 
 def failure_key(rank: int) -> str:

@@ -48,9 +48,20 @@ class Meeting:
         """Note who has spoken by now; a moment later where somebody has not."""
         for rank in range(self._world_size):
             if rank not in heard and self._store.check([self._key(rank)]):
-                heard[rank] = json.loads(self._store.get(self._key(rank)))
+                heard[rank] = self._read(rank)
         if len(heard) < self._world_size:
             time.sleep(_POLL_S)
+
+    def _read(self, rank: int) -> dict[str, str]:
+        """RuntimeError where that is not what a rank tells."""
+        told = self._store.get(self._key(rank))
+        try:
+            facts = json.loads(told)
+        except ValueError as error:
+            raise RuntimeError(f"it holds {told[:20]!r} for rank {rank}") from error
+        if not isinstance(facts, dict):
+            raise RuntimeError(f"it holds {told[:20]!r} for rank {rank}")
+        return {str(name): str(value) for name, value in facts.items()}
 
     def agree(self, facts: Facts) -> None:
         """CommunicationError on every rank alike if they do not all tell the same."""

@@ -92,6 +92,11 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         quantise = quantise_rejections(cls.__name__, problem, machine)
         return quantise + placement_rejections(cls.__name__, problem)
 
+    def max_num_tokens_per_rank(self) -> int:
+        """problem.tokens, which buffers, here and on other ranks, are made for."""
+        own, tokens = self.requires.max_tokens, self.problem.tokens
+        return tokens if own is None else min(own, tokens)
+
     def check_machine(self, machine: Machine) -> None:
         self.manager.check_device(machine.device)
 

@@ -1,0 +1,53 @@
+"""What a part says of ids and tokens is what a call is held to."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts.torch_experts import TorchExperts
+from modular_kernel.catalog import load_catalog
+from modular_kernel.errors import DtypeError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.testing.inputs import make_inputs
+from modular_kernel.types import Parallel, Problem
+from prepare_finalize import MoEPrepareAndFinalizeNoEP
+
+PROBLEM = Problem(tokens=6, hidden=32, intermediate=16, experts=4, top_k=2, dtype=torch.float32)
+
+
+class WideIds(MoEPrepareAndFinalizeNoEP):
+    """Takes int64 ids alone."""
+
+    requires = replace(MoEPrepareAndFinalizeNoEP.requires, topk_indices_dtype=torch.int64)
+
+
+@pytest.mark.parametrize("by", ["kernel", "plan"])
+def test_a_part_that_declares_an_id_dtype_is_given_no_other(by: str) -> None:
+    kernel = FusedMoEModularKernel(WideIds(PROBLEM), TorchExperts(PROBLEM))
+    call = kernel.plan() if by == "plan" else kernel
+    given = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
+    ids_TK = given.routing.topk_ids_TK
+    with pytest.raises(DtypeError, match="topk_ids: got int32, need int64"):
+        call(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=ids_TK.int()))
+    wide = call(given.x_TH, given.weights, replace(given.routing, topk_ids_TK=ids_TK.long()))
+    assert wide.isfinite().all()
+
+
+def over_ranks() -> list[str]:
+    catalog = load_catalog()
+    kinds = {name: catalog.prepare_finalize(name) for name in catalog.names("prepare_finalize")}
+    return [name for name, kind in kinds.items() if kind.requires.world_sizes[0] > 1]
+
+
+def test_parts_over_ranks_are_known() -> None:
+    assert {"PplxPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"} <= set(over_ranks())
+
+
+@pytest.mark.parametrize("name", over_ranks())
+def test_a_part_over_ranks_is_bounded_by_its_buffers(name: str) -> None:
+    kind = load_catalog().prepare_finalize(name)
+    part = object.__new__(kind)  # without its library
+    part.problem = replace(PROBLEM, parallel=Parallel(2))
+    assert part.max_num_tokens_per_rank() == PROBLEM.tokens
+    assert part.topk_indices_dtype() is None  # ids are numbered anew for every library
