@@ -12,6 +12,7 @@ from test_third_party import install
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.report.mutation_page import read_scores
 from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
 from modular_kernel.testing.mutation.apart import OFFSETS, apart
 from modular_kernel.testing.mutation.scope import modules_of
@@ -171,16 +172,35 @@ def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path)
     (survivor,) = record["survivors"]
     assert record["cases"] >= survivor["cases"] >= 4  # a call of no tokens ends before
     assert "-        unread = 40\n+        unread = 41" in survivor["diff"]
-    assert survivor["command"] == f"mk test --mutate MyExperts --only {unread.ident}"
+    pair = "--pf-type MoEPrepareAndFinalizeNoEP --experts-type MyExperts --level smoke"
+    assert survivor["command"] == f"mk test --mutate MyExperts --only {unread.ident} {pair}"
     code, record = mutate("--only", lost.ident)
     assert (code, record["killed"], record["survivors"]) == (0, 1, [])
-    code, record = mutate("--mutants", "9")
-    assert record["put_in"] == 9 == record["killed"] + len(record["survivors"])
-    assert record["killed"] >= 4
+    code, bits = mutate("--only", unread.ident, "--bits", "12")
+    assert (code, bits) == (0, {"id": unread.ident, "problems": 12, "differing": None})
+    code, bits = mutate("--only", lost.ident, "--bits", "12")
+    assert code == 1
+    assert bits["problems"] < 12
+    assert bits["differing"].startswith("mk test --one ")
+    code, record = mutate("--mutants", "6")
+    assert record["put_in"] == 6 == record["killed"] + len(record["survivors"])
+    assert record["killed"] >= 2
     assert record["executed"] > 50
     assert record["mutants"] == (
         record["executed"] + sum(record["apart"].values()) + sum(record["not_executed"].values())
     )
+
+
+def test_the_page_shows_every_survivor_and_refuses_another_file(tmp_path: Path) -> None:
+    scores = ROOT / "docs/mutation"
+    page = (ROOT / "docs/mutation-scores.md").read_text(encoding="utf-8")
+    for record in read_scores(scores):
+        assert f"| `{record['part']}` |" in page
+        for survivor in record["survivors"]:
+            assert survivor["command"].split(" --pf-type")[0] in " ".join(page.split())
+    (tmp_path / "Other.json").write_text('{"part": "Another"}', encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="another form"):
+        read_scores(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +210,7 @@ def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path)
         ("--mutate", "TorchExperts", "--sensitivity"),
         ("--mutate", "TorchExperts", "--mutants", "0"),
         ("--only", "12345678"),
+        ("--mutate", "TorchExperts", "--bits", "10"),
     ],
 )
 def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.mutation import Score
+    from modular_kernel.testing.mutation import Mutant, Score, Survey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,10 @@ class Mutating:
     mutants: Annotated[
         str, typer.Option(help="With --mutate: how many are drawn, or all.  [default: 150]")
     ] = "150"
+    bits: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --only: do bits differ in N random problems?"),
+    ] = None
     save: Annotated[
         Path | None, typer.Option(help="With --mutate: write PART.json into this folder, too.")
     ] = None
@@ -42,6 +46,8 @@ class Mutating:
         if self.mutate is None and (self.only, self.mutants, self.save) != (None, "150", None):
             need = "--mutate PART beside them"
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
+        if self.bits is not None and (self.only is None or self.bits < 1):
+            raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
         if self.mutate is not None and beside:
             need = "neither --one nor --sensitivity beside it"
             raise ConfigurationError("--mutate", got="both", need=need)
@@ -75,6 +81,8 @@ def run_mutation(
     if host.pool is not None:
         raise ConfigurationError("--mutate", got="--world-size", need="cases in one process")
     found = survey(wanted.mutate, host.machine, pairs, level)
+    if wanted.only is not None and wanted.bits is not None:
+        return _print_bits(found.mutant(wanted.only), found, wanted.bits, as_json=as_json)
     total = 1 if wanted.only else min(count or len(found.mutants), len(found.executed()))
     with output.progress(total) as advance:
         score = mutation_score(found, count=count, only=wanted.only, told=lambda _: advance())
@@ -90,6 +98,22 @@ def run_mutation(
     return not score.survivors
 
 
+def _print_bits(mutant: "Mutant", found: "Survey", problems: int, *, as_json: bool) -> bool:
+    """Returns whether the mutant may be called equivalent: no bit differs."""
+    from modular_kernel.testing.cases import command
+    from modular_kernel.testing.mutation.bits import compare_bits
+
+    bits = compare_bits(mutant, found.coverage, problems)
+    differing = command(bits.differing) if bits.differing else None
+    if as_json:
+        output.print_json({"id": mutant.ident, "problems": bits.problems, "differing": differing})
+    else:
+        output.line(mutant.diff())
+        output.line(f"no bit differs in {bits.problems} problems")
+        output.line(f"then one does: {differing}" if differing else "then there were no more")
+    return differing is None
+
+
 def _print_text(score: "Score") -> None:
     from modular_kernel.testing.mutation.record import killers, reproducer
 
@@ -97,7 +121,7 @@ def _print_text(score: "Score") -> None:
     for fate in score.survivors:
         cases = "no case executes it" if fate.how == "not executed" else f"{fate.ran} case(s) pass"
         output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
-        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found.part)}\n")
+        output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found)}\n")
     for fate, why in score.equivalent:
         proof = f"no bit differs in {why.problems} problems" if why.problems else "same code"
         output.line(f"equivalent {fate.mutant.ident}, {proof}: {why.reason}")

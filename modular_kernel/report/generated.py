@@ -11,10 +11,14 @@ from modular_kernel.report.errors_page import errors_document
 from modular_kernel.report.judged import built_in, judged_matrix
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.matrix import matrix_document
+from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.report.page import page
 from modular_kernel.report.records import read_records
 
 RECORDS = "benchmarks"
+SCORES = "mutation"
+DEFECTS = "source-defects.json"
+NOTES = "mutation-notes.json"
 _FIGURES = "plots"
 
 
@@ -41,6 +45,9 @@ def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
         "support-matrix.md": matrix_document(judged_matrix(built_in(catalog))),
         "errors.md": errors_document(),
         "benchmark-results.md": benchmarks_document(read_records(docs / RECORDS), cells=False),
+        "mutation-scores.md": mutation_document(
+            read_scores(docs / SCORES), docs / DEFECTS, docs / NOTES
+        ),
     }
     texts = {Path(n): markdown(document, figures=_FIGURES) for n, document in documents.items()}
     for document in documents.values():

@@ -6,7 +6,10 @@ from modular_kernel.testing.mutation.operators import WIDE
 from modular_kernel.testing.mutation.source import Mutant
 
 # Words of a statement that speaks of a GPU or of what is only done on one.
-_GPU = re.compile(r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON")
+_GPU = re.compile(
+    r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
+    r"|after_predecessor|overlap\("
+)
 
 OFFSETS = "offsets of 32 bits, wrong from 2^31 elements on (tests/gpu/test_addressing.py)"
 DEVICE = "statements about a GPU, or about whether an operation is interpreted"

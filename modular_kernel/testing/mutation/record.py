@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from modular_kernel.testing.mutation.attempt import Fate
-from modular_kernel.testing.mutation.score import Score
+from modular_kernel.testing.mutation.score import Score, Survey
 
 Record = dict[str, Any]
 
@@ -30,7 +30,7 @@ def record_of(score: Score) -> Record:
             {**_told(fate), "reason": why.reason, "proof": why.proof, "problems": why.problems}
             for fate, why in score.equivalent
         ],
-        "survivors": [_survivor(fate, found.part) for fate in score.survivors],
+        "survivors": [_survivor(fate, found) for fate in score.survivors],
         "apart": score.apart,
         "not_executed": score.not_executed,
     }
@@ -42,13 +42,18 @@ def killers(killed: tuple[Fate, ...]) -> dict[str, int]:
     return dict(Counter(names).most_common())
 
 
-def reproducer(fate: Fate, part: str) -> str:
-    """The line that puts this mutant in again."""
-    return f"mk test --mutate {part} --only {fate.mutant.ident}"
+def reproducer(fate: Fate, found: Survey) -> str:
+    """The line that puts this mutant in again, before the same cases."""
+    words = ["mk", "test", "--mutate", found.part, "--only", fate.mutant.ident]
+    if len(found.pairs) == 1:
+        words += ["--pf-type", found.pairs[0][0], "--experts-type", found.pairs[0][1]]
+    if found.level != "full":
+        words += ["--level", found.level]
+    return " ".join(words)
 
 
-def _survivor(fate: Fate, part: str) -> Record:
-    return {**_told(fate), "cases": fate.ran, "command": reproducer(fate, part)}
+def _survivor(fate: Fate, found: Survey) -> Record:
+    return {**_told(fate), "cases": fate.ran, "command": reproducer(fate, found)}
 
 
 def _told(fate: Fate) -> Record:

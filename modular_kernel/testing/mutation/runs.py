@@ -1,7 +1,10 @@
 """Cases run in this process: the list of some pairings, and the first failure of one case."""
 
+import hashlib
 import time
 from typing import Literal
+
+import torch
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import IncompatibleError
@@ -26,6 +29,17 @@ def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     start = time.perf_counter()
     failure = _first(case, machine)
     return failure, time.perf_counter() - start
+
+
+def digest(case: Case, machine: Machine) -> str:
+    """Every bit of the result of the case's first call, as a digest; or what it raises."""
+    trial = Trial(case, machine)
+    try:
+        out = trial.eager.contiguous()
+    # With a mutant a call can fail in any way.
+    except Exception as error:  # noqa: BLE001
+        return f"raised {type(error).__name__}"
+    return hashlib.sha256(out.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 def _first(case: Case, machine: Machine) -> str | None:

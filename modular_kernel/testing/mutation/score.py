@@ -41,6 +41,14 @@ class Survey:
         """Mutants that some case executes, and that a CPU can tell."""
         return tuple(m for m in self.mutants if self.runs(m) and apart(m) is None)
 
+    def mutant(self, ident: str) -> Mutant:
+        """The mutant of that identity; ConfigurationError if there is none."""
+        found = next((m for m in self.mutants if m.ident == ident), None)
+        if found is None:
+            need = f"the identity of one of the {len(self.mutants)} mutants of {self.part}"
+            raise ConfigurationError("--only", got=repr(ident), need=need)
+        return found
+
     def runs(self, mutant: Mutant) -> bool:
         place = str(mutant.path), mutant.first, mutant.last
         return self.coverage.loads(*place) or bool(self.coverage.executing(*place))
@@ -148,10 +156,7 @@ def mutation_score(
     seed = release() if seed is None else seed
     executed = found.executed()
     if only is not None:
-        chosen = tuple(m for m in found.mutants if m.ident == only)
-        if not chosen:
-            need = f"the identity of one of the {len(found.mutants)} mutants of {found.part}"
-            raise ConfigurationError("--only", got=repr(only), need=need)
+        chosen: tuple[Mutant, ...] = (found.mutant(only),)
     else:
         chosen = drawn(executed, count, seed)
     killers = Killers()

@@ -1,0 +1,135 @@
+"""The page of mutation scores: what `mk test --mutate PART --save` recorded, part by part."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.report.document import Block, Code, Document, Heading, Items, Table, Text
+
+Record = dict[str, Any]
+
+_NUMERIC = frozenset({"mutants", "executed", "put in", "killed", "equivalent", "survived", "score"})
+
+
+def read_scores(folder: Path) -> tuple[Record, ...]:
+    """Every *.json in `folder`, by the name of the part; ConfigurationError for one of no score."""
+    return tuple(_read(path) for path in sorted(folder.glob("*.json")))
+
+
+def mutation_document(scores: tuple[Record, ...], defects: Path, notes: Path) -> Document:
+    """Scores as a table, what survives of each part, and the fates of defects written by hand.
+
+    defects: what tools/source_defects.py writes. notes: what is known of a survivor, by identity.
+    Neither need be there.
+    """
+    known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
+    return (
+        Heading(1, "Mutation scores"),
+        Text(
+            "How much does `mk test --level full` notice? `mk test --mutate PART` changes the "
+            "source of a part, its kernels and the operations it uses, one place at a time and "
+            "in memory alone: a mask lost or off by one, a tail, a stride, an offset, an index "
+            "of scales, a bias row, a clamp, a constant, the dtype of an accumulator, the order "
+            "or the end of a loop, a guard for -1, a step forgotten, two operands exchanged, a "
+            "declaration weakened. The cases that execute the changed line run until one fails. "
+            "No unit test takes part."
+        ),
+        Text(
+            "Mutants are drawn by a seed, the release, from those that some case executes on a "
+            "CPU, kernels in the interpreter. The score is killed / (killed + survived). A case "
+            "that hangs, a crash and a valid case that is refused count as killed, and are told "
+            "apart. An equivalent mutant is one reviewed: the compiled code is the same, or no "
+            "bit differs in at least 2,000 problems."
+        ),
+        Table(
+            ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score"),
+            [_row(score) for score in scores],
+            numeric=_NUMERIC,
+        ),
+        *_written(defects),
+        *(block for score in scores for block in _part(score, known)),
+    )
+
+
+def _written(path: Path) -> tuple[Block, ...]:
+    """What becomes of defects written by hand, by level."""
+    if not path.is_file():
+        return ()
+    found: dict[str, Record] = json.loads(path.read_text(encoding="utf-8"))
+    rows, lists = [], []
+    for level in ("smoke", "full"):
+        fates = [record.get(level, "not run") for record in found.values()]
+        killed = sum(fate.startswith("killed") for fate in fates)
+        others = [str(fates.count(fate)) for fate in ("survived", "not executed", "not run")]
+        rows.append((level, str(len(fates)), str(killed), *others))
+    for what, record in found.items():
+        fate = str(record.get("full", record.get("smoke", "not run")))
+        if not fate.startswith("killed"):
+            lists.append(f"{fate}: {what} (`{record['file']}`)")
+    return (
+        Heading(2, "Defects written by hand"),
+        Text(
+            "`tools/source_defects.json` lists realistic slips in kernels, operations and parts; "
+            "`python tools/source_defects.py LEVEL` puts each in, alone, and runs the cases of "
+            "that level which execute it. A defect that smoke kills is not run again: it counts "
+            "as killed in both rows."
+        ),
+        Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
+        *((Text("Not killed:"), Items(lists)) if lists else ()),
+    )
+
+
+def _read(path: Path) -> Record:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict) or found.get("part") != path.stem or "survivors" not in found:
+        need = f"what `mk test --mutate {path.stem} --save` writes"
+        raise ConfigurationError(str(path), got="another form", need=need)
+    return found
+
+
+def _row(score: Record) -> tuple[str, ...]:
+    counts = (score["mutants"], score["executed"], score["put_in"], score["killed"])
+    lived = len(score["equivalent"]), len(score["survivors"])
+    return (f"`{score['part']}`", *map(str, (*counts, *lived)), f"{score['score']:.1%}")
+
+
+def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
+    versions = ", ".join(f"{name} {number}" for name, number in score["versions"].items())
+    about = (
+        f"{score['cases']} cases of {', '.join(score['pairings'])}, level {score['level']}; "
+        f"seed {score['seed']}; {versions}."
+    )
+    idle = sum(score["not_executed"].values())
+    apart = [f"{count}: {reason}" for reason, count in score["apart"].items()]
+    if idle:
+        where = ", ".join(f"`{module}` {count}" for module, count in score["not_executed"].items())
+        apart.append(f"{idle}: no case executes them on a CPU. {where}")
+    blocks: list[Block] = [Heading(2, f"`{score['part']}`"), Text(about)]
+    if score["killed_by"]:
+        blocks.append(Table(("killed by", "mutants"), _counts(score["killed_by"])))
+    if apart:
+        blocks += [Text("Listed apart, and not counted:"), Items(apart)]
+    if score["equivalent"]:
+        blocks.append(Heading(3, f"Equivalent in `{score['part']}`"))
+    for one in score["equivalent"]:
+        blocks += [Text(f"{_proof(one)}: {one['reason']}"), _diff(one)]
+    if score["survivors"]:
+        blocks.append(Heading(3, f"Survivors of `{score['part']}`"))
+    for one in score["survivors"]:
+        note = known.get(one["id"], "Not looked into yet.")
+        blocks += [_diff(one), Text(f"{one['cases']} cases pass. {note} `{one['command']}`")]
+    return tuple(blocks)
+
+
+def _counts(found: dict[str, int]) -> list[tuple[str, str]]:
+    return [(name, str(count)) for name, count in found.items()]
+
+
+def _proof(one: Record) -> str:
+    same = "The same compiled code"
+    return f"No bit differs in {one['problems']} problems" if one["proof"] == "bits" else same
+
+
+def _diff(one: Record) -> Code:
+    return Code("diff", one["diff"])
