@@ -18,8 +18,8 @@ from modular_kernel.cli.host import parse_arch
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases import BASE, Case, axes, command
-from modular_kernel.types import Combine, Parallel, Problem
+from modular_kernel.testing.cases import BASE, Case, axes, cases_for, command
+from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = (
@@ -189,6 +189,9 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         words = shlex.split(command(case))
         assert words[0] == "mk"
         assert case_of(*words[1:], monkeypatch=monkeypatch) == case
+    for case in cases_for(*pair, Machine()).cases:
+        words = shlex.split(command(case))
+        assert case_of(*words[1:], monkeypatch=monkeypatch) == case
 
 
 @pytest.mark.parametrize(
@@ -213,6 +216,8 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("test --tokens 5", "got no --one"),
         ("test --seed 5", "got no --one"),
         (f"test --one {' '.join(TORCH_PAIR)} --routing odd", "--routing: got 'odd', need one of"),
+        (f"test --one {' '.join(TORCH_PAIR)} --layout odd", "layout: got odd, need one of plain"),
+        (f"test --one {' '.join(TORCH_PAIR)} --values odd", "values: got odd, need one of ordin"),
         ("profile --experts-type TorchExperts", "--pf-type"),
         ("nonsense", "nonsense"),
     ],

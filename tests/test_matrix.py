@@ -1,17 +1,19 @@
 """Every pairing in the catalog, on every case: the combinatorial test. Skips are rejections."""
 
+from collections.abc import Callable
+
 import pytest
 
 from modular_kernel.catalog import check_all, this_machine
 from modular_kernel.testing import Case, cases_for, pairings, prove
 from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases_drawn import draw
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()
 PAIRINGS = pairings(MACHINE)
 SELECTIONS = [cases_for(pf, experts, MACHINE) for pf, experts in PAIRINGS]
 CASES = [case for selection in SELECTIONS for case in selection.cases]
-REFUSED = [pair for selection in SELECTIONS for pair in selection.refused]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -20,9 +22,41 @@ def test_proven(case: Case, machine: Machine) -> None:
     assert proof.passed, str(proof)
 
 
-@pytest.mark.parametrize(("case", "verdict"), REFUSED, ids=[str(case) for case, _ in REFUSED])
-def test_refused(case: Case, verdict: object) -> None:
-    pytest.skip(str(verdict))
+@pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
+def test_every_two_values_meet(
+    pairing: tuple[str, str], record_property: Callable[[str, object], None]
+) -> None:
+    """All pairs of values of two axes: proven in a case, or impossible with a reason."""
+    array, cases = draw(*pairing, MACHINE)
+    assert array.missing() == ()
+    assert array.lifeless == frozenset()
+    assert len(array.met) + len(array.impossible) == len(list(array.space.pairs()))
+    assert len(set(cases)) == len(cases)
+    assert len(cases) <= 320  # three minutes on two processors
+    record_property("cases", len(cases))
+    record_property("pairs met", len(array.met))
+    words = array.space.words
+    for (a, b), reason in array.impossible.items():
+        record_property(f"impossible: {words(a)}, {words(b)}", reason)
+
+
+BLIND = (
+    ("quant=fp8_w8a8_block", "chunks=ragged"),
+    ("quant=int4_w4a16_group:group=32,zero_points=true", "interleaved=True"),
+    ("quant=int8_w8a16_group:group=32,zero_points=true", "interleaved=True"),
+    ("quant=fp8_w8a8_block:block=48x64", "intermediate=47"),
+    ("quant=int8_w8a8_channel", "intermediate=19"),
+    ("numbers=(torch.bfloat16, 'ieee')", "top_k=16"),
+    ("numbers=(torch.bfloat16, 'ieee')", "top_k=8"),
+    ("quant=int4_w4a16_group:group=64", "bias=True"),
+)
+
+
+@pytest.mark.parametrize("cell", BLIND, ids=" ".join)
+def test_no_blind_cell(cell: tuple[str, str]) -> None:
+    """Pairs in which defects have passed before."""
+    array, _ = draw("MoEPrepareAndFinalizeNoEP", "TorchExperts", MACHINE)
+    assert cell in {(array.space.words(a), array.space.words(b)) for a, b in array.met}
 
 
 def test_every_other_pairing_is_refused_with_a_reason(machine: Machine) -> None:

@@ -9,13 +9,12 @@ from modular_kernel.testing import (
     Case,
     Mutant,
     Proof,
-    cases_for,
     command,
     pairings,
     prove,
     sensitivity,
 )
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases import BASE, cases_by_axes
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()
@@ -40,7 +39,7 @@ def test_killed(
 
 
 def test_every_mutant_occurs_in_some_pairing(machine: Machine) -> None:
-    cases = [case for pair in PAIRINGS for case in cases_for(*pair, machine).cases]
+    cases = [case for pair in PAIRINGS for case in cases_by_axes(*pair, machine).cases]
     assert [m.name for m in HERE if not any(m.occurs(case, machine) for case in cases)] == []
 
 

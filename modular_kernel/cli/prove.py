@@ -15,7 +15,7 @@ from modular_kernel.cli.sensitivity import run_sensitivity
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.cases import Case
+    from modular_kernel.testing.case import Case
     from modular_kernel.testing.prove import Proof
 
 
@@ -28,6 +28,14 @@ class OneCase:
     ] = False
     routing: Annotated[str, typer.Option(help="With --one: the kind of routing.")] = "uniform"
     seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
+    layout: Annotated[str, typer.Option(help="With --one: how tensors lie in memory.")] = "plain"
+    values: Annotated[str, typer.Option(help="With --one: what x and routing hold.")] = "ordinary"
+    own_scales: Annotated[
+        bool, typer.Option("--own-scales", help="With --one: scales in the problem's dtype.")
+    ] = False
+    by_turns: Annotated[
+        bool, typer.Option("--by-turns", help="With --one: a second kernel between the calls.")
+    ] = False
     rank_tokens: Annotated[
         str | None,
         typer.Option(
@@ -59,6 +67,16 @@ class Job:
     experts: str
     cases: "tuple[Case, ...]"
     refused: int
+    met: int = 0
+    impossible: int = 0
+
+    @property
+    def covers(self) -> str:
+        """What the cases cover, and what they do not."""
+        if self.met:
+            return f"{self.met} pairs of values of two axes met, {self.impossible} impossible"
+        schemes = dict.fromkeys(case.problem.scheme.name for case in self.cases)
+        return f"schemes {', '.join(schemes)}; not every two values of two axes: --level full"
 
 
 @dataclass(frozen=True)
@@ -138,16 +156,22 @@ def _level(text: str) -> Literal["smoke", "full"]:
 def _single_case(
     options: ProblemOptions, replay: OneCase, pf: str | None, experts: str | None
 ) -> Job:
-    from modular_kernel.testing.cases import Case
-    from modular_kernel.testing.inputs import ROUTINGS
+    from modular_kernel.testing.case import Case
+    from modular_kernel.testing.inputs import ORDINARY, ROUTINGS
+    from modular_kernel.testing.inputs import Manner as InputsManner
 
     if pf is None or experts is None:
         raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
     if replay.routing not in ROUTINGS:
         need = f"one of {', '.join(ROUTINGS)}"
         raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
-    case = Case(pf, experts, options.problem(), replay.routing, replay.seed)
+    manner = InputsManner(replay.layout, replay.values, replay.own_scales)
+    problem, turns = options.problem(), replay.by_turns
+    case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
     if (options.world_size or 1) > 1:
+        if manner != ORDINARY or turns:
+            need = "the ordinary layout, values and scales: --world-size"
+            raise ConfigurationError("--one", got=str(manner), need=need)
         case = over_ranks(case, replay.rank_tokens)
     elif replay.rank_tokens is not None:
         raise ConfigurationError("--rank-tokens", got="one rank", need="--world-size beside it")
@@ -172,7 +196,9 @@ def _jobs(
                 raise IncompatibleError(verdict.pairing, verdict.rejections)
             if selection.cases:
                 refused = len(selection.refused)
-                jobs.append(Job(pf_name, experts_name, selection.cases, refused))
+                met = getattr(selection, "met", 0)  # over ranks nothing is drawn by pairs
+                impossible = len(getattr(selection, "impossible", ()))
+                jobs.append(Job(pf_name, experts_name, selection.cases, refused, met, impossible))
     return jobs
 
 
@@ -212,7 +238,7 @@ def _share(proof: "Proof") -> float:
 
 
 def _record(result: Result) -> dict[str, object]:
-    from modular_kernel.testing.cases import command
+    from modular_kernel.testing.case import command
 
     worst = result.worst
     failures = [
@@ -224,6 +250,7 @@ def _record(result: Result) -> dict[str, object]:
         "experts": result.job.experts,
         "cases": len(result.proofs),
         "refused": result.job.refused,
+        "covers": result.job.covers,
         "failed": len(failures),
         "seconds": sum(proof.seconds for proof in result.proofs),
         "worst": worst and {"case": str(worst.case), "error": worst.error, "bound": worst.bound},
@@ -235,6 +262,9 @@ def _print_text(results: Sequence[Result]) -> None:
     columns = ("pairing", "cases", "failed", "refused", "error", "bound", "s")
     output.table(columns, [_row(result) for result in results])
     for result in results:
+        if len(result.job.cases) > 1:
+            job = result.job
+            output.line(f"{job.prepare_finalize} x {job.experts}: {job.covers}")
         for proof in result.failed:
             output.line(f"{proof}\n")
     count = sum(len(result.proofs) for result in results)

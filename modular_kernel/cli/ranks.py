@@ -11,7 +11,8 @@ from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.cases import Case, Selection
+    from modular_kernel.testing.case import Case
+    from modular_kernel.testing.cases import Selection
     from modular_kernel.testing.cases_ranks import RankCase, RankSelection
     from modular_kernel.testing.mutants import Kill
     from modular_kernel.testing.prove import Proof

@@ -18,7 +18,8 @@ there what the modules above do in one.
             assert prove_ranks(case, pool, machine).passed
 """
 
-from modular_kernel.testing.cases import Case, cases_for, command, pairings
+from modular_kernel.testing.case import Case, command
+from modular_kernel.testing.cases import cases_for, pairings
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.ledger import check_proofs, machine_kind, read_ledger
 from modular_kernel.testing.mutants import MUTANTS, Kill, sensitivity

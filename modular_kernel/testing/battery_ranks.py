@@ -15,7 +15,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
 from modular_kernel.testing.battery import MUTANTS
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.case import Case
 from modular_kernel.testing.cases_ranks import RankCase
 from modular_kernel.testing.defects_given import square_weights
 from modular_kernel.testing.tamper import Arguments, Mutant

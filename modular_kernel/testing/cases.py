@@ -8,7 +8,6 @@ A case is a problem, a kind of routing, a manner of inputs and a seed, so it can
 machine by the one line that `command` prints. Shapes are small: the interpreter runs them too.
 """
 
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,62 +16,43 @@ import torch
 
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.support import Verdict
+from modular_kernel.testing.case import Case, command
+from modular_kernel.testing.cases_drawn import draw, space_of
 from modular_kernel.testing.cases_invariant import batch_invariant
 from modular_kernel.testing.cases_quant import quantised
-from modular_kernel.testing.inputs import ORDINARY, ROUTINGS, Manner
-from modular_kernel.types import Combine, Machine, Problem, dtype_name
+from modular_kernel.testing.cases_smoke import smoke
+from modular_kernel.testing.covering import has_row
+from modular_kernel.testing.inputs import ROUTINGS
+from modular_kernel.types import Combine, Machine, Problem
 
-__all__ = ["BASE", "ROUTINGS", "Case", "Selection", "axes", "cases_for", "command", "pairings"]
+__all__ = [
+    "BASE",
+    "ROUTINGS",
+    "Case",
+    "Selection",
+    "axes",
+    "cases_by_axes",
+    "cases_for",
+    "command",
+    "pairings",
+]
 
 Level = Literal["smoke", "full"]
 Variant = tuple[Problem, str]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One proof to be made: a pairing by name, a problem, a kind of routing, and a seed.
-
-    manner: how tensors lie, and what values they hold. by_turns: a second kernel, of another
-    problem, runs between this one's calls.
-    """
-
-    prepare_finalize: str
-    experts: str
-    problem: Problem
-    routing: str = "uniform"
-    seed: int = 0
-    manner: Manner = ORDINARY
-    by_turns: bool = False
-
-    def __str__(self) -> str:
-        seed = f"-seed{self.seed}" if self.seed else ""
-        pairing = f"{self.prepare_finalize}+{self.experts}"
-        unusual = "".join(
-            f"-{name}" if value is True else f"-{value}" for name, value in self._unusual().items()
-        )
-        return f"{pairing}-{self.problem}-{self.routing}{unusual}{seed}"
-
-    def _unusual(self) -> dict[str, object]:
-        """Options of the manner, where they are not the default."""
-        options = {
-            "layout": (self.manner.layout, ORDINARY.layout),
-            "values": (self.manner.values, ORDINARY.values),
-            "own-scales": (self.manner.own_scales, False),
-            "by-turns": (self.by_turns, False),
-        }
-        return {name: value for name, (value, default) in options.items() if value != default}
-
-    def options(self) -> dict[str, object]:
-        """Options of `mk test --one` that the problem does not tell."""
-        return {"routing": self.routing, "seed": self.seed, **self._unusual()}
-
-
-@dataclass(frozen=True)
 class Selection:
-    """The cases a pairing must pass, and those that the rules refuse, each with its verdict."""
+    """The cases a pairing must pass, and those that the rules refuse, each with its verdict.
+
+    met: how many pairs of values of two axes meet in cases that were drawn by pairs. impossible:
+    those that no valid case holds, each with the reason.
+    """
 
     cases: tuple[Case, ...]
     refused: tuple[tuple[Case, Verdict], ...]
+    met: int = 0
+    impossible: tuple[tuple[str, str, str], ...] = ()
 
 
 # float32: nothing is hidden by rounding. Odd counts; H and I off every tile, yet multiples of 16,
@@ -90,10 +70,33 @@ _BEFORE = "swiglu_clamp_before:limit=0.5"
 def cases_for(
     prepare_finalize: str, experts: str, machine: Machine, level: Level = "full"
 ) -> Selection:
-    """Every case of `level` for a pairing, judged on `machine`."""
+    """Every case of `level` for a pairing, judged on `machine`.
+
+    full: cases in which every two values of two axes meet, as far as the pairing takes both.
+    """
+    if level == "smoke":
+        return _judged(prepare_finalize, experts, machine, smoke(BASE))
+    array, cases = draw(prepare_finalize, experts, machine)
+    met, words = len(array.met), array.space.words
+    impossible = tuple((words(a), words(b), why) for (a, b), why in array.impossible.items())
+    ordinary = (
+        Case(prepare_finalize, experts, BASE),
+        check(prepare_finalize, experts, BASE, machine),
+    )
+    return Selection(cases, () if cases else (ordinary,), met, impossible)
+
+
+def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
+    """The cases of `axes(BASE)` for a pairing, judged on `machine`."""
+    return _judged(prepare_finalize, experts, machine, axes(BASE))
+
+
+def _judged(
+    prepare_finalize: str, experts: str, machine: Machine, variants: Iterable[Variant]
+) -> Selection:
     cases: list[Case] = []
     refused: list[tuple[Case, Verdict]] = []
-    for problem, routing in axes(BASE) if level == "full" else _smoke(BASE):
+    for problem, routing in variants:
         case = Case(prepare_finalize, experts, problem, routing)
         verdict = check(prepare_finalize, experts, problem, machine)
         if verdict.ok:
@@ -110,8 +113,14 @@ def pairings(machine: Machine, level: Level = "full") -> tuple[tuple[str, str], 
         (pf, experts)
         for pf in catalog.names("prepare_finalize")
         for experts in catalog.names("experts")
-        if cases_for(pf, experts, machine, level).cases
+        if _any_case(pf, experts, machine, level)
     )
+
+
+def _any_case(prepare_finalize: str, experts: str, machine: Machine, level: Level) -> bool:
+    if level == "smoke":
+        return bool(cases_for(prepare_finalize, experts, machine, level).cases)
+    return has_row(space_of(prepare_finalize, experts, machine))
 
 
 def axes(base: Problem) -> tuple[Variant, ...]:
@@ -133,22 +142,6 @@ def axes(base: Problem) -> tuple[Variant, ...]:
         batch_invariant(base),
     )
     return tuple(dict.fromkeys(variant for group in groups for variant in group))
-
-
-def _smoke(base: Problem) -> tuple[Variant, ...]:
-    """About eight cases that touch every axis."""
-    weighted = replace(base, combine=Combine.TOPK_WEIGHTED, routed_scaling_factor=2.5)
-    on_input = replace(base, apply_router_weight_on_input=True, top_k=1, bias=True)
-    return (
-        (base, "uniform"),
-        (base.with_tokens(0), "uniform"),
-        (replace(base, dtype=_BF16, activation=_OAI, bias=True), "skips"),
-        (replace(base, dtype=_FP16, top_k=3, hidden=160, ids_dtype=torch.int64), "duplicates"),
-        (on_input, "zipf"),
-        (replace(base, expert_map=True, local_experts=3, activation="relu2"), "out_of_range"),
-        (replace(base, tokens=17, chunk_tokens=8, inplace=True), "all_to_one"),
-        (weighted, "empty_experts"),
-    )
 
 
 def _change(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
@@ -281,47 +274,3 @@ def _shapes(base: Problem) -> Iterator[Variant]:
     yield _change(base, hidden=160, intermediate=96, dtype=_BF16, bias=True)
     yield _change(base, hidden=47, intermediate=33, dtype=_BF16, activation=_OAI)
     yield _change(base, hidden=104, intermediate=56, dtype=_FP16, activation="relu2")
-
-
-def command(case: Case) -> str:
-    """The line that proves this case alone, here or on another machine."""
-    problem = case.problem
-    options: dict[str, object] = {
-        "pf-type": case.prepare_finalize,
-        "experts-type": case.experts,
-        "tokens": problem.tokens,
-        "hidden": problem.hidden,
-        "intermediate": problem.intermediate,
-        "experts": problem.experts,
-        "top-k": problem.top_k,
-        "dtype": dtype_name(problem.dtype),
-        "quant": problem.quant,
-        "activation": problem.act,
-        **_unusual(problem),
-        **case.options(),
-    }
-    words = ["mk", "test", "--one"]
-    for name, value in options.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    return shlex.join(words)
-
-
-def _unusual(problem: Problem) -> dict[str, object]:
-    """Options beyond the first eight, where they are not the default."""
-    ids_dtype = problem.ids_dtype
-    options = {
-        "local-experts": (problem.local_experts, None),
-        "ids-dtype": (None if ids_dtype is None else dtype_name(ids_dtype), None),
-        "bias": (problem.bias, False),
-        "expert-map": (problem.expert_map, False),
-        "router-weight-on-input": (problem.apply_router_weight_on_input, False),
-        "routed-scaling-factor": (problem.routed_scaling_factor, 1.0),
-        "combine": (problem.combine.value, Combine.SUM.value),
-        "inplace": (problem.inplace, False),
-        "fp32-precision": (problem.fp32_precision, "ieee"),
-        "chunk-tokens": (problem.chunk_tokens, None),
-        "graph": (problem.graph, False),
-        "batch-invariant": (problem.batch_invariant, False),
-        "world-size": (problem.parallel.world_size, 1),
-    }
-    return {name: value for name, (value, default) in options.items() if value != default}

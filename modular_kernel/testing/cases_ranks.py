@@ -15,7 +15,8 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.placement import Placement
 from modular_kernel.support import Verdict
-from modular_kernel.testing.cases import BASE, Case
+from modular_kernel.testing.case import Case
+from modular_kernel.testing.cases import BASE
 from modular_kernel.testing.fit_ranks import neighbours
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 

@@ -13,23 +13,17 @@ from functools import cached_property
 
 import torch
 
-from modular_kernel import reference
 from modular_kernel.catalog import check, load_catalog, make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel, Pending, Plan
 from modular_kernel.ops.runtime import watched_races
-from modular_kernel.testing.cases import Case
-from modular_kernel.testing.compare import Comparison
-from modular_kernel.testing.compare_apart import compare_apart
+from modular_kernel.testing.case import Case
 from modular_kernel.testing.inputs import (
     ORDINARY,
-    Inputs,
-    fenced,
     fences_intact,
-    invalid_count,
-    make_inputs,
 )
 from modular_kernel.testing.invariance import as_bytes, batch_invariant
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.testing.sample import Sample
+from modular_kernel.types import Machine
 
 Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
 Findings = Iterator[str]
@@ -41,60 +35,6 @@ def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularK
     return make_kernel(
         case.prepare_finalize, case.experts, case.problem, machine=machine, poison=poison
     )
-
-
-class Sample:
-    """One call's inputs, and what has to come out.
-
-    `inputs` may be harmed by a faulty part; `exact`, `recipe` and `pristine` are made apart.
-    """
-
-    def __init__(
-        self, case: Case, device: torch.device, *, tokens: int, salt: int, strided: bool = False
-    ) -> None:
-        self.problem: Problem = case.problem.with_tokens(tokens)
-        self.routing, self.manner = case.routing, case.manner
-        self.device = device
-        self.strided = strided
-        self.seed = 1000 * case.seed + salt
-        self.inputs = self._make()
-        self.pristine = self._make()
-        self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
-
-    def _make(self) -> Inputs:
-        return make_inputs(
-            self.problem,
-            self.routing,
-            self.device,
-            seed=self.seed,
-            strided=self.strided,
-            manner=self.manner,
-        )
-
-    @cached_property
-    def exact(self) -> torch.Tensor:
-        i = self.pristine
-        return reference.oracle(i.x_TH, i.weights, i.routing, self.problem)
-
-    @cached_property
-    def recipe(self) -> torch.Tensor:
-        i = self.pristine
-        return reference.recipe(i.x_TH, i.weights, i.routing, self.problem)
-
-    def compare(self, out: torch.Tensor) -> Comparison:
-        """`out` against the oracle; tokens that would hide others, by themselves."""
-        return compare_apart(out, self.exact, self.recipe, self.problem, self.manner.values)
-
-    def x_TH(self) -> torch.Tensor:
-        """x for one call: a new copy if the call overwrites it."""
-        return fenced(self.pristine.x_TH) if self.problem.inplace else self.inputs.x_TH
-
-    def empty_output(self) -> torch.Tensor:
-        """A fenced tensor for `out=`, full of NaN."""
-        middle = () if self.problem.combine is Combine.SUM else (self.problem.top_k,)
-        shape = (self.problem.tokens, *middle, self.problem.hidden)
-        nan = torch.full(shape, torch.nan, dtype=self.problem.dtype, device=self.device)
-        return fenced(nan)
 
 
 @dataclass(frozen=True)

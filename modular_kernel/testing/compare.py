@@ -54,12 +54,13 @@ def compare(
     problem: Problem,
     *,
     fair: float = 0.0,
+    fair_row: float = 0.0,
 ) -> Comparison:
     """Judge `out`, (T, H) or (T, K, H), by the float64 tensors `exact` and `recipe`.
 
     Rows that are zero in `exact` (every pair skipped) must be zero bit for bit, but for the sign.
     fair: the recipe's relative error over more tokens of the same layer, where `out` is of a few;
-    the larger one counts.
+    the larger one counts. fair_row: of its worst row among those, for quantised problems.
     """
     wrong = _wrong_kind(out, exact, problem)
     if wrong:
@@ -74,9 +75,8 @@ def compare(
     if not bool(live.any()):
         return Comparison(0.0, EPS)
     index = live.nonzero().flatten()
-    return _compare_rows(
-        ours[live], exact[live], recipe[live], index, problem.scheme.quantised, fair
-    )
+    least = fair_row if problem.scheme.quantised else None
+    return _compare_rows(ours[live], exact[live], recipe[live], index, fair, least)
 
 
 def _wrong_kind(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
@@ -112,10 +112,10 @@ def _compare_rows(
     exact: torch.Tensor,
     recipe: torch.Tensor,
     index: torch.Tensor,
-    quantised: bool,
     fair_of_more: float,
+    fair_row: float | None,
 ) -> Comparison:
-    """Rows that are nowhere all zero; `index` is where each stood.
+    """Rows that are nowhere all zero; `index` is where each stood. fair_row: None unless quantised.
 
     One large activation makes the steps of its whole group coarse, and one beyond a static scale
     is cut off, in the recipe as in a part: where activations or weights are quantised, a row may be
@@ -132,8 +132,8 @@ def _compare_rows(
     bound = FACTOR * fair + EPS
     row_bounds = torch.full_like(rows, ROW_FACTOR * (typical + EPS))
     value_bound = VALUE_FACTOR * (typical + EPS)
-    if quantised:
-        row_bounds = torch.maximum(row_bounds, FACTOR * fair_rows)
+    if fair_row is not None:
+        row_bounds = torch.maximum(row_bounds, FACTOR * fair_rows.clamp(min=fair_row))
         value_bound = max(value_bound, 2 * float(fair_values.max()))
     worst = int((rows / row_bounds).argmax())
     worst_row, row_bound, worst_value = (

@@ -109,11 +109,20 @@ class Array:
     impossible: Mapping[Pair, str]
     lifeless: frozenset[Pair]
 
+    @property
+    def met(self) -> frozenset[Pair]:
+        """The pairs that the rows prove."""
+        return frozenset[Pair]().union(*(self.space.covered(row) for row in self.rows))
+
     def missing(self) -> tuple[Pair, ...]:
         """Pairs that no row proves, though some could."""
-        covered = frozenset[Pair]().union(*(self.space.covered(row) for row in self.rows))
-        out = covered | self.impossible.keys() | self.lifeless
+        out = self.met | self.impossible.keys() | self.lifeless
         return tuple(pair for pair in self.space.pairs() if pair not in out)
+
+
+def has_row(space: Space) -> bool:
+    """Whether `covering_array` finds any row."""
+    return _Drawing(space, random.Random(0)).ordinary() is not None
 
 
 def covering_array(space: Space, seed: int = 0) -> Array:
@@ -176,7 +185,7 @@ class _Drawing:
     def _impossible(self) -> dict[Pair, str]:
         """Find a row for each pair; the reason where there is none."""
         space = self.space
-        ordinary = self._mended((0,) * self.count, frozenset())
+        ordinary = self.ordinary()
         if ordinary is None:
             return {pair: self._why((0,) * self.count) for pair in space.pairs()}
         homes = self._homes(ordinary)
@@ -197,6 +206,10 @@ class _Drawing:
             else:
                 self.holds[pair] = found
         return impossible
+
+    def ordinary(self) -> Row | None:
+        """A valid row of ordinary values, but for those that have to be others."""
+        return self._mended((0,) * self.count, frozenset())
 
     def _homes(self, ordinary: Row) -> dict[int, Row]:
         """A valid row for each value that has one, as near to the ordinary row as is found."""
@@ -290,29 +303,33 @@ class _Drawing:
     def _candidate(self, pair: Pair) -> Row:
         """A row with `pair` whose values can stand beside each other two by two, each of those that
         meet most new ones; where they differ in cost, for the cost of what is chosen so far."""
-        chosen: dict[int, int] = {self._axis(number): number for number in pair}
+        row = [0] * self.count  # ordinary values where none is chosen yet
+        fixed = {self._axis(number): number for number in pair}
+        for axis, number in fixed.items():
+            row[axis] = number - self.starts[axis]
         bits = _bits(pair)
-        rest = [axis for axis in range(self.count) if axis not in chosen]
+        rest = [axis for axis in range(self.count) if axis not in fixed]
         self.dice.shuffle(rest)
         for axis in rest:
-            start = self.starts[axis]
-            numbers = range(start, start + len(self.space.axes[axis].values))
-            fit = [n for n in numbers if bits & ~self.possible[n] == 0]
-            score = {n: (self.open[n] & bits).bit_count() + self.dice.random() for n in fit}
-            if self.space.axes[axis].dear:
-                score = {n: score[n] / self._cost({**chosen, axis: n}) for n in fit}
-            number = max(fit, key=score.__getitem__, default=start)
-            chosen[axis] = number
+            row[axis], number = self._chosen(axis, row, bits)
             bits |= 1 << number
-        return self._row(chosen)
+        return tuple(row)
 
-    def _row(self, chosen: dict[int, int]) -> Row:
-        """Numbers by axis as a row, ordinary values for the rest."""
-        starts = enumerate(self.starts)
-        return tuple(chosen.get(axis, start) - start for axis, start in starts)
-
-    def _cost(self, chosen: dict[int, int]) -> float:
-        return self.space.cost(self._row(chosen))
+    def _chosen(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
+        """A value of `axis` for a row whose chosen values are `bits`: its index, its number."""
+        start, dear = self.starts[axis], self.space.axes[axis].dear
+        best, worth = 0, -1.0
+        for value in range(len(self.space.axes[axis].values)):
+            number = start + value
+            if bits & ~self.possible[number]:
+                continue
+            score = (self.open[number] & bits).bit_count() + self.dice.random()
+            if dear:
+                row[axis] = value
+                score /= self.space.cost(tuple(row))
+            if score > worth:
+                best, worth = value, score
+        return best, start + best
 
 
 def _with(row: Row, axis: int, value: int) -> Row:

@@ -8,7 +8,7 @@ from modular_kernel.types import Problem
 VALUES = (
     "ordinary",
     "zero_rows",  # every third token is zero
-    "signed",  # router weights of either sign, and zero
+    "signed",  # router weights of either sign, and zero; NaN or negative where a pair is skipped
     "large",  # of three tokens one whose gates are large and one whose gates overflow
     "nan_token",  # one token is NaN
     "inf_token",  # one token holds an infinity
@@ -63,4 +63,10 @@ def hostile_routing(
     flat = weights_TK.view(-1)
     flat[1::3] *= -1
     flat[5::7] = 0
+    ids = routing.topk_ids_TK.view(-1)
+    unused = (ids < 0) | (ids >= problem.experts)
+    if expert_map is not None:
+        unused |= expert_map[ids.clamp(0, problem.experts - 1)] < 0
+    flat[unused] = torch.nan
+    flat[unused & (torch.arange(len(flat)) % 2 == 1)] = -7
     return Routing(weights_TK, routing.topk_ids_TK)

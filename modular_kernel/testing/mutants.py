@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from modular_kernel.testing.battery import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.battery_quant import SCALE_MUTANTS
-from modular_kernel.testing.cases import Case, cases_for
+from modular_kernel.testing.case import Case
+from modular_kernel.testing.cases import cases_by_axes, cases_for
 from modular_kernel.testing.checks import Trial
 from modular_kernel.testing.prove import findings, prove
 from modular_kernel.testing.tamper import Mutant
@@ -57,7 +58,7 @@ def sensitivity(
     """
     proven = {} if proven is None else proven
     smoke = cases_for(prepare_finalize, experts, machine, "smoke").cases
-    full = cases_for(prepare_finalize, experts, machine).cases
+    full = cases_by_axes(prepare_finalize, experts, machine).cases
     kills = []
     for mutant in mutants:
         few = [case for case in smoke if mutant.occurs(case, machine)]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from modular_kernel.testing.battery_ranks import RANK_MUTANTS, RankMutant, build_mutant
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.case import Case
 from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
 from modular_kernel.testing.checks import CHECKS, plan_reused
 from modular_kernel.testing.mutants import Kill, first_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import CorruptionError
-from modular_kernel.testing.cases import Case, command
+from modular_kernel.testing.case import Case, command
 from modular_kernel.testing.checks import CHECKS, Build, Check, Trial, build_kernel
 from modular_kernel.types import Machine
 

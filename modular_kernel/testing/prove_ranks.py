@@ -24,14 +24,15 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.case import Case
 from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import CHECKS, Build, Check, Sample, Trial, call
+from modular_kernel.testing.checks import CHECKS, Build, Check, Trial, call
 from modular_kernel.testing.compare import Comparison, compare
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
 from modular_kernel.testing.prove import Proof, raised
 from modular_kernel.testing.ranks import RankError, RankPool
+from modular_kernel.testing.sample import Sample
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 # (..., poison, process group)

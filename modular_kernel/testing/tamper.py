@@ -26,7 +26,7 @@ from modular_kernel.tensors import (
     Handle,
     Routing,
 )
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.case import Case
 from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 

@@ -5,10 +5,22 @@ import triton.language as tl
 
 
 @triton.jit
+def _at_most(value, limit):
+    """min(value, limit), NaN where the value is: the plain minimum would make it the limit."""
+    return tl.minimum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _at_least(value, limit):
+    """max(value, limit), NaN where the value is."""
+    return tl.maximum(value, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
     """Float32 gate and up values to float32; ungated kinds ignore `up`."""
     if KIND == "relu2":
-        positive = tl.maximum(gate, 0.0)
+        positive = _at_least(gate, 0.0)
         result = positive * positive
     elif KIND == "silu":
         result = gate * tl.sigmoid(gate) * up
@@ -19,16 +31,16 @@ def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.conste
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         result = gate * tl.sigmoid(2.0 * inner) * up
     elif KIND == "swiglu_oai":
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = _at_most(gate, LIMIT)
+        up = _at_most(_at_least(up, -LIMIT), LIMIT)
         result = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
     elif KIND == "swiglu_clamp_after":
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        result = tl.minimum(gate * tl.sigmoid(gate), LIMIT) * up
+        up = _at_most(_at_least(up, -LIMIT), LIMIT)
+        result = _at_most(gate * tl.sigmoid(gate), LIMIT) * up
     else:
         tl.static_assert(KIND == "swiglu_clamp_before")
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        gate = _at_most(gate, LIMIT)
+        up = _at_most(_at_least(up, -LIMIT), LIMIT)
         result = gate * tl.sigmoid(gate) * up
     return result
 
