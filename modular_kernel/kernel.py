@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel import stages, validate
+from modular_kernel import modes, stages, validate
 from modular_kernel.contracts import (
     Call,
     PermuteExpertsUnpermute,
@@ -114,6 +114,7 @@ class FusedMoEModularKernel:
         """How many ids outside [-1, E) were skipped so far. Synchronises with the device."""
         return 0 if self._invalid_ids is None else int(self._invalid_ids.item())
 
+    @modes.untraced
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -129,6 +130,7 @@ class FusedMoEModularKernel:
         """
         return self._started(x_TH, weights, routing, out, at_once=True).finish()
 
+    @modes.untraced
     def start(
         self,
         x_TH: torch.Tensor,
@@ -237,7 +239,8 @@ class FusedMoEModularKernel:
     def count_invalid_ids_on(self, device: torch.device) -> torch.Tensor:
         """The counter behind `invalid_ids`, made at the first need."""
         if self._invalid_ids is None:
-            self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
+            with modes.kept():
+                self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
         return self._invalid_ids
 
     def _defers_quant(self, tokens: int) -> bool:
@@ -257,6 +260,7 @@ class FusedMoEModularKernel:
         if self.poison and out is not None and not self.problem.inplace:
             poison_tensor(out)
 
+    @modes.without_autocast
     def start_checked(
         self,
         x_TH: torch.Tensor,
@@ -295,6 +299,7 @@ class FusedMoEModularKernel:
             raise
         return Pending(self, receive, weights, workspace, out, x_TH.shape[0])
 
+    @modes.without_autocast
     def finish(self, pending: "Pending") -> torch.Tensor:
         """The experts and the combine of `pending`; returns where its output is."""
         part, reduce = self.prepare_finalize, self.reduce
@@ -332,7 +337,7 @@ class FusedMoEModularKernel:
         if isinstance(tokens, ContiguousTokens) and chunk and len(tokens.x_TH) > chunk:
             for start in range(0, len(tokens.x_TH), chunk):
                 stop = start + chunk
-                apply(_slice(tokens, start, stop), output=output[start:stop])
+                apply(tokens.rows(start, stop), output=output[start:stop])
         elif output.numel():
             apply(tokens, output=output)
 
@@ -351,6 +356,7 @@ class Pending:
     # Empty once it is finished: of two threads that pop, one fails.
     _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
 
+    @modes.untraced
     def finish(self) -> torch.Tensor:
         """Wait for the dispatch, run the experts, combine; returns the layer's output.
 
@@ -384,18 +390,3 @@ def _shape_of(tokens: Dispatched) -> DispatchShape:
     if isinstance(tokens, ContiguousTokens):
         return ContiguousShape(*tokens.routing.topk_ids_TK.shape)
     return BatchedShape(*tokens.x_eCH.shape[:2])
-
-
-def _slice(tokens: ContiguousTokens, start: int, stop: int) -> ContiguousTokens:
-    """Rows [start, stop) of a contiguous dispatch."""
-    routing = tokens.routing
-    weights_TK = routing.topk_weights_TK
-    part = replace(
-        routing,
-        topk_weights_TK=None if weights_TK is None else weights_TK[start:stop],
-        topk_ids_TK=routing.topk_ids_TK[start:stop],
-    )
-    scale = tokens.scale
-    if scale is not None and scale.dim() == 2:  # else one scale for all tokens
-        scale = scale[start:stop]
-    return ContiguousTokens(tokens.x_TH[start:stop], part, scale)

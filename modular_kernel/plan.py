@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from modular_kernel import replay, stages, validate
+from modular_kernel import modes, replay, stages, validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
@@ -38,7 +38,8 @@ class Plan:
         self._device = device
         self._index: int | None = device.index if device.type == "cuda" else None
         specs = kernel.workspace_specs(problem.tokens)
-        self._workspace = Workspace(specs, device, poison=kernel.poison)
+        with modes.kept():
+            self._workspace = Workspace(specs, device, poison=kernel.poison)
         self._makes_output = kernel.prepare_finalize.makes_output and not problem.inplace
         rows = 0 if self._makes_output else problem.tokens
         shape = (rows, *problem.output_shape[1:])
@@ -55,6 +56,7 @@ class Plan:
         """Bytes of workspace held, the output apart."""
         return self._workspace.nbytes
 
+    @modes.untraced
     def __call__(
         self,
         x_TH: torch.Tensor,
@@ -250,7 +252,8 @@ class _Outputs(threading.local):
     """A thread's own output. whole: of the most tokens; rows: its first ones, by x's shape."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.whole = torch.empty(shape, dtype=dtype, device=device)
+        with modes.kept():
+            self.whole = torch.empty(shape, dtype=dtype, device=device)
         self.rows: dict[torch.Size, torch.Tensor] = {}
         self._start, self._stop = replay.span(self.whole)
 

@@ -10,7 +10,7 @@ A name ends in its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). -1 is the onl
 "skip this pair"; adapters translate any other sentinel.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,6 +84,19 @@ class ContiguousTokens:
     x_TH: torch.Tensor
     routing: DispatchedRouting
     scale: torch.Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> "ContiguousTokens":
+        """Tokens [start, stop)."""
+        weights_TK = self.routing.topk_weights_TK
+        part = replace(
+            self.routing,
+            topk_weights_TK=None if weights_TK is None else weights_TK[start:stop],
+            topk_ids_TK=self.routing.topk_ids_TK[start:stop],
+        )
+        scale = self.scale
+        if scale is not None and scale.dim() == 2:  # else one scale for all tokens
+            scale = scale[start:stop]
+        return ContiguousTokens(self.x_TH[start:stop], part, scale)
 
 
 @dataclass(frozen=True)

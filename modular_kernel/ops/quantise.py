@@ -326,7 +326,8 @@ def quantised(
         else:
             group = min(_group(scheme, columns), columns)
             padded = torch.nn.functional.pad(magnitude, (0, -columns % group))
-            amax = padded.view(rows, -1, group).amax(2)
+            # Not -1: rows may be none.
+            amax = padded.view(rows, padded.shape[1] // group, group).amax(2)
         # By a tensor: on a GPU torch divides by a number as it multiplies by its reciprocal.
         scale = (amax / amax.new_tensor(largest)).clamp(min=MIN_SCALE)
     inverse = 1 / scale

@@ -1,0 +1,58 @@
+"""torch's modes around a call: none of them changes what a kernel computes, or what it keeps."""
+
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.compiler import is_compiling
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# For the message of torch.compile(fullgraph=True).
+_NOT_TRACED = (
+    "a kernel's own call, or a plan's, is not traced: the graph breaks there. "
+    "modular_kernel.integrations.fused_moe.fused_experts is an operator that needs no break"
+)
+
+
+def untraced(function: F) -> F:
+    """Have torch.compile break its graph at a call, not trace into it; fullgraph=True says why."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            torch._dynamo.graph_break(msg=_NOT_TRACED)
+            outside = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+            return outside(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
+def without_autocast(function: F) -> F:
+    """Have a call compute in the dtypes that its problem declares, where autocast is on too."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_any_autocast_enabled():
+            with _no_autocast():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast("F", call)
+
+
+@contextmanager
+def _no_autocast() -> Any:
+    with ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def kept() -> torch.inference_mode:
+    """Inside, tensors are made that outlive the caller's inference mode: to be written without."""
+    return torch.inference_mode(mode=False)

@@ -1,0 +1,67 @@
+"""Without a GPU and without Triton's interpreter: the twins in plain torch are what runs."""
+
+from dataclasses import replace
+from itertools import groupby, islice
+
+import pytest
+import torch
+
+from modular_kernel.catalog import check_all, make_kernel, this_machine
+from modular_kernel.composer import random_inputs
+from modular_kernel.ops.runtime import use_triton
+from modular_kernel.quant import SCHEMES
+from modular_kernel.tensors import Routing
+from modular_kernel.testing.cases import Case, cases_for
+from modular_kernel.testing.prove import prove
+from modular_kernel.types import Combine, Problem
+
+
+def _kind(case: Case) -> tuple[str, str, str]:
+    return case.prepare_finalize, case.experts, case.problem.scheme.name
+
+
+MACHINE = this_machine(device="cpu")
+BASE = Problem(tokens=5, hidden=64, intermediate=32, experts=4, top_k=2)
+PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(BASE, MACHINE) if v.ok]
+SMOKE = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "smoke").cases]
+FULL = [case for pair in PAIRS for case in cases_for(*pair, MACHINE, "full").cases]
+# Of a pairing and a scheme the first two.
+QUANTISED = [
+    case
+    for (*_, quant), cases in groupby(sorted(FULL, key=_kind), key=_kind)
+    if quant != "none"
+    for case in islice(cases, 2)
+]
+
+
+def test_no_kernel_is_interpreted() -> None:
+    assert not MACHINE.interpreter
+    assert {case.problem.scheme.name for case in QUANTISED} == SCHEMES - {"none"}
+    assert not use_triton(torch.ones(1))
+    assert ("MoEPrepareAndFinalizeNoEP", "TorchExperts") in PAIRS
+    assert ("BatchedPrepareAndFinalize", "NaiveBatchedExperts") in PAIRS
+
+
+@pytest.mark.parametrize("case", SMOKE, ids=str)
+def test_smoke_cases(case: Case) -> None:
+    proof = prove(case, MACHINE)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("case", QUANTISED, ids=str)
+def test_every_scheme(case: Case) -> None:
+    proof = prove(case, MACHINE)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("combine", [Combine.SUM, Combine.TOPK_WEIGHTED])
+@pytest.mark.parametrize("quant", sorted(SCHEMES))
+@pytest.mark.parametrize(("pf", "experts"), PAIRS, ids="+".join)
+def test_every_pair_is_skipped(pf: str, experts: str, quant: str, combine: Combine) -> None:
+    """Then there are no rows to quantise."""
+    problem = replace(BASE, quant=quant, combine=combine)
+    x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
+    nowhere = Routing(routing.topk_weights_TK, torch.full_like(routing.topk_ids_TK, -1))
+    out = make_kernel(pf, experts, problem, machine=MACHINE)(x_TH, weights, nowhere)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert out.shape[0] == 5

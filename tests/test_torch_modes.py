@@ -1,0 +1,118 @@
+"""torch's modes around a call: autocast, inference_mode, no_grad and torch.compile."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.catalog import check_all, make_kernel, this_machine
+from modular_kernel.composer import random_inputs
+from modular_kernel.integrations.fused_moe import fused_experts
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+
+FP32 = Problem(tokens=3, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
+W8A8 = Problem(5, 64, 32, 4, 2, quant="fp8_w8a8_channel")
+MACHINE = this_machine()
+DEVICE = torch.device(MACHINE.device)
+CASES = [
+    (verdict.prepare_finalize, verdict.experts, problem)
+    # Interpreted kernels take long, and no mode reaches into them.
+    for problem, machine in ((FP32, MACHINE), (W8A8, replace(MACHINE, interpreter=False)))
+    for verdict in check_all(problem, machine)
+    if verdict.ok
+]
+Call = Callable[..., torch.Tensor]
+
+
+def call_of(pf: str, experts: str, problem: Problem, planned: bool) -> Call:
+    kernel = make_kernel(pf, experts, problem, machine=MACHINE)
+    return kernel.plan() if planned else kernel
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
+@pytest.mark.parametrize(("pf", "experts", "problem"), CASES, ids=str)
+def test_autocast_changes_no_bit(pf: str, experts: str, problem: Problem, planned: bool) -> None:
+    call, args = call_of(pf, experts, problem, planned), random_inputs(problem, DEVICE)
+    want = call(*args).clone()
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert torch.equal(call(*args), want)
+        assert torch.is_autocast_enabled(DEVICE.type)
+    assert torch.equal(call(*args), want)
+
+
+def test_autocast_between_the_halves_of_a_call() -> None:
+    kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", FP32, machine=MACHINE)
+    args = random_inputs(FP32, DEVICE)
+    want, pending = kernel(*args), kernel.start(*args)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        assert torch.equal(pending.finish(), want)
+
+
+MODES: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+    torch.inference_mode,
+    torch.no_grad,
+    torch.enable_grad,
+)
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
+@pytest.mark.parametrize(("pf", "experts", "problem"), CASES, ids=str)
+def test_modes_follow_each_other(pf: str, experts: str, problem: Problem, planned: bool) -> None:
+    """What the first call keeps can be written in every later one."""
+    args = random_inputs(problem, DEVICE)
+    want = call_of(pf, experts, problem, planned)(*args).clone()
+    with torch.inference_mode():
+        call = call_of(pf, experts, problem, planned)
+        assert torch.equal(call(*args), want)
+    for later in MODES:
+        with later():
+            assert torch.equal(call(*args, out=torch.empty_like(want)), want)
+
+
+# --------------------------------------------------------------------------------- torch.compile
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """A second compile of the same code in one process may look like a success."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def around(call: Call) -> Call:
+    def layer(
+        x_TH: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, router: torch.Tensor
+    ) -> torch.Tensor:
+        return call(x_TH * 2, weights, Routing(router, ids)) + 1
+
+    return layer
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["call", "plan"])
+@pytest.mark.parametrize(("pf", "experts"), sorted({case[:2] for case in CASES}), ids="+".join)
+def test_the_graph_breaks_at_a_call(pf: str, experts: str, planned: bool) -> None:
+    x_TH, weights, routing = random_inputs(FP32, DEVICE)
+    args = (x_TH, weights, routing.topk_ids_TK, routing.topk_weights_TK)
+    layer = around(call_of(pf, experts, FP32, planned))
+    with torch.no_grad():
+        want = layer(*args)
+        assert torch.equal(torch.compile(layer, backend="aot_eager")(*args), want)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is not traced.*fused_experts"):
+            torch.compile(layer, backend="aot_eager", fullgraph=True)(*args)
+
+
+def test_where_a_call_breaks_it_fused_experts_does_not() -> None:
+    x_TH, weights, routing = random_inputs(FP32, DEVICE)
+
+    def layer(x_TH: torch.Tensor) -> torch.Tensor:
+        chosen = (routing.topk_weights_TK, routing.topk_ids_TK)
+        return fused_experts(x_TH * 2, weights.w1, weights.w2, chosen, activation="gelu") + 1
+
+    want = layer(x_TH)
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x_TH), want)
