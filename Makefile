@@ -3,6 +3,7 @@
 #
 #   make test PY=python3        use this interpreter as it is (say, with a GPU build of torch)
 #   make test VENV=/some/env    use this environment as it is; if there is none, make it there
+#   make test-triton NEWEST_VENV=/some/env   use this environment of the newest triton, or make it there
 #   make docs DOCS_VENV=/some/env   use this environment of Sphinx, or make it there
 #   make test ARGS="-k name"    hand options to pytest (or, with `make demo`, to `mk demo`)
 
@@ -46,18 +47,33 @@ else
   DOCS_READY := $(DOCS_STAMP)
 endif
 
-.PHONY: help demo test test-interpreter test-compile test-gpu check docs wheel clean metadata
+# The newest triton that setup.py admits, beside the oldest one that all else is tested with.
+NEWEST_VENV  ?= .venv-newest
+NEWEST_TORCH := $(shell grep '^torch==' constraints-newest.txt)
+NEWEST_TESTS ?= tests/interpreter tests/test_player.py tests/test_replayed_launch.py $(wildcard tests/test_ops_*.py)
+NEWEST_MARK  := $(NEWEST_VENV)/.made-by-make
+NEWEST_STAMP := $(NEWEST_VENV)/.installed
+NEWEST_PY    := $(NEWEST_VENV)/bin/python
+ifeq ($(if $(wildcard $(NEWEST_PY)),$(wildcard $(NEWEST_MARK)),new),)
+  NEWEST_READY :=
+else
+  NEWEST_READY := $(NEWEST_STAMP)
+endif
+
+.PHONY: help demo test test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter wheel clean metadata
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
 	@echo "make test    the whole test suite on the CPU: kernels interpreted, then compiled"
+	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make check   lint, format, types, import law"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"
 	@echo "make wheel   build dist/*.whl"
 	@echo "make clean   remove all that make has made, the environment included"
 	@echo
-	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs."
+	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs,"
+	@echo "test-triton into .venv-newest."
 	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
 
 demo: $(READY)
@@ -75,6 +91,22 @@ test-compile: $(READY)
 
 test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/compile $(ARGS)
+
+# The oldest triton is that of `make test`. Both halves at once: each is one process.
+test-triton: $(NEWEST_READY)
+	@$(NEWEST_PY) setup.py -q egg_info
+	$(MAKE) --no-print-directory -j 2 newest-compile newest-interpreter
+
+newest-compile:
+	@mkdir -p out
+	@env -u TRITON_INTERPRET $(NEWEST_PY) -m modular_kernel compile --check > out/compile-newest.txt \
+	  || { cat out/compile-newest.txt; exit 1; }
+	@tail -n 1 out/compile-newest.txt
+
+newest-interpreter:
+	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest -q -p no:cacheprovider $(NEWEST_TESTS)
+	TRITON_INTERPRET=1 $(NEWEST_PY) -m modular_kernel test --pf-type MoEPrepareAndFinalizeNoEP \
+	  --experts-type TritonExperts
 
 check: $(READY)
 	$(PY) -m ruff check .
@@ -97,6 +129,7 @@ clean:
 	find . -name __pycache__ -type d -not -path './.*' -prune -exec rm -rf {} +
 	rm -rf out/docs
 	@if [ -e "$(MARK)" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi
+	@if [ -e "$(NEWEST_MARK)" ]; then echo "rm -rf $(NEWEST_VENV)"; rm -rf "$(NEWEST_VENV)"; fi
 	@if [ -e "$(DOCS_MARK)" ]; then echo "rm -rf $(DOCS_VENV)"; rm -rf "$(DOCS_VENV)"; fi
 
 # Somebody else's environment: install nothing there. Entry points are read from metadata beside
@@ -117,6 +150,18 @@ $(STAMP): setup.py constraints-cpu.txt
 	       $(VENV)/bin/python -m pip install $(PIP_FLAGS) '$(TORCH)'; }
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt setuptools wheel
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+$(NEWEST_STAMP): setup.py constraints-newest.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "error: $(PYTHON) is missing or older than Python 3.11; say 'make PYTHON=/path/to/python3.11 ...'" >&2; exit 1; }
+	@echo "setting up $(NEWEST_VENV) (about a minute, 2 GB)"
+	@mkdir -p $(NEWEST_VENV) && touch $(NEWEST_MARK)
+	@[ -x $(NEWEST_PY) ] || $(PYTHON) -m venv $(NEWEST_VENV)
+	@$(NEWEST_PY) -m pip install $(PIP_FLAGS) --no-deps '$(NEWEST_TORCH)+cpu' 2>/dev/null \
+	  || { echo "pip finds no CPU-only build: taking $(NEWEST_TORCH)"; \
+	       $(NEWEST_PY) -m pip install $(PIP_FLAGS) '$(NEWEST_TORCH)'; }
+	$(NEWEST_PY) -m pip install $(PIP_FLAGS) --no-deps -r constraints-newest.txt
 	@touch $@
 
 $(DOCS_STAMP): constraints-docs.txt

@@ -1,5 +1,8 @@
 """GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 
 from experts.tile_search import TileSpace
@@ -58,6 +61,18 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
         if problem.batch_invariant:  # its tiles are fixed
             return None
         return TileSpace(problem, cls.__name__)
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        """The steps of experts.ep_moe, whose products are these."""
+        from experts.ep_moe_meta import FORMS, launch_all
+
+        return {
+            f"EPMoE {dtype}, {tokens} tokens, block {block}": partial(
+                launch_all, tokens, 2, dtype, block
+            )
+            for tokens, dtype, block in FORMS
+        }
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:

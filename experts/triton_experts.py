@@ -1,12 +1,14 @@
 """TritonExperts: contiguous tokens through Triton products, by the path its tiles say."""
 
+from contextlib import AbstractContextManager
+
 import torch
 
 from experts import tile_dequantised, tile_permuted, tile_single, tile_streamed
 from experts.tile_bounds import MOST_TOKENS
 from experts.tile_search import TileSpace
-from experts.tile_shapes import ALIGNED, DEQUANTISED, PERMUTED, STREAMED
-from experts.tiles import choose_tiles, regimes_up_to, this_store
+from experts.tile_shapes import ALIGNED, DEQUANTISED, PERMUTED, STREAMED, Device
+from experts.tiles import choose_tiles, on_device, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_dequantised import DequantisedPath
 from experts.triton_gemm import SCHEMES, group_rejections
@@ -66,6 +68,10 @@ class TritonExperts(PermuteExpertsUnpermute):
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         return group_rejections(cls.__name__, problem)
+
+    @classmethod
+    def described(cls, machine: Machine) -> AbstractContextManager[None]:
+        return on_device(Device.of(machine))
 
     def takes_unquantised(self, shape: DispatchShape) -> bool:
         """Where every call up to `shape` takes a path of few tokens, however weights lie."""

@@ -14,6 +14,7 @@ kernels of Triton's interpreter are noticed, and are not replayed; another libra
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -69,6 +70,17 @@ class PrepareAndFinalize(ABC):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         """Rules of this part alone that `requires` has no word for; the rule is named after it."""
         return ()
+
+    @classmethod
+    def described(cls, machine: Machine) -> AbstractContextManager[None]:
+        """Inside it, in this thread, choose launches as on `machine`, which need not be here."""
+        return nullcontext()
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        """Calls, by name, with tensors that have no memory: of kernels that it launches beyond what
+        a layer of one rank does, so that `mk compile` meets them."""
+        return {}
 
     def check_machine(self, machine: Machine) -> None:  # noqa: B027  most have nothing to check
         """Raise the InputError of a part whose group, say, cannot serve `machine`."""
@@ -179,6 +191,17 @@ class PermuteExpertsUnpermute(ABC):
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         """Rules of this part alone that `requires` has no word for; the rule is named after it."""
         return ()
+
+    @classmethod
+    def described(cls, machine: Machine) -> AbstractContextManager[None]:
+        """Inside it, in this thread, choose launches as on `machine`, which need not be here."""
+        return nullcontext()
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        """Calls, by name, with tensors that have no memory: of kernels that it launches beyond what
+        a layer of one rank does, so that `mk compile` meets them."""
+        return {}
 
     @classmethod
     def tunable(cls, problem: Problem) -> Tunable | None:

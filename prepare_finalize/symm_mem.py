@@ -2,8 +2,9 @@
 
 import hashlib
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -79,6 +80,12 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         self._heap = self.manager.heap(_IN_FLIGHT * nbytes, _meaning(problem), begin)
         self._free = list(range(_IN_FLIGHT))
         self._held: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        from prepare_finalize.symm_meta import launch_all, problems
+
+        return {str(problem): partial(launch_all, problem) for problem in problems()}
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:

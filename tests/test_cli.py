@@ -288,8 +288,12 @@ def test_doctor(mk: Mk) -> None:
     assert [name for name in packages if f"\n {name} " not in shown.out] == []
 
 
+@pytest.mark.parametrize("reason", [None, "for sm_80 alone", ""])
 @pytest.mark.parametrize("violations", [(), ("spills",)], ids=["clean", "violated"])
-def test_compile(mk: Mk, violations: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile(
+    mk: Mk, violations: tuple[str, ...], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checked, it fails where a kernel breaks a limit, or is left out without a reason."""
     record = SimpleNamespace(
         kernel="gemm_kernel",
         config={"BLOCK_M": 64},
@@ -302,13 +306,17 @@ def test_compile(mk: Mk, violations: tuple[str, ...], monkeypatch: pytest.Monkey
         instructions={"HGMMA": 12, "HMMA": 0},
     )
     row = SimpleNamespace(case="bf16", record=record, violations=violations)
+    left_out = SimpleNamespace(kernel="other_kernel", module="parts.kernels", reason=reason)
     targets: list[str] = []
     module = ModuleType("modular_kernel.testing.compile_cases")
-    module.compile_all = lambda target: targets.append(target) or [row]  # type: ignore[attr-defined]
+    done = SimpleNamespace(rows=[row], left_out=[left_out] if reason is not None else [])
+    module.compile_all = lambda target, bar: targets.append(target) or done  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert mk("compile", "--target", "sm_100").code == 0
     ended = mk("compile", "--check")
-    assert ended.code == (1 if violations else 0)
+    assert ended.code == (1 if violations or reason == "" else 0)
+    assert ("other_kernel" in ended.out) is (reason is not None)
+    assert ("NO CASE LAUNCHES IT" in ended.out) is (reason == "")
     assert targets == ["sm_100", "sm_90"]
     for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
         assert text in ended.out

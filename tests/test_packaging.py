@@ -91,6 +91,27 @@ def test_run_time_needs_are_few(metadata: Message) -> None:
     assert "platform_system" in triton
 
 
+def pins(name: str) -> dict[str, str]:
+    """What a constraints file pins, by package."""
+    lines = (ROOT / f"constraints-{name}.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_the_oldest_and_the_newest_triton_are_tested(metadata: Message) -> None:
+    """`make test` has the first minor release of the range, `make test-triton` the last, and
+    replay knows those and each between them."""
+    (need,) = (r for r in metadata.get_all("Requires-Dist", []) if r.startswith("triton"))
+    least, most = (re.search(rf"{sign}3\.(\d+)", need) for sign in (">=", "<"))
+    assert least is not None
+    assert most is not None
+    minors = range(int(least[1]), int(most[1]))
+    oldest, newest = (pins(name)["triton"].split(".")[:2] for name in ("cpu", "newest"))
+    assert oldest == ["3", str(minors[0])]
+    assert newest == ["3", str(minors[-1])]
+    compat = pytest.importorskip("modular_kernel.ops.compat")
+    assert tuple(f"3.{minor}" for minor in minors) == compat.REPLAYED
+
+
 def test_every_requirement_is_named_not_located(metadata: Message) -> None:
     """A requirement by URL cannot be uploaded, and makes resolving any extra build its source."""
     assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []

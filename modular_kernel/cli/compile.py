@@ -1,7 +1,6 @@
 """`mk compile`: compile every kernel for a GPU that need not be there, and check the result."""
 
 import re
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,18 +10,22 @@ from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.compile_cases import Row
+    from modular_kernel.testing.compile_cases import Compiled, Row
 
 
 def compile_kernels(
     *,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with 1 if a kernel breaks a limit.")
+        bool,
+        typer.Option("--check", help="Exit with 1 if a kernel breaks a limit or is not compiled."),
     ] = False,
     target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
     as_json: AsJson = False,
 ) -> None:
-    """Compile the kernels for a GPU and show registers, shared memory, spills and instructions."""
+    """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
+
+    All that the parts would launch on that GPU; kernels that are left out are named.
+    """
     if re.fullmatch(r"sm_\d{2,3}", target) is None:
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
     from modular_kernel.machine import importable
@@ -31,12 +34,14 @@ def compile_kernels(
         raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
     from modular_kernel.testing.compile_cases import compile_all
 
-    rows = compile_all(target)
+    done = compile_all(target, output.progress)
     if as_json:
-        output.print_json([_record(row) for row in rows])
+        rows = [_record(row) for row in done.rows]
+        output.print_json({"kernels": rows, "left_out": done.left_out})
     else:
-        _print_text(rows)
-    if check and any(row.violations for row in rows):
+        _print_text(done)
+    missing = any(not kernel.reason for kernel in done.left_out)
+    if check and (missing or any(row.violations for row in done.rows)):
         raise typer.Exit(1)
 
 
@@ -44,13 +49,20 @@ def _record(row: "Row") -> dict[str, object]:
     return {"case": row.case, "record": row.record, "violations": row.violations}
 
 
-def _print_text(rows: "Sequence[Row]") -> None:
+def _print_text(done: "Compiled") -> None:
+    rows = done.rows
     columns = ("case", "kernel", "config", "regs", "shared", "spills", "instructions", "verdict")
     output.table(columns, [_cells(row) for row in rows])
     broken = [row for row in rows if row.violations]
     for row in broken:
         output.line("\n".join(row.violations))
-    output.line(f"{len(rows)} kernel(s) compiled, {len(broken)} break a limit")
+    left_out = [(k.kernel, k.module, k.reason or "NO CASE LAUNCHES IT") for k in done.left_out]
+    output.table(("left out", "of", "because"), left_out)
+    kernels = len({row.record.kernel for row in rows})
+    output.line(
+        f"{kernels} kernel(s) compiled in {len(rows)} form(s), {len(broken)} break a limit; "
+        f"{len(left_out)} left out"
+    )
 
 
 def _cells(row: "Row") -> tuple[object, ...]:

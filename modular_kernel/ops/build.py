@@ -34,16 +34,19 @@ class BuildError(ModularKernelError):
     """A C file could not be compiled or loaded; the text says why."""
 
 
-def module_of(source: Path, name: str, include_dirs: Sequence[str]) -> ModuleType:
+def module_of(
+    source: Path, name: str, include_dirs: Sequence[str], release: str = ""
+) -> ModuleType:
     """Return the extension module `name` that the C file `source` makes, compiled if need be.
 
     Kept in MK_CACHE_DIR; where that cannot be, in a folder of this process that goes when it ends.
+    release: of what owns those folders, whose headers another one may change.
     BuildError where there is no compiler, or it fails, or what it made cannot be loaded.
     """
     text = source.read_bytes()
     compiler = c_compiler()
     words = (*_FLAGS, *(f"-I{each}" for each in (*include_dirs, *_python_s())))
-    facts = (compiler, *words, _SUFFIX, platform.machine(), *platform.libc_ver())
+    facts = (release, compiler, *words, _SUFFIX, platform.machine(), *platform.libc_ver())
     key = hashlib.sha256(text + "\0".join(map(str, facts)).encode()).hexdigest()[:_DIGITS]
     folder = _folder()
     found = _kept(folder, f"{name}-{key}")

@@ -121,9 +121,11 @@ def pack(
 def _built() -> tuple[Foreign, str]:
     """player.c as a module, or None and why not: tried once in a process, and said once."""
     try:
+        import triton
         from triton.backends.nvidia.driver import include_dirs
 
-        return module_of(Path(__file__).with_suffix(".c"), _NAME, tuple(include_dirs)), ""
+        source, release = Path(__file__).with_suffix(".c"), f"triton {triton.__version__}"
+        return module_of(source, _NAME, tuple(include_dirs), release), ""
     except (BuildError, ImportError, OSError) as error:
         _LOG.warning("launches are not replayed: %s", error)
         return None, str(error)

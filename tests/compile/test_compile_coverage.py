@@ -1,0 +1,77 @@
+"""What `mk compile` launches, by name and without compiling: nothing is left out unnamed."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modular_kernel.testing import compile as compiling
+from modular_kernel.testing import compile_cases
+from modular_kernel.testing.compile import CompileRecord
+from modular_kernel.testing.compile_cases import LeftOut, compile_all
+from modular_kernel.testing.kernels_defined import defined_kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("experts/kernels", "prepare_finalize/kernels", "modular_kernel/ops/kernels")
+GLUON = {"sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel"}
+
+
+@pytest.fixture(autouse=True)
+def _names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are recorded by name; nothing is compiled, and nothing said of the code."""
+
+    def recording(launch: Any, driver: Any, records: list[CompileRecord], _: bool) -> Any:
+        def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            name, target = self.fn.__name__, driver.name
+            records.append(CompileRecord(name, target, {}, {}, 4, 1, 0, 0, 0, 0, {}, 0.0))
+
+        return run
+
+    monkeypatch.setattr(compiling, "_recording", recording)
+
+
+def jitted() -> dict[str, str]:
+    """Every @triton.jit and @gluon.jit function of the checkout: the sources without its head."""
+    texts = {p: p.read_text() for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")}
+    found = {}
+    for text in texts.values():
+        for node in ast.parse(text).body:
+            decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+            if any(".jit" in ast.unparse(decorator) for decorator in decorators):
+                assert isinstance(node, ast.FunctionDef)
+                everything = "\n".join(texts.values())
+                found[node.name] = everything.replace(f"def {node.name}(", "")
+    return found
+
+
+def test_every_kernel_of_the_sources_is_known_and_every_other_function_called() -> None:
+    kernels = {name for name in jitted() if name.endswith("_kernel")}
+    assert kernels == set(defined_kernels())
+    assert len(kernels) >= 33
+    assert kernels >= GLUON
+    for name, others in jitted().items():
+        if name not in kernels:  # called, or passed to warp_specialize or to a reduction
+            assert f"{name}(" in others or f"({name}," in others or f"{name})" in others, name
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_every_kernel_is_launched_or_left_out_for_a_reason(target: str) -> None:
+    done = compile_all(target)
+    seen = {row.record.kernel for row in done.rows}
+    left_out = {kernel.kernel: kernel.reason for kernel in done.left_out}
+    assert seen | set(left_out) == set(defined_kernels())
+    reason, hopper = "for sm_90 alone", {*GLUON, "dequantise_kernel", "tiles_of_experts_kernel"}
+    expected = {} if target == "sm_90" else dict.fromkeys(hopper, reason)
+    if target == "sm_90":  # tests/compile/test_dequantised_compile.py compiles it
+        expected["tiles_of_experts_kernel"] = "launched for weights of more than 1 GiB alone"
+    if target == "sm_80":
+        expected["amax_kernel"] = "for fp8 alone, from sm_89 on"
+    assert left_out == expected
+
+
+def test_a_kernel_that_no_case_launches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_cases, "_steps", lambda machine, target: [])
+    expected = {LeftOut(k.name, k.module, k.left_out) for k in defined_kernels().values()}
+    assert sum(kernel.reason == "" for kernel in expected) == len(expected) - 1
+    assert set(compile_all("sm_90").left_out) == expected

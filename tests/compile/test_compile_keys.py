@@ -1,0 +1,34 @@
+"""What is compiled for one GPU is not found for another; triton's own cache knows its version."""
+
+import triton
+import triton.language as tl
+from triton.runtime import cache
+
+from modular_kernel.testing.compile import record_compiles
+
+
+@triton.jit
+def twice_kernel(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) * 2)
+
+
+def test_a_compiled_kernel_is_for_one_gpu() -> None:
+    """In one process, by turns: the second time it is found again, not what the other got."""
+    import torch
+
+    found = []
+    for target in ("sm_80", "sm_90", "sm_80"):
+        with record_compiles(target) as records:
+            twice_kernel[(1,)](torch.empty(64, device="meta"), BLOCK=64)
+        (record,) = records
+        assert record.target == target
+        found.append(twice_kernel.device_caches[f"compile-only {target}"][0])
+    assert found[0] is found[2]
+    kernels = [next(iter(kept.values())) for kept in found[:2]]
+    assert [kernel.metadata.target.arch for kernel in kernels] == [80, 90]
+    assert kernels[0].hash != kernels[1].hash
+
+
+def test_the_cache_on_disk_is_by_triton_s_version() -> None:
+    assert triton.__version__ in cache.triton_key()

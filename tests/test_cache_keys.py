@@ -1,0 +1,239 @@
+"""Keys of every cache, field by field: whatever decides what is kept there is part of its key."""
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from experts import tiles
+from experts.tile_names import TileKey
+from experts.tile_shapes import ALIGNED, PERMUTED, Device
+from experts.tile_store import subfolder
+from modular_kernel import replay
+from modular_kernel.choose import keys
+from modular_kernel.choose.cache import Cache
+from modular_kernel.placement import Placement
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Combine, Machine, Parallel, Problem
+
+BASE = Problem(tokens=4, hidden=64, intermediate=32, experts=8, top_k=2)
+H200 = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
+
+# ------------------------------------------------------------------------- choices of `compose`
+
+PROBLEM_CHANGES: dict[str, Any] = {
+    "hidden": 128,
+    "intermediate": 64,
+    "experts": 16,
+    "top_k": 1,
+    "dtype": torch.float16,
+    "quant": "fp8_w8a8_channel",
+    "activation": "gelu",
+    "local_experts": 4,
+    "ids_dtype": torch.int64,
+    "bias": True,
+    "expert_map": True,
+    "apply_router_weight_on_input": True,
+    "routed_scaling_factor": 2.5,
+    "combine": Combine.TOPK_WEIGHTED,
+    "inplace": True,
+    "fp32_precision": "tf32",
+    "chunk_tokens": 2,
+    "graph": True,
+    "deterministic": True,
+    "batch_invariant": True,
+    "asynchronous": True,
+    "lora": True,
+    "parallel": Parallel(2),
+}
+
+
+def identity(
+    problem: Problem = BASE, machine: Machine = H200, routing: str = "uniform", own: bool = True
+) -> keys.Facts:
+    return keys.identity(problem, machine, routing=routing, replicated=not own)
+
+
+def test_every_field_of_a_problem_has_a_change() -> None:
+    """Tokens and the rank alone decide nothing: a record has many numbers of tokens."""
+    assert {field.name for field in fields(Problem)} - {"tokens"} == set(PROBLEM_CHANGES)
+    assert identity(replace(BASE, tokens=9)) == identity()
+    here, there = (replace(BASE, parallel=Parallel(2, rank=rank)) for rank in (0, 1))
+    assert identity(here) == identity(there)
+
+
+@pytest.mark.parametrize("name", PROBLEM_CHANGES)
+def test_a_choice_is_for_one_problem(name: str) -> None:
+    changed = replace(BASE, **{name: PROBLEM_CHANGES[name]})
+    assert keys.digest(identity(changed)) != keys.digest(identity())
+
+
+def test_a_choice_is_for_one_gpu_routing_and_placement() -> None:
+    ranks, other = Parallel(2), Parallel(2, Placement.linear(8, 2).with_copies({0: (1,)}))
+    found = [
+        identity(),
+        identity(machine=replace(H200, name="NVIDIA H100")),
+        identity(machine=replace(H200, arch=(10, 0))),
+        identity(routing="zipf"),
+        identity(own=False),
+        identity(replace(BASE, parallel=ranks)),
+        identity(replace(BASE, parallel=other)),
+    ]
+    assert len({keys.digest(one) for one in found}) == len(found)
+
+
+def set_version(name: str) -> Callable[[pytest.MonkeyPatch, Path], None]:
+    def change(patch: pytest.MonkeyPatch, _: Path) -> None:
+        before = keys._version
+        patch.setattr(keys, "_version", lambda n: "9.9" if n == name else before(n))
+
+    return change
+
+
+def set_folder(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "tuned.json").write_text("{}")
+    patch.setattr(keys, "read_settings", lambda: replace(keys_settings(), config_dir=folder))
+
+
+def keys_settings() -> Any:
+    from modular_kernel.settings import read_settings
+
+    return read_settings()
+
+
+VERSION_CHANGES: dict[str, Callable[[pytest.MonkeyPatch, Path], None]] = {
+    "modular-kernel": set_version("modular-kernel"),
+    "triton": set_version("triton"),
+    "torch": lambda patch, _: patch.setattr(torch, "__version__", "9.9"),
+    "cuda": lambda patch, _: patch.setattr(torch.version, "cuda", "99.9"),
+    "parts": lambda patch, _: patch.setattr(keys, "_parts", lambda: (("Part", "mine", "2"),)),
+    "packages": set_version("triton"),
+    "tuned": set_folder,
+}
+
+
+@pytest.mark.parametrize("name", VERSION_CHANGES)
+def test_times_taken_with_anything_else_are_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert set(VERSION_CHANGES) == set(keys.versions(H200))
+    before = keys.versions(H200)
+    VERSION_CHANGES[name](monkeypatch, tmp_path)
+    after = keys.versions(H200)
+    assert after[name] != before[name]
+    others = {"packages"} if name == "triton" else {"triton"} if name == "packages" else set()
+    assert {n for n in before if before[n] != after[n]} - others == {name}
+
+
+def test_packages_and_threads_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = replace(H200, packages=H200.packages | {"flashinfer"})
+    assert keys.versions(more) != keys.versions(H200)
+    before = keys.versions(Machine())
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert keys.versions(Machine())["threads"] == "77" != before["threads"]
+
+
+def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:
+    """And holds records by all of the versions: see test_choice_cache."""
+    whole = identity()
+    paths = {Cache(tmp_path, {**whole, name: "other"}, {}).path for name in whole}
+    assert len(paths | {Cache(tmp_path, whole, {}).path}) == len(whole) + 1
+
+
+# --------------------------------------------------------------------------------- tile files
+
+TILE_CHANGES: dict[str, Any] = {
+    "experts": 9,
+    "intermediate": 33,
+    "device": "NVIDIA_H100",
+    "dtype": "int8_w8a8",
+    "block_shape": (64, 128),
+    "per_channel": True,
+    "down": True,
+}
+
+
+def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
+    """An arch has no field of its own: a device's name says it."""
+    assert {field.name for field in fields(TileKey)} == set(TILE_CHANGES)
+    base = TileKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
+    names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
+    assert len(names | {base.file_name}) == len(TILE_CHANGES) + 1
+    versions = ("3.6.0", "3.6.1", "3.7.0", "4.6.0")
+    assert len({subfolder(version) for version in versions}) == len(versions)
+
+
+def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
+    """Problem, tokens, the device described, an override, and the paths of the caller."""
+    large = replace(BASE, hidden=512, intermediate=512)
+    hopper, ampere = Device("one", boxes=True), Device("two", shared=101_376, warpgroups=False)
+    both = (ALIGNED, PERMUTED)
+
+    def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.TilePair:
+        return tiles.choose_tiles(problem, tokens, paths)
+
+    with tiles.on_device(hopper):
+        many, few = chosen(large, 4096), chosen(large, 4)
+        assert many.path == PERMUTED
+        assert few.path == ALIGNED
+        assert chosen(large, 4096, (ALIGNED,)).path == ALIGNED
+        assert chosen(replace(large, dtype=torch.float32), 4096) != many
+        with tiles.override_config(few):
+            assert chosen(large, 4096) == few
+        assert chosen(large, 4096) == many
+        with tiles.on_device(ampere):
+            assert chosen(large, 4096).path == ALIGNED
+        assert chosen(large, 4096) == many
+
+
+# ------------------------------------------------------------------------------------- replay
+
+
+def kind(x: torch.Tensor, weights: ExpertWeights) -> Any:
+    return replay.kind_and_pointers((x,), replay.Tapes().bind(weights))[0]
+
+
+def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
+    """Shape, strides, dtype, device and alignment, of what a call passes and of its weights. It is
+    of one plan, so of one problem, machine and process."""
+    memory = torch.zeros(4096, dtype=torch.bfloat16)
+    x, w1, w2 = memory[:64].view(4, 16), torch.zeros(2, 8, 16), torch.zeros(2, 16, 4)
+    weights = ExpertWeights(w1=w1, w2=w2)
+    tensors = {
+        "shape": memory[:48].view(3, 16),
+        "strides": memory[:64].view(16, 4).t(),
+        "dtype": x.view(torch.float16),
+        "device": x.to("meta"),
+        "alignment": memory[1:65].view(4, 16),
+    }
+    other_weights = {
+        "shape of weights": ExpertWeights(w1=torch.zeros(3, 8, 16), w2=w2),
+        "strides of weights": ExpertWeights(w1=torch.zeros(2, 16, 8).mT, w2=w2),
+        "dtype of weights": ExpertWeights(w1=w1.to(torch.bfloat16), w2=w2),
+        "one more": ExpertWeights(w1=w1, w2=w2, b1=torch.zeros(2, 8)),
+        "one for two": ExpertWeights(w1=w1, w2=w1),
+        "alignment of weights": ExpertWeights(w1=torch.zeros(257)[1:].view(2, 8, 16), w2=w2),
+    }
+    assert kind(x, weights) == kind(memory[64:128].view(4, 16), weights)
+    kinds = {name: kind(tensor, weights) for name, tensor in tensors.items()}
+    kinds |= {name: kind(x, one) for name, one in other_weights.items()}
+    kinds["as it is"] = kind(x, weights)
+    assert len(set(kinds.values())) == len(kinds)
+
+
+def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cuda.h that it includes is triton's, and lies in the same folder before and after."""
+    triton = pytest.importorskip("triton")
+    from modular_kernel.ops import build, player
+
+    names: list[str] = []
+    monkeypatch.setattr(build, "_kept", lambda _, name: names.append(name) or Path("kept"))
+    monkeypatch.setattr(build, "_loaded", lambda name, path: name)
+    monkeypatch.setattr(player, "_built", player._built.__wrapped__)
+    for version in ("3.6.0", "3.9.0", "3.6.0"):
+        monkeypatch.setattr(triton, "__version__", version)
+        assert player.module() == "modular_kernel_player"
+    assert names[0] == names[2] != names[1]
