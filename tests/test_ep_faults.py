@@ -158,6 +158,20 @@ def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
         assert report.seconds < 0.5
 
 
+@pytest.mark.parametrize("kind", ["raises", "refuses"])
+@pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
+def test_a_rank_that_comes_to_no_exchange_tells_the_others(
+    pool: RankPool, part: str, kind: str
+) -> None:
+    point = "before dispatch" if kind == "raises" else ""
+    result = run_scenario(Scenario(part, kind, point), pool)
+    assert result.findings() == []
+    for rank in (0, 2):
+        assert result.reports[rank].phase == "counts"
+        assert "rank 1 refused its call 2 of layer 1" in result.reports[rank].message
+        assert result.reports[rank].seconds < 0.5
+
+
 def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
     other = (("hidden", 64),)
     wanted = [Scenario(ALL2ALL, "killed", "before combine"), Scenario(ALL2ALL, "overflow"),

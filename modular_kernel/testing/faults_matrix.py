@@ -87,7 +87,8 @@ def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
         for kind in ("killed", "stopped", "late")
         for point in POINTS
     ]
-    made += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow")]
+    made += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
+    made.append(Scenario(part, "raises", "before dispatch", layer=layer))
     made += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHERS]
     return tuple(made)
 

@@ -50,9 +50,10 @@ GPU_LAYER: tuple[tuple[str, object], ...] = (
 class Scenario:
     """What happens to rank 1 of a layer that is called twice.
 
-    kind: killed, stopped, late or raises, at a point of POINTS; overflow: it passes more tokens
-    than problem.tokens; disagrees: its problem has the fields of `other` ("experts_part" names
-    other experts). experts: None takes the first that pair with the part.
+    kind: killed, stopped or late, at a point of POINTS; raises, in its prepare where the point is
+    "before dispatch", else in its experts; overflow: it passes more tokens than problem.tokens;
+    refuses: it passes x of another dtype; disagrees: its problem has the fields of `other`
+    ("experts_part" names other experts). experts: None takes the first that pair with the part.
     """
 
     part: str
@@ -70,14 +71,18 @@ class Scenario:
     @property
     def phases(self) -> frozenset[str]:
         """Where survivors may find out."""
-        if self.kind == "raises":
+        if self.kind == "raises" and not self.point:
             return frozenset({"combine"})
+        if self.kind == "raises":
+            return frozenset({"counts", "dispatch"})
         early = frozenset({"counts", "dispatch", "construct"})
         return POINTS[self.point] if self.point else early
 
     def __str__(self) -> str:
         if self.kind == "raises":
-            return "exception inside the experts"
+            return f"exception inside {'its prepare' if self.point else 'the experts'}"
+        if self.kind == "refuses":
+            return "x of another dtype"
         if self.kind == "overflow":
             return "more tokens than problem.tokens"
         if self.kind == "disagrees":
@@ -207,6 +212,8 @@ def _break_down(stage: Stage) -> Report:
     if stage.rank == VICTIM and scenario.kind == "overflow":
         more = tuple(problem.tokens + 4 for _ in stage.tokens_W)
         given = stage.inputs(problem, more)
+    elif stage.rank == VICTIM and scenario.kind == "refuses":
+        given = replace(given, x_TH=given.x_TH.double())
     elif stage.rank == VICTIM:
         _arm(kernel, stage)
     report = outcome(kernel, given, good)
@@ -286,7 +293,7 @@ def _arm(kernel: FusedMoEModularKernel, stage: Stage) -> None:
     armed = [True]
 
     def at(point: str) -> None:
-        wanted = "after dispatch" if scenario.kind == "raises" else scenario.point
+        wanted = scenario.point or "after dispatch"
         if point != wanted or not armed:
             return
         armed.clear()
@@ -331,7 +338,8 @@ def _watch_exchanges(manager: Any, at: Callable[[str], None]) -> None:
 def _go(stage: Stage) -> None:
     kind = stage.scenario.kind
     if kind == "raises":
-        raise RuntimeError("these experts are broken")
+        raise RuntimeError("this part is broken" if stage.scenario.point else
+                           "these experts are broken")  # fmt: skip
     if stage.machine.device == "cuda" and not stage.scenario.point.startswith("in"):
         torch.cuda.synchronize()  # what came before has happened
     if kind == "late":
