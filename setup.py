@@ -55,14 +55,12 @@ setup(
         "typer>=0.15",
         "rich>=13.7",
     ],
-    # Only what can be installed from the package index by name. DeepEP (deep_ep), pplx-kernels and
-    # DeepGEMM (deep_gemm) are built from their own sources against the torch at hand: a name here
-    # would fetch somebody else's package, and a source URL would make every resolver that looks
-    # at all extras at once build them. The parts that wrap them say what they miss.
+    # Only what can be installed from the package index by name. DeepEP (deep_ep) and pplx-kernels
+    # (pplx_kernels) are built from their own sources against the torch at hand: a name here would
+    # fetch somebody else's package, and a source URL would make every resolver that looks at all
+    # extras at once build them. The parts that wrap them say what they miss.
     extras_require={
         "transformers": ["transformers>=5.8"],
-        "flashinfer": ["flashinfer-python>=0.6; platform_system == 'Linux'"],
-        "cute": ["nvidia-cutlass-dsl>=4.4; platform_system == 'Linux'"],
         "bench": ["matplotlib>=3.8"],
         "interpreter": ["ml_dtypes>=0.5"],
         "test": [

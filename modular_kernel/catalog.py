@@ -12,6 +12,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, TypeVar
 
+from modular_kernel import states
 from modular_kernel.contracts import (
     PermuteExpertsUnpermute,
     PrepareAndFinalize,
@@ -264,6 +265,7 @@ def make_kernel(
     """
     expect("checked", checked, bool)
     expect("poison", poison, bool)
+    states.tell(states.without_compiling())
     machine = this_machine() if machine is None else machine
     verdict = check(prepare_finalize, experts, problem, machine)
     if not verdict.ok:  # before a constructor may touch a vendor library

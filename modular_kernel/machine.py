@@ -1,5 +1,6 @@
 """Reads the machine once into a frozen `Machine`; the only place that does."""
 
+import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Literal
@@ -22,6 +23,17 @@ def importable(packages: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def interpreted_since_import() -> bool | None:
+    """Whether triton was imported with its interpreter on; None if it is not imported yet.
+
+    triton reads the variable while its own functions are defined, so that a later change leaves a
+    process with functions of both kinds, which cannot call each other.
+    """
+    standard = sys.modules.get("triton.language.standard")
+    function = getattr(standard, "cdiv", None)
+    return None if function is None else type(function).__name__ == "InterpretedFunction"
+
+
 def current_machine(
     packages: Iterable[str] = (), *, device: Literal["cuda", "cpu"] | None = None
 ) -> Machine:
@@ -33,5 +45,9 @@ def current_machine(
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
         return Machine("cuda", arch, found, name=torch.cuda.get_device_name())
-    interpreter = read_settings().triton_interpret and {"triton", "ml_dtypes"} <= found
+    interpreter = (
+        read_settings().triton_interpret
+        and interpreted_since_import() is not False
+        and {"triton", "ml_dtypes"} <= found
+    )
     return Machine("cpu", None, found, interpreter)

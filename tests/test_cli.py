@@ -280,7 +280,7 @@ def test_doctor(mk: Mk) -> None:
     assert record["versions"]["torch"] == torch.__version__
     assert len(record["devices"]) == torch.cuda.device_count()
     packages = {package["name"]: package for package in record["packages"]}
-    assert {"deep_ep", "pplx_kernels", "transformers", "ml_dtypes", "cutlass"} <= set(packages)
+    assert {"deep_ep", "pplx_kernels", "transformers", "ml_dtypes"} <= set(packages)
     assert "TritonExperts" in packages["triton"]["enables"]
     assert not packages["pplx_kernels"]["present"]
     assert all(package["enables"] for package in packages.values())

@@ -47,19 +47,19 @@ def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, rea
 
 def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("modular_kernel.ops.launch")
-    from modular_kernel.testing.replaying import replay_state
+    from modular_kernel.states import replay
 
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
-    assert replay_state() == "off: triton's interpreter is active (TRITON_INTERPRET=1)"
+    assert str(replay()) == "off: triton's interpreter is active (TRITON_INTERPRET=1)"
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", False)
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
-    assert replay_state() == "off: there is no GPU of NVIDIA's"
+    assert str(replay()) == "off: there is no GPU of NVIDIA's"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.player, "why_no_module", lambda: "there is no C compiler")
-    assert replay_state() == "off: there is no C compiler"
+    assert str(replay()) == "off: there is no C compiler"
     monkeypatch.setattr(launch.player, "why_no_module", lambda: "")
-    assert replay_state() == "on"
+    assert str(replay()) == "on"
     monkeypatch.setattr(launch.compat, "RELEASE", "3.5")
-    assert replay_state().startswith("off: launchers of triton")
+    assert str(replay()).startswith("off: launchers of triton")
     monkeypatch.setattr(launch, "HAS_TRITON", False)
-    assert replay_state() == "off: there is no triton"
+    assert str(replay()) == "off: there is no triton"

@@ -14,16 +14,11 @@ from modular_kernel.cli.options import AsJson
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Broken
+    from modular_kernel.states import State
 
-# Importable name -> what it gives, for packages that no part can name itself.
+# Importable name -> what it gives, for packages that no part names.
 _EXTRAS = {
-    "triton": "every Triton part",
     "ml_dtypes": "bfloat16 and fp8 in Triton's CPU interpreter",
-    "deep_ep": "the DeepEP parts",
-    "pplx_kernels": "the pplx parts",
-    "deep_gemm": "the DeepGEMM parts",
-    "flashinfer": "the FlashInfer parts",
-    "cutlass": "kernels in the CuTe DSL (nvidia-cutlass-dsl)",
     "transformers": "mk demo and the integration with transformers",
     "matplotlib": "plots of benchmarks",
 }
@@ -53,7 +48,8 @@ class Package:
 class Report:
     """Everything the doctor finds. peer_access[i][j]: device i reads device j's memory.
 
-    topology: what `nvidia-smi topo -m` prints. interpreter: Triton parts run on the CPU.
+    topology: what `nvidia-smi topo -m` prints. interpreter: Triton parts run on the CPU. states:
+    what else changes what runs.
     """
 
     versions: dict[str, str | None]
@@ -63,12 +59,15 @@ class Report:
     packages: list[Package]
     interpreter: bool
     broken: "tuple[Broken, ...]"
+    states: "tuple[State, ...]"
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Show versions, devices, links between GPUs, and which optional packages are absent."""
+    """Show versions, devices, links between GPUs, states such as replay and the interpreter, and
+    which optional packages are absent."""
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
+    from modular_kernel.states import states
 
     report = Report(
         versions=_versions(),
@@ -78,6 +77,7 @@ def doctor(as_json: AsJson = False) -> None:
         packages=_packages(),
         interpreter=this_machine().interpreter,
         broken=load_catalog().broken,
+        states=states(),
     )
     if as_json:
         output.print_json(report)
@@ -185,8 +185,7 @@ def _print_text(report: Report) -> None:
     output.table(("gpu", "name", "arch", "GiB", "SMs"), gpus)
     if not gpus:
         output.line("No CUDA device.")
-    active = "is" if report.interpreter else "is not"
-    output.line(f"Triton's CPU interpreter {active} active.\n")
+    output.table(("state", "", "why"), [(s.name, s.word, s.why) for s in report.states])
     links = report.peer_access
     rows = [(f"gpu {i}", *("yes" if ok else "no" for ok in row)) for i, row in enumerate(links)]
     output.table(("reads from", *(f"gpu {i}" for i in range(len(links)))), rows)

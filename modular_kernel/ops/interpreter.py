@@ -31,6 +31,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
+from modular_kernel.machine import interpreted_since_import
 from modular_kernel.ops.block_types import init_block_type, init_tensor, type_of_tuple
 from modular_kernel.ops.narrow import (
     BF16,
@@ -70,9 +71,13 @@ _ONE_LAUNCH = threading.RLock()
 watch = Watch()
 
 
+# A variable set after this import changes no function that is defined already.
+_INTERPRETED = interpreted_since_import()
+
+
 def active() -> bool:
     """Whether `@triton.jit` interprets kernels on the CPU in this process."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(triton.knobs.runtime.interpret and _INTERPRETED)
 
 
 def install() -> None:

@@ -7,6 +7,8 @@ well: the compiled kernel and its arguments, with pointers to the call's inputs 
 replays then calls is modular_kernel.ops.player, once for all launches.
 """
 
+import logging
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ if HAS_TRITON:
 
 # Triton ships no annotations.
 Foreign = Any
+
+_LOG = logging.getLogger("modular_kernel.replay")
 
 
 def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None:
@@ -79,9 +83,17 @@ def _unknown(kernel: Foreign, compiled: Foreign) -> str:
     if kernel.pre_run_hooks:
         return f"{kernel} has pre-run hooks"
     reason = compat.unreplayed(compiled.metadata)
+    if compat.RELEASE not in compat.REPLAYED:
+        _say(reason)
     if reason:
         return f"{kernel}: {reason}"
     return player.why_no_module()
+
+
+@cache
+def _say(reason: str) -> None:
+    """What holds for every launch of this process is logged, the first time."""
+    _LOG.warning("launches are not replayed: %s", reason)
 
 
 def why_not_replayed() -> str:

@@ -13,6 +13,7 @@ from modular_kernel.bench.stage_floor import RankLoad, StageWork, stage_floor, s
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
 from modular_kernel.profiling.events import NOWHERE, CallTimes, calls_of, middle
 from modular_kernel.profiling.record import Job, Memory, RankRecord, Recorded, Total
+from modular_kernel.states import State, states
 from modular_kernel.types import Machine, Problem
 
 
@@ -113,7 +114,8 @@ class PairProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    """Everything `mk profile` found. missing: what could not be measured, and why."""
+    """Everything `mk profile` found. missing: what could not be measured, and why. states: what
+    changed what ran."""
 
     problem: Problem
     machine: Machine
@@ -124,6 +126,7 @@ class Profile:
     pairs: tuple[PairProfile, ...]
     difference: float | None
     missing: tuple[str, ...]
+    states: tuple[State, ...] = ()
 
 
 def profile_of(
@@ -157,6 +160,7 @@ def profile_of(
         pairs,
         max(differences, default=None),
         tuple(_missing(pairs, machine, first.link)),
+        states(),
     )
 
 
@@ -253,6 +257,7 @@ def as_record(found: Profile) -> dict[str, Any]:
         "pairs": pairs,
         "output_difference": found.difference,
         "missing": found.missing,
+        "states": found.states,
         "environment": found.environment,
         "peaks": found.peaks,
         "link_bytes_per_s": found.link,

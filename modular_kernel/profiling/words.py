@@ -194,5 +194,6 @@ def facts(profile: Profile) -> Sequence[tuple[str, str]]:
         ("routing", f"{profile.routing}: {load.pairs} pairs, {load.touched} experts touched"),
         ("measured peaks", f"{rates}, memory {peaks.bandwidth / 1e12:.3g} TB/s{link}"),
         ("made", f"{found['date']}, torch {found['torch']}, triton {found['triton']}"),
+        *((state.name, str(state)) for state in profile.states),
         ("command", str(found["command"])),
     )
