@@ -69,10 +69,7 @@ _patch_lang_tensor = upstream._patch_lang_tensor
 _ONE_LAUNCH = threading.RLock()
 
 watch = Watch()
-
-
-# A variable set after this import changes no function that is defined already.
-_INTERPRETED = interpreted_since_import()
+_INTERPRETED = interpreted_since_import()  # a variable set later changes no function of triton's
 
 
 def active() -> bool:
