@@ -60,13 +60,14 @@ else
   NEWEST_READY := $(NEWEST_STAMP)
 endif
 
-.PHONY: help demo test test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter wheel clean metadata
+.PHONY: help demo test verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter wheel clean metadata
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
 	@echo "make test    the whole test suite on the CPU: kernels interpreted, then compiled"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
+	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
 	@echo "make check   lint, format, types, import law"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"
 	@echo "make wheel   build dist/*.whl"
@@ -107,6 +108,14 @@ newest-interpreter:
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest -q -p no:cacheprovider $(NEWEST_TESTS)
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m modular_kernel test --pf-type MoEPrepareAndFinalizeNoEP \
 	  --experts-type TritonExperts
+# The record is checked in: what was proven, of which commit, with which versions.
+VERIFIED   := docs/verified.json
+
+verify: $(READY)
+	@git diff --quiet HEAD || { echo "error: commit first: the record names the commit" >&2; exit 1; }
+	TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --json > $(VERIFIED).new; status=$$?; \
+	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" < $(VERIFIED).new > $(VERIFIED) && rm $(VERIFIED).new; \
+	  exit $$status
 
 check: $(READY)
 	$(PY) -m ruff check .
