@@ -27,6 +27,23 @@ def prepare_host(*, quiet: bool = False) -> None:
         note("no CUDA device here: Triton kernels run in Triton's CPU interpreter")
 
 
+def prepare_torch_only() -> None:
+    """Leave the interpreter off, so that plain torch runs as for a user on a CPU, and say so.
+
+    ConfigurationError where Triton kernels run all the same.
+    """
+    import torch
+
+    from modular_kernel.settings import read_settings
+
+    need = "a machine without a CUDA device, and TRITON_INTERPRET not set"
+    if torch.cuda.is_available():
+        raise ConfigurationError("--torch-only", got="a CUDA device", need=need)
+    if read_settings().triton_interpret:
+        raise ConfigurationError("--torch-only", got="TRITON_INTERPRET=1", need=need)
+    note("plain torch alone: parts of Triton kernels are refused")
+
+
 def _has_cuda_driver() -> bool:
     try:
         ctypes.CDLL("libcuda.so.1")

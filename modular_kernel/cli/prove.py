@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.host import prepare_host, prepare_torch_only
 from modular_kernel.cli.mutate import Mutating, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import Backend, Host, host_of, over_ranks
@@ -55,6 +55,10 @@ class Manner:
     ] = None
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Break the pairs on purpose: is it noticed?")
+    ] = False
+    torch_only: Annotated[
+        bool,
+        typer.Option("--torch-only", help="On a CPU: plain torch, without Triton's interpreter."),
     ] = False
     backend: Backend = None
 
@@ -115,6 +119,9 @@ def prove(
     changed, one place at a time, and the cases run until one fails. --sensitivity does the same to
     what goes into and comes out of a part. Name a pair to run its cases alone.
 
+    On a CPU Triton kernels are interpreted, and operations run as kernels. --torch-only proves the
+    torch operations instead that run there without the interpreter.
+
     Exits with 1 if a check fails, a defect is not noticed, or the pair named is refused.
     """
     alone = replace(options, world_size=None), replay
@@ -125,7 +132,12 @@ def prove(
         raise ConfigurationError("--sensitivity", got="--one", need="cases of its own choice")
     mutating.check(beside=replay.one or manner.sensitivity)
     level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
-    prepare_host()
+    if manner.torch_only:
+        if options.world_size is not None:
+            raise ConfigurationError("--torch-only", got="--world-size", need="one rank")
+        prepare_torch_only()
+    else:
+        prepare_host()
     with host_of(options.world_size, manner.backend) as host:
         if mutating.mutate is not None:
             pairs = _named_pairs(host, pf_type, experts_type, level)

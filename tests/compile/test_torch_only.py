@@ -1,10 +1,12 @@
 """Without a GPU and without Triton's interpreter: the twins in plain torch are what runs."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, islice
 
 import pytest
 import torch
+from run_mk import run_mk
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.composer import random_inputs
@@ -65,3 +67,25 @@ def test_every_pair_is_skipped(pf: str, experts: str, quant: str, combine: Combi
     out = make_kernel(pf, experts, problem, machine=MACHINE)(x_TH, weights, nowhere)
     assert torch.equal(out, torch.zeros_like(out))
     assert out.shape[0] == 5
+
+
+def test_the_command_proves_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    mk = partial(run_mk, capsys)
+    torch_pair = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "NaiveBatchedExperts")
+    record = mk("test", "--torch-only", "--one", *torch_pair, "--json").json
+    assert record["ok"]
+    assert record["machine"]["interpreter"] is False
+    assert record["pairs"][0]["cases"] == 1
+    refused = mk("test", "--torch-only", *torch_pair[:3], "BatchedTritonExperts")
+    assert refused.code == 1
+    assert "Triton's CPU interpreter" in refused.out + refused.err
+    assert mk("test", "--torch-only", "--world-size", "2").code == 2
+
+
+def test_the_command_refuses_an_interpreter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    ended = run_mk(capsys, "test", "--torch-only")
+    assert ended.code == 2
+    assert "got TRITON_INTERPRET=1" in ended.err
