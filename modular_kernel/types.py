@@ -31,7 +31,8 @@ def parse_dtype(value: object) -> torch.dtype:
         return value
     name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
     if name not in DTYPES:
-        raise ConfigurationError("dtype", got=shown(value), need=f"one of {sorted(DTYPES)}")
+        got = value[:80] if isinstance(value, str) else shown(value)
+        raise ConfigurationError("dtype", got=got, need=f"one of {sorted(DTYPES)}")
     return DTYPES[name]
 
 
