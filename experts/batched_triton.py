@@ -15,6 +15,7 @@ from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.quantise import BatchedRows, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     BatchedShape,
@@ -86,6 +87,9 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceDelegate())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return Roundings()
 
     def apply(
         self,

@@ -12,6 +12,7 @@ from experts.triton_path import PathCall, room_for
 from experts.triton_segments import SegmentProducts
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -87,6 +88,9 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return Roundings()
 
     def apply(
         self,

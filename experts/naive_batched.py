@@ -4,8 +4,9 @@ import torch
 
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
-from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
+from modular_kernel.ops.mlp import ExpertTokens, expert_mlps, mlp_roundings
 from modular_kernel.quant import SCHEMES
+from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     BatchedShape,
@@ -41,6 +42,9 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNaiveBatched())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return mlp_roundings(weights, self.problem, row_weights=False)
 
     def apply(
         self,

@@ -5,8 +5,9 @@ import torch
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.count import local_ids
-from modular_kernel.ops.mlp import ExpertTokens, expert_mlps
+from modular_kernel.ops.mlp import ExpertTokens, expert_mlps, mlp_roundings
 from modular_kernel.quant import SCHEMES
+from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -44,6 +45,11 @@ class TorchExperts(PermuteExpertsUnpermute):
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceContiguous())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return mlp_roundings(
+            weights, self.problem, row_weights=self.problem.apply_router_weight_on_input
+        )
 
     def apply(
         self,

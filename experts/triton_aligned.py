@@ -14,6 +14,7 @@ from modular_kernel.ops.launch import launch
 from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.quantise import PairRows, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
@@ -23,6 +24,7 @@ class AlignedPath:
     """Serves every problem. Row p of both products' results is pair p."""
 
     name = ALIGNED
+    roundings: Roundings | None = Roundings()
 
     def __init__(self, problem: Problem) -> None:
         from experts.kernels.triton.grouped_gemm import grouped_gemm_kernel

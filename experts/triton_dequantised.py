@@ -18,6 +18,7 @@ from experts.triton_sorted import Rows
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -33,6 +34,7 @@ class DequantisedPath(PermutedPath):
     """Serves what tile_dequantised.serves says."""
 
     name = DEQUANTISED
+    roundings = Roundings(weights=True)
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(tile_dequantised.plain(problem))

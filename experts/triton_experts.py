@@ -7,7 +7,7 @@ import torch
 from experts import tile_dequantised, tile_permuted, tile_single, tile_streamed
 from experts.tile_bounds import MOST_TOKENS
 from experts.tile_search import TileSpace
-from experts.tile_shapes import ALIGNED, DEQUANTISED, PERMUTED, STREAMED, Device
+from experts.tile_shapes import ALIGNED, DEQUANTISED, PERMUTED, STREAMED, Device, TilePair
 from experts.tiles import choose_tiles, on_device, regimes_up_to, this_store
 from experts.triton_aligned import AlignedPath
 from experts.triton_dequantised import DequantisedPath
@@ -18,6 +18,7 @@ from experts.triton_permuted import PermutedPath
 from experts.triton_single import SinglePath
 from experts.triton_streamed import StreamedPath
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -105,6 +106,9 @@ class TritonExperts(PermuteExpertsUnpermute):
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())
 
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
+        return self._paths[self._tiles(x_TH, weights).path].roundings
+
     def apply(
         self,
         tokens: Dispatched,
@@ -114,12 +118,16 @@ class TritonExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        x_TH = tokens.x_TH
-        tiles = choose_tiles(self.problem, len(x_TH), tuple(self._paths))
-        if not self._paths[tiles.path].takes(weights, x_TH):
-            paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
-            tiles = choose_tiles(self.problem, len(x_TH), paths)
+        tiles = self._tiles(tokens.x_TH, weights)
         self._paths[tiles.path].run(PathCall(tokens, weights, workspace, output, tiles))
+
+    def _tiles(self, x_TH: torch.Tensor, weights: ExpertWeights) -> TilePair:
+        """What a call of these tensors launches."""
+        tiles = choose_tiles(self.problem, len(x_TH), tuple(self._paths))
+        if self._paths[tiles.path].takes(weights, x_TH):
+            return tiles
+        paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
+        return choose_tiles(self.problem, len(x_TH), paths)
 
 
 def _paths(problem: Problem) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.runtime import use_triton
+from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
@@ -36,6 +37,8 @@ class PackedPath:
 
         assert tile_single.serves(problem)
         self.problem = problem
+        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._up, self._down = packed_up_kernel, packed_down_kernel
         self._sums = problem.combine is Combine.SUM
         reduce = (stages.REDUCE,) if self._sums else ()

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from experts.tile_shapes import TilePair
+from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeights
 from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
@@ -24,9 +25,15 @@ class PathCall:
 
 
 class Path(Protocol):
-    """Declares the buffers of a call and runs it. name: one of tile_shapes.PATHS."""
+    """Declares the buffers of a call and runs it. name: one of tile_shapes.PATHS.
+
+    roundings: where it rounds; None where that is not declared.
+    """
 
     name: str
+
+    @property
+    def roundings(self) -> Roundings | None: ...
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Every buffer of a call of `tokens` tokens in blocks of block_m rows, by name."""

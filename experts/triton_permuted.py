@@ -21,6 +21,7 @@ from experts.triton_gemm import Product
 from experts.triton_sorted import Rows, SortedProducts
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.sort import Sorted
+from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -29,6 +30,7 @@ class PermutedPath(SortedProducts):
     """Products in Gluon."""
 
     name = PERMUTED
+    roundings: Roundings | None = Roundings()
     skips_unused = False  # as it was measured: all rows were in use
 
     def __init__(self, problem: Problem) -> None:

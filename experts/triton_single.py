@@ -20,6 +20,7 @@ from modular_kernel.ops.launch import launch
 from modular_kernel.ops.overlap import overlap
 from modular_kernel.ops.runtime import use_triton
 from modular_kernel.quant import LARGEST, MIDDLE, MIN_SCALE
+from modular_kernel.roundings import Roundings
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ContiguousTokens, ExpertWeights
 from modular_kernel.types import Combine, Problem
@@ -41,6 +42,8 @@ class SinglePath:
         from experts.kernels.triton.single_up import single_up_kernel
 
         self.problem = problem
+        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._up, self._down = single_up_kernel, single_down_kernel
         self._sums = problem.combine is Combine.SUM
 

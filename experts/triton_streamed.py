@@ -17,8 +17,9 @@ from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.launch import launch
 from modular_kernel.ops.overlap import overlap
 from modular_kernel.quant import LARGEST, MIN_SCALE
+from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import Problem
+from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 # Of a thread in GEMM 1 and 2: the loading warp leaves most of its own to the others.
@@ -32,6 +33,8 @@ class StreamedPath:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        # Of a sum: products of all of a token's pairs are added up before anything is rounded.
+        self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._grouped = problem.scheme.granularity == "block"
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:

@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 
 from modular_kernel.errors import UnsupportedError
+from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import (
     Dispatched,
@@ -233,6 +234,14 @@ class PermuteExpertsUnpermute(ABC):
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         """What finalize has to apply to the output; NoOp if nothing is left to do."""
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
+        """Where a call of these tensors rounds; None if the part does not say.
+
+        x_TH: (T, H) tokens of one call, or of one chunk of it. What is declared is proven by
+        `mk test`: with a rounding more, or less, values differ from the declared recipe's.
+        """
+        return None
 
     @abstractmethod
     def apply(

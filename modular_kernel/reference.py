@@ -3,20 +3,24 @@
 `oracle` computes in float64, on the values that quantised weights stand for. `recipe` is the same
 loop with the roundings that plain torch in the problem's dtype makes, and with quantised
 activations where the scheme has them; its distance from the oracle is the error a correct part
-may have.
+may have. `twin` rounds where a part says that it does, and nowhere else: what it and the part
+compute differs by the order of float32 sums alone.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.roundings import Roundings
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Combine, Problem
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Of a scale that is computed from activations, so that zeros have one too.
 _LEAST_SCALE = 2.0**-33
@@ -27,7 +31,9 @@ class _Arithmetic:
     """What is rounded, and where.
 
     dtype: of every sum. rounded: to the problem's dtype. weight: a dequantised weight. operand:
-    what tensor cores see. x, h: activations (rows, values) as the products see them.
+    what tensor cores see. x, h: activations (rows, values) as the products see them. gate_up: what
+    GEMM 1 gives, rows: what GEMM 2 gives, weighted: x times router weights. product: of rows (R, K)
+    and a matrix (N, K), (R, N).
     """
 
     dtype: torch.dtype
@@ -36,6 +42,13 @@ class _Arithmetic:
     operand: Rounding
     x: Rounding
     h: Rounding
+    gate_up: Rounding
+    rows: Rounding
+    weighted: Rounding
+    product: Product
+
+
+_ROUNDINGS = ("rounded", "weight", "operand", "x", "h", "gate_up", "rows", "weighted")
 
 
 def oracle(
@@ -45,8 +58,9 @@ def oracle(
 
     Ids outside [0, E), and of experts that are not here, are skipped; their weights are not read.
     """
-    exact = _Arithmetic(torch.float64, _exact, _exact, _exact, _exact, _exact)
-    return _moe(x_TH, weights, routing, problem, exact)
+    same = dict.fromkeys(_ROUNDINGS, _exact)
+    exact = _Arithmetic(dtype=torch.float64, product=_product, **same)
+    return _moe(x_TH, weights, routing, problem, exact, behind=False)
 
 
 def recipe(
@@ -64,24 +78,83 @@ def recipe(
     multiplies the product, not x. Otherwise dequantised weights are rounded to the problem's dtype.
     """
 
+    quantises = problem.scheme.quantises_activations
+    rules = _rounding(weights, problem, Roundings(weights=not quantises, gate_up=True))
+    return _moe(x_TH, weights, routing, problem, rules, behind=quantises).double()
+
+
+def twin(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+    roundings: Roundings,
+    *,
+    input_weighted: bool,
+    jitter: torch.Generator | None = None,
+) -> torch.Tensor:
+    """What a part that rounds as `roundings` says has to return, in the problem's dtype.
+
+    (T, H) or (T, K, H); of one chunk where calls are split. input_weighted: router weights on the
+    input multiply x itself, before it is quantised; otherwise GEMM 1's results, before the bias.
+    jitter: moves every product at random, as much as another order of its float32 sums may.
+    """
+    rules = _rounding(weights, problem, roundings, partial(_float32_product, jitter=jitter))
+    value = _moe(x_TH, weights, routing, problem, rules, behind=not input_weighted)
+    return value.to(problem.dtype)
+
+
+def _rounding(
+    weights: ExpertWeights,
+    problem: Problem,
+    roundings: Roundings,
+    product: Product | None = None,
+) -> _Arithmetic:
+    """Float32 arithmetic that rounds to the problem's dtype where it is said.
+
+    product: of a twin, which also quantises as the parts do, by reciprocals of scales.
+    """
+    scheme, reciprocal = problem.scheme, product is not None
+
     def rounded(value: torch.Tensor) -> torch.Tensor:
         return value.to(problem.dtype).to(torch.float32)
 
+    def x(rows: torch.Tensor) -> torch.Tensor:
+        return _as_quantised(rows, scheme, weights.a1_scale, reciprocal=reciprocal)
+
+    def h(rows: torch.Tensor) -> torch.Tensor:
+        return _as_quantised(rows, scheme, weights.a2_scale, reciprocal=reciprocal)
+
+    quantises = scheme.quantises_activations
     tf32 = problem.fp32_precision == "tf32" and problem.dtype is torch.float32
-    operand = _drop_13_bits if tf32 else _exact
-    scheme = problem.scheme
-    if not scheme.quantises_activations:
-        rules = _Arithmetic(torch.float32, rounded, rounded, operand, _exact, _exact)
-    else:
+    return _Arithmetic(
+        torch.float32,
+        rounded=rounded,
+        weight=rounded if roundings.weights else _exact,
+        operand=_drop_13_bits if tf32 and not quantises else _exact,
+        x=x if quantises else _exact,
+        h=h if quantises else _exact,
+        gate_up=rounded if roundings.gate_up else _exact,
+        rows=rounded if roundings.rows else _exact,
+        weighted=_exact if quantises else rounded,
+        product=product or _product,
+    )
 
-        def x(rows: torch.Tensor) -> torch.Tensor:
-            return _as_quantised(rows, scheme, weights.a1_scale)
 
-        def h(rows: torch.Tensor) -> torch.Tensor:
-            return _as_quantised(rows, scheme, weights.a2_scale)
+def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
+    return a_RK @ b_NK.T
 
-        rules = _Arithmetic(torch.float32, rounded, _exact, _exact, x, h)
-    return _moe(x_TH, weights, routing, problem, rules).double()
+
+def _float32_product(
+    a_RK: torch.Tensor, b_NK: torch.Tensor, *, jitter: torch.Generator | None
+) -> torch.Tensor:
+    """a @ b.T, exactly until it is rounded to float32; moved within what sums may be off by."""
+    a_RK, b_NK = a_RK.double(), b_NK.double()
+    exact = a_RK @ b_NK.T
+    if jitter is not None:
+        noise = torch.randn(exact.shape, generator=jitter, dtype=torch.float64).to(exact.device)
+        exact += noise * (a_RK.abs() @ b_NK.abs().T) * 2.0**-24
+    return exact.float()
 
 
 def _exact(value: torch.Tensor) -> torch.Tensor:
@@ -98,35 +171,42 @@ def _moe(
     routing: Routing,
     problem: Problem,
     rules: _Arithmetic,
+    *,
+    behind: bool,
 ) -> torch.Tensor:
+    """behind: router weights on the input multiply GEMM 1's results instead of x."""
     if problem.scheme.name == "nvfp4_w4a4":
         raise ConfigurationError("reference", got=problem.quant, need="another scheme")
     dtype, rounded, operand = rules.dtype, rules.rounded, rules.operand
-    x, ids = rules.x(x_TH.to(dtype)), _local_ids(routing, weights, problem)
+    ids = _local_ids(routing, weights, problem)
     here = (ids >= 0) & (ids < weights.w1.shape[0])
     router = torch.where(here, routing.topk_weights_TK.to(dtype), 0)
     on_input = problem.apply_router_weight_on_input
-    behind = on_input and problem.scheme.quantises_activations
+    x = x_TH.to(dtype)
+    if on_input and not behind:
+        x_TKH = torch.where(here[..., None], x[:, None] * router[..., None], 0.0)
+        x_TKH = rules.x(rules.weighted(x_TKH).flatten(0, 1)).view_as(x_TKH)
+    else:
+        x_TKH = rules.x(x)[:, None].expand(-1, ids.shape[1], -1)
     pairs = [(ids == expert).nonzero(as_tuple=True) for expert in range(weights.w1.shape[0])]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     for expert, (token, slot) in enumerate(pairs):
-        row_weights = router[token, slot, None]
-        h = rounded(x[token] * row_weights) if on_input and not behind else x[token]
-        h = operand(h) @ operand(rules.weight(_matrix(weights, "w1", expert, problem, dtype))).T
-        if behind:
-            h = h * row_weights
+        w1 = rules.weight(_matrix(weights, "w1", expert, problem, dtype))
+        h = rules.product(operand(x_TKH[token, slot]), operand(w1))
+        if on_input and behind:
+            h = h * router[token, slot, None]
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
-        h_TKI[token, slot] = rounded(activation(rounded(h), problem.act))
+        h_TKI[token, slot] = rounded(activation(rules.gate_up(h), problem.act))
     # Rows of skipped pairs are zero: they change no largest value.
     h_TKI = rules.h(h_TKI.flatten(0, 1)).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
     for expert, (token, slot) in enumerate(pairs):
         w2 = rules.weight(_matrix(weights, "w2", expert, problem, dtype))
-        y = operand(h_TKI[token, slot]) @ operand(w2).T
+        y = rules.product(operand(h_TKI[token, slot]), operand(w2))
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
-        rows_TKH[token, slot] = rounded(y)
+        rows_TKH[token, slot] = rules.rows(y)
     return rounded(_combine(rows_TKH, router, problem))
 
 
@@ -202,9 +282,13 @@ def _e2m1(code: torch.Tensor) -> torch.Tensor:
 
 
 def _as_quantised(
-    rows: torch.Tensor, scheme: QuantScheme, given: torch.Tensor | None
+    rows: torch.Tensor, scheme: QuantScheme, given: torch.Tensor | None, *, reciprocal: bool = False
 ) -> torch.Tensor:
-    """Float32 rows (R, K) to the nearest values that the scheme can hold; given: static scale."""
+    """Float32 rows (R, K) to the nearest values that the scheme can hold; given: static scale.
+
+    reciprocal: a value is multiplied by the float32 reciprocal of its scale instead of divided by
+    it: of values of 16 bits many lie in the middle between two of 8 bits, until that moves them.
+    """
     if rows.numel() == 0:
         return rows
     integers = scheme.activation == "int8"
@@ -222,7 +306,8 @@ def _as_quantised(
         # scale that is the least bit off decides what becomes of every tie.
         top = amax.new_tensor(largest)
         scale = (amax / top).clamp(min=_LEAST_SCALE) if given is None else given
-        scaled = (part / scale).clamp(-largest, largest)
+        scaled = part * (1 / scale) if reciprocal else part / scale
+        scaled = scaled.clamp(-largest, largest)
         near = scaled.round() if integers else scaled.to(torch.float8_e4m3fn).to(rows.dtype)
         parts.append(near * scale)
     return torch.cat(parts, dim=1)

@@ -9,6 +9,7 @@ from modular_kernel import stages
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import dequantise_rows, quantised
 from modular_kernel.quant import dequantise
+from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -47,6 +48,14 @@ def expert_mlps(
             _output(rows.expert, h_RI, weights, problem)
             for rows, h_RI in zip(tokens, hidden, strict=True)
         ]
+
+
+def mlp_roundings(weights: ExpertWeights, problem: Problem, *, row_weights: bool) -> Roundings:
+    """Where `expert_mlps` rounds. row_weights: whether rows come with router weights."""
+    scheme = problem.scheme
+    halves = not scheme.quantises_activations
+    alone = weights.b1 is None and not row_weights
+    return Roundings(weights=scheme.quantised and halves, gate_up=halves and alone)
 
 
 def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> torch.Tensor:

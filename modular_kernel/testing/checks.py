@@ -23,6 +23,7 @@ from modular_kernel.testing.inputs import (
 )
 from modular_kernel.testing.invariance import as_bytes, batch_invariant
 from modular_kernel.testing.sample import Sample
+from modular_kernel.testing.twins import one_rounding
 from modular_kernel.types import Machine
 
 Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
@@ -313,6 +314,7 @@ def _allocations() -> int:
 
 CHECKS: tuple[Check, ...] = (
     numeric,
+    one_rounding,
     invalid_ids,
     races,
     numeric_planned,

@@ -123,6 +123,11 @@ def square_weights(args: Arguments) -> Arguments:
     return _weigh(args, args.routing.topk_weights_TK.square())
 
 
+def round_weights(args: Arguments) -> Arguments:
+    weights_TK = args.routing.topk_weights_TK
+    return _weigh(args, weights_TK.to(args.problem.dtype).to(weights_TK.dtype))
+
+
 def forget_weights(args: Arguments) -> Arguments:
     return _weigh(args, torch.ones_like(args.routing.topk_weights_TK))
 

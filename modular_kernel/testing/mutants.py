@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from modular_kernel.testing.battery import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.battery_quant import SCALE_MUTANTS
+from modular_kernel.testing.battery_roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.case import Case
 from modular_kernel.testing.cases import cases_by_axes, cases_for
 from modular_kernel.testing.checks import Trial
@@ -16,7 +17,7 @@ from modular_kernel.testing.prove import findings, prove
 from modular_kernel.testing.tamper import Mutant
 from modular_kernel.types import Machine
 
-MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS
+MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS
 __all__ = ["MUTANTS", "Kill", "Mutant", "sensitivity"]
 
 

@@ -18,6 +18,7 @@ from modular_kernel.contracts import (
     TopKWeightAndReduce,
 )
 from modular_kernel.kernel import FusedMoEModularKernel, Pending
+from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements
 from modular_kernel.tensors import (
     Dispatched,
@@ -248,6 +249,9 @@ class _WrappedExperts(PermuteExpertsUnpermute):
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return self.part.finalize_weight_and_reduce_impl()
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
+        return self.part.roundings(x_TH, weights)
 
     def apply(
         self,

@@ -1,0 +1,132 @@
+"""One rounding more or less than a part declares is found, where the tolerance finds nothing."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts.batched_triton import BatchedTritonExperts
+from experts.grouped_gemm import GroupedGemmExperts
+from experts.naive_batched import NaiveBatchedExperts
+from experts.torch_experts import TorchExperts
+from experts.triton_experts import TritonExperts
+from modular_kernel import Problem, reference
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.ops import mlp
+from modular_kernel.roundings import Roundings
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.battery_roundings import ROUNDING_MUTANTS
+from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.inputs import make_inputs
+from modular_kernel.testing.twins import judged
+from modular_kernel.types import Machine
+
+_NO_EP, _BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+_HALF = replace(BASE, dtype=torch.bfloat16)
+_INT4 = replace(_HALF, hidden=160, intermediate=96, quant="int4_w4a16_group:group=32")
+_FP8 = replace(_HALF, hidden=160, intermediate=96, quant="fp8_w8a8_channel")
+
+
+def _failures(
+    prepare: str, experts: type[PermuteExpertsUnpermute], problem: Problem, machine: Machine
+) -> tuple[str, ...]:
+    return prove(Case(prepare, experts.__name__, problem), machine).failures
+
+
+@pytest.mark.parametrize(
+    ("prepare", "experts", "problem", "change"),
+    [
+        (_NO_EP, TorchExperts, _HALF, {"gate_up": False}),
+        (_NO_EP, TorchExperts, _HALF, {"rows": False}),
+        (_NO_EP, TorchExperts, _INT4, {"weights": False}),
+        (_NO_EP, TorchExperts, _FP8, {"gate_up": True}),
+        (_BATCHED, NaiveBatchedExperts, _HALF, {"rows": False}),
+        (_NO_EP, TritonExperts, _HALF, {"gate_up": True}),
+        (_NO_EP, TritonExperts, _HALF, {"rows": False}),
+        (_NO_EP, TritonExperts, _INT4, {"weights": True}),
+        (_NO_EP, TritonExperts, replace(_HALF, tokens=1), {"rows": True}),
+        (_BATCHED, BatchedTritonExperts, _INT4, {"weights": True}),
+        (_NO_EP, GroupedGemmExperts, _HALF, {"gate_up": True}),
+    ],
+    ids=str,
+)
+def test_what_is_declared_is_what_happens(
+    prepare: str,
+    experts: type[PermuteExpertsUnpermute],
+    problem: Problem,
+    change: dict[str, Any],
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one word changed nothing but this check fails; as they are, all cases pass it."""
+    true = experts.roundings
+
+    def wrong(self: PermuteExpertsUnpermute, x_TH: torch.Tensor, weights: Any) -> Roundings:
+        found = true(self, x_TH, weights)
+        assert found is not None
+        return replace(found, **change)
+
+    monkeypatch.setattr(experts, "roundings", wrong)
+    failures = _failures(prepare, experts, problem, machine)
+    assert failures
+    assert all(failure.startswith("one_rounding: ") for failure in failures)
+
+
+def test_rounded_partial_sums_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A last product of sixteen of the depth, rounded before it is added."""
+
+    def apart(a: torch.Tensor, matrix: torch.Tensor, *, alone: bool) -> torch.Tensor:
+        first, last = slice(None, -16), slice(-16, None)
+        sums = [a[:, part].float() @ matrix[:, part].float().T for part in (first, last)]
+        value = sums[0] + sums[1].to(_HALF.dtype).float()
+        return value.to(_HALF.dtype) if alone else value
+
+    monkeypatch.setattr(mlp, "_product", apart)
+    failures = _failures(_NO_EP, TorchExperts, _HALF, machine)
+    assert any(failure.startswith("one_rounding: ") for failure in failures)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "experts"),
+    [
+        (_NO_EP, "TorchExperts"),
+        (_NO_EP, "TritonExperts"),
+        (_NO_EP, "GroupedGemmExperts"),
+        (_BATCHED, "NaiveBatchedExperts"),
+        (_BATCHED, "BatchedTritonExperts"),
+    ],
+)
+def test_rounded_router_weights_are_found_in_every_pairing(
+    prepare: str, experts: str, machine: Machine
+) -> None:
+    (mutant,) = ROUNDING_MUTANTS
+    case = Case(prepare, experts, _HALF)
+    assert mutant.occurs(case, machine)
+    failures = prove(case, machine, mutant.build).failures
+    assert failures
+    assert all(failure.startswith("one_rounding: ") for failure in failures)
+
+
+def test_a_twin_that_rounds_as_the_recipe_does_is_the_recipe() -> None:
+    i = make_inputs(_INT4, "skips", torch.device("cpu"))
+    tensors = (i.x_TH, i.weights, i.routing, _INT4)
+    rounded = Roundings(weights=True, gate_up=True)
+    twin = reference.twin(*tensors, rounded, input_weighted=False)
+    same = (twin.double() == reference.recipe(*tensors)).double().mean()
+    assert twin.dtype is torch.bfloat16
+    assert same > 0.97
+
+
+def test_few_rows_may_differ_and_typical_ones_may_not() -> None:
+    own, where = torch.zeros(30), [Roundings()]
+    few, many = torch.zeros(20), torch.zeros(20)
+    few[:3], many[:4] = 0.9, 0.2
+    assert list(judged(few, own, where)) == []
+    (line,) = judged(many, own, where)
+    assert "4 of 20 rows are not those of" in line
+    assert "at most 3 may" in line
+    (line,) = judged(torch.full((20,), 0.04), own, where)
+    assert "typical row" in line
+    assert list(judged(torch.full((20,), 0.04), torch.full((30,), 0.02), where)) == []
+    assert list(judged(torch.zeros(0), torch.zeros(0), where)) == []
