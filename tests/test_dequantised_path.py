@@ -1,6 +1,6 @@
 """The dequantised path without a GPU: its own launches, interpreted; products by a torch stand-in.
 
-What the products compute is proven in tests/gpu/test_dequantised_path.py.
+What the products compute is proven in tests/gpu/test_dequantised_on_gpu.py.
 """
 
 from collections.abc import Iterator
