@@ -64,7 +64,12 @@ def oracle(
 
 
 def recipe(
-    x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, problem: Problem
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+    *,
+    input_weighted: bool = False,
 ) -> torch.Tensor:
     """The output of plain torch in the problem's dtype, as float64.
 
@@ -75,12 +80,13 @@ def recipe(
 
     A scheme that quantises activations quantises x and h: with one scale for all of x and one for
     all h of valid pairs, with one for each row, or for each group of a row. The router weight then
-    multiplies the product, not x. Otherwise dequantised weights are rounded to the problem's dtype.
+    multiplies the product, not x, unless input_weighted: then x before it is quantised. Otherwise
+    dequantised weights are rounded to the problem's dtype.
     """
-
     quantises = problem.scheme.quantises_activations
     rules = _rounding(weights, problem, Roundings(weights=not quantises, gate_up=True))
-    return _moe(x_TH, weights, routing, problem, rules, behind=quantises).double()
+    behind = quantises and not input_weighted
+    return _moe(x_TH, weights, routing, problem, rules, behind=behind).double()
 
 
 def twin(

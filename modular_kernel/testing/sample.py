@@ -6,6 +6,7 @@ from functools import cached_property
 import torch
 
 from modular_kernel import reference
+from modular_kernel.catalog import load_catalog
 from modular_kernel.testing.case import Case
 from modular_kernel.testing.compare import Comparison
 from modular_kernel.testing.compare_apart import Fair, compare_apart
@@ -19,6 +20,7 @@ class Sample:
     """One call's inputs, and what has to come out.
 
     `inputs` may be harmed by a faulty part; `exact`, `recipe` and `pristine` are made apart.
+    input_weighted: router weights that go on the input multiply x itself, before it is quantised.
     """
 
     def __init__(
@@ -28,6 +30,8 @@ class Sample:
         self.routing, self.manner = case.routing, case.manner
         self.device = device
         self.strided = strided
+        prepare = load_catalog().prepare_finalize(case.prepare_finalize)
+        self.input_weighted = prepare.requires.multiplies_input
         self.seed = 1000 * case.seed + salt
         self.inputs = self._make()
         self.pristine = self._make()
@@ -51,7 +55,8 @@ class Sample:
     @cached_property
     def recipe(self) -> torch.Tensor:
         i = self.pristine
-        return reference.recipe(i.x_TH, i.weights, i.routing, self.problem)
+        given = i.x_TH, i.weights, i.routing, self.problem
+        return reference.recipe(*given, input_weighted=self.input_weighted)
 
     def compare(self, out: torch.Tensor) -> Comparison:
         """`out` against the oracle; tokens that would hide others, by themselves."""
@@ -65,7 +70,8 @@ class Sample:
         problem = replace(self.problem.with_tokens(_MORE_TOKENS), chunk_tokens=None)
         more = make_inputs(problem, "uniform", self.device, seed=self.seed)
         given = more.x_TH, self.pristine.weights, more.routing, problem
-        exact, recipe = reference.oracle(*given), reference.recipe(*given)
+        exact = reference.oracle(*given)
+        recipe = reference.recipe(*given, input_weighted=self.input_weighted)
         return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, len(self.pristine.x_TH))))
 
     def x_TH(self) -> torch.Tensor:

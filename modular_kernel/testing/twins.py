@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from modular_kernel import reference
-from modular_kernel.catalog import load_catalog
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.inputs_hostile import apart
@@ -42,11 +41,11 @@ def one_rounding(trial: "Trial") -> Iterator[str]:
         if roundings is None:
             return
         said += roundings
-        twin = twin_of(trial, sample, roundings)
+        twin = twin_of(sample, roundings)
         live = live_rows(sample, twin)
         shares.append(differing(output, twin)[live])
         for seed in range(_JITTERS):
-            moved = twin_of(trial, sample, roundings, torch.Generator().manual_seed(seed))
+            moved = twin_of(sample, roundings, torch.Generator().manual_seed(seed))
             own.append(differing(moved, twin)[live])
     yield from judged(torch.cat(shares), torch.cat(own), said)
 
@@ -76,13 +75,11 @@ def declared(trial: "Trial", sample: "Sample") -> list[Roundings] | None:
 
 
 def twin_of(
-    trial: "Trial",
     sample: "Sample",
     roundings: list[Roundings],
     jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
     """What the call of `sample` has to return, but for the order of sums."""
-    prepare = load_catalog().prepare_finalize(trial.case.prepare_finalize)
     i, parts = sample.pristine, [sample.empty_output()[:0]]
     for some, each in zip(_chunks(sample), roundings, strict=True):
         routing = Routing(i.routing.topk_weights_TK[some], i.routing.topk_ids_TK[some])
@@ -93,7 +90,7 @@ def twin_of(
                 routing,
                 sample.problem,
                 each,
-                input_weighted=prepare.requires.multiplies_input,
+                input_weighted=sample.input_weighted,
                 jitter=jitter,
             )
         )
