@@ -6,18 +6,20 @@ refuses is not drawn; a pair that no valid row holds is impossible, with the rul
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from modular_kernel.catalog import check
+from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import weight_specs
+from modular_kernel.rules import judge
 from modular_kernel.testing.case import Case
 from modular_kernel.testing.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
 from modular_kernel.testing.inputs_hostile import VALUES, why_impossible
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -93,19 +95,24 @@ AXES = (
     Axis("seed", (0, 1, 2)),
 )
 
+_ALONE = Parallel()
 _ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
+
+
+@cache
+def _activation(kind: str, interleaved: bool) -> ActivationSpec:
+    text = _ACTIVATIONS[kind]
+    if kind == "relu2":
+        if interleaved:
+            raise ConfigurationError("activation", got="relu2, interleaved", need="gate and up")
+    elif interleaved or kind == "swiglu_oai":
+        text += f"{',' if ':' in text else ':'}interleaved={str(interleaved).lower()}"
+    return ActivationSpec.parse(text)
 
 
 def problem_of(row: dict[str, Any]) -> Problem:
     """The problem that a row of values by axis says; ConfigurationError if there is none such."""
     experts, tokens = row["experts"], row["tokens"]
-    activation = _ACTIVATIONS[row["activation"]]
-    if row["activation"] == "relu2":
-        if row["interleaved"]:
-            raise ConfigurationError("activation", got="relu2, interleaved", need="gate and up")
-    elif row["interleaved"] or row["activation"] == "swiglu_oai":
-        comma = "," if ":" in activation else ":"
-        activation += f"{comma}interleaved={str(row['interleaved']).lower()}"
     here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
     dtype, precision = row["numbers"]
     return Problem(
@@ -116,7 +123,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
         top_k=row["top_k"],
         dtype=dtype,
         quant=row["quant"],
-        activation=activation,
+        activation=_activation(row["activation"], row["interleaved"]),
         local_experts=here.get(row["placement"]),
         ids_dtype=row["ids"],
         bias=row["bias"],
@@ -128,6 +135,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
         fp32_precision=precision,
         chunk_tokens=_CHUNKS[row["chunks"]](tokens),
         batch_invariant=row["batch_invariant"],
+        parallel=_ALONE,
     )
 
 
@@ -145,43 +153,52 @@ def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
     )
 
 
-def _harness_reasons(case: Case) -> tuple[str, ...]:
-    """Why inputs of a case cannot be made or judged, whatever the pairing."""
-    problem, manner = case.problem, case.manner
+def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
+    """Why inputs of a row and its problem cannot be made or judged, whatever the pairing."""
     reasons = []
-    if case.routing == "beyond_int32" and problem.ids_dtype is torch.int32:
+    if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
         reasons.append("[routing] beyond_int32: int32 ids hold no such values")
-    if manner.own_scales:
+    if row["own_scales"]:
         dtypes: tuple[torch.dtype, ...] = ()
         if problem.scheme.quantised:
             dtypes = weight_specs(problem)["w1_scale"].dtypes
         if problem.dtype is _FP32 or problem.dtype not in dtypes:
             reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
-    if (hostile := why_impossible(problem, manner.values)) is not None:
+    if (hostile := why_impossible(problem, row["values"])) is not None:
         reasons.append(hostile)
     return tuple(reasons)
 
 
+# Axes that no problem tells: rows that differ in these alone are one problem, and judged once.
+_INPUTS_ALONE = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed"})
+_problem_part: Callable[[Row], Row] = itemgetter(
+    *(i for i, axis in enumerate(AXES) if axis.name not in _INPUTS_ALONE)
+)
+
+
 def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
     """The rows of AXES, judged for a pairing on a machine."""
-    cases: dict[Row, Case] = {}
+    catalog = load_catalog()
+    pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
+    problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
+
+    def judged(values: dict[str, Any]) -> tuple[Problem | None, Sequence[str]]:
+        try:
+            problem = problem_of(values)
+        except ConfigurationError as error:
+            return None, (str(error),)
+        return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
 
     def refused(row: Row) -> Sequence[str]:
-        try:
-            case = cases[row] = case_of(prepare_finalize, experts, _values(row))
-            verdict = check(prepare_finalize, experts, case.problem, machine)
-            ours = () if verdict.rejections else _harness_reasons(case)
-        except ConfigurationError as error:
-            return (str(error),)
-        return (*map(str, verdict.rejections), *ours)
+        part, values = _problem_part(row), _values(row)
+        if part not in problems:
+            problems[part] = judged(values)
+        problem, reasons = problems[part]
+        if problem is None or reasons:
+            return reasons
+        return _harness_reasons(problem, values)
 
-    def live(row: Row) -> bool:
-        case = cases[row]
-        if case.problem.tokens and not case.problem.expert_map and case.routing in _ALL_ROUTED:
-            return True
-        return some_routed(case.problem, case.routing, 1000 * case.seed)
-
-    return Space(AXES, refused, live, cost_of)
+    return Space(AXES, refused, _live, cost_of)
 
 
 def _values(row: Row) -> dict[str, Any]:
@@ -192,23 +209,70 @@ def _values(row: Row) -> dict[str, Any]:
 _PLACES = {axis.name: place for place, axis in enumerate(AXES)}
 
 
+def _part(*names: str) -> Callable[[Row], Row]:
+    """A function that gives some axes' part of a row."""
+    return itemgetter(*(_PLACES[name] for name in names))
+
+
+def _said(part: Row, *names: str) -> tuple[Any, ...]:
+    """The values of such a part."""
+    return tuple(AXES[_PLACES[name]].values[i] for name, i in zip(names, part, strict=True))
+
+
+_ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
+_BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
+_TILES_BY = ("numbers", "hidden", "intermediate")
+_CALLS_BY = ("by_turns", "batch_invariant")
+_routing_part, _blocks_part = _part(*_ROUTED_BY), _part(*_BLOCKS_BY)
+_tiles_part, _calls_part = _part(*_TILES_BY), _part(*_CALLS_BY)
+
+
+def _live(row: Row) -> bool:
+    """Whether any pair of a token and an expert is computed in a valid row."""
+    return _computes(_routing_part(row))
+
+
+@cache
+def _computes(part: Row) -> bool:
+    tokens, experts, top_k, placement, routing, seed = _said(part, *_ROUTED_BY)
+    if not tokens or routing == "all_skipped":
+        return False
+    if placement in ("all", "mapped") and routing in _ALL_ROUTED:
+        return True
+    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}.get(placement)
+    mapped = placement != "all"
+    # Whatever else a problem says, its ids are drawn alike.
+    problem = Problem(tokens, 1, 1, experts, top_k, local_experts=here, expert_map=mapped)
+    return some_routed(problem, routing, 1000 * seed)
+
+
 def cost_of(row: Row) -> float:
     """Roughly the seconds that the interpreter takes: blocks of rows by tiles of weights."""
-
-    def value(name: str) -> Any:
-        place = _PLACES[name]
-        return AXES[place].values[row[place]]
-
-    hidden, intermediate, placement = value("hidden"), value("intermediate"), value("placement")
-    experts: int = value("experts")
-    experts = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
-    pairs: int = value("tokens") * value("top_k")
-    pieces = {"ragged": 3, "one_more": 2}.get(value("chunks"), 1)
-    blocks: float = min(pairs, experts) * (pieces + 1) / 2 + pairs / 16
-    side = 32 if value("numbers")[0] is _FP32 or hidden % 16 or intermediate % 16 else 64
-    tiles: int = 2 * -(-hidden // side) * -(-intermediate // side)
-    calls: float = 1 + 0.3 * value("by_turns") + 0.5 * value("batch_invariant")
+    pieces, blocks = _blocks(_blocks_part(row))
+    calls, tiles = _calls(_calls_part(row)), _tiles(_tiles_part(row))
     return calls * (0.4 + 0.3 * pieces + 0.01 * blocks * tiles)
+
+
+@cache
+def _blocks(part: Row) -> tuple[int, float]:
+    """Pieces of the tokens, and blocks of rows in all of them."""
+    tokens, top_k, experts, placement, chunks = _said(part, *_BLOCKS_BY)
+    here = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
+    pairs, pieces = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
+    return pieces, min(pairs, here) * (pieces + 1) / 2 + pairs / 16
+
+
+@cache
+def _tiles(part: Row) -> int:
+    (dtype, _), hidden, intermediate = _said(part, *_TILES_BY)
+    side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
+    return int(2 * -(-hidden // side) * -(-intermediate // side))
+
+
+@cache
+def _calls(part: Row) -> float:
+    by_turns, batch_invariant = _said(part, *_CALLS_BY)
+    return float(1 + 0.3 * by_turns + 0.5 * batch_invariant)
 
 
 @cache

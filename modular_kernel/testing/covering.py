@@ -8,7 +8,9 @@ for its cost. Equal spaces give equal rows on every machine.
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
+from operator import add
 from typing import Any
 
 Row = tuple[int, ...]  # the index of one value for each axis
@@ -45,9 +47,9 @@ class Space:
 
     def numbers(self, row: Row) -> tuple[int, ...]:
         """The number of each value of `row`, counted over all axes."""
-        return tuple(start + value for start, value in zip(self.starts, row, strict=True))
+        return tuple(map(add, self.starts, row))
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """The number of each axis' first value."""
         starts, total = [], 0
@@ -61,6 +63,7 @@ class Space:
         """Values of all axes."""
         return sum(len(axis.values) for axis in self.axes)
 
+    @cached_property
     def idle(self) -> frozenset[int]:
         """Numbers of the values with which nothing is computed."""
         named = zip(self.starts, self.axes, strict=True)
@@ -90,11 +93,11 @@ class Space:
     def covered(self, row: Row) -> frozenset[Pair]:
         """The pairs that a valid row proves: all of its own; if nothing is computed in it, those
         of the values that are the reason, so far as values are."""
-        every = combinations(self.numbers(row), 2)
+        numbers = self.numbers(row)
         if self.live(row):
-            return frozenset(every)
-        idle = self.idle()
-        return frozenset(pair for pair in every if idle.intersection(pair))
+            return frozenset(combinations(numbers, 2))
+        reasons = self.idle.intersection(numbers)
+        return frozenset((a, b) if a < b else (b, a) for a in reasons for b in numbers if a != b)
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ class Array:
     impossible: Mapping[Pair, str]
     lifeless: frozenset[Pair]
 
-    @property
+    @cached_property
     def met(self) -> frozenset[Pair]:
         """The pairs that the rows prove."""
         return frozenset[Pair]().union(*(self.space.covered(row) for row in self.rows))
@@ -135,7 +138,8 @@ class _Drawing:
 
     def __init__(self, space: Space, dice: random.Random) -> None:
         self.space, self.dice = space, dice
-        self.starts, self.count, self.idle = space.starts, len(space.axes), space.idle()
+        self.starts, self.count, self.idle = space.starts, len(space.axes), space.idle
+        self.axis_of = [i for i, axis in enumerate(space.axes) for _ in axis.values]
         self.verdicts: dict[Row, Sequence[str]] = {}
         self.holds: dict[Pair, Row] = {}
         self.possible = [0] * space.size  # the values that each can stand beside, as bits
@@ -191,7 +195,7 @@ class _Drawing:
         homes = self._homes(ordinary)
         impossible = {}
         for pair in space.pairs():
-            axes = [self._axis(number) for number in pair]
+            axes = [self.axis_of[number] for number in pair]
             values = [number - self.starts[axis] for number, axis in zip(pair, axes, strict=True)]
             alone = [homes.get(number) for number in pair]
             if None in alone:
@@ -264,15 +268,13 @@ class _Drawing:
         return None if self._refused(row) else row
 
     def _refused(self, row: Row) -> Sequence[str]:
-        if row not in self.verdicts:
-            self.verdicts[row] = self.space.refused(row)
-        return self.verdicts[row]
+        verdict = self.verdicts.get(row)
+        if verdict is None:
+            verdict = self.verdicts[row] = self.space.refused(row)
+        return verdict
 
     def _why(self, row: Row) -> str:
         return next(iter(self._refused(row)), "no valid row is known")
-
-    def _axis(self, number: int) -> int:
-        return max(axis for axis, start in enumerate(self.starts) if start <= number)
 
     # ------------------------------------------------------------------------------ drawing rows
 
@@ -291,7 +293,7 @@ class _Drawing:
         return best
 
     def _proves(self, row: Row, pair: Pair) -> bool:
-        return self.space.live(row) or pair in self.space.covered(row)
+        return not self.idle.isdisjoint(pair) or self.space.live(row)
 
     def _gain(self, row: Row) -> int:
         """Pairs that `row` would be the first to prove, were it live; twice each."""
@@ -304,7 +306,7 @@ class _Drawing:
         """A row with `pair` whose values can stand beside each other two by two, each of those that
         meet most new ones; where they differ in cost, for the cost of what is chosen so far."""
         row = [0] * self.count  # ordinary values where none is chosen yet
-        fixed = {self._axis(number): number for number in pair}
+        fixed = {self.axis_of[number]: number for number in pair}
         for axis, number in fixed.items():
             row[axis] = number - self.starts[axis]
         bits = _bits(pair)
@@ -318,15 +320,15 @@ class _Drawing:
     def _chosen(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
         """A value of `axis` for a row whose chosen values are `bits`: its index, its number."""
         start, dear = self.starts[axis], self.space.axes[axis].dear
+        cost, rolled = self.space.cost, self.dice.random
         best, worth = 0, -1.0
-        for value in range(len(self.space.axes[axis].values)):
-            number = start + value
+        for value, number in enumerate(range(start, start + len(self.space.axes[axis].values))):
             if bits & ~self.possible[number]:
                 continue
-            score = (self.open[number] & bits).bit_count() + self.dice.random()
+            score = (self.open[number] & bits).bit_count() + rolled()
             if dear:
                 row[axis] = value
-                score /= self.space.cost(tuple(row))
+                score /= cost(tuple(row))
             if score > worth:
                 best, worth = value, score
         return best, start + best
