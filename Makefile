@@ -60,7 +60,7 @@ else
   NEWEST_READY := $(NEWEST_STAMP)
 endif
 
-.PHONY: help demo test verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter wheel clean metadata
+.PHONY: help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter wheel clean metadata
 .DEFAULT_GOAL := help
 
 help:
@@ -68,6 +68,7 @@ help:
 	@echo "make test    the whole test suite on the CPU: kernels interpreted, then compiled"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
+	@echo "make fuzz    everything public with 50,000 random inputs"
 	@echo "make check   lint, format, types, import law"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"
 	@echo "make wheel   build dist/*.whl"
@@ -116,6 +117,9 @@ verify: $(READY)
 	TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --json > $(VERIFIED).new; status=$$?; \
 	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" < $(VERIFIED).new > $(VERIFIED) && rm $(VERIFIED).new; \
 	  exit $$status
+
+fuzz: $(READY)
+	$(PY) -m modular_kernel.testing.fuzz --count 50000 $(ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

@@ -121,3 +121,21 @@ def enable_interpreter() -> None:
     # One BLAS thread: the interpreter's small products run several times slower with more.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def environment_of_child(*, interpreted: bool) -> dict[str, str]:
+    """What a process is to be started with in which kernels are interpreted, or are not."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return environment | threads | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """Put the environment back behind it: a command changes its process's."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from modular_kernel.errors import DtypeError, LayoutError
 from modular_kernel.types import IdSpace
 
 
@@ -159,3 +160,13 @@ class ExpertRows:
 @dataclass(frozen=True)
 class Handle:
     """What one prepare leaves for its own finalize; each PrepareAndFinalize has a subclass."""
+
+
+def dense(what: str, value: object) -> None:
+    """Before anything is asked of it: a tensor whose values lie in memory, each as it is."""
+    if not isinstance(value, torch.Tensor):
+        raise DtypeError(what, got=type(value).__name__, need="a tensor")
+    if value.layout is not torch.strided:
+        raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
+    if value.is_neg():
+        raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")

@@ -23,20 +23,10 @@ from modular_kernel.errors import (
 )
 from modular_kernel.quant import check_weights_quantised
 from modular_kernel.replay import overlap, span
-from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import Combine, Problem, dtype_name
 
 _ID_DTYPES = (torch.int32, torch.int64)
-
-
-def _dense(what: str, value: object) -> None:
-    """Before anything is asked of it: a tensor whose values lie in memory, each as it is."""
-    if not isinstance(value, torch.Tensor):
-        raise DtypeError(what, got=type(value).__name__, need="a tensor")
-    if value.layout is not torch.strided:
-        raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
-    if value.is_neg():
-        raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
 
 
 def _memory(what: str, tensor: torch.Tensor) -> None:
@@ -57,7 +47,7 @@ def _memory(what: str, tensor: torch.Tensor) -> None:
 
 def rows_of(x_TH: object) -> int:
     """T of a call's tokens, if x is a dense (T, H) at all."""
-    _dense("x", x_TH)
+    dense("x", x_TH)
     assert isinstance(x_TH, torch.Tensor)
     if x_TH.dim() != 2:
         raise ShapeError("x", got=tuple(x_TH.shape), need="(T, H)")
@@ -66,13 +56,13 @@ def rows_of(x_TH: object) -> int:
 
 def check_dense(x_TH: object, routing: Routing, out: object) -> None:
     """A call's own arguments are dense tensors; `out` may be None."""
-    _dense("x", x_TH)
+    dense("x", x_TH)
     if not isinstance(routing, Routing):
         raise RoutingError("routing", got=type(routing).__name__, need="a Routing")
-    _dense("topk_weights", routing.topk_weights_TK)
-    _dense("topk_ids", routing.topk_ids_TK)
+    dense("topk_weights", routing.topk_weights_TK)
+    dense("topk_ids", routing.topk_ids_TK)
     if out is not None:
-        _dense("out", out)
+        dense("out", out)
 
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
@@ -166,11 +156,11 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     """
     if not isinstance(weights, ExpertWeights):
         raise WeightsError("weights", got=type(weights).__name__, need="ExpertWeights")
-    _dense("w1", weights.w1)
-    _dense("w2", weights.w2)
+    dense("w1", weights.w1)
+    dense("w2", weights.w2)
     for name, tensor in vars(weights).items():
         if tensor is not None:
-            _dense(name, tensor)
+            dense(name, tensor)
             _memory(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     if problem.scheme.quantised:

@@ -8,6 +8,7 @@ import torch
 from modular_kernel.errors import (
     ConfigurationError,
     DtypeError,
+    InputError,
     ShapeError,
     WeightsError,
 )
@@ -335,3 +336,19 @@ def test_a_layer_of_imported_weights_is_accepted() -> None:
         )
         made = Problem(2, 128, 32, 1, 1, activation="relu2", quant=up.quant)
         check_weights_quantised(weights, made, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("value", [None, 3, "words", [[1]], 2.5])
+@pytest.mark.parametrize("name", ["qweight", "scales", "group", "bits"])
+def test_values_of_another_type_are_named(name: str, value: object) -> None:
+    given: dict[str, Any] = {
+        "qweight": torch.zeros(4, 8, dtype=torch.int32),
+        "scales": torch.ones(1, 8),
+        "qzeros": None,
+        "group": 32,
+        "bits": 4,
+    }
+    from_gptq(**given)
+    with pytest.raises(InputError) as caught:
+        from_gptq(**given | {name: value})
+    assert caught.value.what == name

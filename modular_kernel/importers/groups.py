@@ -7,10 +7,13 @@ Problem(..., quant=w2.quant), ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, ...)
 """
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.fields import Count, OneOf, expect
+from modular_kernel.tensors import dense
 from modular_kernel.types import dtype_name
 
 _WORD = 32  # bits of the integers that are packed
@@ -68,14 +71,15 @@ def from_gptq(
     refused unless it is k // group (no act-order). minus_one: qzeros hold the zero point less one,
     as the format's first version does; the second stores it as it is.
     """
-    if bits not in _NAMES:
-        raise ConfigurationError("bits", got=bits, need="4 or 8")
+    expect("bits", bits, Annotated[int, OneOf((4, 8))])
+    expect("minus_one", minus_one, bool)
     _check(qweight, "qweight")
     in_order = range(_WORD // bits)
     k_NK = _unpack(qweight, -2, in_order).mT
     depth = k_NK.shape[-1]
     group = _checked_group(group, depth)
     if g_idx is not None:
+        dense("g_idx", g_idx)
         expected = torch.arange(depth, device=g_idx.device) // group
         if tuple(g_idx.shape[-1:]) != (depth,) or bool((g_idx != expected).any()):
             got = "columns out of order (act-order)"
@@ -116,6 +120,7 @@ def from_awq(
 
 def symmetric(weights: GroupWeights) -> GroupWeights:
     """The same weights without zero points, each of which must be the middle, 8 or 128."""
+    expect("weights", weights, GroupWeights)
     if weights.zero_point is None:
         return weights
     zeros = weights.zero_point
@@ -133,6 +138,8 @@ def regroup(weights: GroupWeights, group: int) -> GroupWeights:
 
     group must divide the weights' own, or be anything even where one group spans all columns.
     """
+    expect("weights", weights, GroupWeights)
+    expect("group", group, int)
     depth, groups = weights.depth, weights.scale.shape[-1]
     if group < 2 or group % 2 or (groups > 1 and weights.group % group):
         raise ConfigurationError("group", got=group, need=f"an even divisor of {weights.group}")
@@ -148,6 +155,8 @@ def regroup(weights: GroupWeights, group: int) -> GroupWeights:
 
 def fit_group(group: int, columns: int) -> int:
     """`group`, halved until it divides `columns`; ConfigurationError below 32."""
+    expect("group", group, Count)
+    expect("columns", columns, Count)
     fitting = group
     while columns % fitting:
         fitting //= 2
@@ -159,6 +168,7 @@ def fit_group(group: int, columns: int) -> int:
 
 def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     """Rank's share of K (w2's): K / world columns, in groups halved until they divide it."""
+    expect("weights", weights, GroupWeights)
     share = _share("columns", weights.depth, rank, world)
     if weights.scale.shape[-1] > 1:
         weights = regroup(weights, fit_group(weights.group, share))
@@ -178,6 +188,7 @@ def shard_columns(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
 
 def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
     """Rank's share of N (of w1's gate rows, and alike of its up rows): N / world rows."""
+    expect("weights", weights, GroupWeights)
     share = _share("rows", weights.w.shape[-2], rank, world)
     rows = slice(rank * share, (rank + 1) * share)
     packed = slice(rank * share // weights.per_byte, (rank + 1) * share // weights.per_byte)
@@ -191,6 +202,8 @@ def shard_rows(weights: GroupWeights, rank: int, world: int) -> GroupWeights:
 
 
 def _share(what: str, size: int, rank: int, world: int) -> int:
+    expect("rank", rank, int)
+    expect("world", world, Count)
     if not 0 <= rank < world:
         raise ConfigurationError("rank", got=rank, need=f"0 to {world - 1}")
     if size % (2 * world):
@@ -199,6 +212,7 @@ def _share(what: str, size: int, rank: int, world: int) -> int:
 
 
 def _checked_group(group: int, depth: int) -> int:
+    expect("group", group, int)
     if group == -1:
         return depth
     if group < 2 or group % 2:
@@ -207,6 +221,7 @@ def _checked_group(group: int, depth: int) -> int:
 
 
 def _check(packed: torch.Tensor, what: str) -> None:
+    dense(what, packed)
     if packed.dtype is not torch.int32:
         raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
     if packed.dim() < 2:
@@ -234,6 +249,8 @@ def _packed(
     *lead, rows, depth = values_NK.shape
     need = (*lead, -(-depth // group), rows)
     for what, tensor in (("scales", scales_GN), ("qzeros", zeros_GN)):
+        if tensor is not None or what == "scales":
+            dense(what, tensor)
         if tensor is not None and tuple(tensor.shape) != need:
             raise ShapeError(what, got=tuple(tensor.shape), need=f"(..., G, N) = {need} unpacked")
     if not scales_GN.dtype.is_floating_point:

@@ -1,0 +1,221 @@
+"""What stands around kernels: fused_experts, importers, and the command line.
+
+They are found by their names, as users find them: nothing of the harness may import what stands
+above it.
+"""
+
+import contextlib
+import io
+from dataclasses import replace
+from importlib import import_module
+from random import Random
+from typing import Any
+
+import torch
+
+from modular_kernel.settings import environment_kept
+from modular_kernel.testing.fuzz.draw import described, draw_inputs, draw_problem, generator_of
+from modular_kernel.testing.fuzz.facts import JUNK, word
+from modular_kernel.testing.fuzz.oracle import Oracle, matrix
+from modular_kernel.testing.fuzz.outcome import (
+    ACCEPTED,
+    RAW,
+    RIGHT,
+    TYPED,
+    WRONG,
+    Outcome,
+    attempt,
+)
+from modular_kernel.types import Combine, Problem
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
+
+
+def fused_experts(rng: Random) -> Outcome:
+    """`fused_experts` of a drawn problem, as it is or with an argument exchanged for junk."""
+    drawn = attempt("a problem", lambda: _fused_problem(rng))
+    if isinstance(drawn, Outcome):
+        return drawn
+    problem, given = drawn, draw_inputs(drawn, rng)
+    config: dict[str, Any] = {
+        "activation": str(problem.activation),
+        "apply_router_weight_on_input": problem.apply_router_weight_on_input,
+        "inplace": problem.inplace,
+        "no_combine": problem.combine is Combine.TOPK_WEIGHTED,
+        "routed_scaling_factor": problem.routed_scaling_factor,
+    }
+    options: dict[str, Any] = _options(problem)
+    names = {"w1_zero_point": "w1_zp", "w2_zero_point": "w2_zp"}
+    options |= {
+        names.get(name, name): tensor
+        for name, tensor in vars(given.weights).items()
+        if name not in ("w1", "w2") and tensor is not None
+    }
+    routing = (given.routing.topk_weights_TK, given.routing.topk_ids_TK, None)
+    arguments = [given.x_TH, given.weights.w1, given.weights.w2, routing]
+    what = f"fused_experts of {described(problem)}"
+    junk = rng.random() < 0.5
+    if junk:
+        what += _spoilt(rng, arguments, config, options)
+    oracle = Oracle(problem, given.x_TH.clone(), given.weights, given.routing)
+    home = "modular_kernel.integrations.fused_moe"
+
+    def call() -> torch.Tensor:
+        made = _named(f"{home}:MoeRunnerConfig")(**config)
+        found: torch.Tensor = _named(f"{home}:fused_experts")(*arguments, made, **options)
+        return found
+
+    found = attempt(what, call)
+    if isinstance(found, Outcome):
+        if junk and found.kind == RAW and "unexpected keyword" in found.what:
+            return Outcome(TYPED, what)  # Python's own word for an unknown keyword
+        return found
+    if junk:
+        return Outcome(ACCEPTED, what)
+    fault = oracle.fault(found)
+    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+
+
+def _fused_problem(rng: Random) -> Problem:
+    """A problem that fused_experts has words for."""
+    problem = draw_problem(rng)
+    if problem.scheme.name in ("mxfp4_w4a16",) or problem.combine is Combine.TOPK_UNWEIGHTED:
+        problem = replace(problem, quant="none", combine=Combine.SUM)
+    return replace(problem, chunk_tokens=None, local_experts=None, expert_map=False)
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    scheme = problem.scheme
+    if not scheme.quantised:
+        return {}
+    options: dict[str, Any] = {f"use_{scheme.name.rsplit('_', 1)[0]}": True}
+    if scheme.granularity == "channel":
+        options["per_channel_quant"] = True
+    elif scheme.granularity in ("block", "group"):
+        options["block_shape"] = [0, *scheme.group][-2:]
+    return options
+
+
+_WORDS = ("use_fp8", "w2_bias", "b3", "global_num_experts", "use_int4_w4a8", "W1_scale")
+
+
+def _spoilt(
+    rng: Random, arguments: list[Any], config: dict[str, Any], options: dict[str, Any]
+) -> str:
+    """Put one thing in that no call may have; returns it in words."""
+    kind = rng.randrange(4)
+    values = [v for v in JUNK if v is not None and not isinstance(v, bool)]
+    if kind == 0:  # an option that there is not
+        name = rng.choice(_WORDS)
+        options[name] = True
+        return f" with {name}=True"
+    if kind == 1:
+        name = rng.choice(sorted(config))
+        # No number fits a flag or a word; every finite one fits the factor.
+        fits = ("silu", "none") if name == "activation" else ()
+        value = rng.choice([v for v in values if not isinstance(v, int | float) and v not in fits])
+        config[name] = value
+        return f" with config.{name}={word(value)}"
+    if kind == 2:
+        place = rng.randrange(4)
+        arguments[place] = rng.choice(values)
+        return f" with {word(arguments[place])} as argument {place}"
+    name = rng.choice(("b1", "w1_scale", "expert_map", "a1_scale", "block_shape"))
+    options[name] = rng.choice([v for v in values if not isinstance(v, torch.Tensor)])
+    return f" with {name}={word(options[name])}"
+
+
+def importers(rng: Random) -> Outcome:
+    """A random GPTQ or AWQ matrix gives the numbers it stands for; with junk, a typed error."""
+    generator = generator_of(rng)
+    bits = rng.choice((4, 8))
+    group, parts = rng.choice((32, 64)), 32 // bits
+    depth, rows = group * rng.choice((1, 2, 3)), parts * rng.choice((2, 4, 8))
+    codes = torch.randint(0, 2**bits, (depth, rows), generator=generator)
+    zeros = torch.randint(1, 2**bits, (depth // group, rows), generator=generator)
+    scales = torch.rand(depth // group, rows, generator=generator) + 0.1
+    arguments: dict[str, Any] = {
+        "qweight": _words(codes, 0, bits),
+        "scales": scales,
+        "qzeros": _words(zeros - 1, 1, bits),
+        "group": group,
+        "bits": bits,
+    }
+    what = f"from_gptq of {depth} x {rows}, {bits} bits, groups of {group}"
+    junk = rng.random() < 0.6
+    if junk:
+        name = rng.choice(sorted(arguments))
+        values = [v for v in JUNK if v is not None and not (name == "bits" and isinstance(v, int))]
+        arguments[name] = rng.choice(values)
+        what += f" with {name}={word(arguments[name])}"
+    found = attempt(what, lambda: _named("modular_kernel.importers:from_gptq")(**arguments))
+    if isinstance(found, Outcome):
+        return found
+    if junk:
+        return Outcome(ACCEPTED, what)
+    quant = f"int{bits}_w{bits}a16_group:group={group},zero_points=true"
+    problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
+    q, scale, zero = (t[None] for t in (found.w, found.scale, found.zero_point))
+    numbers = matrix(q, scale, zero, problem)[0]
+    expected = (codes - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)
+    close = torch.allclose(numbers.T, expected.double(), rtol=1e-6)
+    return Outcome(RIGHT, what) if close else Outcome(WRONG, what)
+
+
+def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
+    """int32 words of 32 / bits values along `dim`, the first one lowest."""
+    parts = 32 // bits
+    moved = values.movedim(dim, -1)
+    groups = moved.reshape(*moved.shape[:-1], -1, parts).long()
+    words = (groups << (torch.arange(parts) * bits)).sum(-1)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.to(torch.int32).movedim(-1, dim)
+
+
+_FLAGS = (
+    "--tokens", "--hidden", "--intermediate", "--experts", "--topk", "--dtype", "--quant",
+    "--activation", "--chunk-tokens", "--combine", "--ids-dtype", "--routed-scaling-factor",
+    "--bias", "--inplace", "--json", "--pf-type", "--experts-type", "--machine", "--nonsense",
+    "--seed", "--routing", "--level", "--help",
+)  # fmt: skip
+_VALUES = (
+    "0", "1", "4", "-1", "2147483648", "1e3", "nan", "x", "", "silu", "swiglu_oai:limit=nan",
+    "bf16",
+    "fp64", "fp8_w8a8_block:block=0x0", "none", "sum", "int64", "\x1b[2J", "é", "/dev/null",
+    "TorchExperts", "MoEPrepareAndFinalizeNoEP", "cpu", "cuda:9", "h200",
+)  # fmt: skip
+
+
+def command_line(rng: Random) -> Outcome:
+    """`mk list`, `mk check` or `mk plan` with random options ends with 0, 1 or 2, and no traceback.
+
+    Only verbs that launch nothing.
+    """
+    words = [rng.choice(("list", "check", "check", "plan", "nothing"))]
+    for _ in range(rng.randint(0, 5)):
+        words.append(rng.choice(_FLAGS))
+        if rng.random() < 0.8:
+            words.append(rng.choice(_VALUES))
+    what = f"mk {' '.join(map(repr, words))}"
+    printed = io.StringIO()
+
+    def call() -> int:
+        out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
+        with out, err, environment_kept():
+            try:
+                _named("modular_kernel.cli.main:run")(words)
+            except SystemExit as ended:
+                return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        return 0
+
+    found = attempt(what, call)
+    if isinstance(found, Outcome):  # an error that came through, of ours or not
+        return Outcome(RAW, found.what)
+    if "Traceback" in printed.getvalue() or found not in (0, 1, 2):
+        return Outcome(RAW, f"{what}: exit {found}")
+    if "\x1b[2J" in printed.getvalue():
+        return Outcome(WRONG, f"{what}: a control sequence is printed as it came")
+    return Outcome(TYPED if found else RIGHT, what)

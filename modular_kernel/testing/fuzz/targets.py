@@ -1,0 +1,35 @@
+"""A configuration: a seed and a number. What they draw, and what came of it."""
+
+from collections.abc import Callable
+from random import Random
+
+from modular_kernel.testing.fuzz import calls, facts, outside
+from modular_kernel.testing.fuzz.outcome import Outcome, attempt
+
+Target = Callable[[Random], Outcome]
+
+# With shares out of 100.
+TARGETS: tuple[tuple[Target, int], ...] = (
+    (calls.right_call, 18),
+    (calls.changed_call, 28),
+    (calls.nan_call, 5),
+    (facts.problem_fields, 16),
+    (facts.small_facts, 8),
+    (facts.judges, 7),
+    (outside.fused_experts, 8),
+    (outside.importers, 4),
+    (outside.command_line, 6),
+)
+CALLS = (calls.right_call, calls.changed_call, calls.nan_call, outside.fused_experts)
+
+
+def outcome_of(seed: str, number: int, *, calls_only: bool = False) -> tuple[str, Outcome]:
+    """The target's name and the outcome of configuration `number`.
+
+    calls_only: draw from those targets that launch something, as where kernels are interpreted.
+    """
+    rng = Random(f"{seed}/{number}")
+    drawn = [(t, share) for t, share in TARGETS if t in CALLS or not calls_only]
+    (target,) = rng.choices([t for t, _ in drawn], [share for _, share in drawn])
+    name = target.__name__
+    return name, attempt(name, lambda: target(rng))

@@ -1,0 +1,171 @@
+"""Random input for everything public ends right or in a typed error; and the fuzz can fail."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import modular_kernel
+from modular_kernel import types, validate
+from modular_kernel.errors import InputError
+from modular_kernel.importers import groups
+from modular_kernel.ops import mlp
+from modular_kernel.testing.fuzz import calls, draw, facts, outside, runs
+from modular_kernel.testing.fuzz.__main__ import main, summary
+from modular_kernel.testing.fuzz.outcome import (
+    ACCEPTED,
+    BAD,
+    CRASH,
+    HANG,
+    LATE,
+    RAW,
+    RIGHT,
+    WRONG,
+    attempt,
+)
+from modular_kernel.testing.fuzz.targets import TARGETS, Target, outcome_of
+from modular_kernel.types import Machine, Problem
+from prepare_finalize import MoEPrepareAndFinalizeNoEP
+
+ROOT = Path(modular_kernel.__file__).parents[1]
+PLAIN, INTERPRETED = 1880, 120
+
+
+def tree_hash() -> str:
+    """Of all Python sources: another tree is fuzzed with another seed, the same with the same."""
+    digest = hashlib.sha256()
+    for package in ("modular_kernel", "experts", "prepare_finalize", "topk_reduce"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+@pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])
+def test_nothing_is_found(interpreted: bool) -> None:
+    count = INTERPRETED if interpreted else PLAIN
+    report = runs.run(tree_hash(), range(count), interpreted=interpreted)
+    assert not report.findings, "\n".join(report.lines())
+    assert sum(report.counts.values()) == count
+    # Neither is a fuzz that is refused all the time.
+    assert report.counts[RIGHT] > count // 10
+    reached = {target for target, _ in report.by_target}
+    assert len(reached) == (len(TARGETS) if not interpreted else 4)
+
+
+@pytest.fixture(autouse=True)
+def _mostly_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn in this process is drawn as if no kernel were interpreted: faster."""
+    monkeypatch.setattr(draw, "current_machine", lambda: Machine("cpu"))
+
+
+def _kinds(target: Target, most: int = 400) -> set[str]:
+    """What comes of configurations until one is found, or of `most`."""
+    kinds = set[str]()
+    for number in range(most):
+        outcome = attempt(target.__name__, lambda n=number: target(Random(f"planted/{n}")))
+        kinds.add(outcome.kind)
+        if outcome.kind in BAD:
+            return kinds
+    return kinds
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A check that checks nothing."""
+
+
+def _late(*_: Any, **__: Any) -> Any:
+    raise InputError("x", got="something", need="something else")
+
+
+PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...] = (
+    (calls.changed_call, validate, "wants_gradient", lambda *_: False, (ACCEPTED,)),
+    (calls.changed_call, validate, "dense", _nothing, (RAW, WRONG, ACCEPTED)),
+    (calls.changed_call, validate, "check_routing", _nothing, (RAW, WRONG, ACCEPTED)),
+    (calls.changed_call, validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
+    (calls.changed_call, validate, "check_apart", _nothing, (ACCEPTED,)),
+    (facts.problem_fields, types, "check_fields", _nothing, (RAW, ACCEPTED)),
+)
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "name", "instead", "kinds"),
+    PLANTED,
+    ids=[planted[2] for planted in PLANTED],
+)
+def test_a_check_that_is_gone_is_found(
+    target: Target,
+    module: Any,
+    name: str,
+    instead: Callable[..., Any],
+    kinds: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, name, instead)
+    assert _kinds(target) & set(kinds)
+
+
+def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = mlp._matrix
+
+    def next_one(weights: Any, name: str, expert: int, problem: Problem) -> torch.Tensor:
+        return plain(weights, name, (expert + 1) % problem.e, problem)
+
+    monkeypatch.setattr(mlp, "_matrix", next_one)
+    assert WRONG in _kinds(calls.right_call)
+
+
+def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = groups._unpack
+
+    def off(packed: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
+        return plain(packed, dim, order) - int(dim == -1)
+
+    monkeypatch.setattr(groups, "_unpack", off)
+    assert WRONG in _kinds(outside.importers)
+
+
+def test_an_error_behind_the_checks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MoEPrepareAndFinalizeNoEP, "prepare", _late)
+    assert LATE in _kinds(calls.right_call)
+
+
+def test_an_exception_through_the_command_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(types.Parallel, "place", lambda *_: 1 / 0)
+    assert RAW in _kinds(outside.command_line)
+
+
+STUB = """
+import json, os, sys, time
+for number in range(int(sys.argv[2]), int(sys.argv[3])):
+    if number == 1:
+        os.abort()
+    if number == 3:
+        time.sleep(600)
+    print(json.dumps([number, "stub", "right", ""]), flush=True)
+"""
+
+
+def test_a_crash_and_a_hang_are_counted_and_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fuzz_stub.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(runs, "_WORKER", "fuzz_stub")
+    monkeypatch.setattr(runs, "_STARTS_IN", 20.0)
+    report = runs.run("s", range(5), deadline_s=1.0)
+    assert report.counts == {RIGHT: 3, CRASH: 1, HANG: 1}
+    assert [(found.number, found.kind) for found in report.findings] == [(1, CRASH), (3, HANG)]
+    told = summary([report])
+    assert "    python -m modular_kernel.testing.fuzz --seed s --only 1" in told
+    assert told[-1].startswith("stub: 3 right, 0 typed error")
+
+
+def test_a_configuration_follows_from_seed_and_number(capsys: pytest.CaptureFixture[str]) -> None:
+    first, again = (outcome_of("s", 7) for _ in range(2))
+    assert first == again
+    assert main(["--seed", "s", "--only", "7"]) == 0
+    assert "seed s, plain: 1 configurations: " in capsys.readouterr().out
