@@ -26,9 +26,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_dtype(value: object) -> torch.dtype:
-    """A dtype from itself or from its name ("bf16", "bfloat16", ...); ConfigurationError else."""
+    """One of DTYPES, from itself or from its name ("bf16", ...); ConfigurationError else."""
     if isinstance(value, torch.dtype):
-        return value
+        value = dtype_name(value)
     name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
     if name not in DTYPES:
         got = value[:80] if isinstance(value, str) else shown(value)
@@ -207,6 +207,8 @@ class Problem:
     graph, deterministic, asynchronous, lora: properties the pairing must have.
     batch_invariant: a token's bits must not depend on the other tokens of its call, their number
         or order, on chunks, or on `tokens`.
+
+    dtype: torch.float32, torch.float16 or torch.bfloat16.
 
     dtype and activation may also be given by name. ConfigurationError for a field that is not of
     the type or in the range declared here, or that contradicts another.

@@ -28,11 +28,11 @@ JUNK: tuple[Any, ...] = (
     *(Combine.TOPK_WEIGHTED, PROBLEM, Machine(), Parallel(), ActivationSpec()),
     *(Placement.linear(8, 1), QUANT_SCHEMES["int8_w8a8_channel"]),
 )
-# What of that is no junk, field by field; a dtype is judged with the parts, not with the problem.
+# What of that is no junk, field by field.
 FINE: dict[type, dict[str, tuple[Any, ...]]] = {
     Problem: {
         "tokens": (0,),
-        "dtype": (torch.int8, torch.float32),
+        "dtype": (torch.float32,),
         "quant": (QUANT_SCHEMES["int8_w8a8_channel"],),
         "activation": (ActivationSpec(),),
         "local_experts": (None,),

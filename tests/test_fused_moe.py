@@ -181,6 +181,9 @@ BAD_FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_int4_w4a16": True, "block_shape": [128, 128]}, "got .128, 128., need .0, group."),
     ({"use_fp8_w8a8": True, "block_shape": [0, 128]}, "got .0, 128., need .bn, bk., both"),
     ({"use_fp8_w8a8": True, "block_shape": [128]}, "got .128., need .bn, bk., or"),
+    ({"use_fp8_w8a8": True, "block_shape": []}, r"block_shape: got \[\], need \[bn, bk\], or"),
+    ({"use_int8_w8a16": True, "block_shape": ()}, r"block_shape: got \[\], need \[bn, bk\], or"),
+    ({"block_shape": []}, r"block_shape: got \[\], need \[bn, bk\], or"),
     ({"use_fp8_w8a8": True, "block_shape": [-128, 128]}, "got block=-128x128"),
     ({"use_fp8_w8a8": True, "block_shape": [64, 64], "per_channel_quant": True}, "one of the two"),
 )

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,6 +55,10 @@ def test_nothing_is_found(interpreted: bool) -> None:
     assert report.counts[RIGHT] > count // 10
     reached = {target for target, _ in report.by_target}
     assert len(reached) == (len(TARGETS) if not interpreted else 4)
+
+
+def test_every_field_of_a_problem_gets_junk() -> None:
+    assert set(facts.FIELDS) == {field.name for field in fields(Problem)}
 
 
 @pytest.fixture(autouse=True)

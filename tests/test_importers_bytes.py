@@ -115,6 +115,10 @@ def test_eight_bits_in_groups_and_shards() -> None:
 def test_bad_eight_bits() -> None:
     values, zeros, scales = layer()
     qzeros = gptq(zeros.T.contiguous(), 1).T
+    with pytest.raises(ConfigurationError, match=r"group: got 2147483648, need an int >= -1 and"):
+        from_gptq(gptq(values), scales.T, qzeros, group=2**31, bits=8)
+    with pytest.raises(ShapeError, match=r"qweight: got \(0, 8\), need .* none of size 0"):
+        from_gptq(torch.zeros(0, 8, dtype=torch.int32), scales.T, None, group=-1)
     with pytest.raises(ConfigurationError, match="bits: got 3, need 4 or 8"):
         from_gptq(gptq(values), scales.T, qzeros, group=8, bits=3)
     # As if it were 4 bits: twice the columns, and nothing else fits.

@@ -12,7 +12,7 @@ from typing import Annotated
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.fields import Count, OneOf, expect
+from modular_kernel.fields import MOST, Between, Count, OneOf, expect
 from modular_kernel.tensors import dense
 from modular_kernel.types import dtype_name
 
@@ -212,7 +212,7 @@ def _share(what: str, size: int, rank: int, world: int) -> int:
 
 
 def _checked_group(group: int, depth: int) -> int:
-    expect("group", group, int)
+    expect("group", group, Annotated[int, Between(-1, MOST)])
     if group == -1:
         return depth
     if group < 2 or group % 2:
@@ -224,8 +224,9 @@ def _check(packed: torch.Tensor, what: str) -> None:
     dense(what, packed)
     if packed.dtype is not torch.int32:
         raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
-    if packed.dim() < 2:
-        raise ShapeError(what, got=tuple(packed.shape), need="two dimensions or more")
+    if packed.dim() < 2 or not packed.numel():
+        need = "two dimensions or more, none of size 0"
+        raise ShapeError(what, got=tuple(packed.shape), need=need)
 
 
 def _unpack(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:

@@ -131,13 +131,13 @@ def quant_of(options: Quantisation) -> str:
     block, channels = options.get("block_shape"), bool(options.get("per_channel_quant"))
     if len(used) > 1:
         raise ConfigurationError("quantisation", got=" and ".join(used), need="one use_* flag")
+    if block is not None and len(block) != 2:
+        raise ConfigurationError("block_shape", got=list(block), need="[bn, bk], or [0, group]")
     if not used:
         if block or channels:
             got = "block_shape" if block else "per_channel_quant"
             raise ConfigurationError("quantisation", got=got, need="a use_* flag with it")
         return "none"
-    if block is not None and len(block) != 2:
-        raise ConfigurationError("block_shape", got=list(block), need="[bn, bk], or [0, group]")
     if block and channels:
         raise ConfigurationError("per_channel_quant", got="block_shape too", need="one of the two")
     weight_only = used[0].endswith("a16")

@@ -38,7 +38,8 @@ JUNK: tuple[Any, ...] = (
     "\x1b[31m", "x" * 5000, "é\u0000", b"none", [], [1], (), (1, 2), {}, {"a": 1}, set(), object(),
     int, Combine.SUM, Other.SUM, torch.float32, torch.int64, torch.bfloat16, torch.float64,
     torch.complex64, torch.strided, torch.tensor(3), torch.tensor([1, 2]), torch.device("cpu"),
-    torch.ones(2, 2), lambda: 1, Parallel(), ActivationSpec(), range(3),
+    torch.ones(2, 2), torch.zeros(0, 8, dtype=torch.int32), lambda: 1, Parallel(),
+    ActivationSpec(), range(3),
 )  # fmt: skip
 
 
@@ -65,8 +66,8 @@ def _text(value: Any, names: tuple[str, ...]) -> bool:
 
 def _a_dtype(value: Any) -> bool:
     names = ("float32", "fp32", "float16", "fp16", "half", "bfloat16", "bf16")
-    # Which dtypes serve is for the parts to say: `check` refuses the others.
-    return isinstance(value, torch.dtype) or (isinstance(value, str) and value in names)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    return value in (names if isinstance(value, str) else dtypes)
 
 
 # What each field may be, written from the docstring of Problem: what it allows may still
@@ -81,7 +82,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "ids_dtype": _is(None, torch.int32, torch.int64),
     **{name: _is(True, False) for name in (
         "bias", "expert_map", "apply_router_weight_on_input", "inplace", "graph", "deterministic",
-        "asynchronous", "lora",
+        "batch_invariant", "asynchronous", "lora",
     )},
     "routed_scaling_factor": _number,
     "combine": lambda v: isinstance(v, Combine),

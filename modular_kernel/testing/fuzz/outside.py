@@ -26,7 +26,7 @@ from modular_kernel.testing.fuzz.outcome import (
     Outcome,
     attempt,
 )
-from modular_kernel.types import Combine, Problem
+from modular_kernel.types import ActivationSpec, Combine, Problem
 
 
 def _named(place: str) -> Any:
@@ -41,7 +41,7 @@ def fused_experts(rng: Random) -> Outcome:
         return drawn
     problem, given = drawn, draw_inputs(drawn, rng)
     config: dict[str, Any] = {
-        "activation": str(problem.activation),
+        "activation": rng.choice((str(problem.activation), problem.act)),
         "apply_router_weight_on_input": problem.apply_router_weight_on_input,
         "inplace": problem.inplace,
         "no_combine": problem.combine is Combine.TOPK_WEIGHTED,
@@ -70,8 +70,6 @@ def fused_experts(rng: Random) -> Outcome:
 
     found = attempt(what, call)
     if isinstance(found, Outcome):
-        if junk and found.kind == RAW and "unexpected keyword" in found.what:
-            return Outcome(TYPED, what)  # Python's own word for an unknown keyword
         return found
     if junk:
         return Outcome(ACCEPTED, what)
@@ -115,16 +113,20 @@ def _spoilt(
     if kind == 1:
         name = rng.choice(sorted(config))
         # No number fits a flag or a word; every finite one fits the factor.
-        fits = ("silu", "none") if name == "activation" else ()
-        value = rng.choice([v for v in values if not isinstance(v, int | float) and v not in fits])
+        kinds = (int, float, *((ActivationSpec,) if name == "activation" else ()))
+        value = rng.choice([v for v in values if not isinstance(v, kinds) and v != "silu"])
         config[name] = value
         return f" with config.{name}={word(value)}"
     if kind == 2:
         place = rng.randrange(4)
-        arguments[place] = rng.choice(values)
+        fits = (torch.Tensor,) if place == 0 else ()  # x may be as small as the matrix here
+        arguments[place] = rng.choice([v for v in values if not isinstance(v, fits)])
         return f" with {word(arguments[place])} as argument {place}"
     name = rng.choice(("b1", "w1_scale", "expert_map", "a1_scale", "block_shape"))
-    options[name] = rng.choice([v for v in values if not isinstance(v, torch.Tensor)])
+    # (1, 2) may be the blocks of a matrix of one row.
+    options[name] = rng.choice(
+        [v for v in values if not isinstance(v, torch.Tensor) and v != (1, 2)]
+    )
     return f" with {name}={word(options[name])}"
 
 
@@ -133,7 +135,8 @@ def importers(rng: Random) -> Outcome:
     generator = generator_of(rng)
     bits = rng.choice((4, 8))
     group, parts = rng.choice((32, 64)), 32 // bits
-    depth, rows = group * rng.choice((1, 2, 3)), parts * rng.choice((2, 4, 8))
+    groups, rows = rng.choice((1, 1, 2, 3)), parts * rng.choice((2, 4, 8))
+    depth = group * groups
     codes = torch.randint(0, 2**bits, (depth, rows), generator=generator)
     zeros = torch.randint(1, 2**bits, (depth // group, rows), generator=generator)
     scales = torch.rand(depth // group, rows, generator=generator) + 0.1
@@ -141,14 +144,15 @@ def importers(rng: Random) -> Outcome:
         "qweight": _words(codes, 0, bits),
         "scales": scales,
         "qzeros": _words(zeros - 1, 1, bits),
-        "group": group,
+        "group": -1 if groups == 1 and rng.random() < 0.5 else group,
         "bits": bits,
     }
-    what = f"from_gptq of {depth} x {rows}, {bits} bits, groups of {group}"
+    what = f"from_gptq of {depth} x {rows}, {bits} bits, groups of {arguments['group']}"
     junk = rng.random() < 0.6
     if junk:
         name = rng.choice(sorted(arguments))
-        values = [v for v in JUNK if v is not None and not (name == "bits" and isinstance(v, int))]
+        fits = {"bits": (4, 8), "group": (-1, group)}.get(name, ())
+        values = [v for v in JUNK if v is not None and not (isinstance(v, int) and v in fits)]
         arguments[name] = rng.choice(values)
         what += f" with {name}={word(arguments[name])}"
     found = attempt(what, lambda: _named("modular_kernel.importers:from_gptq")(**arguments))
