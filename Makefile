@@ -49,7 +49,7 @@ endif
 
 # The newest triton that setup.py admits, beside the oldest one that all else is tested with.
 NEWEST_VENV  ?= .venv-newest
-NEWEST_TORCH := $(shell grep '^torch==' constraints-newest.txt)
+NEWEST_WORKERS ?= 2
 NEWEST_TESTS ?= tests/interpreter tests/test_player.py tests/test_replayed_launch.py $(wildcard tests/test_ops_*.py)
 NEWEST_MARK  := $(NEWEST_VENV)/.made-by-make
 NEWEST_STAMP := $(NEWEST_VENV)/.installed
@@ -75,7 +75,7 @@ help:
 	@echo "make clean   remove all that make has made, the environment included"
 	@echo
 	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs,"
-	@echo "test-triton into .venv-newest."
+	@echo "test-triton what it needs beside that into .venv-newest."
 	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
 
 demo: $(READY)
@@ -94,21 +94,23 @@ test-compile: $(READY)
 test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist worksteal tests --ignore=tests/compile $(ARGS)
 
-# The oldest triton is that of `make test`. Both halves at once: each is one process.
+# The oldest triton is that of `make test`. One half after the other: each is for two processors.
 test-triton: $(NEWEST_READY)
 	@$(NEWEST_PY) setup.py -q egg_info
-	$(MAKE) --no-print-directory -j 2 newest-compile newest-interpreter
+	@$(MAKE) --no-print-directory newest-compile
+	@$(MAKE) --no-print-directory newest-interpreter
 
 newest-compile:
 	@mkdir -p out
-	@env -u TRITON_INTERPRET $(NEWEST_PY) -m modular_kernel compile --check > out/compile-newest.txt \
-	  || { cat out/compile-newest.txt; exit 1; }
+	@env -u TRITON_INTERPRET $(NEWEST_PY) -m modular_kernel compile --check --workers $(NEWEST_WORKERS) \
+	  > out/compile-newest.txt || { cat out/compile-newest.txt; exit 1; }
 	@tail -n 1 out/compile-newest.txt
 
 newest-interpreter:
-	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest -q -p no:cacheprovider $(NEWEST_TESTS)
+	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest -q -p no:cacheprovider -n $(NEWEST_WORKERS) $(NEWEST_TESTS)
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m modular_kernel test --pf-type MoEPrepareAndFinalizeNoEP \
 	  --experts-type TritonExperts
+
 # The record is checked in: what was proven, of which commit, with which versions.
 VERIFIED   := docs/verified.json
 
@@ -165,16 +167,15 @@ $(STAMP): setup.py constraints-cpu.txt
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
-$(NEWEST_STAMP): setup.py constraints-newest.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "error: $(PYTHON) is missing or older than Python 3.11; say 'make PYTHON=/path/to/python3.11 ...'" >&2; exit 1; }
-	@echo "setting up $(NEWEST_VENV) (about a minute, 2 GB)"
+# Of its own it has the newest triton and numpy; all else it finds behind them in the environment of
+# `make test`. A directory named in a .pth file comes after that which holds the file.
+$(NEWEST_STAMP): constraints-newest.txt | $(READY)
+	@echo "setting up $(NEWEST_VENV) (about half a minute, 1.1 GB)"
 	@mkdir -p $(NEWEST_VENV) && touch $(NEWEST_MARK)
-	@[ -x $(NEWEST_PY) ] || $(PYTHON) -m venv $(NEWEST_VENV)
-	@$(NEWEST_PY) -m pip install $(PIP_FLAGS) --no-deps '$(NEWEST_TORCH)+cpu' 2>/dev/null \
-	  || { echo "pip finds no CPU-only build: taking $(NEWEST_TORCH)"; \
-	       $(NEWEST_PY) -m pip install $(PIP_FLAGS) '$(NEWEST_TORCH)'; }
-	$(NEWEST_PY) -m pip install $(PIP_FLAGS) --no-deps -r constraints-newest.txt
+	@[ -x $(NEWEST_PY) ] || $(PY) -m venv --without-pip $(NEWEST_VENV)
+	$(PY) -m pip --python $(NEWEST_PY) install $(PIP_FLAGS) --no-deps -r constraints-newest.txt
+	@$(PY) -I -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	  > "$$($(NEWEST_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-make-test.pth"
 	@touch $@
 
 $(DOCS_STAMP): constraints-docs.txt

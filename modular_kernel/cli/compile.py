@@ -1,6 +1,7 @@
 """`mk compile`: compile every kernel for a GPU that need not be there, and check the result."""
 
 import re
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +21,7 @@ def compile_kernels(
         typer.Option("--check", help="Exit with 1 if a kernel breaks a limit or is not compiled."),
     ] = False,
     target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
+    workers: Annotated[int, typer.Option(help="Processes that share the kernels.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
@@ -28,13 +30,15 @@ def compile_kernels(
     """
     if re.fullmatch(r"sm_\d{2,3}", target) is None:
         raise ConfigurationError("--target", got=repr(target), need="sm_NN, such as sm_90")
+    if workers < 1:
+        raise ConfigurationError("--workers", got=workers, need=">= 1")
     from modular_kernel.machine import importable
 
     if not importable({"triton"}):
         raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
     from modular_kernel.testing.compile_cases import compile_all
 
-    done = compile_all(target, output.progress)
+    done = compile_all(target, output.progress, workers=workers)
     if as_json:
         rows = [_record(row) for row in done.rows]
         output.print_json({"kernels": rows, "left_out": done.left_out})
@@ -60,8 +64,8 @@ def _print_text(done: "Compiled") -> None:
     output.table(("left out", "of", "because"), left_out)
     kernels = len({row.record.kernel for row in rows})
     output.line(
-        f"{kernels} kernel(s) compiled in {len(rows)} form(s), {len(broken)} break a limit; "
-        f"{len(left_out)} left out"
+        f"triton {version('triton')}: {kernels} kernel(s) compiled in {len(rows)} form(s), "
+        f"{len(broken)} break a limit; {len(left_out)} left out"
     )
 
 

@@ -7,9 +7,11 @@ layer of one rank uses by this module.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from modular_kernel.ops.quantise import quantise_specs, take_quantised
 from modular_kernel.ops.zero_rows import zero_rows
 from modular_kernel.placement import Placement, PlacementTables
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.settings import hide_gpus
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.compile import CompileRecord, check, record_compiles
 from modular_kernel.testing.kernels_defined import Defined, defined_kernels
@@ -110,14 +113,17 @@ def problems() -> tuple[Problem, ...]:
     return (*half, *fp32, *flags, *quantised, *packed, wide)
 
 
-def compile_all(target: str = "sm_90", bar: Bar | None = None) -> Compiled:
-    """Compile all cases for `target` ("sm_90", ...), as they are launched there."""
-    machine = _machine(target)
-    steps = _steps(machine, target)
+def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1) -> Compiled:
+    """Compile all cases for `target` ("sm_90", ...), as they are launched there.
+
+    workers: more than 1 are processes that share the cases; what is returned is the same, but for
+    the seconds.
+    """
+    steps = _steps(_machine(target), target)
     rows: dict[str, Row] = {}
     with (bar or _no_bar)(len(steps)) as advance:
-        for step in steps:
-            for case, records in step():
+        for cases in _shared(target, len(steps), workers) if workers > 1 else _called(steps):
+            for case, records in cases:
                 for record in records:
                     key = repr(replace(record, seconds=0.0))
                     reasons = check(record, _expected(record, target))
@@ -127,6 +133,24 @@ def compile_all(target: str = "sm_90", bar: Bar | None = None) -> Compiled:
     missing = (kernel for name, kernel in defined_kernels().items() if name not in seen)
     left_out = (LeftOut(k.name, k.module, _why_left_out(k, target)) for k in missing)
     return Compiled(tuple(rows.values()), tuple(left_out))
+
+
+def _called(steps: list[Callable[[], Cases]]) -> Iterator[Cases]:
+    for step in steps:
+        yield step()
+
+
+def _shared(target: str, steps: int, workers: int) -> Iterator[Cases]:
+    """What the steps yield, in their order; each process takes the next that nobody has."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
+        for found in pool.map(_step, [target] * steps, range(steps)):
+            yield iter(found)
+
+
+def _step(target: str, index: int) -> list[tuple[str, list[CompileRecord]]]:
+    """One step of `compile_all`, in a process of its own."""
+    return list(_steps(_machine(target), target)[index]())
 
 
 def _why_left_out(kernel: Defined, target: str) -> str:

@@ -10,7 +10,7 @@ GLUON = ("sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel")
 
 @pytest.fixture(scope="module")
 def compiled() -> Compiled:
-    return compile_all("sm_90")
+    return compile_all("sm_90", workers=2)
 
 
 @pytest.fixture(scope="module")
