@@ -201,7 +201,7 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         ("check --combine max", "combine: got 'max', need one of sum, topk_weighted"),
         ("check --ids-dtype int8", "ids_dtype: got 'int8', need int32 or int64"),
         ("check --model gpt-2", "model: got 'gpt-2', need one of mixtral-8x7b"),
-        ("check --top-k 0", "top_k: got 0, need >= 1"),
+        ("check --top-k 0", "top_k: got 0, need an int >= 1"),
         ("check --inplace --combine topk_weighted", "inplace: got combine=TOPK_WEIGHTED"),
         ("check --tokens many", "--tokens"),
         ("check --no-such-option", "No such option"),

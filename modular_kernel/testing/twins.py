@@ -33,8 +33,11 @@ _JITTERS = 3
 
 def one_rounding(trial: "Trial") -> Iterator[str]:
     """The part rounds where it says, and nowhere else."""
-    if trial.case.problem.dtype.itemsize != 2:
+    problem = trial.case.problem
+    if problem.dtype.itemsize != 2:
         return  # float32 is compared as closely by the tolerance
+    if problem.scheme.activation == "float8_e4m3fn" and trial.machine.device == "cuda":
+        return  # tensor cores add products of fp8 with fewer bits than float32 has
     shares, own, said = [], [], list[Roundings]()
     for sample, output in ((trial.first, trial.eager), (trial.second, trial.planned_second)):
         roundings = declared(trial, sample)
