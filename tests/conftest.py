@@ -53,10 +53,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path.is_relative_to(other) else None
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> list[str]:
+    from shares import tree_hash
+
+    triton = "triton: compiled"
     if read_settings().triton_interpret:
-        return "triton: interpreted (tests/compile is left out: run `pytest tests/compile`)"
-    return "triton: compiled"
+        triton = "triton: interpreted (tests/compile is left out: run `pytest tests/compile`)"
+    return [triton, f"tree: {tree_hash()} (shares of cases are drawn from it)"]
 
 
 @pytest.fixture(scope="session")

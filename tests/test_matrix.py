@@ -1,25 +1,34 @@
-"""Every pairing in the catalog, on every case: the combinatorial test. Skips are rejections."""
+"""Every pairing in the catalog: the combinatorial test. Skips are rejections.
+
+Each experts part is proven on all its cases once; with what else it goes, on smoke and a share.
+"""
 
 from collections.abc import Callable
 
 import pytest
+from shares import proven_here, tree_hash
 
 from modular_kernel.catalog import check_all, this_machine
-from modular_kernel.testing import Case, cases_for, pairings, prove
+from modular_kernel.testing import Case, pairings, prove
 from modular_kernel.testing.cases import BASE
 from modular_kernel.testing.cases_drawn import draw
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()
 PAIRINGS = pairings(MACHINE)
-SELECTIONS = [cases_for(pf, experts, MACHINE) for pf, experts in PAIRINGS]
-CASES = [case for selection in SELECTIONS for case in selection.cases]
+PROVEN = proven_here(PAIRINGS, MACHINE, tree_hash())
+CASES = [case for cases in PROVEN.values() for case in cases]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
     proof = prove(case, machine)
     assert proof.passed, str(proof)
+
+
+def test_every_experts_part_is_proven_on_all_its_cases() -> None:
+    whole = {pair[1] for pair, cases in PROVEN.items() if cases == draw(*pair, MACHINE)[1]}
+    assert whole == {experts for _, experts in PAIRINGS}
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)

@@ -1,0 +1,53 @@
+"""Shares of cases: equal for equal trees, of the right size, and over many trees all cases."""
+
+from dataclasses import replace
+
+import pytest
+from shares import EIGHTH, proven_here, share, tree_hash
+
+from modular_kernel.testing import Case, cases_for
+from modular_kernel.testing.cases import BASE
+from modular_kernel.types import Machine
+
+CASES = tuple(
+    Case("SomePrepare", "SomeExperts", replace(BASE, tokens=tokens), seed=seed)
+    for tokens in range(40)
+    for seed in range(10)
+)
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+
+
+def test_equal_trees_have_equal_shares() -> None:
+    assert tree_hash() == tree_hash.__wrapped__()
+    assert share(CASES, EIGHTH, "one") == share(CASES, EIGHTH, "one")
+    assert share(CASES, EIGHTH, "one") != share(CASES, EIGHTH, "other")
+
+
+def test_a_share_is_about_its_part_in_the_order_of_the_list() -> None:
+    found = share(CASES, EIGHTH, "one")
+    assert len(CASES) / 16 < len(found) < len(CASES) / 4
+    assert list(found) == sorted(found, key=CASES.index)
+
+
+def test_each_case_has_its_tree() -> None:
+    trees = [share(CASES, EIGHTH, str(tree)) for tree in range(150)]
+    assert set().union(*trees) == set(CASES)
+
+
+def test_an_experts_part_is_proven_in_full_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine("cpu")
+    full = cases_for(*PAIR, machine).cases
+    smoke = cases_for(*PAIR, machine, "smoke").cases
+    assert proven_here([PAIR], machine, "one") == {PAIR: full}
+
+    def alike(pf: str, experts: str, machine: Machine, level: str = "full") -> object:
+        assert pf in (PAIR[0], "Elsewhere")
+        assert level in ("full", "smoke")
+        return cases_for(*PAIR, machine, "smoke" if level == "smoke" else "full")
+
+    monkeypatch.setattr("shares.cases_for", alike)
+    elsewhere = ("Elsewhere", PAIR[1])
+    found = proven_here([PAIR, elsewhere], machine, "one")
+    assert found[PAIR] == full
+    assert found[elsewhere] == (*smoke, *share(full, EIGHTH, "one"))
+    assert len(found[elsewhere]) < len(full) / 4 + len(smoke)
