@@ -46,10 +46,9 @@ setup(
     },
     include_package_data=False,
     zip_safe=False,
-    # torch pins the triton that it was built with; the range here is what the kernels are tested
-    # against: 3.6.0 by `make test`, 3.9.0 and numpy 2.4.6 by `make test-triton`, and replayed
-    # launches compared with triton's own for 3.6.0, 3.7.1, 3.8.0 and 3.9.0 (2026-11-23, torch
-    # 2.13.0 on a CPU). There is no triton for macOS and Windows: the plain torch parts run there.
+    # torch pins the triton that it was built with; docs/versions.md says what was seen of each
+    # triton in this range, and how. There is none for macOS and Windows: the plain torch parts run
+    # there.
     install_requires=[
         "torch>=2.11",
         "numpy>=1.26",
