@@ -6,7 +6,6 @@ tests (they fail until it is there).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
@@ -14,6 +13,7 @@ from modular_kernel.fields import expect
 from modular_kernel.quant import unpackable, values_at_once
 from modular_kernel.support import (
     ExpertsRequirements,
+    Pairing,
     PrepareFinalizeRequirements,
     Rejection,
     Requirements,
@@ -30,27 +30,6 @@ from modular_kernel.types import (
     Rows,
     dtype_name,
 )
-
-
-@dataclass(frozen=True)
-class Pairing:
-    """What a rule sees."""
-
-    pf_name: str
-    pf: PrepareFinalizeRequirements
-    ex_name: str
-    ex: ExpertsRequirements
-    problem: Problem
-    machine: Machine
-
-    def each(self) -> tuple[tuple[str, Requirements], ...]:
-        """Both parts, for rules that judge them alike."""
-        return (self.pf_name, self.pf), (self.ex_name, self.ex)
-
-    @property
-    def both(self) -> tuple[str, str]:
-        return self.pf_name, self.ex_name
-
 
 Violations = Iterator[Rejection]
 

@@ -140,6 +140,26 @@ class Rejection:
 
 
 @dataclass(frozen=True)
+class Pairing:
+    """What a rule sees: two parts' declarations, a problem and a machine."""
+
+    pf_name: str
+    pf: PrepareFinalizeRequirements
+    ex_name: str
+    ex: ExpertsRequirements
+    problem: Problem
+    machine: Machine
+
+    def each(self) -> tuple[tuple[str, Requirements], ...]:
+        """Both parts, for rules that judge them alike."""
+        return (self.pf_name, self.pf), (self.ex_name, self.ex)
+
+    @property
+    def both(self) -> tuple[str, str]:
+        return self.pf_name, self.ex_name
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The judgement of one pairing: `.ok`, and every reason if not."""
 

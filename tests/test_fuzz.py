@@ -1,6 +1,5 @@
 """Random input for everything public ends right or in a typed error; and the fuzz can fail."""
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -9,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from shares import tree_hash
 
-import modular_kernel
 from modular_kernel import types, validate
 from modular_kernel.errors import InputError
 from modular_kernel.importers import groups
@@ -32,17 +31,7 @@ from modular_kernel.testing.fuzz.targets import TARGETS, Target, outcome_of
 from modular_kernel.types import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
-ROOT = Path(modular_kernel.__file__).parents[1]
 PLAIN, INTERPRETED = 1880, 120
-
-
-def tree_hash() -> str:
-    """Of all Python sources: another tree is fuzzed with another seed, the same with the same."""
-    digest = hashlib.sha256()
-    for package in ("modular_kernel", "experts", "prepare_finalize", "topk_reduce"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:8]
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "interpreted"])
