@@ -72,8 +72,10 @@ def on_routing(*routings: str) -> Applies:
 
 
 def some_elsewhere(problem: Problem, routing: str) -> bool:
-    """Surely some pair has no expert here."""
-    if problem.tokens < 7:
+    """Surely some pair has no expert here, and its row is read: on one rank sums leave it out, and
+    so does what weights kept rows."""
+    alone = problem.parallel.world_size == 1
+    if problem.tokens < 7 or (alone and problem.combine is not Combine.TOPK_UNWEIGHTED):
         return False
     return routing in _FEW_IDS or (problem.expert_map and problem.e < problem.experts - 1)
 
