@@ -1,6 +1,7 @@
 """Every pairing in the catalog: the combinatorial test. Skips are rejections.
 
-Each experts part is proven on all its cases once; with what else it goes, on smoke and a share.
+Each experts part is proven on smoke and a third of its cases; with what else it goes, on smoke and
+an eighth. `make verify` proves all.
 """
 
 from collections.abc import Callable
@@ -26,9 +27,17 @@ def test_proven(case: Case, machine: Machine) -> None:
     assert proof.passed, str(proof)
 
 
-def test_every_experts_part_is_proven_on_all_its_cases() -> None:
-    whole = {pair[1] for pair, cases in PROVEN.items() if cases == draw(*pair, MACHINE)[1]}
-    assert whole == {experts for _, experts in PAIRINGS}
+def test_every_experts_part_is_proven_on_a_third_of_its_cases_or_more() -> None:
+    most = {
+        experts: max(
+            len(cases) / len(draw(*pair, MACHINE)[1])
+            for pair, cases in PROVEN.items()
+            if pair[1] == experts
+        )
+        for _, experts in PAIRINGS
+    }
+    assert most
+    assert min(most.values()) > 0.28  # the share is by hash
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
