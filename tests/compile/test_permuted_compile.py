@@ -15,6 +15,7 @@ from experts.triton_permuted import PermutedPath
 from modular_kernel import Problem
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.types import Combine
 from modular_kernel.workspace import Workspace
 
 BASE = Problem(tokens=600, hidden=512, intermediate=256, experts=4, top_k=2)
@@ -45,7 +46,7 @@ def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
         {"hidden": 456},
         {"hidden": 464, "quant": "fp8_w8a8_channel"},
         {"hidden": 1040, "quant": "fp8_w8a8_channel"},
-        {"activation": "gelu", "combine": "topk_weighted"},
+        {"activation": "gelu", "combine": Combine.TOPK_WEIGHTED},
         {"activation": "gelu_tanh"},
         {"activation": "swiglu_clamp_after:limit=7"},
         {"activation": "swiglu_clamp_before:limit=7"},
