@@ -15,6 +15,7 @@ from experts.tile_store import fit
 from experts.tiles import on_device
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.types import Combine
 
 H200 = Device("NVIDIA H200", boxes=True)
 QWEN = Problem(
@@ -67,7 +68,7 @@ def test_short_vectors_with_scales_of_blocks_keep_to_the_single_path() -> None:
         {"intermediate": 1416},
         {"intermediate": 26624},
         {"apply_router_weight_on_input": True, "top_k": 1},
-        {"combine": "topk_weighted"},
+        {"combine": Combine.TOPK_WEIGHTED},
         {"top_k": 9},
         {"activation": "relu2"},
         {"quant": "none"},
