@@ -109,7 +109,7 @@ def test_the_harness_proves_them() -> None:
     assert pair["failures"] == []
     assert code == 0
     assert pair["cases"] >= 60
-    assert pair["refused"] >= 1
+    assert pair["refused"] == 0  # rows that the rules refuse are not drawn
 
 
 def test_the_harness_does_not_prove_a_wrong_one(
