@@ -1,6 +1,7 @@
 """Which cases a pairing is proven on.
 
-`full`: rows in which every two values of two axes meet, drawn for the pairing (`cases_drawn`).
+`full`: rows in which every two values of two axes meet, drawn for the pairing (`cases_drawn`), and
+shapes that no axis has (`cases_edges`).
 `smoke`: some that touch every axis. `axes`: a base, one change for each axis, products where axes
 meet; for whoever wants problems of which one thing is unlike the base.
 
@@ -18,6 +19,7 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.support import Verdict
 from modular_kernel.testing.case import Case, command
 from modular_kernel.testing.cases_drawn import draw, space_of
+from modular_kernel.testing.cases_edges import edges
 from modular_kernel.testing.cases_invariant import batch_invariant
 from modular_kernel.testing.cases_quant import quantised
 from modular_kernel.testing.cases_smoke import smoke
@@ -72,7 +74,8 @@ def cases_for(
 ) -> Selection:
     """Every case of `level` for a pairing, judged on `machine`.
 
-    full: cases in which every two values of two axes meet, as far as the pairing takes both.
+    full: cases in which every two values of two axes meet, as far as the pairing takes both, and
+    edges.
     """
     if level == "smoke":
         return _judged(prepare_finalize, experts, machine, smoke(BASE))
@@ -83,7 +86,10 @@ def cases_for(
         Case(prepare_finalize, experts, BASE),
         check(prepare_finalize, experts, BASE, machine),
     )
-    return Selection(cases, () if cases else (ordinary,), met, impossible)
+    if not cases:
+        return Selection((), (ordinary,), met, impossible)
+    beside = edges(prepare_finalize, experts, machine)
+    return Selection((*cases, *beside), (), met, impossible)
 
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:

@@ -1,0 +1,61 @@
+"""Cases chosen by hand beside those drawn by pairs: sizes that the axes of drawn cases do not reach.
+
+A loop over columns that has a second step, a group of columns that is no power of two, programs
+that share rows: each needs a shape of its own, and no more of it than one case or two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.testing.case import Case
+from modular_kernel.testing.inputs import Manner
+from modular_kernel.types import Machine, Problem
+
+_BF16, _FP16 = torch.bfloat16, torch.float16
+_PEAKS = Manner(values="peaks")
+_FEW = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=_BF16)
+
+Edge = tuple[Problem, str, Manner]
+
+
+def edges(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
+    """The edges that a pairing takes on a machine."""
+    # Interpreted products of such a depth take minutes; what quantises x is the same with any part.
+    slow = "triton" in load_catalog().experts(experts).requires.packages
+    chosen = (*_groups(), *_columns(), *(() if slow else _long_rows()))
+    return tuple(
+        Case(prepare_finalize, experts, problem, routing, manner=manner)
+        for problem, routing, manner in chosen
+        if check(prepare_finalize, experts, problem, machine).ok
+    )
+
+
+def _groups() -> Iterator[Edge]:
+    """Activation groups that are no power of two: the block of columns is larger than a group."""
+    few = replace(_FEW, tokens=7, experts=5, top_k=2)
+    ragged = replace(few, hidden=160, intermediate=136)
+    yield replace(ragged, quant="fp8_w8a8_block:block=64x96"), "skips", Manner()
+    yield replace(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16), "uniform", Manner()
+    # Tiles do not cross groups: the torch parts alone take 48.
+    odd = replace(few, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
+    yield odd, "duplicates", Manner()
+
+
+def _columns() -> Iterator[Edge]:
+    """One scale for all tokens, of more columns and rows than a program looks at.
+
+    Computed: the largest value of all is the last token's first; of a single token, its last.
+    """
+    wide = replace(_FEW, hidden=1040, quant="fp8_w8a8_tensor")
+    yield replace(wide, dtype=_FP16), "uniform", _PEAKS
+    yield wide.with_tokens(1), "uniform", _PEAKS
+    yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", Manner()
+
+
+def _long_rows() -> Iterator[Edge]:
+    """Rows with a scale each that no program holds at once."""
+    long = replace(_FEW, tokens=2, hidden=16400)
+    yield replace(long, quant="fp8_w8a8_channel"), "uniform", _PEAKS

@@ -1,0 +1,115 @@
+"""Cases chosen by hand: each kills the defects that it is there for, and passes without them."""
+
+from pathlib import Path
+
+import pytest
+from put_in import Wrong, fate_of
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases import cases_for
+from modular_kernel.testing.cases_edges import edges
+from modular_kernel.types import Machine
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+EDGES = edges(*PAIR, this_machine())
+QUANTISE = "modular_kernel/ops/kernels/quantise.py"
+MORE = "for more in range(first + BLOCK_C, end, BLOCK_C):\n"
+
+on_a_cpu = pytest.mark.skipif(
+    this_machine().device == "cuda", reason="defects are put in where kernels are interpreted"
+)
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_proven(case: Case, machine: Machine) -> None:
+    proof = prove(case, machine)
+    assert proof.passed, str(proof)
+
+
+def test_they_are_cases_of_the_full_list(machine: Machine) -> None:
+    listed = cases_for(*PAIR, machine).cases
+    assert set(EDGES) <= set(listed)
+    assert len(set(listed)) == len(listed)
+
+
+# What is wrong, and by what the cases that tell it are known.
+WRONG = (
+    (
+        Wrong(
+            "a group takes the next one's columns along",
+            QUANTISE,
+            "end = tl.minimum(first + group, num_columns)",
+            "end = num_columns",
+        ),
+        ("block=64x96", "block=32x96", "block=64x48"),
+    ),
+    (
+        Wrong(
+            "the largest value is that of the first columns",
+            QUANTISE,
+            f"            if not WHOLE:\n                {MORE}                    other",
+            f"            if WHOLE:\n                {MORE}                    other",
+        ),
+        ("H16400",),
+    ),
+    (
+        Wrong(
+            "the last columns are not written",
+            QUANTISE,
+            f"        if not WHOLE:\n            {MORE}                columns",
+            f"        if WHOLE:\n            {MORE}                columns",
+        ),
+        ("H16400",),
+    ),
+    (
+        Wrong("every group of columns is the first", QUANTISE, "first = which * group", "first = 0"),
+        ("static=true",),
+    ),
+    (
+        Wrong(
+            "programs that share rows take the same ones",
+            QUANTISE,
+            "tl.program_id(0) % parts * BLOCK_R",
+            "tl.program_id(0) // parts * BLOCK_R",
+        ),
+        ("T5-H1040",),
+    ),
+    (
+        Wrong(
+            "the largest value of all is that of the last columns",
+            QUANTISE,
+            "largest = tl.maximum(largest, tl.max(tl.abs(value), axis=1))\n    tl.store",
+            "largest = tl.max(tl.abs(value), axis=1)\n    tl.store",
+        ),
+        ("T5-H1040",),
+    ),
+    (
+        Wrong(
+            "the last columns are not looked at",
+            QUANTISE,
+            "for first in range(0, num_columns, BLOCK_C):",
+            "for first in range(0, num_columns // BLOCK_C * BLOCK_C, BLOCK_C):",
+        ),
+        ("T1-H1040",),
+    ),
+    (
+        Wrong(
+            "the largest values are kept in 16 bits",
+            "modular_kernel/ops/quantise.py",
+            'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.float32)',
+            'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.bfloat16)',
+        ),
+        ("T5-H1040",),
+    ),
+)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("wrong", "known_by"), WRONG, ids=str)
+def test_a_defect_of_long_rows_and_odd_groups_is_told(
+    wrong: Wrong, known_by: tuple[str, ...], tmp_path: Path
+) -> None:
+    cases = [case for case in EDGES if any(word in str(case) for word in known_by)]
+    fate = fate_of(wrong, cases, tmp_path)
+    assert fate.how == "killed", fate
