@@ -1,0 +1,194 @@
+"""Every rule at its edge: the nearest problem that passes is right, the nearest that fails is
+refused for that reason, and a rule that is one off is seen."""
+
+import ast
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from modular_kernel import rules
+from modular_kernel.catalog import load_catalog, make_kernel, this_machine
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import IncompatibleError
+from modular_kernel.rules import RULES
+from modular_kernel.support import Rejection
+from modular_kernel.testing.checks import Trial
+from modular_kernel.testing.edges import Edge, Edges, case_of, edges_of
+from modular_kernel.testing.edges_sites import sites_of_part, sites_of_rules
+from modular_kernel.types import Machine, Problem
+
+GPU = Machine("cuda", (9, 0), frozenset({"triton"}))
+NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+HERE = (
+    (NO_EP, "TorchExperts"),
+    (NO_EP, "TritonExperts"),
+    (NO_EP, "GroupedGemmExperts"),
+    (BATCHED, "NaiveBatchedExperts"),
+    (BATCHED, "BatchedTritonExperts"),
+)
+# Where rules bear on unusual problems only: a scheme, a placement, a declaration first.
+DEEP = (
+    (BATCHED, "NaiveBatchedExperts", None),
+    ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts", None),
+    (NO_EP, "TorchExperts", GPU),
+)
+
+
+@cache
+def walk(pf: str, experts: str, machine: Machine | None = None, depth: int = 1) -> Edges:
+    """The edges of two parts by name."""
+    catalog = load_catalog()
+    parts = catalog.prepare_finalize(pf), catalog.experts(experts)
+    return edges_of(*parts, machine or this_machine(), depth=depth)
+
+
+def walks() -> Iterator[Edges]:
+    """Around every pairing, and further around a few."""
+    catalog = load_catalog()
+    for pf in catalog.names("prepare_finalize"):
+        for experts in catalog.names("experts"):
+            yield walk(pf, experts)
+    yield from (walk(pf, experts, machine, 2) for pf, experts, machine in DEEP)
+
+
+def wrong(edge: Edge) -> str:
+    """What is wrong with an edge; "" if it is one."""
+    passing, failing = edge.passing.verdict, edge.failing.verdict
+    if passing.rejections:
+        return f"{edge}: the passing side is refused, {passing}"
+    if {r.rule for r in failing.rejections} != {edge.reason.rule}:
+        return f"{edge}: refused for more, {failing}"
+    return f"{edge}: {edge.contradiction}" if edge.contradiction else ""
+
+
+def test_every_rule_has_its_edges() -> None:
+    """Each place that can refuse does so alone, one step from a problem that passes."""
+    catalog, with_edge = load_catalog(), set()
+    for found in walks():
+        assert [said for edge in found.edges if (said := wrong(edge))] == []
+        with_edge |= {edge.reason for edge in found.edges}
+    wanted = set(sites_of_rules())
+    for pf in catalog.names("prepare_finalize"):
+        wanted |= sites_of_part(catalog.prepare_finalize(pf))
+    for experts in catalog.names("experts"):
+        wanted |= sites_of_part(catalog.experts(experts))
+    assert sorted(wanted - {reason.site for reason in with_edge}) == []
+    assert {reason.rule for reason in with_edge} >= set(RULES)
+
+
+@pytest.mark.parametrize(("pf", "experts"), HERE)
+def test_what_passes_is_right(pf: str, experts: str) -> None:
+    """The passing sides are called and compared with the oracle; the failing sides are refused by
+    whoever makes the kernel, for the same reason."""
+    machine, cases = this_machine(), {}
+    for edge in walk(pf, experts).edges:
+        case = case_of(edge)
+        if case is None or edge.passing.machine != machine:
+            continue
+        cases[str(case)] = case
+        failing = edge.failing
+        if failing.as_declared:
+            with pytest.raises(IncompatibleError) as caught:
+                make_kernel(pf, experts, failing.problem, machine=failing.machine)
+            assert caught.value.rejections == failing.verdict.rejections
+    assert len(cases) >= 2
+    for case in cases.values():
+        trial = Trial(case, machine)
+        comparison = trial.first.compare(trial.eager)
+        assert comparison.ok, f"{case}: {comparison}"
+
+
+Change = Callable[[ast.Compare, int], None]
+
+
+def swap(node: ast.Compare, at: int) -> None:
+    """< for <=, and so on."""
+    other = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+    node.ops[at] = other[type(node.ops[at])]()
+
+
+def shift(node: ast.Compare, at: int, *, by: int) -> None:
+    """Another right side."""
+    node.comparators[at] = ast.BinOp(node.comparators[at], ast.Add(), ast.Constant(by))
+
+
+CHANGES: tuple[Change, ...] = (swap, partial(shift, by=1), partial(shift, by=-1))
+
+
+def mutants() -> Iterator[Any]:
+    """(rule, the rule one off): each comparison of numbers, sharper and weaker by one."""
+    for rule, function in RULES.items():
+        source = dedent(inspect.getsource(function))
+        for place, (node, at) in enumerate(compared(ast.parse(source))):
+            numbers = "arch" not in ast.unparse(node)  # a pair of them has no next
+            for change in CHANGES if numbers else CHANGES[:1]:
+                tree = ast.parse(source)
+                mutated, at = compared(tree)[place]
+                change(mutated, at)
+                space = dict(vars(rules))
+                code = compile(ast.fix_missing_locations(tree), rules.__file__, "exec")
+                exec(code, space)
+                yield pytest.param(
+                    rule, space[function.__name__], id=f"{rule}: {ast.unparse(mutated)}"
+                )
+
+
+def compared(tree: ast.AST) -> list[tuple[ast.Compare, int]]:
+    """Comparisons by size, and which of their operators."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
+    by_size = ast.Lt | ast.LtE | ast.Gt | ast.GtE
+    return [(n, at) for n in nodes for at, op in enumerate(n.ops) if isinstance(op, by_size)]
+
+
+MUTANTS = list(mutants())
+
+
+def test_mutants_are_made() -> None:
+    by_size = {
+        "arch",
+        "top_k",
+        "min_tokens",
+        "max_experts",
+        "addressing",
+        "world_size",
+        "capacity",
+    }
+    assert {mutant.values[0] for mutant in MUTANTS} == by_size
+
+
+@pytest.mark.parametrize(("rule", "mutant"), MUTANTS)
+def test_a_rule_that_is_one_off_is_seen(
+    rule: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog, pairs = load_catalog(), (NO_EP, "SymmMemPrepareAndFinalize")
+
+    def faults(walked: Iterable[Edges]) -> list[str]:
+        edges = [edge for found in walked for edge in found.edges if edge.reason.rule == rule]
+        return [said for edge in edges if (said := wrong(edge))] if edges else ["no edge"]
+
+    assert faults(walk(pf, "TorchExperts", GPU) for pf in pairs) == []
+    monkeypatch.setitem(RULES, rule, mutant)
+    experts = catalog.experts("TorchExperts")
+    assert faults(edges_of(catalog.prepare_finalize(pf), experts, GPU) for pf in pairs) != []
+
+
+def test_a_rule_of_a_third_party_gets_its_edges() -> None:
+    """Its bound is in its code alone; the edge is found on both sides of it."""
+
+    def extra(cls: type, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        if problem.intermediate > 5000:
+            got = str(problem.intermediate)
+            return (Rejection("Theirs.width", (cls.__name__, "problem"), got, "<= 5000"),)
+        return ()
+
+    catalog = load_catalog()
+    base: type[PermuteExpertsUnpermute] = catalog.experts("TorchExperts")
+    theirs = type("Theirs", (base,), {"extra_rejections": classmethod(extra)})
+    found = edges_of(catalog.prepare_finalize(NO_EP), theirs, this_machine())
+    (edge,) = (edge for edge in found.edges if edge.reason.rule == "Theirs.width")
+    assert (edge.field, edge.values, wrong(edge)) == ("problem.intermediate", (5000, 5001), "")
+    assert edge.reason.site in sites_of_part(theirs)
