@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 from doc_blocks import module_source
 from test_third_party import install
 
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.mutation_page import read_scores
+from modular_kernel.testing.cases import cases_for
 from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
 from modular_kernel.testing.mutation.apart import OFFSETS, apart
+from modular_kernel.testing.mutation.bits import drawn_problems
+from modular_kernel.testing.mutation.coverage import Covered
+from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
 from modular_kernel.testing.mutation.scope import modules_of
+from modular_kernel.testing.mutation.serve import texts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/add-a-part.md"
@@ -171,6 +177,7 @@ def test_mutants_of_a_third_party_are_killed_and_a_survivor_is_shown(site: Path)
     assert record == json.loads((site / "scores/MyExperts.json").read_text(encoding="utf-8"))
     (survivor,) = record["survivors"]
     assert record["cases"] >= survivor["cases"] >= 4  # a call of no tokens ends before
+    assert survivor["differing"] == 0
     assert "-        unread = 40\n+        unread = 41" in survivor["diff"]
     pair = "--pf-type MoEPrepareAndFinalizeNoEP --experts-type MyExperts --level smoke"
     assert survivor["command"] == f"mk test --mutate MyExperts --only {unread.ident} {pair}"
@@ -201,6 +208,50 @@ def test_the_page_shows_every_survivor_and_refuses_another_file(tmp_path: Path) 
     (tmp_path / "Other.json").write_text('{"part": "Another"}', encoding="utf-8")
     with pytest.raises(ConfigurationError, match="another form"):
         read_scores(tmp_path)
+
+
+def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> None:
+    parts = {part.name for part in load_catalog().parts}
+    for ident, why in EQUIVALENT.items():
+        assert len(ident) == 8
+        assert len(why.reason) > 20
+        assert why.proof == "code" or why.problems >= LEAST_PROBLEMS
+        assert set(why.parts) <= parts
+        for part in why.parts or ("TorchExperts",):
+            assert reviewed(ident, part) is why
+    limited = next(iter(i for i, why in EQUIVALENT.items() if why.parts), None)
+    if limited is not None:
+        assert reviewed(limited, "DeepEPHTPrepareAndFinalize") is None
+    assert reviewed("no such", "TorchExperts") is None
+
+
+def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Path) -> None:
+    found = mutants_in(tmp_path, KERNEL)
+    clamp, order = (
+        found["clamp", "total = (total)"],
+        found["compare", "mask = (offsets <= columns) & (row >= 0)"],
+    )
+    ((_, text),) = texts_of((clamp, order)).values()
+    assert "total = (total)" in text
+    assert "mask = (offsets <= columns) & (row >= 0)" in text
+    assert texts_of((clamp,))["module"][1] == clamp.text()
+    with pytest.raises(ConfigurationError, match="two of one place"):
+        texts_of((clamp, clamp))
+
+
+def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
+    machine = this_machine()
+    cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", machine, "smoke").cases
+    covered = [Covered(case, float(i), "", {}) for i, case in enumerate(cases)]
+    drawn_twice = [drawn_problems([covered, covered[:2]], 40) for _ in range(2)]
+    assert drawn_twice[0] == drawn_twice[1]
+    problems = drawn_twice[0]
+    assert len({case for case, _ in problems}) == len(problems)
+    assert [case.problem for case, _ in problems[: len(cases)]] == [case.problem for case in cases]
+    for number in (0, 1):
+        assert sum(number in serves for _, serves in problems) >= 40
+    fast = {replace(case.problem, tokens=1) for case in cases[:2]}
+    assert {replace(case.problem, tokens=1) for case, serves in problems if 1 in serves} == fast
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.mutation import Mutant, Score, Survey
+    from modular_kernel.testing.mutation import Score, Survey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,9 @@ class Mutating:
     ] = "150"
     bits: Annotated[
         int | None,
-        typer.Option(metavar="N", help="With --only: do bits differ in N random problems?"),
+        typer.Option(
+            metavar="N", help="With --only ID or ID,ID: do bits differ in N random problems?"
+        ),
     ] = None
     save: Annotated[
         Path | None, typer.Option(help="With --mutate: write PART.json into this folder, too.")
@@ -82,7 +84,7 @@ def run_mutation(
         raise ConfigurationError("--mutate", got="--world-size", need="cases in one process")
     found = survey(wanted.mutate, host.machine, pairs, level)
     if wanted.only is not None and wanted.bits is not None:
-        return _print_bits(found.mutant(wanted.only), found, wanted.bits, as_json=as_json)
+        return _print_bits(wanted.only.split(","), found, wanted.bits, as_json=as_json)
     total = 1 if wanted.only else min(count or len(found.mutants), len(found.executed()))
     with output.progress(total) as advance:
         score = mutation_score(found, count=count, only=wanted.only, told=lambda _: advance())
@@ -98,17 +100,20 @@ def run_mutation(
     return not score.survivors
 
 
-def _print_bits(mutant: "Mutant", found: "Survey", problems: int, *, as_json: bool) -> bool:
-    """Returns whether the mutant may be called equivalent: no bit differs."""
+def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: bool) -> bool:
+    """Returns whether the mutants, put in together, may be called equivalent: no bit differs."""
     from modular_kernel.testing.cases import command
     from modular_kernel.testing.mutation.bits import compare_bits
 
-    bits = compare_bits(mutant, found.coverage, problems)
+    mutants = [found.mutant(ident) for ident in idents]
+    bits = compare_bits(mutants, found.coverage, problems)
     differing = command(bits.differing) if bits.differing else None
     if as_json:
-        output.print_json({"id": mutant.ident, "problems": bits.problems, "differing": differing})
+        ids = ",".join(idents)
+        output.print_json({"id": ids, "problems": bits.problems, "differing": differing})
     else:
-        output.line(mutant.diff())
+        for mutant in mutants:
+            output.line(mutant.diff())
         output.line(f"no bit differs in {bits.problems} problems")
         output.line(f"then one does: {differing}" if differing else "then there were no more")
     return differing is None

@@ -64,7 +64,7 @@ def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> tor
     if rows.scale is not None:
         x_RH = dequantise_rows(x_RH, rows.scale, problem.scheme)
     alone = weights.b1 is None and rows.row_weights_R is None
-    h_RN = _product(x_RH, _matrix(weights, "w1", rows.expert, problem), alone=alone).float()
+    h_RN = _product(x_RH, _matrix(weights, "w1", rows.expert, problem), alone=alone)
     if rows.row_weights_R is not None:
         h_RN = h_RN * rows.row_weights_R[:, None]
     if weights.b1 is not None:

@@ -32,15 +32,20 @@ def mutation_document(scores: tuple[Record, ...], defects: Path, notes: Path) ->
             "in memory alone: a mask lost or off by one, a tail, a stride, an offset, an index "
             "of scales, a bias row, a clamp, a constant, the dtype of an accumulator, the order "
             "or the end of a loop, a guard for -1, a step forgotten, two operands exchanged, a "
-            "declaration weakened. The cases that execute the changed line run until one fails. "
-            "No unit test takes part."
+            "declaration weakened. No unit test takes part."
         ),
         Text(
-            "Mutants are drawn by a seed, the release, from those that some case executes on a "
-            "CPU, kernels in the interpreter. The score is killed / (killed + survived). A case "
-            "that hangs, a crash and a valid case that is refused count as killed, and are told "
-            "apart. An equivalent mutant is one reviewed: the compiled code is the same, or no "
-            "bit differs in at least 2,000 problems."
+            "Every case that executes the changed line is called twice; where a bit differs, the "
+            "whole case is proven, and so are a dozen of those in which none does. The first case "
+            "that fails kills the mutant. A case that hangs, a crash and a valid case that is "
+            "refused count as killed, and are told apart. Mutants are drawn by a seed, the "
+            "release, from those that some case executes on a CPU, kernels in the interpreter. "
+            "The score is killed / (killed + survived)."
+        ),
+        Text(
+            "An equivalent mutant is one reviewed: the compiled code is the same, or no bit "
+            "differs in at least 2,000 random problems that execute it, with it put in alone or "
+            "together with others of unlike places. It is not run again, and not counted."
         ),
         Table(
             ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score"),
@@ -118,7 +123,9 @@ def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
         blocks.append(Heading(3, f"Survivors of `{score['part']}`"))
     for one in score["survivors"]:
         note = known.get(one["id"], "Not looked into yet.")
-        blocks += [_diff(one), Text(f"{one['cases']} cases pass. {note} `{one['command']}`")]
+        bits = f"; a bit differs in {one['differing']}" if "differing" in one else ""
+        text = f"{one['cases']} cases pass{bits}. {note} `{one['command']}`"
+        blocks += [_diff(one), Text(text)]
     return tuple(blocks)
 
 
@@ -127,8 +134,10 @@ def _counts(found: dict[str, int]) -> list[tuple[str, str]]:
 
 
 def _proof(one: Record) -> str:
-    same = "The same compiled code"
-    return f"No bit differs in {one['problems']} problems" if one["proof"] == "bits" else same
+    if one["proof"] == "code":
+        return "The same compiled code"
+    beside = f", {one['beside']} others put in with it" if one["beside"] else ""
+    return f"No bit differs in {one['problems']:,} problems{beside}"
 
 
 def _diff(one: Record) -> Code:

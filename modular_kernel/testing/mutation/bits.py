@@ -1,7 +1,9 @@
-"""Does a mutant change any bit of any result? The second proof that one is equivalent.
+"""Do mutants change any bit of any result? The second proof that one is equivalent.
 
-Valid problems are drawn from the cases that execute the changed line: their axes as they are, the
-number of tokens and the values at random. Each is computed with and without the change.
+Valid problems are drawn from the cases that execute a changed line: their axes as they are, the
+number of tokens and the values at random. Each is computed with and without the changes. Several
+mutants of unlike places may be put in together: one run then speaks for each of them, by the
+problems that execute it.
 """
 
 import importlib
@@ -12,56 +14,108 @@ from functools import partial
 
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.mutation.child import Child, Tell
-from modular_kernel.testing.mutation.coverage import Coverage
-from modular_kernel.testing.mutation.serve import reattach, serve
+from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.serve import dependents, reattach, serve
 from modular_kernel.testing.mutation.source import Mutant
 
 # For each problem, the first one's imports included.
-_PATIENCE = 120.0
+_PATIENCE = 300.0
+# Beyond one problem of each case, problems are drawn from so many of the fastest cases.
+_FASTEST = 24
+_FEW_TOKENS = 9
 
 
 @dataclass(frozen=True)
 class Bits:
-    """How many problems were computed both ways, and the first one whose bits differ."""
+    """How many problems that execute the mutant met least were computed both ways, and the first
+    problem whose bits differ."""
 
     problems: int
     differing: Case | None
 
 
-def compare_bits(mutant: Mutant, coverage: Coverage, problems: int) -> Bits:
-    """Compute `problems` random problems with and without the mutant, until a bit differs.
+def compare_bits(
+    mutants: Sequence[Mutant],
+    coverage: Coverage,
+    problems: int,
+    known: dict[Case, str] | None = None,
+) -> Bits:
+    """Compute `problems` random problems for each mutant, without and with all of them.
 
-    A problem that fails with the mutant differs. Without a case that executes it there is none.
+    The first problem in which a bit differs is the last one; one that fails with the mutants
+    differs. A mutant that no case executes has none. known: digests without mutants, by problem;
+    those that are not there are computed and put there.
     """
+    met = [executing(mutant, coverage) for mutant in mutants]
+    drawn = drawn_problems(met, problems)
+    dependents({mutant.module for mutant in mutants})  # read once, for both children
+    cases = [case for case, _ in drawn]
+    known = {} if known is None else known
+    missing = [case for case in cases if case not in known]
+    unknown = iter(Child(partial(_work, missing, ()), _PATIENCE))
+    changed = iter(Child(partial(_work, cases, mutants), _PATIENCE))
+    done = [0 for _ in mutants]
+    for case, executed in drawn:
+        other = next(changed, None)
+        if case not in known:
+            known[case] = next(unknown)["digest"]
+        if other is None or other["digest"] != known[case]:
+            return Bits(min(done), case)
+        for number in executed:
+            done[number] += 1
+    return Bits(min(done), None)
+
+
+def executing(mutant: Mutant, coverage: Coverage) -> tuple[Covered, ...]:
+    """The cases that execute a mutant; all, where only the import of its module does."""
     place = str(mutant.path), mutant.first, mutant.last
-    met = coverage.executing(*place) or (coverage.cases if coverage.loads(*place) else ())
-    cases = drawn_problems([covered.case for covered in met], problems, mutant.ident)
-    plain, changed = (Child(partial(_work, cases, m), _PATIENCE) for m in (None, mutant))
-    count = 0
-    for case, one, other in zip(cases, plain, changed, strict=False):
-        if one != other:
-            return Bits(count, case)
-        count += 1
-    return Bits(count, cases[count] if count < len(cases) else None)
+    return coverage.executing(*place) or (coverage.cases if coverage.loads(*place) else ())
 
 
-def drawn_problems(cases: Sequence[Case], count: int, seed: str) -> list[Case]:
-    """`count` problems like these cases, with other values and at most as many tokens."""
-    drawing = random.Random(seed)
-    found = []
-    for number in range(count if cases else 0):
-        case = cases[number % len(cases)]
-        tokens = drawing.randint(min(1, case.problem.tokens), case.problem.tokens)
-        found.append(replace(case, problem=case.problem.with_tokens(tokens), seed=1 + number))
+def drawn_problems(
+    met: Sequence[Sequence[Covered]], count: int
+) -> list[tuple[Case, tuple[int, ...]]]:
+    """Problems like the cases in `met`, `count` for each entry; and the entries each serves.
+
+    Every case once, with other values; then the fastest ones by turns, with few tokens.
+    """
+    of: dict[Case, tuple[int, ...]] = {}
+    for number, cases in enumerate(met):
+        for covered in cases:
+            of[covered.case] = (*of.get(covered.case, ()), number)
+    found, done, turns = list[tuple[Case, tuple[int, ...]]](), [0 for _ in met], dict[Case, int]()
+
+    def add(case: Case) -> None:
+        turn = turns[case] = turns.get(case, 0) + 1
+        found.append((_problem(case, turn), of[case]))
+        for number in of[case]:
+            done[number] += 1
+
+    for case in of:
+        add(case)
+    for number, cases in enumerate(met):
+        busy = [c for c in sorted(cases, key=lambda c: c.seconds) if c.case.problem.tokens]
+        fast = [covered.case for covered in busy[:_FASTEST]]
+        while fast and done[number] < count:
+            add(fast[done[number] % len(fast)])
     return found
 
 
-def _work(cases: Sequence[Case], mutant: Mutant | None, tell: Tell) -> None:
+def _problem(case: Case, turn: int) -> Case:
+    """Another problem like the case: the first of as many tokens, the next ones of few."""
+    drawing = random.Random(f"{case}|{turn}")
+    most = case.problem.tokens
+    if turn > 1:
+        most = drawing.randint(min(1, most), min(_FEW_TOKENS, most))
+    return replace(case, problem=case.problem.with_tokens(most), seed=3 + turn)
+
+
+def _work(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
     """In a child: one digest for each problem."""
-    if mutant is not None:
-        serve(mutant)
+    if mutants:
+        serve(*mutants)
     runs = importlib.import_module("modular_kernel.testing.mutation.runs")
     reattach()
     machine = runs.this_machine()
     for case in cases:
-        tell({"digest": runs.digest(case, machine)})
+        tell({"digest": runs.digest(case, machine, strided=False)})

@@ -1,20 +1,21 @@
-"""Which lines each case executes: one run of the case list with every line of a part watched.
+"""Which lines each case executes: its first call and a strided one, every line of a part watched.
 
 Interpreted kernels are Python, so their lines are seen like any other's.
 """
 
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.mutation.child import Child, Tell
-from modular_kernel.testing.mutation.runs import Level, Pair, case_list, first_failure
+from modular_kernel.testing.mutation.runs import Level, Pair, case_list, digest
 from modular_kernel.testing.mutation.serve import forget
 
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers
@@ -25,11 +26,11 @@ _PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class Covered:
-    """A case, the seconds it took while watched, what it failed by, and the lines it executed."""
+    """A case, the seconds of its two watched calls, their bits, and the lines they executed."""
 
     case: Case
     seconds: float
-    failure: str | None
+    digest: str
     lines: Lines
 
 
@@ -51,7 +52,7 @@ class Coverage:
 
 
 def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> Coverage:
-    """Run every case of `pairs` once in a child, with the lines of `modules` watched."""
+    """Call each case of `pairs` twice in a child, with the lines of `modules` watched."""
     pairs = tuple(pairs)
     files = {str(path) for path in modules.values()}
 
@@ -61,9 +62,11 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
             cases, machine = case_list(pairs, level)
         tell({"lines": _sorted(lines)})
         for case in cases:
+            start = time.perf_counter()
             with watched(files) as lines:
-                failure, seconds = first_failure(case, machine)
-            tell({"failure": failure, "seconds": seconds, "lines": _sorted(lines)})
+                bits = digest(case, machine, strided=True)
+            seconds = time.perf_counter() - start
+            tell({"digest": bits, "seconds": seconds, "lines": _sorted(lines)})
 
     child = Child(work, _PATIENCE)
     cases, _ = case_list(pairs, level)
@@ -73,7 +76,7 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
         lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
         if number:
             case = cases[number - 1]
-            found.append(Covered(case, message["seconds"], message["failure"], lines))
+            found.append(Covered(case, message["seconds"], message["digest"], lines))
         else:
             loading = lines
     ended = child.ended
@@ -85,6 +88,7 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
 def watched(files: set[str]) -> Iterator[dict[str, set[int]]]:
     """Filled with every line of `files` that is executed within it, by any thread started there."""
     seen: dict[str, set[int]] = {}
+    lines_of: dict[CodeType, set[int]] = {}
 
     def local(frame: FrameType, event: str, _: object) -> Any:
         if event == "line":
@@ -95,7 +99,12 @@ def watched(files: set[str]) -> Iterator[dict[str, set[int]]]:
         file = frame.f_code.co_filename
         if file not in files:
             return None
-        seen.setdefault(file, set()).add(frame.f_lineno)
+        code, known = frame.f_code, seen.setdefault(file, set())
+        if code not in lines_of:
+            lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
+        if lines_of[code] <= known:
+            return None  # nothing more to see: at full speed
+        known.add(frame.f_lineno)
         return local
 
     threading.settrace(started)

@@ -27,7 +27,13 @@ def record_of(score: Score) -> Record:
         "score": round(score.share, 4),
         "killed_by": killers(score.killed),
         "equivalent": [
-            {**_told(fate), "reason": why.reason, "proof": why.proof, "problems": why.problems}
+            {
+                **_told(fate),
+                "reason": why.reason,
+                "proof": why.proof,
+                "problems": why.problems,
+                "beside": why.beside,
+            }
             for fate, why in score.equivalent
         ],
         "survivors": [_survivor(fate, found) for fate in score.survivors],
@@ -53,7 +59,8 @@ def reproducer(fate: Fate, found: Survey) -> str:
 
 
 def _survivor(fate: Fate, found: Survey) -> Record:
-    return {**_told(fate), "cases": fate.ran, "command": reproducer(fate, found)}
+    counts = {"cases": fate.ran, "differing": fate.differing}
+    return {**_told(fate), **counts, "command": reproducer(fate, found)}
 
 
 def _told(fate: Fate) -> Record:

@@ -2,15 +2,18 @@
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-from modular_kernel.catalog import this_machine
+from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import IncompatibleError
+from modular_kernel.ops.runtime import watched_races
 from modular_kernel.testing.cases import Case, cases_for
-from modular_kernel.testing.checks import Trial, build_kernel
+from modular_kernel.testing.checks import Trial, build_kernel, call
 from modular_kernel.testing.prove import findings
+from modular_kernel.testing.sample import Sample
 from modular_kernel.types import Machine
 
 Pair = tuple[str, str]
@@ -24,6 +27,16 @@ def case_list(pairs: tuple[Pair, ...], level: Level) -> tuple[tuple[Case, ...], 
     return tuple(dict.fromkeys(found)), machine
 
 
+def refused(cases: Sequence[Case]) -> list[str]:
+    """Those of the cases that are not valid here."""
+    machine = this_machine()
+    return [
+        str(case)
+        for case in cases
+        if not check(case.prepare_finalize, case.experts, case.problem, machine).ok
+    ]
+
+
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     """What the case fails by first, None if it is proven; and the seconds until then."""
     start = time.perf_counter()
@@ -31,15 +44,30 @@ def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     return failure, time.perf_counter() - start
 
 
-def digest(case: Case, machine: Machine) -> str:
-    """Every bit of the result of the case's first call, as a digest; or what it raises."""
-    trial = Trial(case, machine)
-    try:
-        out = trial.eager.contiguous()
+def digest(case: Case, machine: Machine, *, strided: bool = False) -> str:
+    """Every bit of the result of the case's first call, as a digest; or what it raises.
+
+    Counted ids and races seen are in it. strided: of one more call, of about half the tokens,
+    with transposed weights and spaced rows.
+    """
+    tokens, device = case.problem.tokens, torch.device(machine.device)
+    bits = hashlib.sha256()
     # With a mutant a call can fail in any way.
+    try:
+        kernel = build_kernel(case, machine, True)
+        with watched_races() as races:
+            bits.update(_bytes(call(kernel, Sample(case, device, tokens=tokens, salt=0))))
+        bits.update(f"{kernel.invalid_ids} {len(races)}".encode())
+        if strided:
+            fewer = Sample(case, device, tokens=(tokens + 1) // 2, salt=2, strided=True)
+            bits.update(_bytes(call(kernel, fewer)))
     except Exception as error:  # noqa: BLE001
         return f"raised {type(error).__name__}"
-    return hashlib.sha256(out.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return bits.hexdigest()
+
+
+def _bytes(out: torch.Tensor) -> bytes:
+    return out.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _first(case: Case, machine: Machine) -> str | None:

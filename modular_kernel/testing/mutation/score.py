@@ -16,7 +16,7 @@ from modular_kernel.testing.cases import cases_for
 from modular_kernel.testing.mutation.apart import apart
 from modular_kernel.testing.mutation.attempt import Fate, Killers, attempt
 from modular_kernel.testing.mutation.coverage import Coverage, cover
-from modular_kernel.testing.mutation.equivalent import EQUIVALENT, Equivalent
+from modular_kernel.testing.mutation.equivalent import Equivalent, reviewed
 from modular_kernel.testing.mutation.runs import Level, Pair
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Mutant
@@ -75,14 +75,16 @@ class Score:
 
     @property
     def equivalent(self) -> tuple[tuple[Fate, Equivalent], ...]:
-        """Survivors that were reviewed, and compute the same."""
+        """Mutants that were reviewed, and compute the same: not run, or survivors."""
         alive = [fate for fate in self.fates if not fate.killed]
-        return tuple((f, EQUIVALENT[f.mutant.ident]) for f in alive if f.mutant.ident in EQUIVALENT)
+        found = ((f, reviewed(f.mutant.ident, self.survey.part)) for f in alive)
+        return tuple((fate, why) for fate, why in found if why is not None)
 
     @property
     def survivors(self) -> tuple[Fate, ...]:
         """Survivors that are not known to be equivalent."""
-        return tuple(f for f in self.fates if not f.killed and f.mutant.ident not in EQUIVALENT)
+        known = {fate.mutant for fate, _ in self.equivalent}
+        return tuple(f for f in self.fates if not f.killed and f.mutant not in known)
 
     @property
     def share(self) -> float:
@@ -97,8 +99,7 @@ def survey(
     """Find the mutants of a part and run its cases once.
 
     pairs: the pairings whose cases are run; () takes every one that the part is in. Raises
-    ConfigurationError for an unknown part, one that no case in one process serves, and one with a
-    case that fails as it is.
+    ConfigurationError for an unknown part, and one that no case in one process serves.
     """
     modules = modules_of(part, load_catalog())
     pairs = tuple(pairs) or _pairs_of(part, machine, level)
@@ -106,10 +107,9 @@ def survey(
         need = "a part that some pairing has a case for in one process here"
         raise ConfigurationError("--mutate", got=repr(part), need=need)
     coverage = cover(modules, pairs, level)
-    failed = [f"{c.case}: {c.failure}" for c in coverage.cases if c.failure is not None]
-    if failed or coverage.ended:
+    if coverage.ended:
         need = "cases that pass before anything is changed"
-        raise ConfigurationError("--mutate", got=(coverage.ended or failed[0]), need=need)
+        raise ConfigurationError("--mutate", got=coverage.ended, need=need)
     mutants = tuple(m for module, path in modules.items() for m in mutants_of(module, path))
     return Survey(part, pairs, level, mutants, coverage)
 
@@ -162,7 +162,10 @@ def mutation_score(
     killers = Killers()
     fates = []
     for mutant in chosen:
-        fates.append(attempt(mutant, found.coverage, found.pairs, found.level, killers))
+        if only is None and reviewed(mutant.ident, found.part):
+            fates.append(Fate(mutant, "equivalent"))
+        else:
+            fates.append(attempt(mutant, found.coverage, found.pairs, found.level, killers))
         told(fates[-1])
     rest = set(found.mutants) - set(executed)
     reasons = Counter(reason for m in rest if (reason := apart(m)) is not None)

@@ -12,28 +12,46 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import entry_points
 from importlib.util import spec_from_file_location
+from itertools import pairwise
 from types import CodeType, ModuleType
 
 from modular_kernel.catalog import GROUP
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.scope import imports_of
-from modular_kernel.testing.mutation.source import Mutant
+from modular_kernel.testing.mutation.source import Mutant, Source
 
 # Finds parts at run time, so it depends on every one of them.
 _FINDS_PARTS = "modular_kernel.catalog"
 
 
-def serve(mutant: Mutant) -> None:
-    """From here on every import of the mutant's module, and of what uses it, sees the change.
+def serve(*mutants: Mutant) -> None:
+    """From here on every import of the mutants' modules, and of what uses them, sees the changes.
 
-    Raises SyntaxError if the change is none that Python can read.
+    Raises SyntaxError if a change is none that Python can read.
     """
-    text = mutant.text()
-    ast.parse(text)
-    file = str(mutant.path)
-    # Triton reads the source of a kernel through here; an entry without a time is never renewed.
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    forget({mutant.module})
-    sys.meta_path.insert(0, _Finder(mutant.module, file, text))
+    for module, (file, text) in texts_of(mutants).items():
+        ast.parse(text)
+        # Triton reads the source of a kernel here; an entry without a time is never renewed.
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        sys.meta_path.insert(0, _Finder(module, file, text))
+    forget({mutant.module for mutant in mutants})
+
+
+def texts_of(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
+    """Module -> its file and its text with every change; ConfigurationError if two overlap."""
+    found: dict[str, tuple[str, str]] = {}
+    for module in dict.fromkeys(mutant.module for mutant in mutants):
+        mine = [mutant for mutant in mutants if mutant.module == module]
+        mine.sort(key=lambda mutant: mutant.edit.start, reverse=True)
+        if any(one.edit.start < two.edit.end for one, two in pairwise(mine)):
+            raise ConfigurationError("mutants", got="two of one place", need="places of their own")
+        source = Source(module, mine[0].path)
+        data = source.data
+        for mutant in mine:
+            edit = mutant.edit
+            data = data[: edit.start] + edit.new.encode() + data[edit.end :]
+        found[module] = str(source.path), data.decode()
+    return found
 
 
 def forget(modules: set[str]) -> None:
