@@ -49,7 +49,9 @@ class AlignedPath:
             for name, spec in triton_four_bit.specs(problem, pairs).items():
                 specs[name] = max(specs[name], spec, key=attrgetter("numel"))
         if self._sums:
-            specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype)
+            # GEMM 2 reads GEMM 1's results unless they were quantised, into other memory.
+            over = ("workspace13",) if problem.scheme.quantises_activations else ()
+            specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
         if problem.scheme.quantises_activations:
             specs |= quantise_specs("h", problem.scheme, pairs, problem.intermediate)
         return specs

@@ -1,7 +1,8 @@
 """A path of TritonExperts: one way from arrived tokens to the layer's output."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -48,12 +49,16 @@ class Path(Protocol):
 def room_for(
     problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
 ) -> WorkspaceShapes:
-    """Room for any of the kinds of call whose buffers are given: of each name the largest."""
+    """Room for any of the kinds of call whose buffers are given: of each name the largest.
+
+    A buffer lies over what it lies over in any of them, so it must be the last in all.
+    """
     largest: dict[str, BufferSpec] = {}
     for specs in kinds:
         for name, spec in specs.items():
-            if name not in largest or spec.nbytes > largest[name].nbytes:
-                largest[name] = spec
+            known = largest.get(name, spec)
+            over = tuple(dict.fromkeys((*known.over, *spec.over)))
+            largest[name] = replace(max(known, spec, key=attrgetter("nbytes")), over=over)
     nothing = BufferSpec((0,), problem.dtype)
     top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
     return WorkspaceShapes(

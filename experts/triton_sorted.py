@@ -79,9 +79,13 @@ class SortedProducts(ABC):
         problem, pairs = self.problem, tokens * self.problem.top_k
         scheme = problem.scheme
         stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
+        # GEMM 2 writes where GEMM 1's rows were, and its results once they are quantised.
+        over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.moves_tokens else ()
+        if scheme.quantises_activations:
+            over += ("workspace13",)
         specs = {
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
-            "workspace2": BufferSpec((pairs, problem.hidden), problem.dtype),
+            "workspace2": BufferSpec((pairs, problem.hidden), problem.dtype, over),
             **sort_specs(tokens, problem.top_k, block_m, problem.e),
         }
         if problem.apply_router_weight_on_input:

@@ -117,7 +117,7 @@ class Plan:
         self._poison(output)
         tape.play(_current_stream(self._index), pointers)
         torch.autograd.graph.increment_version(output)
-        self._check_red_zones()
+        self._check_red_zones(replayed=True)
         return output
 
     def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
@@ -243,9 +243,9 @@ class Plan:
             self._workspace.poison()
             self.kernel.poison_output(out)
 
-    def _check_red_zones(self) -> None:
+    def _check_red_zones(self, *, replayed: bool = False) -> None:
         if self.kernel.poison:
-            self._workspace.check_red_zones()
+            self._workspace.check_red_zones(replayed=replayed)
 
 
 class _Outputs(threading.local):

@@ -1,11 +1,11 @@
 """Declared sizes -> one allocation. Parts never allocate; they take named views.
 
-No two buffers alias: every name owns its bytes for the whole call, so no part has to reason about
-which buffer is dead when.
+A name owns its bytes for the whole call, unless another buffer is declared over it: then both lie
+in the same memory, and the first is dead as soon as the second is taken.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,10 +24,15 @@ _POISON_INT = 0x3F3F3F3F  # far outside any index, yet safe to print and to comp
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """A buffer as data: shape in elements, and dtype."""
+    """A buffer as data: shape in elements, and dtype.
+
+    over: names of buffers in whose memory it may lie. Once it is taken nothing that is launched
+    reads or writes them, until they are taken again, for another chunk.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    over: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -56,54 +61,141 @@ class WorkspaceShapes:
         return {"workspace13": self.workspace13, "workspace2": self.workspace2, **self.extra}
 
 
+def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, int], int]:
+    """The first byte of each buffer, and the end of all, with `gap` bytes after each."""
+    room = {
+        name: -(-(spec.nbytes + gap) // _ALIGNMENT) * _ALIGNMENT for name, spec in specs.items()
+    }
+    shared = {name for spec in specs.values() for name in spec.over if name in specs}
+    offsets, end = {}, 0
+    for name, spec in specs.items():
+        if name in shared:
+            continue
+        offsets[name] = inner = end
+        for other in (other for other in spec.over if other in specs):
+            assert not specs[other].over, f"{name} over {other}, which is over others"
+            offsets[other] = inner
+            inner += room[other]
+        end = max(end + room[name], inner)
+    return offsets, end
+
+
+def workspace_bytes(specs: Mapping[str, BufferSpec]) -> int:
+    """Bytes that a Workspace of these buffers takes."""
+    return _layout(specs, 0)[1]
+
+
 class Workspace:
     """Named typed buffers inside one uint8 allocation on `device`.
 
     With poison=True each buffer is followed by a red zone, `poison()` fills buffers with NaN (or
-    a huge integer) and `check_red_zones()` raises CorruptionError if one was written.
+    a huge integer) and `check_red_zones()` raises CorruptionError if one was written. Buffers in
+    the same memory are filled again where one is taken after the other.
     """
 
     def __init__(
         self, specs: Mapping[str, BufferSpec], device: torch.device, *, poison: bool = False
     ) -> None:
         self._specs = dict(specs)
-        self._poison = poison
         gap = _RED_ZONE if poison else 0
-        offsets, end = {}, 0
-        for name, spec in self._specs.items():
-            offsets[name] = end
-            end += -(-(spec.nbytes + gap) // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = end
-        self._arena = torch.empty(end, dtype=torch.uint8, device=device)
+        offsets, self.nbytes = _layout(self._specs, gap)
+        self._arena = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         self._buffers = {
             name: self._arena[offsets[name] : offsets[name] + spec.nbytes].view(spec.dtype)
             for name, spec in self._specs.items()
         }
+        self._shared: _Shared | None = None
+        if not poison:
+            return
         self._gaps = {
-            name: self._arena[offsets[name] + spec.nbytes :][: gap and _RED_ZONE]
+            name: self._arena[offsets[name] + spec.nbytes :][:gap]
             for name, spec in self._specs.items()
         }
-        if poison:
-            self.poison()
+        self._shared = _Shared(self._specs, self._buffers, self._gaps)
+        self.poison()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The first elements of buffer `name` as a contiguous tensor of `shape`."""
         numel = math.prod(shape)
         buffer = self._buffers[name]
         assert numel <= buffer.numel(), f"{name}: {shape} exceeds declared {self._specs[name]}"
+        if self._shared is not None:
+            self._shared.take(name)
         return buffer[:numel].view(shape)
 
     def poison(self) -> None:
         """Fill every buffer with NaN or a huge integer, and every red zone with its pattern."""
-        for name, buffer in self._buffers.items():
-            poison_tensor(buffer)
-            self._gaps[name].fill_(_RED_BYTE)
+        assert self._shared is not None, "a workspace that is not poisoned has no red zones"
+        self._shared.begin()
 
-    def check_red_zones(self) -> None:
-        """Raise CorruptionError naming the buffers that were overrun. Synchronises."""
-        overrun = [n for n, gap in self._gaps.items() if bool((gap != _RED_BYTE).any())]
+    def check_red_zones(self, *, replayed: bool = False) -> None:
+        """Raise CorruptionError naming the buffers that were overrun. Synchronises.
+
+        replayed: the call's buffers were not taken, so that nobody knows which of those in the same
+        memory came last: their red zones are left out.
+        """
+        if self._shared is None:
+            return
+        overrun = self._shared.overrun(replayed)
         if overrun:
             raise CorruptionError(f"written past the end of workspace buffer(s) {overrun}")
+
+
+class _Shared:
+    """Of a poisoned workspace: which buffers hold what they should, where several share memory."""
+
+    def __init__(
+        self,
+        specs: Mapping[str, BufferSpec],
+        buffers: Mapping[str, torch.Tensor],
+        gaps: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._buffers, self._gaps = buffers, gaps
+        self._over = {
+            name: tuple(other for other in spec.over if other in specs)
+            for name, spec in specs.items()
+        }
+        self._under = {other: name for name, over in self._over.items() for other in over}
+        self._dead = set[str]()
+        # What the red zones of dead buffers held when they died; made now, so that a call
+        # allocates nothing.
+        several = {*self._under, *self._under.values()}
+        self._kept = {name: gaps[name].clone() for name in several}
+
+    def begin(self) -> None:
+        """Every buffer is new; of those in the same memory, the earlier ones hold it."""
+        self._dead = set(self._under.values())
+        for kept in self._kept.values():
+            kept.fill_(_RED_BYTE)
+        for name in self._dead:
+            poison_tensor(self._buffers[name])
+        self._fill(name for name in self._buffers if name not in self._dead)
+
+    def take(self, name: str) -> None:
+        """`name` is in use from here on: what lay in its memory is dead."""
+        if name not in self._dead:
+            return
+        later = self._under.get(name)
+        ends, begins = ((later,), self._over[later]) if later else (self._over[name], (name,))
+        for other in ends:
+            self._kept[other].copy_(self._gaps[other])
+            poison_tensor(self._buffers[other])
+        self._dead = (self._dead | set(ends)) - set(begins)
+        self._fill(begins)
+
+    def overrun(self, replayed: bool) -> list[str]:
+        """Names of buffers after which something was written."""
+        zones = {n: gap for n, gap in self._gaps.items() if n not in self._kept}
+        if not replayed:
+            living = {n: self._gaps[n] for n in self._kept if n not in self._dead}
+            zones |= living
+        found = [n for n, gap in zones.items() if bool((gap != _RED_BYTE).any())]
+        return found + [n for n, gap in self._kept.items() if bool((gap != _RED_BYTE).any())]
+
+    def _fill(self, names: Iterable[str]) -> None:
+        for name in names:
+            poison_tensor(self._buffers[name])
+            self._gaps[name].fill_(_RED_BYTE)
 
 
 def poison_tensor(tensor: torch.Tensor) -> None:

@@ -8,9 +8,21 @@ from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.compile import CompileRecord, record_compiles
 from modular_kernel.tuning.compiled import meta_inputs
 from modular_kernel.types import IdSpace, Problem
-from modular_kernel.workspace import Workspace
+from modular_kernel.workspace import BufferSpec, Workspace
 
 META = torch.device("meta")
+
+
+class Noted(Workspace):
+    """A workspace that knows which buffers were taken."""
+
+    def __init__(self, specs: dict[str, BufferSpec], device: torch.device) -> None:
+        super().__init__(specs, device)
+        self.taken = set[str]()
+
+    def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        self.taken.add(name)
+        return super().take(name, shape)
 
 
 def launches_of(
@@ -34,8 +46,10 @@ def launches_of(
         torch.empty(1, dtype=torch.int32, device=META),
     )
     tokens = ContiguousTokens(plain_TH if x_TH is None else x_TH, arrived, scale)
-    workspace = Workspace(path.specs(problem.tokens, tiles.gemm1.block_m), META)
+    specs = path.specs(problem.tokens, tiles.gemm1.block_m)
+    workspace = Noted(specs, META)
     output = torch.empty(problem.output_shape, dtype=problem.dtype, device=META)
     with record_compiles(target) as records:
         path.run(PathCall(tokens, weights, workspace, output, tiles))
+    assert workspace.taken == set(specs)  # none is declared and left unused
     return records

@@ -8,7 +8,7 @@ import torch
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.errors import CorruptionError
 from modular_kernel.types import Problem
-from modular_kernel.workspace import BufferSpec, Workspace
+from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 
 BASE = Problem(tokens=2000, hidden=16, intermediate=32, experts=256, top_k=8)
 CPU = torch.device("cpu")
@@ -63,3 +63,83 @@ def test_an_empty_workspace_is_allowed() -> None:
     workspace = Workspace({"none": BufferSpec((0,), torch.float32)}, CPU, poison=True)
     assert workspace.take("none", (0,)).numel() == 0
     workspace.check_red_zones()
+
+
+# ------------------------------------------------------------------------- several in one memory
+
+OVER = {
+    "rows": BufferSpec((64,), torch.bfloat16),
+    "sums": BufferSpec((256,), torch.bfloat16, over=("rows", "scale", "not_declared")),
+    "kept": BufferSpec((8,), torch.float32),
+    "scale": BufferSpec((16,), torch.float32),
+}
+
+
+def test_a_buffer_lies_over_those_that_are_dead() -> None:
+    workspace = Workspace(OVER, CPU)
+    starts = {name: workspace.take(name, spec.shape).data_ptr() for name, spec in OVER.items()}
+    assert starts["rows"] == starts["sums"]
+    assert starts["scale"] == starts["rows"] + 256
+    assert starts["kept"] >= starts["sums"] + 512
+    assert workspace.nbytes == workspace_bytes(OVER) == 512 + 256
+    apart = {name: replace(spec, over=()) for name, spec in OVER.items()}
+    assert workspace_bytes(apart) == 256 + 512 + 256 + 256
+
+
+def test_what_is_over_a_larger_one_has_its_room() -> None:
+    specs = {**OVER, "rows": BufferSpec((4096,), torch.bfloat16)}
+    workspace = Workspace(specs, CPU)
+    sums, scale, kept = (workspace.take(n, specs[n].shape) for n in ("sums", "scale", "kept"))
+    assert scale.data_ptr() == sums.data_ptr() + 8192
+    assert kept.data_ptr() == scale.data_ptr() + 256
+
+
+def test_a_buffer_is_poisoned_when_it_is_taken_over_another() -> None:
+    """And the other when it is taken again: whoever reads what is dead, or not yet written, gets
+    NaN."""
+    workspace = Workspace(OVER, CPU, poison=True)
+    rows, scale = workspace.take("rows", (64,)), workspace.take("scale", (16,))
+    kept = workspace.take("kept", (8,))
+    for tensor in (rows, scale, kept):
+        tensor.fill_(1)
+    assert workspace.take("rows", (64,)).eq(1).all()  # it is in use: nothing is lost
+    sums = workspace.take("sums", (256,))
+    assert sums.isnan().all()
+    assert rows.isnan().all()
+    assert kept.eq(1).all()
+    sums.fill_(2)
+    workspace.check_red_zones()
+    assert workspace.take("scale", (16,)).isnan().all()  # of the next chunk
+    assert workspace.take("rows", (64,)).isnan().all()
+    workspace.take("sums", (256,)).fill_(3)
+    workspace.check_red_zones()
+
+
+@pytest.mark.parametrize("name", ["rows", "scale"])
+def test_a_write_past_the_end_of_a_dead_buffer_is_named(name: str) -> None:
+    workspace = Workspace(OVER, CPU, poison=True)
+    numel = OVER[name].numel
+    workspace.take(name, (numel,)).as_strided((numel + 1,), (1,))[numel] = 0.0
+    workspace.take("sums", (256,)).fill_(2)
+    with pytest.raises(CorruptionError, match=name):
+        workspace.check_red_zones()
+    workspace.poison()
+    workspace.check_red_zones()
+
+
+def test_a_write_past_the_end_of_what_is_over_others_is_named() -> None:
+    workspace = Workspace(OVER, CPU, poison=True)
+    workspace.take("sums", (256,)).as_strided((257,), (1,))[256] = 0.0
+    with pytest.raises(CorruptionError, match="sums"):
+        workspace.check_red_zones()
+
+
+def test_a_replayed_call_takes_nothing_and_still_shows_an_overrun() -> None:
+    workspace = Workspace(OVER, CPU, poison=True)
+    sums, kept = workspace.take("sums", (256,)), workspace.take("kept", (8,))
+    workspace.poison()
+    sums.fill_(2)  # over the red zones of `rows` and `scale`
+    workspace.check_red_zones(replayed=True)
+    kept.as_strided((9,), (1,))[8] = 0.0
+    with pytest.raises(CorruptionError, match="kept"):
+        workspace.check_red_zones(replayed=True)

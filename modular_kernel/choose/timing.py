@@ -25,6 +25,7 @@ from modular_kernel.choose.team import Team, any_failure, slowest
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
+from modular_kernel.workspace import workspace_bytes
 
 _NEAR = 1.25  # times the fastest when timed alone: timed by turns too
 _HOPELESS = 3.0  # times the fastest in one run: not timed again
@@ -199,8 +200,7 @@ class Stopwatch:
     def _built(self, pair: Pair) -> FusedMoEModularKernel:
         problem = self.situation.problem
         kernel = make_kernel(*pair, problem, group=self.team.group, machine=self.machine)
-        specs = kernel.workspace_specs(problem.tokens).values()
-        need = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        need = workspace_bytes(kernel.workspace_specs(problem.tokens))
         free = free_bytes(self._device)
         if free is not None and need > _OF_FREE * free:
             raise MemoryError(f"its plan takes {gigabytes(need)}, {gigabytes(free)} are free")
