@@ -17,6 +17,8 @@ CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
 ROWS = 16  # of weights in a product, at least
 SLOTS = 8  # columns of the product: sums that are scaled apart
 _HELD = 512  # weights of a row in stages, up to which 80 registers do
+_REGISTERS = 65536  # of a multiprocessor
+_MOST_OF_A_THREAD = 255
 _MOST_PAIRS = 64  # of a token
 _MOST_TOKENS = 8  # of a call without a tuned file: those of 16 were slower, if little
 
@@ -42,10 +44,17 @@ def halves(tile: Tile) -> int:
     return max(1, ROWS // tile.block_n)
 
 
-def registers(tile: Tile, gemm: int) -> int:
+def registers(tile: Tile, gemm: int, *, in_lanes: bool) -> int:
     """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
     with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
-    programs are to be there at once."""
+    programs are to be there at once.
+
+    in_lanes: compat.WORDS_STAY_IN_LANES. Where they do not, each of these bounds spills: a thread
+    may take all that one program's threads can have, which is said because ptxas, left to itself,
+    spills for the sake of a second program.
+    """
+    if not in_lanes:
+        return min(_MOST_OF_A_THREAD, _REGISTERS // (32 * tile.num_warps))
     if tile.block_n >= ROWS:
         return 128
     if gemm == 1:

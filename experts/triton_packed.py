@@ -34,12 +34,14 @@ class PackedPath:
     def __init__(self, problem: Problem) -> None:
         from experts.kernels.triton.packed_down import packed_down_kernel
         from experts.kernels.triton.packed_up import packed_up_kernel
+        from modular_kernel.ops.compat import WORDS_STAY_IN_LANES
 
         assert tile_single.serves(problem)
         self.problem = problem
         # Of a sum: products of all of a token's pairs are added up before anything is rounded.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
         self._up, self._down = packed_up_kernel, packed_down_kernel
+        self._in_lanes = WORDS_STAY_IN_LANES
         self._sums = problem.combine is Combine.SUM
         reduce = (stages.REDUCE,) if self._sums else ()
         self._second_stage = stages.fused(stages.GEMM2, *reduce)
@@ -85,7 +87,8 @@ class PackedPath:
             HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
             BLOCK_P=_MOST_IDS,
             **product.constants,
-            **_arguments(product, tile, 1, tile_packed.registers(tile, 1)),
+            **_arguments(product, tile, 1),
+            maxnreg=tile_packed.registers(tile, 1, in_lanes=self._in_lanes),
             **ids,
         )
 
@@ -108,16 +111,15 @@ class PackedPath:
             BLOCK_K=next_power_of_2(slots),
             HALVES=halves,
             TEAM=_team(tile, slots),
-            **_arguments(product, tile, slots, tile_packed.registers(tile, 2), halves),
+            **_arguments(product, tile, slots, halves),
+            maxnreg=tile_packed.registers(tile, 2, in_lanes=self._in_lanes),
             **ids,
         )
 
 
-def _arguments(
-    product: Product, tile: Tile, slots: int, registers: int, halves: int = 1
-) -> dict[str, object]:
+def _arguments(product: Product, tile: Tile, slots: int, halves: int = 1) -> dict[str, object]:
     """What both kernels take of a product. slots: pairs whose products a program adds up.
-    registers: the most of a thread. halves: of a block, as HALVES of the kernels."""
+    halves: of a block, as HALVES of the kernels."""
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
     chunks = max(1, tile_packed.chunks(tile, group) // halves)
@@ -138,7 +140,6 @@ def _arguments(
         "LATE": tile.num_stages == 1,
         "num_warps": tile.num_warps,
         "num_stages": 1,
-        "maxnreg": registers,
     }
 
 

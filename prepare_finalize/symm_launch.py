@@ -20,6 +20,7 @@ from modular_kernel.types import Problem
 from prepare_finalize.all2all.symmetric import Section, SymmetricGroup
 
 if HAS_TRITON:
+    from modular_kernel.ops.compat import for_programs
     from prepare_finalize.kernels.combine import combine_kernel
     from prepare_finalize.kernels.dispatch import arrival_kernel, dispatch_kernel
 
@@ -176,6 +177,7 @@ class Exchange:
             CHUNK=chunk,
             BLOCK=shape.block,
             num_warps=shape.warps,
+            **for_programs(shape.programs),
             **self._scales(quantised),
             **self._arguments(slot.arrived_W, slot.dispatches),
         )

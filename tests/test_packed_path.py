@@ -238,11 +238,20 @@ def test_narrow_tiles_have_fewer_registers() -> None:
     """So that as many programs are at work at once as tile_packed counts on."""
     narrow, wide = Tile(16, 8, 512, 1, 8, 1), Tile(16, 16, 512, 1, 8, 1)
     for gemm in (1, 2):
-        assert tile_packed.registers(wide, gemm) == 128
-    assert tile_packed.registers(narrow, 1) * 32 * 32 <= 1 << 16
-    assert tile_packed.registers(narrow, 2) * 32 * 24 <= 1 << 16
-    assert tile_packed.registers(replace(narrow, block_k=1024), 2) == 128
+        assert tile_packed.registers(wide, gemm, in_lanes=True) == 128
+    assert tile_packed.registers(narrow, 1, in_lanes=True) * 32 * 32 <= 1 << 16
+    assert tile_packed.registers(narrow, 2, in_lanes=True) * 32 * 24 <= 1 << 16
+    assert tile_packed.registers(replace(narrow, block_k=1024), 2, in_lanes=True) == 128
     assert [tile_packed.halves(tile) for tile in (narrow, wide)] == [2, 1]
+
+
+@pytest.mark.parametrize(("warps", "most"), [(4, 255), (8, 255), (16, 128), (32, 64)])
+def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: int) -> None:
+    """Of one program, which is what a launch needs at least."""
+    for block_n in (8, 16):
+        for gemm in (1, 2):
+            tile = Tile(16, block_n, 512, 1, warps, 1)
+            assert tile_packed.registers(tile, gemm, in_lanes=False) == most
 
 
 @pytest.mark.parametrize(

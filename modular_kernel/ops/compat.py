@@ -33,10 +33,28 @@ store_box = _either(tma, "async_store", "async_copy_shared_to_global")
 # reinterpret(memory, dtype, shape, layout): a public method since 3.9.
 reinterpret = _either(shared_memory_descriptor, "reinterpret", "_reinterpret")
 
+# Lanes share out the axes along which nothing is contiguous from the first on up to 3.6, from the
+# last on since 3.7. The packed path was laid out for the former: elsewhere its words go from lane
+# to lane through shared memory, and its products take up to twice as many registers.
+WORDS_STAY_IN_LANES = RELEASE == "3.6"
+
+# Releases that have registers allocated so (ptxas 13.4 with --regAllocOptLevel=2) that a kernel may
+# spill for the sake of more programs than there ever are.
+_TOO_MANY_PROGRAMS = ("3.9",)
+
 MAP_BYTES = 128  # of a CUtensorMap
 
 # From here on triton 3.8 asks a driver for another division of shared memory and L1 (its launcher).
 _OVERSIZED_SHARED = 228 * 1024
+
+
+def for_programs(count: int) -> dict[str, str]:
+    """Launch options of a kernel of which `count` programs share a multiprocessor: registers are
+    allocated for so many and no more, where the release does not see to it by itself."""
+    if RELEASE not in _TOO_MANY_PROGRAMS or triton.knobs.runtime.interpret:
+        return {}
+    asked = triton.knobs.nvidia.ptxas_options  # PTXAS_OPTIONS, which ours would replace
+    return {"ptx_options": " ".join(filter(None, (asked, f"--minnctapersm={count}")))}
 
 
 def unreplayed(metadata: Foreign) -> str:

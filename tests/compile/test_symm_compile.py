@@ -1,9 +1,14 @@
 """The launches over symmetric memory compile for sm_90 without spills, at a model's sizes."""
 
+from typing import Any
+
 import pytest
+import triton
 
 from modular_kernel import Problem
+from modular_kernel.ops import compat
 from modular_kernel.testing.compile import check, record_compiles
+from prepare_finalize import symm_launch
 from prepare_finalize.symm_meta import launch_all, problems
 
 
@@ -18,3 +23,24 @@ def test_compiles_without_spills(problem: Problem) -> None:
         "combine_kernel",
     ]
     assert [reason for record in records for reason in check(record)] == []
+
+
+@pytest.mark.parametrize(("release", "given"), [("3.6", False), ("3.8", False), ("3.9", True)])
+def test_a_dispatch_says_how_many_programs_share_a_multiprocessor(
+    release: str, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 3.9, which has it spill otherwise. What was measured with 3.6 stays as it was."""
+    launched: list[dict[str, Any]] = []
+    monkeypatch.setattr(symm_launch, "launch", lambda *_, **given: launched.append(given))
+    monkeypatch.setattr(compat, "RELEASE", release)
+    with record_compiles():  # for the driver, which host code asks
+        launch_all(problems()[0])
+    option = {"ptx_options": "--minnctapersm=4"} if given else {}
+    found = [{k: v for k, v in launch.items() if k == "ptx_options"} for launch in launched]
+    assert found == [option, option, {}, {}]
+
+
+def test_options_of_the_environment_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "RELEASE", "3.9")
+    monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", "--verbose")
+    assert compat.for_programs(2) == {"ptx_options": "--verbose --minnctapersm=2"}
