@@ -130,6 +130,11 @@ class TritonExperts(PermuteExpertsUnpermute):
         return choose_tiles(self.problem, len(x_TH), paths)
 
 
+def paths_of(problem: Problem) -> tuple[str, ...]:
+    """Return the names of the paths that calls of `problem` may take here, or `on_device`."""
+    return tuple(_paths(problem))
+
+
 def _paths(problem: Problem) -> dict[str, Path]:
     """The paths that can serve `problem` here, by name."""
     paths: list[Path] = [AlignedPath(problem)]

@@ -24,6 +24,8 @@ from modular_kernel.tensors import Routing
 from modular_kernel.types import Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
+pytestmark = pytest.mark.alone
+
 MOST_US = 25.0
 CALLS, REPEATS, ROUNDS = 30, 20, 3
 DEVICE = torch.device("cuda")

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from experts import tile_streamed
-from experts.tile_shapes import Tile, TilePair
+from experts.tile_shapes import STREAMED, Tile, TilePair
 from experts.tiles import override_config, this_store
+from experts.triton_experts import paths_of
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases import BASE, axes
@@ -43,7 +44,8 @@ def cases() -> list[Case]:
 
 
 def served(problem: Problem) -> bool:
-    return tile_streamed.serves(problem, this_store().device)
+    """Whether the part may take the path, so that its tiles can be forced."""
+    return STREAMED in paths_of(problem)
 
 
 CASES = cases()

@@ -14,6 +14,8 @@ from modular_kernel.tuning.measured import Measured
 from modular_kernel.tuning.search import Job, tune
 from modular_kernel.types import Problem
 
+pytestmark = pytest.mark.alone
+
 PROBLEM = Problem(tokens=256, hidden=2048, intermediate=1024, experts=16, top_k=4)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 

@@ -1,0 +1,51 @@
+"""Cases that tests on a GPU draw for a path are cases that its forced tiles can be launched for."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from experts import tile_dequantised, tile_permuted, tile_streamed
+from experts.tile_shapes import DEQUANTISED, PERMUTED, STREAMED, Device
+from experts.tiles import choose_tiles, on_device, override_config
+from experts.triton_experts import paths_of
+from modular_kernel.types import Machine
+
+DEFAULTS = {
+    STREAMED: lambda problem: tile_streamed.default(problem, H100),
+    PERMUTED: tile_permuted.default,
+    DEQUANTISED: tile_dequantised.default,
+}
+HERE = Path(__file__).parent
+H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
+
+
+def loaded(name: str) -> ModuleType:
+    """A test module of tests/gpu, as on the device that is described."""
+    spec = importlib.util.spec_from_file_location(f"drawn_{name}", HERE / f"gpu/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("test_streamed_path", STREAMED),
+        ("test_permuted_path", PERMUTED),
+        ("test_dequantised_on_gpu", DEQUANTISED),
+    ],
+)
+def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:
+    with on_device(H100):
+        cases = loaded(name).CASES
+        assert len(cases) > 60
+        for case in cases:
+            default = DEFAULTS[path](case.problem)
+            assert default.path == path
+            with override_config(default):
+                tiles = choose_tiles(case.problem, case.problem.tokens, paths_of(case.problem))
+            assert tiles == default, str(case)
