@@ -7,6 +7,7 @@ in the same memory, and the first is dead as soon as the second is taken.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import torch
 
@@ -19,7 +20,9 @@ EXPERT_OUTPUT = "expert_output"
 _ALIGNMENT = 256  # bytes: a CUDA allocation's own alignment, and a multiple of a TMA box's 128
 _RED_ZONE = 256  # bytes after each buffer that nobody may write; watched in poison mode
 _RED_BYTE = 0xA5
-_POISON_INT = 0x3F3F3F3F  # far outside any index, yet safe to print and to compare
+# Integers that no call wrote: far outside any index, yet safe to print and to compare; and, as the
+# calls of before leave them, an index like any other.
+_POISON_INTS = (0x3F3F3F3F, 1)
 
 
 @dataclass(frozen=True)
@@ -89,8 +92,9 @@ class Workspace:
     """Named typed buffers inside one uint8 allocation on `device`.
 
     With poison=True each buffer is followed by a red zone, `poison()` fills buffers with NaN (or
-    a huge integer) and `check_red_zones()` raises CorruptionError if one was written. Buffers in
-    the same memory are filled again where one is taken after the other.
+    an integer: huge, every second time small) and `check_red_zones()` raises CorruptionError if a
+    red zone was written. Buffers in the same memory are filled again where one is taken after the
+    other.
     """
 
     def __init__(
@@ -124,7 +128,11 @@ class Workspace:
         return buffer[:numel].view(shape)
 
     def poison(self) -> None:
-        """Fill every buffer with NaN or a huge integer, and every red zone with its pattern."""
+        """Fill every buffer with NaN or an integer, and every red zone with its pattern.
+
+        The integer is huge at first and then, in turn, small and huge: kernels leave out what is
+        huge, and take what is small for an index.
+        """
         assert self._shared is not None, "a workspace that is not poisoned has no red zones"
         self._shared.begin()
 
@@ -151,6 +159,8 @@ class _Shared:
         gaps: Mapping[str, torch.Tensor],
     ) -> None:
         self._buffers, self._gaps = buffers, gaps
+        self._integers = cycle(_POISON_INTS)
+        self._integer = _POISON_INTS[0]
         self._over = {
             name: tuple(other for other in spec.over if other in specs)
             for name, spec in specs.items()
@@ -165,10 +175,11 @@ class _Shared:
     def begin(self) -> None:
         """Every buffer is new; of those in the same memory, the earlier ones hold it."""
         self._dead = set(self._under.values())
+        self._integer = next(self._integers)
         for kept in self._kept.values():
             kept.fill_(_RED_BYTE)
         for name in self._dead:
-            poison_tensor(self._buffers[name])
+            poison_tensor(self._buffers[name], self._integer)
         self._fill(name for name in self._buffers if name not in self._dead)
 
     def take(self, name: str) -> None:
@@ -179,7 +190,7 @@ class _Shared:
         ends, begins = ((later,), self._over[later]) if later else (self._over[name], (name,))
         for other in ends:
             self._kept[other].copy_(self._gaps[other])
-            poison_tensor(self._buffers[other])
+            poison_tensor(self._buffers[other], self._integer)
         self._dead = (self._dead | set(ends)) - set(begins)
         self._fill(begins)
 
@@ -194,13 +205,13 @@ class _Shared:
 
     def _fill(self, names: Iterable[str]) -> None:
         for name in names:
-            poison_tensor(self._buffers[name])
+            poison_tensor(self._buffers[name], self._integer)
             self._gaps[name].fill_(_RED_BYTE)
 
 
-def poison_tensor(tensor: torch.Tensor) -> None:
-    """Fill with NaN, or with a huge integer where the dtype has no NaN."""
+def poison_tensor(tensor: torch.Tensor, integer: int = _POISON_INTS[0]) -> None:
+    """Fill with NaN, or where the dtype has no NaN with `integer`, or the largest it can hold."""
     if tensor.dtype.is_floating_point:
         tensor.fill_(float("nan"))
     else:
-        tensor.fill_(min(_POISON_INT, torch.iinfo(tensor.dtype).max))
+        tensor.fill_(min(integer, torch.iinfo(tensor.dtype).max))

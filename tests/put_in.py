@@ -33,6 +33,6 @@ def fate_of(wrong: Wrong, cases: Sequence[Case], folder: Path) -> Fate:
     (defect,) = read_defects(listed, ROOT)
     mutant = defect.mutant
     lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
-    covered = tuple(Covered(case, 1.0, None, lines) for case in cases)
+    covered = tuple(Covered(case, 20.0, None, lines) for case in cases)
     pair = cases[0].prepare_finalize, cases[0].experts
     return attempt(mutant, Coverage({}, covered), (pair,), "full")

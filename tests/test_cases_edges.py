@@ -105,6 +105,53 @@ WRONG = (
 )
 
 
+TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+SINGLE = "experts/kernels/triton/single_up.py"
+OF_TRITON = (
+    (
+        Wrong(
+            "up's scales start at a whole block",
+            SINGLE,
+            "((scale_row + up_row) // GROUP_N) * stride_bsn",
+            "(scale_row // GROUP_N + up_row // GROUP_N) * stride_bsn",
+        ),
+        "T1-H160-I80",
+    ),
+    (
+        Wrong(
+            "up takes gate's zero points",
+            SINGLE,
+            "up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn",
+            "up_zero_ptrs = zero_ptr + scale_row * stride_bzn",
+        ),
+        "T4-H160-I80-E17-K1-bfloat16-quant=int8_w8a16",
+    ),
+)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(("wrong", "known_by"), OF_TRITON, ids=str)
+def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: Path) -> None:
+    cases = [case for case in edges(*TRITON, this_machine()) if known_by in str(case)]
+    assert len(cases) == 1
+    fate = fate_of(wrong, cases, tmp_path)
+    assert fate.how == "killed", fate
+
+
+@on_a_cpu
+def test_padding_that_is_not_marked_is_told_by_what_lay_in_memory(tmp_path: Path) -> None:
+    """Numbers as an earlier call leaves them, not huge ones alone, which kernels leave out."""
+    unmarked = Wrong(
+        "the first padding row of a block is not marked",
+        "modular_kernel/ops/kernels/align.py",
+        "fill = (position >= padding[:, None])",
+        "fill = (position > padding[:, None])",
+    )
+    cases = cases_for(*TRITON, this_machine(), "smoke").cases[:1]
+    fate = fate_of(unmarked, cases, tmp_path)
+    assert fate.how == "killed", fate
+
+
 @on_a_cpu
 @pytest.mark.parametrize(("wrong", "known_by"), WRONG, ids=str)
 def test_a_defect_of_long_rows_and_odd_groups_is_told(

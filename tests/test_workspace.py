@@ -42,11 +42,15 @@ def test_buffers_share_one_allocation_and_do_not_overlap() -> None:
     assert workspace.nbytes == 512
 
 
-def test_poison_fills_with_nan_and_huge_integers() -> None:
+def test_poison_fills_with_nan_and_integers_huge_and_small_by_turns() -> None:
     specs = {"f": BufferSpec((9,), torch.float16), "i": BufferSpec((9,), torch.int32)}
     workspace = Workspace(specs, CPU, poison=True)
     assert bool(workspace.take("f", (9,)).isnan().all())
-    assert int(workspace.take("i", (9,)).min()) > 1_000_000_000
+    for smallest, largest in ((2**29, 2**30), (0, 4), (2**29, 2**30)):
+        found = workspace.take("i", (9,))
+        assert bool(((found > smallest) & (found < largest)).all())
+        workspace.poison()
+    assert bool(workspace.take("f", (9,)).isnan().all())
 
 
 def test_a_write_past_the_end_is_named() -> None:

@@ -78,7 +78,8 @@ def cases_for(
     edges.
     """
     if level == "smoke":
-        return _judged(prepare_finalize, experts, machine, smoke(BASE))
+        found = (Case(prepare_finalize, experts, p, r, manner=m) for p, r, m in smoke(BASE))
+        return _judged(found, machine)
     array, cases = draw(prepare_finalize, experts, machine)
     met, words = len(array.met), array.space.words
     impossible = tuple((words(a), words(b), why) for (a, b), why in array.impossible.items())
@@ -94,17 +95,15 @@ def cases_for(
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
     """The cases of `axes(BASE)` for a pairing, judged on `machine`."""
-    return _judged(prepare_finalize, experts, machine, axes(BASE))
+    found = (Case(prepare_finalize, experts, p, routing) for p, routing in axes(BASE))
+    return _judged(found, machine)
 
 
-def _judged(
-    prepare_finalize: str, experts: str, machine: Machine, variants: Iterable[Variant]
-) -> Selection:
+def _judged(found: Iterable[Case], machine: Machine) -> Selection:
     cases: list[Case] = []
     refused: list[tuple[Case, Verdict]] = []
-    for problem, routing in variants:
-        case = Case(prepare_finalize, experts, problem, routing)
-        verdict = check(prepare_finalize, experts, problem, machine)
+    for case in found:
+        verdict = check(case.prepare_finalize, case.experts, case.problem, machine)
         if verdict.ok:
             cases.append(case)
         else:

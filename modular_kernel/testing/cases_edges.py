@@ -25,7 +25,7 @@ def edges(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, 
     """The edges that a pairing takes on a machine."""
     # Interpreted products of such a depth take minutes; what quantises x is the same with any part.
     slow = "triton" in load_catalog().experts(experts).requires.packages
-    chosen = (*_groups(), *_columns(), *(() if slow else _long_rows()))
+    chosen = (*_groups(), *_columns(), *_few_tokens(), *(() if slow else _long_rows()))
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
         for problem, routing, manner in chosen
@@ -53,6 +53,17 @@ def _columns() -> Iterator[Edge]:
     yield replace(wide, dtype=_FP16), "uniform", _PEAKS
     yield wide.with_tokens(1), "uniform", _PEAKS
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", Manner()
+
+
+def _few_tokens() -> Iterator[Edge]:
+    """Few tokens of many experts, which some parts take one by one: up's first row is inside a
+    block of scales, its zero points are its own."""
+    few = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
+    blocks = replace(few, quant="fp8_w8a8_block:block=48x64")
+    yield replace(blocks, top_k=3), "uniform", Manner()
+    yield blocks.with_tokens(4), "zipf", Manner()
+    zeros = replace(few, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
+    yield zeros.with_tokens(4), "skips", Manner()
 
 
 def _long_rows() -> Iterator[Edge]:

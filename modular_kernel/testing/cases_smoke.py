@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from modular_kernel.testing.inputs import ORDINARY, Manner
 from modular_kernel.types import Combine, Problem
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -14,9 +15,12 @@ _ZEROS = "group=32,zero_points=true"
 Variant = tuple[Problem, str]
 
 
-def smoke(base: Problem) -> tuple[Variant, ...]:
+def smoke(base: Problem) -> tuple[tuple[Problem, str, Manner], ...]:
     """Cases that touch every axis, then one or two of each family of schemes."""
-    return (*_plain(base), *_quantised(base))
+    # Weights of either sign, and NaN where a pair is skipped.
+    signed = replace(base, dtype=_BF16, activation=_OAI, bias=True), "skips", Manner(values="signed")
+    ordinary = (*_plain(base), *_quantised(base))
+    return (*((problem, routing, ORDINARY) for problem, routing in ordinary), signed)
 
 
 def _plain(base: Problem) -> Iterator[Variant]:
@@ -24,8 +28,8 @@ def _plain(base: Problem) -> Iterator[Variant]:
     on_input = replace(base, apply_router_weight_on_input=True, top_k=1, bias=True)
     yield base, "uniform"
     yield base.with_tokens(0), "uniform"
-    yield replace(base, dtype=_BF16, activation=_OAI, bias=True), "skips"
-    yield replace(base, dtype=_FP16, top_k=3, hidden=160, ids_dtype=torch.int64), "duplicates"
+    halves = replace(base, dtype=_FP16, routed_scaling_factor=2.5)
+    yield replace(halves, top_k=3, hidden=160, ids_dtype=torch.int64), "duplicates"
     yield on_input, "zipf"
     yield (
         replace(base, expert_map=True, local_experts=3, activation="relu2"),
@@ -33,7 +37,7 @@ def _plain(base: Problem) -> Iterator[Variant]:
     )
     yield replace(base, tokens=17, chunk_tokens=8, inplace=True), "all_to_one"
     yield weighted, "empty_experts"
-    yield replace(base, fp32_precision="tf32", tokens=7), "uniform"
+    yield replace(base, fp32_precision="tf32", tokens=7), "beyond_int32"
 
 
 def _quantised(base: Problem) -> Iterator[Variant]:
