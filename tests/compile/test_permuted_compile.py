@@ -105,6 +105,15 @@ def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
         assert record.instructions["STS"] <= 4
 
 
+@pytest.mark.parametrize("hidden", [512, 640])
+def test_products_of_two_steps_are_under_way_together(hidden: int) -> None:
+    """Each of two warpgroups has a step that an even number of them leaves, and a loop of two."""
+    problem = replace(BASE, hidden=hidden, quant="fp8_w8a8_block")
+    records = compiled(problem, tile_permuted.default(problem))
+    products = [r for r in records if r.kernel == "sorted_gemm_kernel"]
+    assert [r.instructions["QGMMA"] for r in products] == [2 * 3 * 4, 2 * 3 * 4]
+
+
 def test_a_scale_per_block_has_registers_for_half_a_tile() -> None:
     """Why such tiles are refused: wider ones spill."""
     problem = replace(BASE, quant="fp8_w8a8_block")

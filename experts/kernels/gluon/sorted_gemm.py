@@ -120,6 +120,35 @@ def _halves(values):
 
 
 @gluon.jit
+def _begin(a_ring, b_ring, full, turn, zero, PART: gl.constexpr):
+    """Begin the product of a turn's step, into accumulators of its own."""
+    STAGES: gl.constexpr = a_ring.shape[0]
+    place = turn % STAGES
+    mbarrier.wait(full.index(place), (turn // STAGES) & 1)
+    a = a_ring.index(place).slice(PART * ROWS, ROWS, 0)
+    b = b_ring.index(place).permute((1, 0))
+    return warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask):
+    """Scales of a step: of the rows, and of the left and the right half's weights."""
+    a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
+    return a_scale, gl.load(b_scale_ptr), gl.load(b_scale_ptr + right_groups)
+
+
+@gluon.jit
+def _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT: gl.constexpr):
+    """Both halves of a step's product, scaled and added to the sums."""
+    one, two = _halves(part)
+    one = gl.convert_layout(one, LAYOUT, assert_trivial=True)
+    two = gl.convert_layout(two, LAYOUT, assert_trivial=True)
+    left = left + one * (a_scale * left_scale)[:, None]
+    right = right + two * (a_scale * right_scale)[:, None]
+    return left, right
+
+
+@gluon.jit
 def _multiply_scaled(
     a_ring, b_ring, full, empty, turn, depth, a_scale_ptrs, b_scale_ptr, right_groups, row_mask,
     PART: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr,
@@ -127,7 +156,9 @@ def _multiply_scaled(
     """Both halves of a tile's product, scaled step by step into float32 sums, and the next turn.
 
     One scale for each row and 128 of the depth, at a_scale_ptrs (64,); one for each half's weight
-    rows and 128 of the depth. A step is 128 deep.
+    rows and 128 of the depth. A step is 128 deep. Two steps an iteration: the first one's product
+    is added while the second is multiplied, and scales were loaded an iteration before. None is on
+    its way from one iteration to the next: the assembler would let every product end at once.
     """
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
@@ -135,25 +166,39 @@ def _multiply_scaled(
     left = gl.zeros((ROWS, HALF), gl.float32, LAYOUT)
     right = gl.zeros((ROWS, HALF), gl.float32, LAYOUT)
     zero = gl.zeros((ROWS, 2 * HALF), gl.float32, WIDE)
-    for _ in range(0, depth, BLOCK_K):
-        a_scale = gl.load(a_scale_ptrs, mask=row_mask, other=0.0)
-        left_scale = gl.load(b_scale_ptr)
-        right_scale = gl.load(b_scale_ptr + right_groups)
-        place = turn % STAGES
-        mbarrier.wait(full.index(place), (turn // STAGES) & 1)
-        a = a_ring.index(place).slice(PART * ROWS, ROWS, 0)
-        b = b_ring.index(place).permute((1, 0))
-        part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+    steps = gl.cdiv(depth, BLOCK_K)
+    odd = steps % 2
+    if odd == 1:
+        a_scale, left_scale, right_scale = _scales(
+            a_scale_ptrs, b_scale_ptr, right_groups, row_mask
+        )
+        part = _begin(a_ring, b_ring, full, turn, zero, PART)
         part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-        mbarrier.arrive(empty.index(place))
-        one, two = _halves(part)
-        one = gl.convert_layout(one, LAYOUT, assert_trivial=True)
-        two = gl.convert_layout(two, LAYOUT, assert_trivial=True)
-        left = left + one * (a_scale * left_scale)[:, None]
-        right = right + two * (a_scale * right_scale)[:, None]
-        a_scale_ptrs += 1
-        b_scale_ptr += 1
+        mbarrier.arrive(empty.index(turn % STAGES))
+        left, right = _add_scaled(left, right, part, a_scale, left_scale, right_scale, LAYOUT)
         turn += 1
+    if steps > 1:
+        a_scale_ptrs += odd
+        b_scale_ptr += odd
+        a0, left0, right0 = _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
+        a1, left1, right1 = _scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
+        for pairs in range(steps // 2, 0, -1):
+            first = _begin(a_ring, b_ring, full, turn, zero, PART)
+            second = _begin(a_ring, b_ring, full, turn + 1, zero, PART)
+            ahead = gl.where(pairs > 1, 2, 0)  # no scales lie behind the last ones
+            a_scale_ptrs += ahead
+            b_scale_ptr += ahead
+            a2, left2, right2 = _scales(a_scale_ptrs, b_scale_ptr, right_groups, row_mask)
+            a3, left3, right3 = _scales(a_scale_ptrs + 1, b_scale_ptr + 1, right_groups, row_mask)
+            part = warpgroup_mma_wait(num_outstanding=1, deps=(first,))
+            mbarrier.arrive(empty.index(turn % STAGES))
+            left, right = _add_scaled(left, right, part, a0, left0, right0, LAYOUT)
+            part = warpgroup_mma_wait(num_outstanding=0, deps=(second,))
+            mbarrier.arrive(empty.index((turn + 1) % STAGES))
+            left, right = _add_scaled(left, right, part, a1, left1, right1, LAYOUT)
+            a0, left0, right0 = a2, left2, right2
+            a1, left1, right1 = a3, left3, right3
+            turn += 2
     return left, right, turn
 
 
