@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from modular_kernel.fields import Count
 from modular_kernel.foreign import reason
 from modular_kernel.printable import printable
 from modular_kernel.types import (
@@ -45,7 +46,7 @@ class Requirements:
     packages: tuple[str, ...] = ()
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
     top_k: tuple[int, int] = (1, 16)
-    hidden_multiple: int = 1
+    hidden_multiple: Count = 1
     hidden_sizes: frozenset[int] | None = None
     inplace: bool = True
     graph_capturable: bool = False
@@ -116,7 +117,7 @@ class ExpertsRequirements(Requirements):
     quantises_input: bool = False
     scale_layout: str = "row_major"
     whole_blocks: bool = False
-    intermediate_multiple: int = 1
+    intermediate_multiple: Count = 1
     min_tokens: int = 0
     max_experts: int | None = None
     max_elements: int | None = None

@@ -274,6 +274,19 @@ def test_bad_terms_are_refused(terms: dict) -> None:
         Terms(**terms)
 
 
+@pytest.mark.parametrize("budget", [0.0, 120.0])
+def test_what_was_not_measured_is_served(folder: Path, clock: dict, budget: float) -> None:
+    """The numbers that are measured say nothing about how many tokens a call may have."""
+    kernel = compose(PROBLEM, CPU, terms=Terms(tokens=(2, 3), budget=budget))
+    for tokens in (1, 3, 4, 8):
+        inputs = random_inputs(PROBLEM.with_tokens(tokens), torch.device("cpu"))
+        expected = make_kernel(*TORCH, PROBLEM, machine=CPU)(*inputs)
+        for layer in (kernel, kernel.plan()):
+            assert torch.allclose(layer(*inputs), expected, atol=1e-2)
+    with pytest.raises(CapacityError, match="got 9, need <= 8"):
+        kernel.kernel(9)
+
+
 def test_a_group_must_be_the_problems(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="None for one rank"):
         compose(PROBLEM, CPU, group=object())

@@ -10,11 +10,15 @@ import pytest
 import torch
 from shares import tree_hash
 
+from experts import tile_files
+from experts.tile_shapes import Tile
 from modular_kernel import types, validate
+from modular_kernel.choose import choosing, stored
+from modular_kernel.cli import model_files
 from modular_kernel.errors import InputError
 from modular_kernel.importers import groups
 from modular_kernel.ops import mlp
-from modular_kernel.testing.fuzz import calls, draw, facts, outside, runs
+from modular_kernel.testing.fuzz import calls, composed, draw, facts, files, outside, runs
 from modular_kernel.testing.fuzz.__main__ import main, summary
 from modular_kernel.testing.fuzz.outcome import (
     ACCEPTED,
@@ -82,13 +86,17 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (calls.changed_call, validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_apart", _nothing, (ACCEPTED,)),
     (facts.problem_fields, types, "check_fields", _nothing, (RAW, ACCEPTED)),
+    (files.stored_files, tile_files, "_launch", lambda *_: Tile(0, 1, 1, 1, 1, 1), (WRONG,)),
+    (files.stored_files, stored, "_text", lambda *_: True, (RAW, WRONG)),
+    (files.stored_files, model_files, "_of_layers", lambda _, config: config, (RAW,)),
+    (composed.composed_call, choosing, "expect", _nothing, (RAW, ACCEPTED)),
 )
 
 
 @pytest.mark.parametrize(
     ("target", "module", "name", "instead", "kinds"),
     PLANTED,
-    ids=[planted[2] for planted in PLANTED],
+    ids=[f"{planted[0].__name__}-{planted[2]}" for planted in PLANTED],
 )
 def test_a_check_that_is_gone_is_found(
     target: Target,
@@ -99,7 +107,8 @@ def test_a_check_that_is_gone_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, name, instead)
-    assert _kinds(target) & set(kinds)
+    most = 4000 if target is files.stored_files else 400
+    assert _kinds(target, most) & set(kinds)
 
 
 def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +129,30 @@ def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(groups, "_unpack", off)
     assert WRONG in _kinds(outside.importers)
+
+
+def test_another_order_of_awq_s_columns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_AWQ_ORDER", tuple(range(8)))
+    assert WRONG in _kinds(outside.importers)
+
+
+def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = choosing.find
+
+    def measured_alone(problem: Problem, machine: Machine, asked: Any, **options: Any) -> Any:
+        return plain(problem, machine, asked[:-1] or asked, **options)
+
+    monkeypatch.setattr(choosing, "find", measured_alone)
+    assert WRONG in _kinds(composed.composed_call)
+
+
+def test_one_target_can_be_drawn_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seed", "s", "--count", "30", "--target", "stored_files"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("seed s, plain: 30 configurations: ")
+    assert [line.partition(":")[0] for line in lines[1:]] == ["stored_files"]
 
 
 def test_an_error_behind_the_checks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

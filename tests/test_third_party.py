@@ -253,6 +253,7 @@ def declaring(value: object) -> type:
         (replace(TorchExperts.requires, dtypes=frozenset({"x"})), "requires.dtypes"),  # type: ignore[arg-type]
         (replace(TorchExperts.requires, top_k=(1, 2, 3)), "requires.top_k: got tuple"),  # type: ignore[arg-type]
         (replace(TorchExperts.requires, hidden_multiple=True), "hidden_multiple: got True"),
+        (replace(TorchExperts.requires, intermediate_multiple=0), "intermediate_multiple: got 0"),
         (replace(TorchExperts.requires, min_arch=9.0), "requires.min_arch: got 9.0"),  # type: ignore[arg-type]
     ],
 )

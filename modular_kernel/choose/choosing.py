@@ -120,7 +120,9 @@ def choose(
     expect("terms", terms, Terms | None)
     machine, terms = machine or this_machine(), terms or Terms()
     team, tokens = team_of(problem, group), terms.buckets(problem)
-    candidates = find(problem, machine, tokens, replicated=terms.replicated)
+    # What is not measured is served too, up to the problem's tokens.
+    asked = tuple(dict.fromkeys((*tokens, problem.tokens)))
+    candidates = find(problem, machine, asked, replicated=terms.replicated)
     identity = keys.identity(problem, machine, routing=terms.routing, replicated=terms.replicated)
     facts = identity | keys.versions(machine)
     _alike(team, facts)

@@ -138,7 +138,7 @@ class Switch:
 
     def __init__(self, choice: Choice, lasts: Sequence[int]) -> None:
         self._lasts = list(lasts)
-        self._most = choice.problem.tokens
+        self._most = min(choice.problem.tokens, self._lasts[-1])  # above, no pairing is valid
         self._alike = choice.problem.parallel.world_size == 1 or choice.replicated
 
     def place(self, tokens: int, most_tokens: int | None) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.fields import Count
 from modular_kernel.placement import Placement
 from modular_kernel.rules import judge
 from modular_kernel.schemes import QUANT_SCHEMES
@@ -235,15 +236,11 @@ def _declared_lines(
     def at(number: int) -> Situation | None:
         return _changed(base, of, **{name: number})
 
-    if kind is int:
-        assert isinstance(value, int)
-        least = min(
-            1, getattr(type(getattr(base, of)), name)
-        )  # its default: a multiple begins at 1
+    if isinstance(value, int) and not isinstance(value, bool):
+        least = 1 if kind == Count else 0
         yield Line(field, value, at, least, _UNBOUNDED)
     elif set(get_args(kind)) == {int, NoneType}:
-        start = value if isinstance(value, int) else _UNBOUNDED
-        yield Line(field, start, at, 0, _UNBOUNDED, falls=value is None)
+        yield Line(field, _UNBOUNDED, at, 0, _UNBOUNDED, falls=True)
     elif get_origin(kind) is tuple and get_args(kind)[0] is int:
         assert isinstance(value, tuple)
         for place, bound in enumerate(value):

@@ -7,6 +7,7 @@ from collections import Counter
 
 from modular_kernel.testing.fuzz.outcome import BAD, GOOD
 from modular_kernel.testing.fuzz.runs import Report, run
+from modular_kernel.testing.fuzz.targets import NAMES
 
 _INTERPRETED = 20  # of these, one configuration is run with interpreted kernels
 
@@ -18,12 +19,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", default=secrets.token_hex(4), help="fresh if not given")
     parser.add_argument("--only", type=int, help="run this configuration alone")
     parser.add_argument("--interpreted", action="store_true", help="all with interpreted kernels")
+    parser.add_argument("--target", choices=NAMES, default="", help="this one alone")
     given = parser.parse_args(argv)
     if given.only is not None:
         one = range(given.only, given.only + 1)
-        reports = [run(given.seed, one, interpreted=given.interpreted)]
-    elif given.interpreted:
-        reports = [run(given.seed, range(given.count), interpreted=True)]
+        reports = [run(given.seed, one, interpreted=given.interpreted, only=given.target)]
+    elif given.interpreted or given.target:
+        numbers = range(given.count)
+        reports = [run(given.seed, numbers, interpreted=given.interpreted, only=given.target)]
     else:
         few = given.count // _INTERPRETED
         reports = [

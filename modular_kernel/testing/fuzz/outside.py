@@ -29,7 +29,8 @@ from modular_kernel.testing.fuzz.outcome import (
 from modular_kernel.types import ActivationSpec, Combine, Problem
 
 
-def _named(place: str) -> Any:
+def named(place: str) -> Any:
+    """What lies at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
@@ -64,8 +65,8 @@ def fused_experts(rng: Random) -> Outcome:
     home = "modular_kernel.integrations.fused_moe"
 
     def call() -> torch.Tensor:
-        made = _named(f"{home}:MoeRunnerConfig")(**config)
-        found: torch.Tensor = _named(f"{home}:fused_experts")(*arguments, made, **options)
+        made = named(f"{home}:MoeRunnerConfig")(**config)
+        found: torch.Tensor = named(f"{home}:fused_experts")(*arguments, made, **options)
         return found
 
     found = attempt(what, call)
@@ -133,40 +134,56 @@ def _spoilt(
 def importers(rng: Random) -> Outcome:
     """A random GPTQ or AWQ matrix gives the numbers it stands for; with junk, a typed error."""
     generator = generator_of(rng)
-    bits = rng.choice((4, 8))
+    awq = rng.random() < 0.4
+    bits = 4 if awq else rng.choice((4, 8))
     group, parts = rng.choice((32, 64)), 32 // bits
     groups, rows = rng.choice((1, 1, 2, 3)), parts * rng.choice((2, 4, 8))
     depth = group * groups
     codes = torch.randint(0, 2**bits, (depth, rows), generator=generator)
     zeros = torch.randint(1, 2**bits, (depth // group, rows), generator=generator)
-    scales = torch.rand(depth // group, rows, generator=generator) + 0.1
+    if awq and rng.random() < 0.3:
+        zeros = torch.full_like(zeros, 8)  # which it need not say
     arguments: dict[str, Any] = {
-        "qweight": _words(codes, 0, bits),
-        "scales": scales,
-        "qzeros": _words(zeros - 1, 1, bits),
+        "scales": torch.rand(depth // group, rows, generator=generator) + 0.1,
         "group": -1 if groups == 1 and rng.random() < 0.5 else group,
-        "bits": bits,
     }
-    what = f"from_gptq of {depth} x {rows}, {bits} bits, groups of {arguments['group']}"
+    if awq:
+        arguments |= {"qweight": _by_turns(codes), "qzeros": _by_turns(zeros)}
+        if bool((zeros == 8).all()):
+            arguments["qzeros"] = rng.choice((None, arguments["qzeros"]))
+    else:
+        arguments |= {"qweight": _words(codes, 0, bits), "qzeros": _words(zeros - 1, 1, bits)}
+        arguments["bits"] = bits
+    name = "from_awq" if awq else "from_gptq"
+    what = f"{name} of {depth} x {rows}, {bits} bits, groups of {arguments['group']}"
     junk = rng.random() < 0.6
     if junk:
-        name = rng.choice(sorted(arguments))
-        fits = {"bits": (4, 8), "group": (-1, group)}.get(name, ())
+        spoilt = rng.choice(sorted(arguments))
+        fits = {"bits": (4, 8), "group": (-1, group)}.get(spoilt, ())
         values = [v for v in JUNK if v is not None and not (isinstance(v, int) and v in fits)]
-        arguments[name] = rng.choice(values)
-        what += f" with {name}={word(arguments[name])}"
-    found = attempt(what, lambda: _named("modular_kernel.importers:from_gptq")(**arguments))
+        arguments[spoilt] = rng.choice(values)
+        what += f" with {spoilt}={word(arguments[spoilt])}"
+    scales = arguments["scales"]
+    found = attempt(what, lambda: named(f"modular_kernel.importers:{name}")(**arguments))
     if isinstance(found, Outcome):
-        return found
+        return found if junk else Outcome(WRONG, f"{what}: refused")
     if junk:
         return Outcome(ACCEPTED, what)
-    quant = f"int{bits}_w{bits}a16_group:group={group},zero_points=true"
+    given = found.zero_point is not None
+    quant = f"int{bits}_w{bits}a16_group:group={group},zero_points={str(given).lower()}"
     problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
-    q, scale, zero = (t[None] for t in (found.w, found.scale, found.zero_point))
-    numbers = matrix(q, scale, zero, problem)[0]
+    zero = found.zero_point[None] if given else None
+    numbers = matrix(found.w[None], found.scale[None], zero, problem)[0]
     expected = (codes - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)
     close = torch.allclose(numbers.T, expected.double(), rtol=1e-6)
     return Outcome(RIGHT, what) if close else Outcome(WRONG, what)
+
+
+def _by_turns(values: torch.Tensor) -> torch.Tensor:
+    """AWQ's int32 words along the columns: even ones of eight in the low half, odd ones above."""
+    eights = values.reshape(len(values), -1, 8)
+    order = torch.cat([eights[..., 0::2], eights[..., 1::2]], dim=-1)
+    return _words(order.reshape(len(values), -1), 1, 4)
 
 
 def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
@@ -180,7 +197,7 @@ def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
 
 
 _FLAGS = (
-    "--tokens", "--hidden", "--intermediate", "--experts", "--topk", "--dtype", "--quant",
+    "--tokens", "--hidden", "--intermediate", "--experts", "--top-k", "--dtype", "--quant",
     "--activation", "--chunk-tokens", "--combine", "--ids-dtype", "--routed-scaling-factor",
     "--bias", "--inplace", "--json", "--pf-type", "--experts-type", "--machine", "--nonsense",
     "--seed", "--routing", "--level", "--help",
@@ -194,15 +211,18 @@ _VALUES = (
 
 
 def command_line(rng: Random) -> Outcome:
-    """`mk list`, `mk check` or `mk plan` with random options ends with 0, 1 or 2, and no traceback.
+    """`mk list`, `mk check`, `mk plan` or `mk compose` with random options ends with 0, 1 or 2, and
+    no traceback.
 
-    Only verbs that launch nothing.
+    Only what launches nothing: `compose` has no time to measure.
     """
-    words = [rng.choice(("list", "check", "check", "plan", "nothing"))]
+    words = [rng.choice(("list", "check", "check", "plan", "compose", "nothing"))]
     for _ in range(rng.randint(0, 5)):
         words.append(rng.choice(_FLAGS))
         if rng.random() < 0.8:
             words.append(rng.choice(_VALUES))
+    if words[0] == "compose":
+        words += ["--budget", "0"]
     what = f"mk {' '.join(map(repr, words))}"
     printed = io.StringIO()
 
@@ -210,7 +230,7 @@ def command_line(rng: Random) -> Outcome:
         out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
         with out, err, environment_kept():
             try:
-                _named("modular_kernel.cli.main:run")(words)
+                named("modular_kernel.cli.main:run")(words)
             except SystemExit as ended:
                 return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         return 0

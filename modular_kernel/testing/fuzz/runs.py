@@ -34,6 +34,7 @@ class Report:
 
     seed: str
     interpreted: bool
+    only: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     by_target: Counter[tuple[str, str]] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
@@ -41,6 +42,7 @@ class Report:
     def reproducer(self, finding: Finding) -> str:
         """A command that runs this configuration alone."""
         words = f"python -m modular_kernel.testing.fuzz --seed {self.seed} --only {finding.number}"
+        words += f" --target {self.only}" if self.only else ""
         return words + (" --interpreted" if self.interpreted else "")
 
     def lines(self) -> Iterator[str]:
@@ -54,10 +56,16 @@ class Report:
 
 
 def run(
-    seed: str, numbers: range, *, interpreted: bool = False, deadline_s: float = 60.0
+    seed: str,
+    numbers: range,
+    *,
+    interpreted: bool = False,
+    only: str = "",
+    deadline_s: float = 60.0,
 ) -> Report:
-    """The configurations of `numbers`. deadline_s: seconds for one of them."""
-    report = Report(seed, interpreted)
+    """The configurations of `numbers`. only: of the target of that name. deadline_s: seconds for
+    one of them."""
+    report = Report(seed, interpreted, only)
     first = numbers.start
     while first < numbers.stop:
         first = _some(report, range(first, numbers.stop), deadline_s)
@@ -67,7 +75,7 @@ def run(
 def _some(report: Report, numbers: range, deadline_s: float) -> int:
     """Run until the process ends; returns the number to go on from."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
-    words += ["calls"] if report.interpreted else []
+    words += ["calls" if report.interpreted else "", report.only]
     environment = environment_of_child(interpreted=report.interpreted)
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
