@@ -63,7 +63,9 @@ WRONG = (
         ("H16400",),
     ),
     (
-        Wrong("every group of columns is the first", QUANTISE, "first = which * group", "first = 0"),
+        Wrong(
+            "every group of columns is the first", QUANTISE, "first = which * group", "first = 0"
+        ),
         ("static=true",),
     ),
     (
@@ -101,6 +103,26 @@ WRONG = (
             'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.bfloat16)',
         ),
         ("T5-H1040",),
+    ),
+    (
+        Wrong(
+            "every program moves the first columns of a kept row",
+            "modular_kernel/ops/kernels/rows.py",
+            "    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)\n"
+            "    mask = columns < hidden\n    row =",
+            "    columns = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)\n"
+            "    mask = columns < hidden\n    row =",
+        ),
+        ("T2-H1040",),
+    ),
+    (
+        Wrong(
+            "a call of one value is taken for one of none",
+            "modular_kernel/ops/quantise.py",
+            "    if x_RK.numel() == 0:\n",
+            "    if x_RK.numel() == 1:\n",
+        ),
+        ("T1-H1-",),
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Cases chosen by hand beside those drawn by pairs: sizes that the axes of drawn cases do not reach.
+"""Cases chosen by hand beside those drawn by pairs: sizes that the axes of these do not reach.
 
 A loop over columns that has a second step, a group of columns that is no power of two, programs
 that share rows: each needs a shape of its own, and no more of it than one case or two.
@@ -12,7 +12,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.testing.case import Case
 from modular_kernel.testing.inputs import Manner
-from modular_kernel.types import Machine, Problem
+from modular_kernel.types import Combine, Machine, Problem
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
 _PEAKS = Manner(values="peaks")
@@ -25,7 +25,8 @@ def edges(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, 
     """The edges that a pairing takes on a machine."""
     # Interpreted products of such a depth take minutes; what quantises x is the same with any part.
     slow = "triton" in load_catalog().experts(experts).requires.packages
-    chosen = (*_groups(), *_columns(), *_few_tokens(), *(() if slow else _long_rows()))
+    shapes = (*_groups(), *_columns(), *_few_tokens(), *_moved())
+    chosen = (*shapes, *(() if slow else _long_rows()))
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
         for problem, routing, manner in chosen
@@ -64,6 +65,14 @@ def _few_tokens() -> Iterator[Edge]:
     yield blocks.with_tokens(4), "zipf", Manner()
     zeros = replace(few, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
     yield zeros.with_tokens(4), "skips", Manner()
+
+
+def _moved() -> Iterator[Edge]:
+    """Kept rows longer than what one program moves; and a call whose tokens are one value."""
+    kept = replace(_FEW, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
+    yield replace(kept, combine=Combine.TOPK_WEIGHTED), "skips", Manner()
+    one = replace(_FEW, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
+    yield one, "uniform", Manner()
 
 
 def _long_rows() -> Iterator[Edge]:

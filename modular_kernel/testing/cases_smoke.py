@@ -18,7 +18,11 @@ Variant = tuple[Problem, str]
 def smoke(base: Problem) -> tuple[tuple[Problem, str, Manner], ...]:
     """Cases that touch every axis, then one or two of each family of schemes."""
     # Weights of either sign, and NaN where a pair is skipped.
-    signed = replace(base, dtype=_BF16, activation=_OAI, bias=True), "skips", Manner(values="signed")
+    signed = (
+        replace(base, dtype=_BF16, activation=_OAI, bias=True),
+        "skips",
+        Manner(values="signed"),
+    )
     ordinary = (*_plain(base), *_quantised(base))
     return (*((problem, routing, ORDINARY) for problem, routing in ordinary), signed)
 
