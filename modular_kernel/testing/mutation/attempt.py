@@ -17,7 +17,7 @@ from modular_kernel.testing.mutation.serve import dependents, reattach, serve
 from modular_kernel.testing.mutation.source import Mutant
 
 # A case may take so many times what its two calls took, and so many seconds more, before it hangs.
-_SLOWER, _GRACE_S = 40, 30.0
+_SLOWER, _GRACE_S = 40, 60.0
 # Of the cases in whose two calls no bit differs, so many are proven by every check.
 _WHOLE = 12
 

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -52,11 +52,12 @@ def digest(case: Case, machine: Machine, *, strided: bool = False) -> str:
     weights and spaced rows; and of the number of races seen.
     """
     tokens, device = case.problem.tokens, torch.device(machine.device)
-    bits = hashlib.sha256()
+    bits, none = hashlib.sha256(), list[str]()
+    watching: AbstractContextManager[list[str]] = watched_races() if strided else nullcontext(none)
     # With a mutant a call can fail in any way.
     try:
         kernel = build_kernel(case, machine, True)
-        with watched_races() if strided else nullcontext([]) as races:
+        with watching as races:
             bits.update(_bytes(call(kernel, Sample(case, device, tokens=tokens, salt=0))))
         bits.update(f"{kernel.invalid_ids} {len(races)}".encode())
         if strided:
