@@ -50,22 +50,10 @@ class TopKWeightAndReduce(ABC):
         """
 
 
-class PrepareAndFinalize(ABC):
-    """Quantise and dispatch before the experts; combine after them.
+class Judged(ABC):
+    """What both kinds of part that are judged answer about themselves, before one is made."""
 
-    problem: the layer it serves. group: the process group, where ranks take part.
-    """
-
-    requires: ClassVar[PrepareFinalizeRequirements]
     replayable: ClassVar[bool] = False
-    keeps_expert_output: ClassVar[bool] = False  # memory that other ranks read, say
-    makes_output: ClassVar[bool] = False  # see `combined`
-    # `prepare` costs less than `prepare_no_receive` and what waits for it.
-    prepares_at_once: ClassVar[bool] = False
-
-    def __init__(self, problem: Problem, group: object | None = None) -> None:
-        self.problem = problem
-        self.group = group
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -82,6 +70,23 @@ class PrepareAndFinalize(ABC):
         """Calls, by name, with tensors that have no memory: of kernels that it launches beyond what
         a layer of one rank does, so that `mk compile` meets them."""
         return {}
+
+
+class PrepareAndFinalize(Judged):
+    """Quantise and dispatch before the experts; combine after them.
+
+    problem: the layer it serves. group: the process group, where ranks take part.
+    """
+
+    requires: ClassVar[PrepareFinalizeRequirements]
+    keeps_expert_output: ClassVar[bool] = False  # memory that other ranks read, say
+    makes_output: ClassVar[bool] = False  # see `combined`
+    # `prepare` costs less than `prepare_no_receive` and what waits for it.
+    prepares_at_once: ClassVar[bool] = False
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        self.problem = problem
+        self.group = group
 
     def check_machine(self, machine: Machine) -> None:  # noqa: B027  most have nothing to check
         """Raise the InputError of a part whose group, say, cannot serve `machine`."""
@@ -179,30 +184,13 @@ class PrepareAndFinalize(ABC):
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
 
-class PermuteExpertsUnpermute(ABC):
+class PermuteExpertsUnpermute(Judged):
     """Permute, GEMM 1, activation, GEMM 2, unpermute; possibly weight and reduce."""
 
     requires: ClassVar[ExpertsRequirements]
-    replayable: ClassVar[bool] = False
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Rules of this part alone that `requires` has no word for; the rule is named after it."""
-        return ()
-
-    @classmethod
-    def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        """Inside it, in this thread, choose launches as on `machine`, which need not be here."""
-        return nullcontext()
-
-    @classmethod
-    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Calls, by name, with tensors that have no memory: of kernels that it launches beyond what
-        a layer of one rank does, so that `mk compile` meets them."""
-        return {}
 
     @classmethod
     def tunable(cls, problem: Problem) -> Tunable | None:
