@@ -51,7 +51,8 @@ def compare_bits(
     dependents({mutant.module for mutant in mutants})  # read once, for both children
     cases = [case for case, _ in drawn]
     known = {} if known is None else known
-    missing = [case for case in cases if case not in known]
+    # Two cases may lead to the same problem.
+    missing = [case for case in dict.fromkeys(cases) if case not in known]
     unknown = iter(Child(partial(_work, missing, ()), _PATIENCE))
     changed = iter(Child(partial(_work, cases, mutants), _PATIENCE))
     done = [0 for _ in mutants]
