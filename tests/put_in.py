@@ -1,16 +1,18 @@
 """Put a defect into the source, in the memory of a child, and run chosen cases before it."""
 
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from modular_kernel.testing import Case
-from modular_kernel.testing.mutation import Coverage, Fate, attempt
-from modular_kernel.testing.mutation.coverage import Covered
+from modular_kernel.testing.mutation.child import Child, Tell
 from modular_kernel.testing.mutation.defects import read_defects
+from modular_kernel.testing.mutation.serve import reattach, serve
 
 ROOT = Path(__file__).resolve().parents[1]
+_PATIENCE = 300.0  # seconds for a case
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,27 @@ class Wrong:
         return self.what.replace(" ", "_")
 
 
-def fate_of(wrong: Wrong, cases: Sequence[Case], folder: Path) -> Fate:
-    """What becomes of a defect before `cases` of one pairing, all of which execute its lines."""
+def findings(wrong: Wrong, cases: Sequence[Case], folder: Path) -> list[str]:
+    """What the first case that notices a defect says, as "check: finding"; empty if none does.
+
+    Raises AssertionError if the child ends before its time, which would tell nothing.
+    """
     listed = folder / "defect.json"
     listed.write_text(json.dumps([vars(wrong)]), encoding="utf-8")
     (defect,) = read_defects(listed, ROOT)
-    mutant = defect.mutant
-    lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
-    covered = tuple(Covered(case, 20.0, None, lines) for case in cases)
-    pair = cases[0].prepare_finalize, cases[0].experts
-    return attempt(mutant, Coverage({}, covered), (pair,), "full")
+
+    def work(tell: Tell) -> None:
+        serve(defect.mutant)
+        runs = importlib.import_module("modular_kernel.testing.mutation.runs")
+        reattach()
+        machine = runs.this_machine()
+        for case in cases:
+            failure = runs.first_failure(case, machine)[0]
+            tell({"failure": failure})
+            if failure is not None:
+                return
+
+    child = Child(work, _PATIENCE)
+    said = [message["failure"] for message in child]
+    assert child.ended.how == "done", child.ended
+    return [failure for failure in said if failure is not None]

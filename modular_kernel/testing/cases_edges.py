@@ -12,7 +12,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.testing.case import Case
 from modular_kernel.testing.inputs import Manner
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import ActivationSpec, Combine, Machine, Problem
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
 _PEAKS = Manner(values="peaks")
@@ -25,7 +25,7 @@ def edges(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, 
     """The edges that a pairing takes on a machine."""
     # Interpreted products of such a depth take minutes; what quantises x is the same with any part.
     slow = "triton" in load_catalog().experts(experts).requires.packages
-    shapes = (*_groups(), *_columns(), *_few_tokens(), *_moved())
+    shapes = (*_groups(), *_columns(), *_few_tokens(), *_packed(), *_moved())
     chosen = (*shapes, *(() if slow else _long_rows()))
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
@@ -65,6 +65,16 @@ def _few_tokens() -> Iterator[Edge]:
     yield blocks.with_tokens(4), "zipf", Manner()
     zeros = replace(few, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
     yield zeros.with_tokens(4), "skips", Manner()
+
+
+def _packed() -> Iterator[Edge]:
+    """Packed weights of several experts with biases, as some kernels of their own read them."""
+    packed = replace(_FEW, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
+    zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
+    interleaved = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0,interleaved=true")
+    yield replace(zeros, tokens=9, activation=interleaved), "skips", Manner()
+    yield replace(zeros, tokens=1), "uniform", Manner()
+    yield replace(packed, tokens=9, quant="int4_w4a16_group:group=64"), "uniform", Manner()
 
 
 def _moved() -> Iterator[Edge]:
