@@ -13,6 +13,7 @@ from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import (
     CommunicationError,
     DeviceError,
+    DtypeError,
     ModularKernelError,
     UnsupportedError,
 )
@@ -128,6 +129,27 @@ def test_a_rank_that_stays_away_is_named_and_the_output_is_nan(rank_pool: Pool, 
     assert nan
     assert seconds < 10
     assert phase in lines
+
+
+def retried(rank: int, world: int, group: object, by: str) -> list:
+    """Rank 1 passes what is refused, more than once, and then what is right."""
+    kernel, (x_TH, *rest) = made(rank, group)
+    call = kernel.plan() if by == "plan" else kernel
+    good, refused = call(x_TH, *rest).clone(), []
+    if rank == 1:
+        refused = [error_of(lambda: call(x_TH.double(), *rest)) for _ in range(3)]
+    again = call(x_TH, *rest).clone()
+    kernel.prepare_finalize.check()
+    return [good, again, call(x_TH, *rest), refused]
+
+
+@pytest.mark.parametrize("by", ["kernel", "plan"])
+def test_a_refused_call_can_be_made_again_within_the_deadline(rank_pool: Pool, by: str) -> None:
+    """Others are not told: they wait for the call's number, which a refusal does not use up."""
+    reports = rank_pool(2).run(retried, by)
+    for index in range(3):
+        assert LAYER.judge([report[index] for report in reports]).ok
+    assert [type(error) for error in reports[1][3]] == [DtypeError] * 3
 
 
 def disagreeing(rank: int, world: int, group: object) -> ModularKernelError | None:
