@@ -53,6 +53,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refused = ""
+        self.paused = False
         self._spans = [span(tensor) for tensor in inputs]
         self._launches: list[tuple[Player, Any]] = []
         self._watches: list[Watched] = []
@@ -64,7 +65,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not func.is_view:
+        if not (func.is_view or self.paused):
             self.refuse(f"{func} is no launch of ours")
         return func(*args, **(kwargs or {}))
 
@@ -113,6 +114,20 @@ def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
             yield made
     finally:
         _recorder.reset(token)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What is done inside watches the call and is no part of it: a replay leaves it out."""
+    made = _recorder.get()
+    if made is None:
+        yield
+        return
+    made.paused = True
+    try:
+        yield
+    finally:
+        made.paused = False
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

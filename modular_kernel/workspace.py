@@ -11,6 +11,7 @@ from itertools import cycle
 
 import torch
 
+from modular_kernel import replay
 from modular_kernel.errors import CorruptionError
 
 # The buffer that the experts write and finalize reads, sized for the part's dispatch_shape. What
@@ -188,11 +189,12 @@ class _Shared:
             return
         later = self._under.get(name)
         ends, begins = ((later,), self._over[later]) if later else (self._over[name], (name,))
-        for other in ends:
-            self._kept[other].copy_(self._gaps[other])
-            poison_tensor(self._buffers[other], self._integer)
         self._dead = (self._dead | set(ends)) - set(begins)
-        self._fill(begins)
+        with replay.unrecorded():
+            for other in ends:
+                self._kept[other].copy_(self._gaps[other])
+                poison_tensor(self._buffers[other], self._integer)
+            self._fill(begins)
 
     def overrun(self, replayed: bool) -> list[str]:
         """Names of buffers after which something was written."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from modular_kernel.testing.cases import BASE
-from modular_kernel.testing.compare_apart import compare_apart
+from modular_kernel.testing.compare_apart import Fair, compare_apart
 from modular_kernel.testing.inputs_hostile import apart
 
 PROBLEM = replace(BASE, tokens=12, dtype=torch.bfloat16)
@@ -62,6 +62,20 @@ def test_where_the_recipe_overflows_a_finite_value_must_be_right() -> None:
         out = want.to(torch.bfloat16)
         out[2] *= factor
         assert bool(compare_apart(out, want, recipe, PROBLEM, "large").problems) is wrong
+
+
+def test_without_ordinary_tokens_a_row_that_overflows_may_err_as_the_recipe_does() -> None:
+    """A call of one token, and it is a large one: how far the recipe is off says another call."""
+    torch.manual_seed(0)
+    problem = W8A8.with_tokens(1)
+    want = torch.randn(1, problem.hidden, dtype=torch.float64)
+    recipe = torch.full_like(want, torch.inf)
+    out = want.to(torch.bfloat16) + 0.05 * torch.randn(1, problem.hidden, dtype=torch.bfloat16)
+    fair = Fair(fair=0.05)
+    given = want, recipe, problem, "large"
+    assert compare_apart(out, *given, fair=fair).problems == ()
+    assert compare_apart(out, *given).problems != ()
+    assert compare_apart(-2 * out, *given, fair=fair).problems != ()
 
 
 def test_a_nan_token_stays_one_unless_activations_are_quantised() -> None:

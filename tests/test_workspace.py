@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from modular_kernel import replay
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.errors import CorruptionError
 from modular_kernel.types import Problem
@@ -147,3 +148,16 @@ def test_a_replayed_call_takes_nothing_and_still_shows_an_overrun() -> None:
     kept.as_strided((9,), (1,))[8] = 0.0
     with pytest.raises(CorruptionError, match="kept"):
         workspace.check_red_zones(replayed=True)
+
+
+def test_what_watches_shared_memory_is_not_part_of_a_recorded_call() -> None:
+    """A poisoned plan replays its calls, else nothing would show a launch that is not recorded."""
+    workspace = Workspace(OVER, CPU, poison=True)
+    with replay.recording(()) as recorder:
+        workspace.take("rows", (1,))
+        later = workspace.take("sums", (256,))
+    assert bool(later.isnan().all())
+    assert recorder.refused == ""
+    with replay.recording(()) as recorder:
+        later.fill_(0)
+    assert recorder.refused != ""
