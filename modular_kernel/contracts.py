@@ -50,7 +50,7 @@ class TopKWeightAndReduce(ABC):
         """
 
 
-class Judged(ABC):
+class Judged:
     """What both kinds of part that are judged answer about themselves, before one is made."""
 
     replayable: ClassVar[bool] = False
@@ -72,7 +72,7 @@ class Judged(ABC):
         return {}
 
 
-class PrepareAndFinalize(Judged):
+class PrepareAndFinalize(Judged, ABC):
     """Quantise and dispatch before the experts; combine after them.
 
     problem: the layer it serves. group: the process group, where ranks take part.
@@ -88,10 +88,10 @@ class PrepareAndFinalize(Judged):
         self.problem = problem
         self.group = group
 
-    def check_machine(self, machine: Machine) -> None:  # noqa: B027  most have nothing to check
+    def check_machine(self, machine: Machine) -> None:  # most have nothing to check
         """Raise the InputError of a part whose group, say, cannot serve `machine`."""
 
-    def destroy(self) -> None:  # noqa: B027  most hold nothing
+    def destroy(self) -> None:  # most hold nothing
         """Free what it holds for its process group, on all ranks alike; it serves no more then."""
 
     @property
@@ -150,16 +150,16 @@ class PrepareAndFinalize(Judged):
         need = "a part that keeps the experts' output"
         raise UnsupportedError("expert_output", got=name, need=need)
 
-    def refuse(self, error: Exception) -> None:  # noqa: B027  most have nobody to tell
+    def refuse(self, error: Exception) -> None:  # most have nobody to tell
         """Tell the other ranks, without waiting for them, that this one refuses its call with
         `error`: nothing of the call was exchanged. They raise CommunicationError, and all serve on.
         """
 
-    def abandon(self, error: Exception) -> None:  # noqa: B027  most have nobody to tell
+    def abandon(self, error: Exception) -> None:  # most have nobody to tell
         """Serve no more, and let the other ranks see it: a call that was begun with them will not
         be finished because of `error`. Not for a CommunicationError: all ranks know of that."""
 
-    def check(self) -> None:  # noqa: B027  most have raised already
+    def check(self) -> None:  # most have raised already
         """Wait for the device, and raise what went wrong there in calls that have returned."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class PrepareAndFinalize(Judged):
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
 
-class PermuteExpertsUnpermute(Judged):
+class PermuteExpertsUnpermute(Judged, ABC):
     """Permute, GEMM 1, activation, GEMM 2, unpermute; possibly weight and reduce."""
 
     requires: ClassVar[ExpertsRequirements]
