@@ -16,9 +16,13 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.rules import RULES
 from modular_kernel.support import Rejection
+from modular_kernel.testing.case import Case
+from modular_kernel.testing.cases_ranks import RankCase
 from modular_kernel.testing.checks import Trial
 from modular_kernel.testing.edges import Edge, Edges, case_of, edges_of
 from modular_kernel.testing.edges_sites import sites_of_part, sites_of_rules
+from modular_kernel.testing.prove_ranks import CHECKS, prove_ranks
+from modular_kernel.testing.ranks import RankPool
 from modular_kernel.types import Machine, Problem
 
 GPU = Machine("cuda", (9, 0), frozenset({"triton"}))
@@ -29,6 +33,13 @@ HERE = (
     (NO_EP, "GroupedGemmExperts"),
     (BATCHED, "NaiveBatchedExperts"),
     (BATCHED, "BatchedTritonExperts"),
+)
+OVER_RANKS = (
+    ("ReplicatedEPPrepareAndFinalize", "TorchExperts"),
+    ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts"),
+    ("TorchAll2AllPrepareAndFinalize", "TorchExperts"),
+    ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    ("SymmMemPrepareAndFinalize", "TorchExperts"),
 )
 # Where rules bear on unusual problems only: a scheme, a placement, a declaration first.
 DEEP = (
@@ -84,22 +95,37 @@ def test_every_rule_has_its_edges() -> None:
 def test_what_passes_is_right(pf: str, experts: str) -> None:
     """The passing sides are called and compared with the oracle; the failing sides are refused by
     whoever makes the kernel, for the same reason."""
-    machine, cases = this_machine(), {}
+    machine, cases = this_machine(), passing(walk(pf, experts))
     for edge in walk(pf, experts).edges:
-        case = case_of(edge)
-        if case is None or edge.passing.machine != machine:
-            continue
-        cases[str(case)] = case
         failing = edge.failing
         if failing.as_declared:
             with pytest.raises(IncompatibleError) as caught:
                 make_kernel(pf, experts, failing.problem, machine=failing.machine)
             assert caught.value.rejections == failing.verdict.rejections
     assert len(cases) >= 2
-    for case in cases.values():
+    for case in cases:
         trial = Trial(case, machine)
         comparison = trial.first.compare(trial.eager)
         assert comparison.ok, f"{case}: {comparison}"
+
+
+def passing(found: Edges) -> list[Case]:
+    """The cases of the passing sides that this machine can run."""
+    here = [edge for edge in found.edges if edge.passing.machine == this_machine()]
+    return list(dict.fromkeys(case for edge in here if (case := case_of(edge)) is not None))
+
+
+@pytest.mark.skipif(not this_machine(device="cpu").interpreter, reason="interpreted ranks on a CPU")
+@pytest.mark.parametrize(("pf", "experts"), OVER_RANKS)
+def test_what_passes_is_right_over_ranks(
+    rank_pool: Callable[[int], RankPool], pf: str, experts: str
+) -> None:
+    cases = [c for c in passing(walk(pf, experts)) if c.problem.parallel.world_size == 2]
+    assert len(cases) >= 2
+    for case in cases:
+        assert isinstance(case, RankCase)
+        proof = prove_ranks(case, rank_pool(2), checks=CHECKS[:1])  # the numbers alone
+        assert proof.passed, str(proof)
 
 
 Change = Callable[[ast.Compare, int], None]

@@ -23,6 +23,7 @@ from unittest import mock
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.support import Rejection
 from modular_kernel.testing.case import Case
+from modular_kernel.testing.cases_ranks import RankCase
 from modular_kernel.testing.edges_axes import Line, Situation, choices, lines
 from modular_kernel.testing.edges_sites import Site
 from modular_kernel.testing.edges_words import contradiction
@@ -232,9 +233,12 @@ def _sited() -> Iterator[dict[int, Site]]:
 
 
 def case_of(edge: Edge) -> Case | None:
-    """The case that proves an edge's passing side; None where the parts declare otherwise than they
-    do by themselves, or take ranks."""
+    """The case that proves an edge's passing side, a RankCase where ranks take part; None where the
+    parts declare otherwise than they do by themselves."""
     one = edge.passing
-    if not one.as_declared or one.problem.parallel.world_size > 1:
+    if not one.as_declared:
         return None
-    return Case(one.pf.__name__, one.experts.__name__, one.problem)
+    names, ranks = (one.pf.__name__, one.experts.__name__), one.problem.parallel.world_size
+    if ranks == 1:
+        return Case(*names, one.problem)
+    return RankCase(*names, one.problem, tokens=(one.problem.tokens,) * ranks)
