@@ -97,6 +97,15 @@ WRONG = (
     ),
     (
         Wrong(
+            "no least scale",
+            QUANTISE,
+            "return tl.maximum(tl.div_rn(amax, LARGEST), MIN_SCALE)",
+            "return tl.div_rn(amax, LARGEST)",
+        ),
+        ("channel-activation=swiglu_oai",),
+    ),
+    (
+        Wrong(
             "the largest values are kept in 16 bits",
             "modular_kernel/ops/quantise.py",
             'specs[f"{prefix}_partials"] = BufferSpec((most,), torch.float32)',

@@ -25,8 +25,8 @@ def edges(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, 
     """The edges that a pairing takes on a machine."""
     # Interpreted products of such a depth take minutes; what quantises x is the same with any part.
     slow = "triton" in load_catalog().experts(experts).requires.packages
-    shapes = (*_groups(), *_columns(), *_few_tokens(), *_packed(), *_moved())
-    chosen = (*shapes, *(() if slow else _long_rows()))
+    few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())
+    chosen = (*_groups(), *_columns(), *few, *(() if slow else _long_rows()))
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
         for problem, routing, manner in chosen
@@ -54,6 +54,15 @@ def _columns() -> Iterator[Edge]:
     yield replace(wide, dtype=_FP16), "uniform", _PEAKS
     yield wide.with_tokens(1), "uniform", _PEAKS
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", Manner()
+
+
+def _least_scales() -> Iterator[Edge]:
+    """Values below those that a computed scale follows. An activation about linear at 0: the
+    others' values of h would be 0."""
+    linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
+    faint = replace(_FEW, activation=linear)
+    yield replace(faint, quant="fp8_w8a8_channel"), "uniform", Manner(values="faint")
+    yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", Manner(values="faint")
 
 
 def _few_tokens() -> Iterator[Edge]:

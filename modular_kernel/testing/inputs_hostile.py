@@ -13,12 +13,15 @@ VALUES = (
     "nan_token",  # one token is NaN
     "inf_token",  # one token holds an infinity
     "peaks",  # each token has a value far above the rest, later tokens a larger and earlier one
+    "faint",  # values so small that the least scale of eight bits counts
 )
+OF_EDGES = ("peaks", "faint")  # no values of drawn cases
 
 # What x is multiplied by: gates times up values stay finite, all but float16's; and do not.
 _LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}
 # Of the norm that a row has without it; of several bits, so that fewer do not hold it.
 _PEAK = 1.2
+_FAINT = 4e-9
 _OVERFLOWING = {torch.float16: 2e4, torch.bfloat16: 1e30, torch.float32: 1e30}
 
 
@@ -34,6 +37,8 @@ def hostile_x(x_TH: torch.Tensor, problem: Problem, values: str) -> torch.Tensor
         x_TH[tokens // 2] = torch.nan
     elif tokens and values == "inf_token":
         x_TH[tokens // 2, 0] = torch.inf
+    elif values == "faint":
+        x_TH *= _FAINT
     elif values == "peaks":
         rows, last = torch.arange(tokens), x_TH.shape[1] - 1
         peaks = _PEAK * x_TH.shape[1] ** 0.5 * (1.0 + rows)
