@@ -11,7 +11,7 @@ Applies = Callable[[Problem, str], bool]
 PF = PrepareFinalizeRequirements
 EX = ExpertsRequirements
 
-_FEW_IDS = ("skips", "out_of_range", "all_skipped")
+_FEW_IDS = ("skips", "out_of_range", "beyond_int32", "all_skipped")
 
 
 def has_tokens(problem: Problem, _routing: str) -> bool:
