@@ -260,7 +260,10 @@ class _Outputs(threading.local):
     def holds(self, pointers: Sequence[int]) -> bool:
         """Whether one of them leads into it."""
         start, stop = self._start, self._stop
-        return any(start <= pointer < stop for pointer in pointers)
+        for pointer in pointers:  # noqa: SIM110  in every call, so without a generator
+            if start <= pointer < stop:
+                return True
+        return False
 
 
 def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
