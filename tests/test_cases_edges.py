@@ -51,7 +51,7 @@ WRONG = (
             f"            if not WHOLE:\n                {MORE}                    other",
             f"            if WHOLE:\n                {MORE}                    other",
         ),
-        ("H16400",),
+        ("H32800",),
     ),
     (
         Wrong(
@@ -60,7 +60,17 @@ WRONG = (
             f"        if not WHOLE:\n            {MORE}                columns",
             f"        if WHOLE:\n            {MORE}                columns",
         ),
-        ("H16400",),
+        ("H32800",),
+    ),
+    (
+        Wrong(
+            "every block of columns but the first holds the second's values",
+            QUANTISE,
+            "                    x_ptr, weights_ptr, rows, columns, live, end,\n",
+            "                    x_ptr, weights_ptr, rows,"
+            " first + BLOCK_C + tl.arange(0, BLOCK_C), live, end,\n",
+        ),
+        ("H32800",),
     ),
     (
         Wrong(

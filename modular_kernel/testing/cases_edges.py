@@ -95,6 +95,6 @@ def _moved() -> Iterator[Edge]:
 
 
 def _long_rows() -> Iterator[Edge]:
-    """Rows with a scale each that no program holds at once."""
-    long = replace(_FEW, tokens=2, hidden=16400)
+    """Rows with a scale each that no program holds at once, nor twice."""
+    long = replace(_FEW, tokens=2, hidden=32800)
     yield replace(long, quant="fp8_w8a8_channel"), "uniform", _PEAKS
