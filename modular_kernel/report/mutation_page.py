@@ -71,14 +71,16 @@ def _written(path: Path) -> tuple[Block, ...]:
     for what, record in found.items():
         fate = str(record.get("full", record.get("smoke", "not run")))
         if not fate.startswith("killed"):
-            lists.append(f"{fate}: {what} (`{record['file']}`)")
+            why = f": {record['why']}" if "why" in record else ""
+            lists.append(f"{fate}: {what} (`{record['file']}`){why}")
     return (
         Heading(2, "Defects written by hand"),
         Text(
             "`tools/source_defects.json` lists realistic slips in kernels, operations and parts; "
             "`python tools/source_defects.py LEVEL` puts each in, alone, and runs the cases of "
             "that level which execute it. A defect that smoke kills is not run again: it counts "
-            "as killed in both rows."
+            "as killed in both rows. Smoke ran in every pairing of one process, full in those of "
+            "TorchExperts, TritonExperts and NaiveBatchedExperts."
         ),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
         *((Text("Not killed:"), Items(lists)) if lists else ()),
