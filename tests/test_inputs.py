@@ -18,7 +18,7 @@ from modular_kernel.testing.inputs import (
     invalid_count,
     make_inputs,
 )
-from modular_kernel.testing.inputs_hostile import VALUES, apart
+from modular_kernel.testing.inputs_hostile import VALUES, apart, why_impossible
 from modular_kernel.types import Combine, Problem
 from modular_kernel.validate import check_input, check_routing, check_weights
 
@@ -286,8 +286,14 @@ def test_ids_beyond_int32_are_experts_in_their_low_bits() -> None:
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_hostile_values_are_there(values: str, dtype: torch.dtype) -> None:
-    problem = replace(MANY, dtype=dtype)
+    # The peak of a token grows with its place: few tokens keep float16 finite.
+    problem = replace(MANY, dtype=dtype).with_tokens(8 if values == "peaks" else MANY.tokens)
+    faintest = values == "faint" and dtype is torch.float16
+    assert (why_impossible(problem, values) is not None) is faintest
     inputs = made(problem, "uniform", manner=Manner(values=values))
+    if faintest:  # as the reason says
+        assert not bool(inputs.x_TH.any())
+        return
     recipe = reference.recipe(inputs.x_TH, inputs.weights, inputs.routing, problem)
     finite = recipe.isfinite().all(1)
     groups = apart(values, problem.tokens)

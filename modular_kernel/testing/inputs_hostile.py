@@ -62,6 +62,8 @@ def why_impossible(problem: Problem, values: str) -> str | None:
     one_for_all = problem.scheme.activation_granularity == "tensor"
     if one_for_all and values in ("large", "nan_token", "inf_token"):
         return f"[values] {values}: one activation scale is for all tokens, so none is apart"
+    if values == "faint" and problem.dtype is torch.float16:
+        return "[values] faint: float16 holds no such values"
     return None
 
 
