@@ -13,7 +13,8 @@ from test_third_party import install
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.report.mutation_page import read_scores
+from modular_kernel.report.markdown import markdown
+from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases import cases_for
 from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
 from modular_kernel.testing.mutation.apart import OFFSETS, apart
@@ -274,3 +275,14 @@ def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
+    score = json.loads((ROOT / "docs/mutation/TorchExperts.json").read_text(encoding="utf-8"))
+    nothing = tmp_path / "absent.json"
+    page = markdown(
+        mutation_document((score,), nothing, nothing, ("KeepTopK", "TorchExperts")), figures=""
+    )
+    assert "**No score yet, 1 of 2 parts:** `KeepTopK`." in page.replace("\n", " ")
+    page = markdown(mutation_document((score,), nothing, nothing, ("TorchExperts",)), figures="")
+    assert "No score yet" not in page

@@ -46,7 +46,7 @@ def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
         "errors.md": errors_document(),
         "benchmark-results.md": benchmarks_document(read_records(docs / RECORDS), cells=False),
         "mutation-scores.md": mutation_document(
-            read_scores(docs / SCORES), docs / DEFECTS, docs / NOTES
+            read_scores(docs / SCORES), docs / DEFECTS, docs / NOTES, _parts(built_in(catalog))
         ),
     }
     texts = {Path(n): markdown(document, figures=_FIGURES) for n, document in documents.items()}
@@ -54,6 +54,10 @@ def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:
         figures = [block for block in document if isinstance(block, Figure)]
         texts |= {Path(_FIGURES, f"{figure.name}.svg"): figure.svg for figure in figures}
     return texts
+
+
+def _parts(catalog: Catalog) -> list[str]:
+    return sorted(part.name for part in catalog.parts)
 
 
 def stale(catalog: Catalog, docs: Path) -> list[Stale]:

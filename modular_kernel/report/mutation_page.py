@@ -1,6 +1,7 @@
 """The page of mutation scores: what `mk test --mutate PART --save` recorded, part by part."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ def read_scores(folder: Path) -> tuple[Record, ...]:
     return tuple(_read(path) for path in sorted(folder.glob("*.json")))
 
 
-def mutation_document(scores: tuple[Record, ...], defects: Path, notes: Path) -> Document:
+def mutation_document(
+    scores: tuple[Record, ...], defects: Path, notes: Path, parts: Sequence[str] = ()
+) -> Document:
     """Scores as a table, what survives of each part, and the fates of defects written by hand.
 
-    defects: what tools/source_defects.py writes. notes: what is known of a survivor, by identity.
-    Neither need be there.
+    defects: what tools/source_defects.py writes. notes: what is known of a survivor, by identity,
+    and under "scores" and "defects" how these were measured. Neither need be there. parts: every
+    part there is; those without a score are named.
     """
     known = json.loads(notes.read_text(encoding="utf-8")) if notes.is_file() else {}
     return (
@@ -52,12 +56,28 @@ def mutation_document(scores: tuple[Record, ...], defects: Path, notes: Path) ->
             [_row(score) for score in scores],
             numeric=_NUMERIC,
         ),
-        *_written(defects),
+        *_missing(scores, parts),
+        *_said(known, "scores"),
+        *_written(defects, known),
         *(block for score in scores for block in _part(score, known)),
     )
 
 
-def _written(path: Path) -> tuple[Block, ...]:
+def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
+    """The parts that have no score."""
+    measured = {score["part"] for score in scores}
+    names = [f"`{name}`" for name in parts if name not in measured]
+    if not names:
+        return ()
+    said = f"**No score yet, {len(names)} of {len(parts)} parts:** {', '.join(names)}."
+    return (Text(f"{said} Parts over ranks have none as `--mutate` runs cases in one process."),)
+
+
+def _said(known: dict[str, str], key: str) -> tuple[Block, ...]:
+    return (Text(known[key]),) if key in known else ()
+
+
+def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
     """What becomes of defects written by hand, by level."""
     if not path.is_file():
         return ()
@@ -79,9 +99,9 @@ def _written(path: Path) -> tuple[Block, ...]:
             "`tools/source_defects.json` lists realistic slips in kernels, operations and parts; "
             "`python tools/source_defects.py LEVEL` puts each in, alone, and runs the cases of "
             "that level which execute it. A defect that smoke kills is not run again: it counts "
-            "as killed in both rows. Smoke ran in every pairing of one process, full in those of "
-            "TorchExperts, TritonExperts and NaiveBatchedExperts."
+            "as killed in both rows."
         ),
+        *_said(known, "defects"),
         Table(("level", "defects", "killed", "survived", "not executed", "not run"), rows),
         *((Text("Not killed:"), Items(lists)) if lists else ()),
     )

@@ -1,7 +1,7 @@
 """Which cases a pairing is proven on.
 
 `full`: rows in which every two values of two axes meet, drawn for the pairing (`cases_drawn`), and
-shapes that no axis has (`cases_edges`).
+shapes that no axis has (`cases_chosen`).
 `smoke`: some that touch every axis. `axes`: a base, one change for each axis, products where axes
 meet; for whoever wants problems of which one thing is unlike the base.
 
@@ -18,8 +18,8 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.support import Verdict
 from modular_kernel.testing.case import Case, command
+from modular_kernel.testing.cases_chosen import chosen_cases
 from modular_kernel.testing.cases_drawn import draw, space_of
-from modular_kernel.testing.cases_edges import edges
 from modular_kernel.testing.cases_invariant import batch_invariant
 from modular_kernel.testing.cases_quant import quantised
 from modular_kernel.testing.cases_smoke import smoke
@@ -75,7 +75,7 @@ def cases_for(
     """Every case of `level` for a pairing, judged on `machine`.
 
     full: cases in which every two values of two axes meet, as far as the pairing takes both, and
-    edges.
+    those chosen by hand.
     """
     if level == "smoke":
         found = (Case(prepare_finalize, experts, p, r, manner=m) for p, r, m in smoke(BASE))
@@ -89,7 +89,7 @@ def cases_for(
     )
     if not cases:
         return Selection((), (ordinary,), met, impossible)
-    beside = edges(prepare_finalize, experts, machine)
+    beside = chosen_cases(prepare_finalize, experts, machine)
     return Selection((*cases, *beside), (), met, impossible)
 
 

@@ -19,7 +19,7 @@ from modular_kernel.testing.case import Case
 from modular_kernel.testing.cases_quant import SCHEMES
 from modular_kernel.testing.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
-from modular_kernel.testing.inputs_hostile import OF_EDGES, VALUES, why_impossible
+from modular_kernel.testing.inputs_hostile import NOT_DRAWN, VALUES, why_impossible
 from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -70,7 +70,7 @@ AXES = (
     Axis("chunks", tuple(_CHUNKS), dear=True),
     Axis("layout", LAYOUTS),
     Axis("own_scales", (False, True)),
-    Axis("values", tuple(values for values in VALUES if values not in OF_EDGES)),
+    Axis("values", tuple(values for values in VALUES if values not in NOT_DRAWN)),
     Axis("by_turns", (False, True), dear=True),
     Axis("batch_invariant", (False, True), dear=True),
     Axis("seed", (0, 1, 2)),

@@ -105,7 +105,7 @@ def _changed(base: Situation, of: str, **values: object) -> Situation | None:
     """`base` with other values in one record; None if they are none that it may hold."""
     try:
         return replace(base, **{of: replace(getattr(base, of), **values)})
-    except (ConfigurationError, ZeroDivisionError):
+    except ConfigurationError:
         return None
 
 

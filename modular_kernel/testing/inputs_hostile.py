@@ -15,7 +15,7 @@ VALUES = (
     "peaks",  # each token has a value far above the rest, later tokens a larger and earlier one
     "faint",  # values so small that the least scale of eight bits counts
 )
-OF_EDGES = ("peaks", "faint")  # no values of drawn cases
+NOT_DRAWN = ("peaks", "faint")  # of cases chosen by hand alone
 
 # What x is multiplied by: gates times up values stay finite, all but float16's; and do not.
 _LARGE = {torch.float16: 50.0, torch.bfloat16: 1e12, torch.float32: 1e12}

@@ -143,10 +143,16 @@ def named(value: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("kind", "problem", "change"), CALLS, ids=named)
-def test_declared_is_used(
+def test_declared_is_used_and_is_what_lives_at_once(
     kind: Any, problem: Problem, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = follow(kind, replace(problem, **change), monkeypatch)
+    assert_used(found)
+    assert_no_more_than_lives(found)
+
+
+def assert_used(found: Followed) -> None:
+    """Every buffer is written, then read, whole."""
     for name, spec in found.specs.items():
         use = found.uses[name]
         if spec.dtype is torch.int32:  # words that say where pairs are: some for other steps
@@ -159,12 +165,8 @@ def test_declared_is_used(
             assert use.end == spec.nbytes, name
 
 
-@pytest.mark.parametrize(("kind", "problem", "change"), CALLS, ids=named)
-def test_declared_is_what_lives_at_once(
-    kind: Any, problem: Problem, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def assert_no_more_than_lives(found: Followed) -> None:
     """Buffers in the same memory never live together, and no memory waits for another's end."""
-    found = follow(kind, replace(problem, **change), monkeypatch)
     for name, spec in found.specs.items():
         for other in spec.over:
             if other in found.specs:

@@ -18,23 +18,23 @@ _BF16, _FP16 = torch.bfloat16, torch.float16
 _PEAKS = Manner(values="peaks")
 _FEW = Problem(tokens=5, hidden=48, intermediate=16, experts=1, top_k=1, dtype=_BF16)
 
-Edge = tuple[Problem, str, Manner]
+Chosen = tuple[Problem, str, Manner]
 
 
-def edges(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
-    """The edges that a pairing takes on a machine."""
+def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
+    """The chosen cases that a pairing takes on a machine."""
     # Interpreted products of such a depth take minutes; what quantises x is the same with any part.
     slow = "triton" in load_catalog().experts(experts).requires.packages
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())
-    chosen = (*_groups(), *_columns(), *few, *(() if slow else _long_rows()))
+    found = (*_groups(), *_columns(), *few, *(() if slow else _long_rows()))
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
-        for problem, routing, manner in chosen
+        for problem, routing, manner in found
         if check(prepare_finalize, experts, problem, machine).ok
     )
 
 
-def _groups() -> Iterator[Edge]:
+def _groups() -> Iterator[Chosen]:
     """Activation groups that are no power of two: the block of columns is larger than a group."""
     few = replace(_FEW, tokens=7, experts=5, top_k=2)
     ragged = replace(few, hidden=160, intermediate=136)
@@ -45,7 +45,7 @@ def _groups() -> Iterator[Edge]:
     yield odd, "duplicates", Manner()
 
 
-def _columns() -> Iterator[Edge]:
+def _columns() -> Iterator[Chosen]:
     """One scale for all tokens, of more columns and rows than a program looks at.
 
     Computed: the largest value of all is the last token's first; of a single token, its last.
@@ -56,7 +56,7 @@ def _columns() -> Iterator[Edge]:
     yield replace(wide, quant="fp8_w8a8_tensor:static=true"), "uniform", Manner()
 
 
-def _least_scales() -> Iterator[Edge]:
+def _least_scales() -> Iterator[Chosen]:
     """Values below those that a computed scale follows. An activation about linear at 0: the
     others' values of h would be 0."""
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
@@ -65,7 +65,7 @@ def _least_scales() -> Iterator[Edge]:
     yield replace(faint, quant="fp8_w8a8_tensor"), "uniform", Manner(values="faint")
 
 
-def _few_tokens() -> Iterator[Edge]:
+def _few_tokens() -> Iterator[Chosen]:
     """Few tokens of many experts, which some parts take one by one: up's first row is inside a
     block of scales, its zero points are its own."""
     few = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
@@ -76,7 +76,7 @@ def _few_tokens() -> Iterator[Edge]:
     yield zeros.with_tokens(4), "skips", Manner()
 
 
-def _packed() -> Iterator[Edge]:
+def _packed() -> Iterator[Chosen]:
     """Packed weights of several experts with biases, as some kernels of their own read them."""
     packed = replace(_FEW, hidden=128, intermediate=64, experts=5, top_k=2, bias=True)
     zeros = replace(packed, quant="int4_w4a16_group:group=32,zero_points=true")
@@ -86,7 +86,7 @@ def _packed() -> Iterator[Edge]:
     yield replace(packed, tokens=9, quant="int4_w4a16_group:group=64"), "uniform", Manner()
 
 
-def _moved() -> Iterator[Edge]:
+def _moved() -> Iterator[Chosen]:
     """Kept rows longer than what one program moves; and a call whose tokens are one value."""
     kept = replace(_FEW, tokens=2, hidden=1040, experts=2, top_k=2, routed_scaling_factor=2.5)
     yield replace(kept, combine=Combine.TOPK_WEIGHTED), "skips", Manner()
@@ -94,7 +94,7 @@ def _moved() -> Iterator[Edge]:
     yield one, "uniform", Manner()
 
 
-def _long_rows() -> Iterator[Edge]:
+def _long_rows() -> Iterator[Chosen]:
     """Rows with a scale each that no program holds at once, nor twice."""
     long = replace(_FEW, tokens=2, hidden=32800)
     yield replace(long, quant="fp8_w8a8_channel"), "uniform", _PEAKS

@@ -8,11 +8,11 @@ from put_in import Wrong, findings
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases import cases_for
-from modular_kernel.testing.cases_edges import edges
+from modular_kernel.testing.cases_chosen import chosen_cases
 from modular_kernel.types import Machine
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
-EDGES = edges(*PAIR, this_machine())
+CHOSEN = chosen_cases(*PAIR, this_machine())
 QUANTISE = "modular_kernel/ops/kernels/quantise.py"
 MORE = "for more in range(first + BLOCK_C, end, BLOCK_C):\n"
 
@@ -21,7 +21,7 @@ on_a_cpu = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("case", EDGES, ids=str)
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
     proof = prove(case, machine)
     assert proof.passed, str(proof)
@@ -29,7 +29,7 @@ def test_proven(case: Case, machine: Machine) -> None:
 
 def test_they_are_cases_of_the_full_list(machine: Machine) -> None:
     listed = cases_for(*PAIR, machine).cases
-    assert set(EDGES) <= set(listed)
+    assert set(CHOSEN) <= set(listed)
     assert len(set(listed)) == len(listed)
 
 
@@ -173,7 +173,7 @@ OF_TRITON = (
 @on_a_cpu
 @pytest.mark.parametrize(("wrong", "known_by"), OF_TRITON, ids=str)
 def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: Path) -> None:
-    cases = [case for case in edges(*TRITON, this_machine()) if known_by in str(case)]
+    cases = [case for case in chosen_cases(*TRITON, this_machine()) if known_by in str(case)]
     assert len(cases) == 1
     assert findings(wrong, cases, tmp_path)
 
@@ -196,5 +196,5 @@ def test_padding_that_is_not_marked_is_told_by_what_lay_in_memory(tmp_path: Path
 def test_a_defect_of_long_rows_and_odd_groups_is_told(
     wrong: Wrong, known_by: tuple[str, ...], tmp_path: Path
 ) -> None:
-    cases = [case for case in EDGES if any(word in str(case) for word in known_by)]
+    cases = [case for case in CHOSEN if any(word in str(case) for word in known_by)]
     assert findings(wrong, cases, tmp_path)
