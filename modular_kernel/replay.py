@@ -29,7 +29,7 @@ _MAX_TAPES = 64  # kinds of call a plan remembers; each may hold a small CUDA gr
 _ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multiples of it
 # Mapped over tensors: every call asks, and it takes a third less time than one by one.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
-_dtype_and_device = attrgetter("dtype", "device")
+_dtype, _dtype_and_device = attrgetter("dtype"), attrgetter("dtype", "device")
 _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", default=None)
 
 
@@ -158,7 +158,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Bound:
     """Weights that were checked: their tensors, each once, and what a recording sees of them.
 
-    places: pointers, shapes and strides of then. spans: the bytes they reach over.
+    places: pointers, shapes, strides and dtypes of then. spans: the bytes they reach over.
     bits: of all pointers. kind: the number of what a recording sees.
     """
 
@@ -244,4 +244,5 @@ def kind_and_pointers(tensors: Sequence[torch.Tensor], bound: Bound) -> tuple[Ha
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[Hashable]:
-    return [*map(_pointer, tensors), *map(_size, tensors), *map(_stride, tensors)]
+    shapes = *map(_size, tensors), *map(_stride, tensors)
+    return [*map(_pointer, tensors), *shapes, *map(_dtype, tensors)]

@@ -12,7 +12,7 @@ from itertools import cycle
 import torch
 
 from modular_kernel import replay
-from modular_kernel.errors import CorruptionError
+from modular_kernel.errors import ConfigurationError, CorruptionError
 
 # The buffer that the experts write and finalize reads, sized for the part's dispatch_shape. What
 # came in a call may need less: its output is then the first elements of the buffer.
@@ -66,10 +66,18 @@ class WorkspaceShapes:
 
 
 def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, int], int]:
-    """The first byte of each buffer, and the end of all, with `gap` bytes after each."""
+    """The first byte of each buffer, and the end of all, with `gap` bytes after each.
+
+    ConfigurationError for a buffer over one that is itself declared over others.
+    """
     room = {
         name: -(-(spec.nbytes + gap) // _ALIGNMENT) * _ALIGNMENT for name, spec in specs.items()
     }
+    for name, spec in specs.items():
+        chain = [other for other in spec.over if other in specs and specs[other].over]
+        if chain:
+            what, got = f"workspace buffer {name}", f"over {', '.join(chain)}, which is over others"
+            raise ConfigurationError(what, got=got, need="one over plain ones")
     shared = {name for spec in specs.values() for name in spec.over if name in specs}
     offsets, end = {}, 0
     for name, spec in specs.items():
@@ -77,7 +85,6 @@ def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, int], 
             continue
         offsets[name] = inner = end
         for other in (other for other in spec.over if other in specs):
-            assert not specs[other].over, f"{name} over {other}, which is over others"
             offsets[other] = inner
             inner += room[other]
         end = max(end + room[name], inner)

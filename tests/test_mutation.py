@@ -15,14 +15,15 @@ from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
-from modular_kernel.testing.cases import cases_for
+from modular_kernel.testing.cases import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
 from modular_kernel.testing.mutation.apart import OFFSETS, apart
-from modular_kernel.testing.mutation.bits import drawn_problems
-from modular_kernel.testing.mutation.coverage import Covered
+from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
+from modular_kernel.testing.mutation.coverage import Coverage, Covered
 from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.serve import texts_of
+from modular_kernel.testing.mutation.source import Edit
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/add-a-part.md"
@@ -286,3 +287,16 @@ def test_the_page_names_the_parts_without_a_score(tmp_path: Path) -> None:
     assert "**No score yet, 1 of 2 parts:** `KeepTopK`." in page.replace("\n", " ")
     page = markdown(mutation_document((score,), nothing, nothing, ("TorchExperts",)), figures="")
     assert "No score yet" not in page
+
+
+def test_bits_see_what_only_spaced_rows_show() -> None:
+    """A proof of equivalence meets the layouts that the cases meet."""
+    path = ROOT / "modular_kernel/ops/quantise.py"
+    old, text = '"stride_x": x.stride(0)', path.read_text(encoding="utf-8")
+    start, line = text.encode().index(old.encode()), text[: text.index(old)].count("\n") + 1
+    edit = Edit("stride", start, start + len(old), '"stride_x": x.shape[1]')
+    mutant = Mutant("a stride", "modular_kernel.ops.quantise", path, edit, line, line)
+    pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
+    case = Case(*pair, replace(BASE, quant="fp8_w8a8_channel"))
+    covered = Covered(case, 1.0, "", {str(path): frozenset({line})})
+    assert compare_bits([mutant], Coverage({}, (covered,)), 3).differing is not None

@@ -24,7 +24,7 @@ from replay_samples import (
 from modular_kernel import replay
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
-from modular_kernel.errors import CorruptionError, ShapeError, UnsupportedError
+from modular_kernel.errors import CorruptionError, DtypeError, ShapeError, UnsupportedError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
@@ -98,6 +98,15 @@ def test_memory_of_weights_is_looked_up_in_every_call() -> None:
     args[1].w1.data = torch.ones_like(args[1].w1)
     assert_right(plan(*args), args)
     assert part.host_calls == 1
+
+
+def test_another_dtype_in_the_same_memory_is_checked_again() -> None:
+    plan, _ = planned()
+    args = inputs()
+    plan(*args)
+    args[1].w1.data = args[1].w1.data.view(torch.int32)
+    with pytest.raises(DtypeError, match="w1"):
+        plan(*args)
 
 
 def test_weights_are_checked_once_each_and_not_kept_alive() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from modular_kernel import replay
 from modular_kernel.catalog import check_all, make_kernel, this_machine
-from modular_kernel.errors import CorruptionError
+from modular_kernel.errors import ConfigurationError, CorruptionError
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
 
@@ -161,3 +161,14 @@ def test_what_watches_shared_memory_is_not_part_of_a_recorded_call() -> None:
     with replay.recording(()) as recorder:
         later.fill_(0)
     assert recorder.refused != ""
+
+
+@pytest.mark.parametrize(
+    "over",
+    [{"rows": ("rows",)}, {"rows": ("sums",), "sums": ("rows",)}, {"kept": ("sums",)}],
+    ids=["itself", "each other", "a chain"],
+)
+def test_a_buffer_over_one_that_is_over_others_is_refused(over: dict[str, tuple[str, ...]]) -> None:
+    specs = {name: replace(spec, over=over.get(name, spec.over)) for name, spec in OVER.items()}
+    with pytest.raises(ConfigurationError, match="one over plain ones"):
+        Workspace(specs, CPU)

@@ -48,8 +48,9 @@ def mutation_document(
         ),
         Text(
             "An equivalent mutant is one reviewed: the compiled code is the same, or no bit "
-            "differs in at least 2,000 random problems that execute it, with it put in alone or "
-            "together with others of unlike places. It is not run again, and not counted."
+            "differs in at least 2,000 random problems, drawn from the cases that execute it. One "
+            "such proof may hold for several mutants of unlike places, all in the source at once. "
+            "An equivalent mutant is not run again, and not counted."
         ),
         Table(
             ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score"),
@@ -158,7 +159,7 @@ def _counts(found: dict[str, int]) -> list[tuple[str, str]]:
 def _proof(one: Record) -> str:
     if one["proof"] == "code":
         return "The same compiled code"
-    beside = f", {one['beside']} others put in with it" if one["beside"] else ""
+    beside = f", {one['beside']} others in the source at once" if one["beside"] else ""
     return f"No bit differs in {one['problems']:,} problems{beside}"
 
 

@@ -3,7 +3,7 @@
 Valid problems are drawn from the cases that execute a changed line: their axes as they are, the
 number of tokens and the values at random. Each is computed with and without the changes. Several
 mutants of unlike places may be put in together: one run then speaks for each of them, by the
-problems that execute it.
+problems drawn from cases that execute it.
 """
 
 import importlib
@@ -27,8 +27,8 @@ _FEW_TOKENS = 5
 
 @dataclass(frozen=True)
 class Bits:
-    """How many problems that execute the mutant met least were computed both ways, and the first
-    problem whose bits differ."""
+    """How many problems were computed both ways, for the mutant that was met least; and the first
+    one whose bits differ. They are drawn from cases that execute it."""
 
     problems: int
     differing: Case | None
@@ -117,4 +117,4 @@ def _work(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
     reattach()
     machine = runs.this_machine()
     for case in cases:
-        tell({"digest": runs.digest(case, machine, strided=False)})
+        tell({"digest": runs.digest(case, machine)})

@@ -64,7 +64,7 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
         for case in cases:
             start = time.perf_counter()
             with watched(files) as lines:
-                bits = digest(case, machine, strided=True)
+                bits = digest(case, machine)
             seconds = time.perf_counter() - start
             tell({"digest": bits, "seconds": seconds, "lines": _sorted(lines)})
 

@@ -1,8 +1,8 @@
 """Mutants that were reviewed and compute the same: they are neither killed nor survivors.
 
 A mutant is equivalent only if the compiled code of every kernel is the same with it, or if no bit
-of any result differs in at least 2,000 random valid problems that execute it. equivalent.json
-beside this file lists them by identity.
+of any result differs in at least 2,000 random valid problems, drawn from cases that execute it.
+equivalent.json beside this file lists them by identity.
 """
 
 import json

@@ -3,7 +3,6 @@
 import hashlib
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -45,24 +44,22 @@ def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
     return failure, time.perf_counter() - start
 
 
-def digest(case: Case, machine: Machine, *, strided: bool = False) -> str:
-    """Every bit of the result of the case's first call, as a digest; or what it raises.
+def digest(case: Case, machine: Machine) -> str:
+    """Every bit of the results of two calls of the case, as a digest; or what they raise.
 
-    Counted ids are in it. strided: of one more call, too, of about half the tokens, with transposed
-    weights and spaced rows; and of the number of races seen.
+    The first call is the case's own; the second one is of about half the tokens, with transposed
+    weights and spaced rows. Counted ids and the number of races of the first are in it.
     """
     tokens, device = case.problem.tokens, torch.device(machine.device)
-    bits, none = hashlib.sha256(), list[str]()
-    watching: AbstractContextManager[list[str]] = watched_races() if strided else nullcontext(none)
+    bits = hashlib.sha256()
     # With a mutant a call can fail in any way.
     try:
         kernel = build_kernel(case, machine, True)
-        with watching as races:
+        with watched_races() as races:
             bits.update(_bytes(call(kernel, Sample(case, device, tokens=tokens, salt=0))))
         bits.update(f"{kernel.invalid_ids} {len(races)}".encode())
-        if strided:
-            fewer = Sample(case, device, tokens=(tokens + 1) // 2, salt=2, strided=True)
-            bits.update(_bytes(call(kernel, fewer)))
+        fewer = Sample(case, device, tokens=(tokens + 1) // 2, salt=2, strided=True)
+        bits.update(_bytes(call(kernel, fewer)))
     except Exception as error:  # noqa: BLE001
         return f"raised {type(error).__name__}"
     return bits.hexdigest()
