@@ -322,3 +322,32 @@ def test_compile(
     for text in ("gemm_kernel", "BLOCK_M=64, warps=4, stages=3", "168", "1024", "HGMMA x12"):
         assert text in ended.out
     assert ("breaks a limit" in ended.out) is bool(violations)
+
+
+def test_compile_checked_shows_the_instructions_that_a_check_has_counted(
+    mk: Mk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from modular_kernel.testing import compile as compiling
+    from modular_kernel.testing.compile_cases import Compiled, Row
+
+    absent = dict.fromkeys(compiling.FAMILIES, 0)
+    monkeypatch.setattr(compiling, "_count", lambda cubin: {**absent, cubin.decode(): 7})
+
+    def row(name: str) -> Row:
+        counts = compiling.Instructions(name.encode())
+        record = compiling.CompileRecord("k", "sm_90", {}, {}, 4, 1, 0, 9, 0, 0, counts, 0.0)
+        return Row(f"case {name}", record, ())
+
+    def done(*_: object, **__: object) -> Compiled:
+        read = row("HGMMA")
+        assert read.record.instructions["HGMMA"] == 7
+        return Compiled((read, row("FFMA")), ())
+
+    monkeypatch.setattr("modular_kernel.testing.compile_cases.compile_all", done)
+    checked = mk("compile", "--check").out
+    assert "HGMMA x7" in checked
+    assert checked.count("not counted") == 1
+    assert "FFMA x7" not in checked
+    everything = mk("compile").out
+    assert "HGMMA x7" in everything
+    assert "FFMA x7" in everything

@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,12 +67,43 @@ class CompileRecord:
     registers: int  # per thread
     stack: int  # bytes per thread; ptxas puts what it spills here
     spill: int  # bytes per thread of other local memory
-    instructions: Mapping[str, int]  # occurrences in the code of each of FAMILIES
+    instructions: Mapping[str, int]  # occurrences in the code of each of FAMILIES; see Instructions
     seconds: float  # to compile; next to nothing if triton found the kernel in its cache
 
     def __str__(self) -> str:
         config = ", ".join(f"{name}={value}" for name, value in self.config.items())
         return f"{self.kernel}[{config}, warps={self.num_warps}, stages={self.num_stages}]"
+
+
+class Instructions(Mapping[str, int]):
+    """How often each of FAMILIES occurs in a kernel's code.
+
+    Counted when first read: to disassemble a kernel takes as long as to compile it. Until then
+    `counted` is False. Its repr names the code, read or not.
+    """
+
+    def __init__(self, cubin: bytes) -> None:
+        self._cubin = cubin
+
+    @cached_property
+    def _counts(self) -> Mapping[str, int]:
+        return _count(self._cubin)
+
+    @property
+    def counted(self) -> bool:
+        return "_counts" in vars(self)
+
+    def __getitem__(self, name: str) -> int:
+        return self._counts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FAMILIES)
+
+    def __len__(self) -> int:
+        return len(FAMILIES)
+
+    def __repr__(self) -> str:
+        return f"Instructions({sha256(self._cubin).hexdigest()[:16]})"
 
 
 def check(
@@ -83,7 +115,8 @@ def check(
     """
     if expect is not None and expect not in FAMILIES:
         raise ConfigurationError("expected instruction", got=expect, need=f"one of {FAMILIES}")
-    found = {name: count for name, count in record.instructions.items() if count}
+    counts = {} if expect is None else record.instructions
+    found = {name: count for name, count in counts.items() if count}
     reasons = (
         (record.stack > 0, f"{record.stack} bytes of stack a thread: registers are spilled"),
         (record.spill > 0, f"{record.spill} bytes of local memory a thread"),
@@ -100,12 +133,9 @@ def check(
 
 
 @contextmanager
-def record_compiles(
-    target: str = "sm_90", *, disassemble: bool = True
-) -> Iterator[list[CompileRecord]]:
+def record_compiles(target: str = "sm_90") -> Iterator[list[CompileRecord]]:
     """Compile for `target` instead of launching; yields the list that the launches append to.
 
-    disassemble: count instructions too, which takes longer than to compile; else there are none.
     The active driver and triton's launch are put back on exit, whatever happened inside. A launch
     that does not compile raises triton's error to its caller and is not recorded.
     """
@@ -116,7 +146,7 @@ def record_compiles(
     records: list[CompileRecord] = []
     previous_driver, launch = triton.runtime.driver._active, JITFunction.run
     triton.runtime.driver.set_active(driver)
-    JITFunction.run = _recording(launch, driver, records, disassemble)
+    JITFunction.run = _recording(launch, driver, records)
     try:
         yield records
     finally:
@@ -163,10 +193,7 @@ class NoDevice:
 
 
 def _recording(
-    launch: Callable[..., Foreign],
-    driver: NoDevice,
-    records: list[CompileRecord],
-    disassemble: bool,
+    launch: Callable[..., Foreign], driver: NoDevice, records: list[CompileRecord]
 ) -> Callable[..., Foreign]:
     """A replacement for `JITFunction.run`, which is `launch`, that compiles and records."""
 
@@ -181,8 +208,7 @@ def _recording(
         if kernel is not None:  # a hook of triton's may veto a compilation
             kernel = kernel.result() if hasattr(kernel, "result") else kernel
             config = _constants(self, given, named)
-            found = _inspect(kernel.asm["cubin"], disassemble)
-            records.append(_record(kernel, driver.name, config, seconds, found))
+            records.append(_record(kernel, driver.name, config, seconds))
         return kernel
 
     return run
@@ -222,14 +248,10 @@ def _plain(value: Foreign) -> object:
 
 
 def _record(
-    kernel: Foreign,
-    target: str,
-    config: Mapping[str, object],
-    seconds: float,
-    found: "_Inspected",
+    kernel: Foreign, target: str, config: Mapping[str, object], seconds: float
 ) -> CompileRecord:
-    metadata = kernel.metadata
-    registers, stack, spill, instructions = found
+    metadata, cubin = kernel.metadata, kernel.asm["cubin"]
+    registers, stack, spill = _resources(cubin)
     return CompileRecord(
         kernel=metadata.name,
         target=target,
@@ -241,7 +263,7 @@ def _record(
         registers=registers,
         stack=stack,
         spill=spill,
-        instructions=dict(instructions),
+        instructions=Instructions(cubin),
         seconds=seconds,
     )
 
@@ -256,26 +278,28 @@ def _pointed_at(signature: Mapping[str, Foreign]) -> dict[str, str]:
     }
 
 
-_Inspected = tuple[int, int, int, tuple[tuple[str, int], ...]]
+@cache
+def _resources(cubin: bytes) -> tuple[int, int, int]:
+    """Registers, stack bytes and local bytes of a thread, by the tool triton brings."""
+    text = _said(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
+    usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
+    registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
+    return registers, stack, spill
 
 
 @cache
-def _inspect(cubin: bytes, disassemble: bool) -> _Inspected:
-    """Registers, stack bytes, local bytes and instruction counts, by the tools triton brings."""
-    tools = triton.knobs.nvidia
+def _count(cubin: bytes) -> Mapping[str, int]:
+    # Without following branches, a third less time than `cuobjdump -sass`, which calls it too.
+    counts = Counter(
+        _INSTRUCTION.findall(_said(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin))
+    )
+    return {name: counts[name] for name in FAMILIES}
+
+
+def _said(*command: str, cubin: bytes) -> str:
+    """What a tool says of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        text = _said(tools.cuobjdump.path, "-res-usage", str(path))
-        # Without following branches, a third less time than `cuobjdump -sass`, which calls it too.
-        code = _said(tools.nvdisasm.path, "-ndf", "-c", str(path)) if disassemble else ""
-    usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
-    registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
-    if not disassemble:
-        return registers, stack, spill, ()
-    counts = Counter(_INSTRUCTION.findall(code))
-    return registers, stack, spill, tuple((name, counts[name]) for name in FAMILIES)
-
-
-def _said(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        done = subprocess.run([*command, str(path)], check=True, capture_output=True, text=True)
+    return done.stdout

@@ -122,12 +122,10 @@ def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int =
     steps = _steps(_machine(target), target)
     rows: dict[str, Row] = {}
     with (bar or _no_bar)(len(steps)) as advance:
-        for cases in _shared(target, len(steps), workers) if workers > 1 else _called(steps):
-            for case, records in cases:
-                for record in records:
-                    key = repr(replace(record, seconds=0.0))
-                    reasons = check(record, _expected(record, target))
-                    rows.setdefault(key, Row(case, record, reasons))
+        each = _shared(target, len(steps), workers) if workers > 1 else _called(steps, target)
+        for found in each:
+            for row in found:
+                rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
             advance()
     seen = {row.record.kernel for row in rows.values()}
     missing = (kernel for name, kernel in defined_kernels().items() if name not in seen)
@@ -135,22 +133,30 @@ def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int =
     return Compiled(tuple(rows.values()), tuple(left_out))
 
 
-def _called(steps: list[Callable[[], Cases]]) -> Iterator[Cases]:
+def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[Row]]:
     for step in steps:
-        yield step()
+        yield _judged(step(), target)
 
 
-def _shared(target: str, steps: int, workers: int) -> Iterator[Cases]:
+def _judged(cases: Cases, target: str) -> list[Row]:
+    """What is wrong with each kernel, told where it was compiled: counting takes as long."""
+    return [
+        Row(case, record, check(record, _expected(record, target)))
+        for case, records in cases
+        for record in records
+    ]
+
+
+def _shared(target: str, steps: int, workers: int) -> Iterator[list[Row]]:
     """What the steps yield, in their order; each process takes the next that nobody has."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
-        for found in pool.map(_step, [target] * steps, range(steps)):
-            yield iter(found)
+        yield from pool.map(_step, [target] * steps, range(steps))
 
 
-def _step(target: str, index: int) -> list[tuple[str, list[CompileRecord]]]:
+def _step(target: str, index: int) -> list[Row]:
     """One step of `compile_all`, in a process of its own."""
-    return list(_steps(_machine(target), target)[index]())
+    return _judged(_steps(_machine(target), target)[index](), target)
 
 
 def _why_left_out(kernel: Defined, target: str) -> str:

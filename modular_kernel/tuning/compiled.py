@@ -86,7 +86,7 @@ def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecor
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
     x_TH, weights, routing = meta_inputs(problem)
     out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
-    with record_compiles(target, disassemble=False) as records:
+    with record_compiles(target) as records:
         kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
     return records
 

@@ -21,7 +21,7 @@ GLUON = {"sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel"}
 def _names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches are recorded by name; nothing is compiled, and nothing said of the code."""
 
-    def recording(launch: Any, driver: Any, records: list[CompileRecord], _: bool) -> Any:
+    def recording(launch: Any, driver: Any, records: list[CompileRecord]) -> Any:
         def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
             name, target = self.fn.__name__, driver.name
             records.append(CompileRecord(name, target, {}, {}, 4, 1, 0, 0, 0, 0, {}, 0.0))

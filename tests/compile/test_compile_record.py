@@ -1,5 +1,7 @@
 """Reports of compilations without a GPU: they see what they should, and say so when it is bad."""
 
+import pickle
+
 import pytest
 import torch
 import triton
@@ -158,6 +160,24 @@ def test_nothing_runs_and_cpu_tensors_do():
     assert not c.any()
     assert len(records) == 2  # every launch, also of a kernel known already
     assert records[0].instructions == records[1].instructions
+
+
+def test_instructions_are_counted_when_read_and_by_nothing_else():
+    """In another process too; the report of a kernel keeps the kernels apart, read or not."""
+    with record_compiles() as records:
+        launch(64, 128, device="meta", num_warps=4)
+        launch(64, 64, device="meta", num_warps=4)
+    record, other = records
+    assert check(record) == ()
+    before = repr(record)
+    assert before != repr(other).replace("'BLOCK_N': 64", "'BLOCK_N': 128")
+    moved = pickle.loads(pickle.dumps(record))
+    assert not record.instructions.counted
+    assert not moved.instructions.counted
+    assert check(record, expect="HGMMA") == ()
+    assert record.instructions.counted
+    assert repr(record) == repr(moved) == before
+    assert moved.instructions["HGMMA"] == record.instructions["HGMMA"] > 0
 
 
 @triton.jit
