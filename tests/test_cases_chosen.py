@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 from put_in import Wrong, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases import cases_for
 from modular_kernel.testing.cases_chosen import chosen_cases
-from modular_kernel.types import Machine
+from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 CHOSEN = chosen_cases(*PAIR, this_machine())
@@ -31,6 +32,13 @@ def test_they_are_cases_of_the_full_list(machine: Machine) -> None:
     listed = cases_for(*PAIR, machine).cases
     assert set(CHOSEN) <= set(listed)
     assert len(set(listed)) == len(listed)
+
+
+def test_one_value_of_two_bytes_in_each_tensor_is_proven(machine: Machine) -> None:
+    """A last extent of 1 may have any stride: its bytes are compared all the same."""
+    one = Problem(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1, dtype=torch.bfloat16)
+    proof = prove(Case(*PAIR, one), machine)
+    assert proof.passed, str(proof)
 
 
 # What is wrong, and by what the cases that tell it are known.
@@ -142,6 +150,15 @@ WRONG = (
             "    if x_RK.numel() == 1:\n",
         ),
         ("T1-H1-",),
+    ),
+    (
+        Wrong(
+            "a kept row of one value is taken for none",
+            "modular_kernel/ops/reduce.py",
+            "    if out.numel() == 0 or (weights_TK",
+            "    if out.numel() == 1 or (weights_TK",
+        ),
+        ("tensor-combine=topk_weighted",),
     ),
 )
 

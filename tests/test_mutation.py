@@ -1,5 +1,6 @@
 """Source mutants: what is changed, what kills it, and that nothing is dropped in silence."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -17,9 +18,9 @@ from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
-from modular_kernel.testing.mutation.apart import OFFSETS, apart
+from modular_kernel.testing.mutation.apart import DEVICE, OFFSETS, apart
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
-from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
 from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.serve import texts_of
@@ -132,6 +133,19 @@ def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
         modules_of("NoSuchExperts", load_catalog())
 
 
+def test_what_an_import_executes_is_told_apart_from_what_calls_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first case that needs a module imports it: its constants are not this case's alone."""
+    path = tmp_path / "imported_late.py"
+    path.write_text("def f():\n    return 2\n\n\nTWO = f()\n\n\ndef g():\n    return TWO\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with watched({str(path)}) as (called, loaded):
+        importlib.import_module("imported_late").g()
+    assert loaded[str(path)] - {0} == {1, 2, 5, 8}  # 0: where a module starts
+    assert called[str(path)] == {8, 9}
+
+
 def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
     every = tuple(mutants_in(tmp_path, KERNEL).values())
     first = drawn(every, 9, "1.0")
@@ -145,6 +159,29 @@ def test_offsets_of_32_bits_are_listed_apart(tmp_path: Path) -> None:
     found = mutants_in(tmp_path, KERNEL)
     assert apart(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS
     assert apart(found["clamp", "total = (total)"]) is None
+
+
+ASSEMBLER = """
+import triton
+
+
+def _code(i: int) -> str:
+    low = 4 * i
+    return f"and.b32 $0, $1, {low:#010x}; "
+
+
+@triton.jit
+def kernel(out_ptr):
+    low = 4 * 2
+"""
+
+
+def test_what_writes_assembler_is_listed_apart(tmp_path: Path) -> None:
+    """The interpreter reads none of it."""
+    path = tmp_path / "module.py"
+    path.write_text(ASSEMBLER, encoding="utf-8")
+    found = {mutant.first: apart(mutant) for mutant in mutants_of("module", path)}
+    assert found == {6: DEVICE, 12: None}
 
 
 @pytest.fixture

@@ -92,6 +92,8 @@ def _moved() -> Iterator[Chosen]:
     yield replace(kept, combine=Combine.TOPK_WEIGHTED), "skips", Manner()
     one = replace(_FEW, tokens=1, hidden=1, intermediate=1, quant="fp8_w8a8_channel")
     yield one, "uniform", Manner()
+    kept = replace(one, quant="fp8_w8a8_tensor", combine=Combine.TOPK_WEIGHTED)
+    yield kept, "uniform", Manner()
 
 
 def _long_rows() -> Iterator[Chosen]:

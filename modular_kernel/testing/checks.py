@@ -265,7 +265,8 @@ def inputs_unchanged(trial: Trial) -> Findings:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8)
+    # A copy: any stride is contiguous along an extent of 1, but bytes are seen where it is 1 alone.
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def graph_replay(trial: Trial) -> Findings:

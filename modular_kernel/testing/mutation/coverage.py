@@ -19,6 +19,7 @@ from modular_kernel.testing.mutation.runs import Level, Pair, case_list, digest
 from modular_kernel.testing.mutation.serve import forget
 
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers
+Seen = dict[str, set[int]]
 
 # The slowest case, watched.
 _PATIENCE = 300.0
@@ -36,7 +37,8 @@ class Covered:
 
 @dataclass(frozen=True)
 class Coverage:
-    """All cases of some pairings; `loading` holds the lines executed by import and selection."""
+    """All cases of some pairings; `loading` holds the lines executed by import, whenever that was,
+    and by selection."""
 
     loading: Lines
     cases: tuple[Covered, ...]
@@ -58,62 +60,80 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
 
     def work(tell: Tell) -> None:
         forget(set(modules))
-        with watched(files) as lines:
+        with watched(files) as (lines, loaded):
             cases, machine = case_list(pairs, level)
-        tell({"lines": _sorted(lines)})
+        tell({"lines": _sorted(lines), "loaded": _sorted(loaded)})
         for case in cases:
             start = time.perf_counter()
-            with watched(files) as lines:
+            with watched(files) as (lines, loaded):
                 bits = digest(case, machine)
             seconds = time.perf_counter() - start
-            tell({"digest": bits, "seconds": seconds, "lines": _sorted(lines)})
+            told = {"lines": _sorted(lines), "loaded": _sorted(loaded)}
+            tell({"digest": bits, "seconds": seconds, **told})
 
     child = Child(work, _PATIENCE)
     cases, _ = case_list(pairs, level)
     found = []
-    loading: Lines = {}
+    loading: dict[str, frozenset[int]] = {}
     for number, message in enumerate(child):
         lines = {file: frozenset(numbers) for file, numbers in message["lines"].items()}
         if number:
             case = cases[number - 1]
             found.append(Covered(case, message["seconds"], message["digest"], lines))
         else:
-            loading = lines
+            loading |= lines
+        for file, numbers in message["loaded"].items():
+            loading[file] = loading.get(file, frozenset()).union(numbers)
     ended = child.ended
     why = "" if ended.how == "done" else f"{ended.how}: {ended.detail}"
     return Coverage(loading, tuple(found), why)
 
 
 @contextmanager
-def watched(files: set[str]) -> Iterator[dict[str, set[int]]]:
-    """Filled with every line of `files` that is executed within it, by any thread started there."""
-    seen: dict[str, set[int]] = {}
-    lines_of: dict[CodeType, set[int]] = {}
+def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
+    """Filled with every line of `files` that is executed within it, by any thread started there;
+    and, apart, with those that are while one of `files` is imported.
 
-    def local(frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
-            seen[frame.f_code.co_filename].add(frame.f_lineno)
-        return local
+    A module is imported once, in whatever case needs it first: that says nothing of this case.
+    """
+    called, loaded = Seen(), Seen()
+    lines_of: dict[CodeType, set[int]] = {}
 
     def started(frame: FrameType, _event: str, _: object) -> Any:
         file = frame.f_code.co_filename
         if file not in files:
             return None
-        code, known = frame.f_code, seen.setdefault(file, set())
+        importing = _imports(frame, files)
+        code, known = frame.f_code, (loaded if importing else called).setdefault(file, set())
         if code not in lines_of:
             lines_of[code] = {line for _, _, line in code.co_lines() if line is not None}
         if lines_of[code] <= known:
             return None  # nothing more to see: at full speed
+
+        def local(frame: FrameType, event: str, _: object) -> Any:
+            if event == "line":
+                known.add(frame.f_lineno)
+            return local
+
         known.add(frame.f_lineno)
         return local
 
     threading.settrace(started)
     sys.settrace(started)
     try:
-        yield seen
+        yield called, loaded
     finally:
         sys.settrace(None)
         threading.settrace(None)
+
+
+def _imports(frame: FrameType | None, files: set[str]) -> bool:
+    """Whether a module of `files` is being imported where this frame runs."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename in files:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _sorted(lines: dict[str, set[int]]) -> dict[str, list[int]]:
