@@ -165,6 +165,7 @@ WRONG = (
 
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 SINGLE = "experts/kernels/triton/single_up.py"
+PACKED_DOWN = "experts/kernels/triton/packed_down.py"
 OF_TRITON = (
     (
         Wrong(
@@ -183,6 +184,60 @@ OF_TRITON = (
             "up_zero_ptrs = zero_ptr + scale_row * stride_bzn",
         ),
         "T4-H160-I80-E17-K1-bfloat16-quant=int8_w8a16",
+    ),
+    (
+        Wrong(
+            "rows of x are not weighted before packed weights",
+            "experts/kernels/triton/packed_up.py",
+            "        sums *= row_weight\n",
+            "        sums *= 1.0\n",
+        ),
+        "relu2",
+    ),
+    (
+        Wrong(
+            "every token is the first before packed weights",
+            "experts/kernels/triton/packed_up.py",
+            "    x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm\n",
+            "",
+        ),
+        "relu2",
+    ),
+    (
+        Wrong(
+            "e2m1 values are half as large in float16",
+            "experts/kernels/triton/nibbles.py",
+            "if dtype == tl.bfloat16 else 2.0**-16",
+            "if dtype == tl.bfloat16 else 2.0**-17",
+        ),
+        "T1-H160-I32",
+    ),
+    (
+        Wrong(
+            "a warp for each pair forgets its router weight",
+            PACKED_DOWN,
+            "if HAS_ROW_WEIGHTS and TEAM > 0:",
+            "if HAS_ROW_WEIGHTS and TEAM > 1:",
+        ),
+        "T1-H160-I32",
+    ),
+    (
+        Wrong(
+            "biases are left out where pairs do not share warps evenly",
+            PACKED_DOWN,
+            "if HAS_BIAS and TEAM > 0:",
+            "if HAS_BIAS:",
+        ),
+        "T1-H64-I160",
+    ),
+    (
+        Wrong(
+            "the sign of repacked values is lost in float16",
+            "experts/kernels/triton/nibbles.py",
+            "return ((pair & 0x01C001C0) << 3) | (pair & 0x80008000)",
+            "return (pair & 0x01C001C0) << 3",
+        ),
+        "T1-H64-I160",
     ),
 )
 

@@ -83,7 +83,18 @@ def _packed() -> Iterator[Chosen]:
     interleaved = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0,interleaved=true")
     yield replace(zeros, tokens=9, activation=interleaved), "skips", Manner()
     yield replace(zeros, tokens=1), "uniform", Manner()
-    yield replace(packed, tokens=9, quant="int4_w4a16_group:group=64"), "uniform", Manner()
+    integers = replace(packed, quant="int4_w4a16_group:group=64")
+    yield replace(integers, tokens=9), "uniform", Manner()
+    # One token or two: ungated and weighted first; a warp for each of eight experts, a ragged
+    # depth, e2m1 in float16; eight warps that three experts do not share evenly, repacked words.
+    on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
+    ungated = replace(on_input, hidden=192, activation=ActivationSpec.parse("relu2"))
+    yield ungated.with_tokens(2), "uniform", Manner()
+    one = replace(packed, tokens=1, hidden=160, intermediate=32, dtype=_FP16)
+    eight = replace(one, experts=17, top_k=8, activation=interleaved)
+    yield replace(eight, quant="mxfp4_w4a16"), "skips", Manner()
+    three = replace(one, hidden=64, intermediate=160, experts=7, top_k=3)
+    yield replace(three, quant="mxfp4_w4a16:repacked=true"), "uniform", Manner()
 
 
 def _moved() -> Iterator[Chosen]:
