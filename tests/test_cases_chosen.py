@@ -187,6 +187,15 @@ OF_TRITON = (
     ),
     (
         Wrong(
+            "scales and zero points behind the last row are read",
+            "experts/kernels/triton/single_down.py",
+            "scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]",
+            "scale_mask = live[:, None, None] & (scale_row <= hidden)[None, :, None]",
+        ),
+        "T1-H51-I47",
+    ),
+    (
+        Wrong(
             "rows of x are not weighted before packed weights",
             "experts/kernels/triton/packed_up.py",
             "        sums *= row_weight\n",

@@ -67,13 +67,15 @@ def _least_scales() -> Iterator[Chosen]:
 
 def _few_tokens() -> Iterator[Chosen]:
     """Few tokens of many experts, which some parts take one by one: up's first row is inside a
-    block of scales, its zero points are its own."""
+    block of scales, its zero points are its own. Behind an only expert's last rows is nothing."""
     few = replace(_FEW, tokens=1, hidden=160, intermediate=80, experts=17)
     blocks = replace(few, quant="fp8_w8a8_block:block=48x64")
     yield replace(blocks, top_k=3), "uniform", Manner()
     yield blocks.with_tokens(4), "zipf", Manner()
     zeros = replace(few, quant="int8_w8a16_group:group=32,zero_points=true", bias=True)
     yield zeros.with_tokens(4), "skips", Manner()
+    ragged = replace(zeros, hidden=51, intermediate=47, experts=1, bias=False)
+    yield ragged, "uniform", Manner()
 
 
 def _packed() -> Iterator[Chosen]:
