@@ -196,6 +196,15 @@ OF_TRITON = (
     ),
     (
         Wrong(
+            "kept rows of skipped pairs are not zeroed behind packed weights",
+            "experts/triton_aligned.py",
+            "write_zeros=not self._sums,",
+            "write_zeros=False,",
+        ),
+        "T9-H128-I64-E5-K2-bfloat16-quant=int4_w4a16_group:group=64-bias-combine",
+    ),
+    (
+        Wrong(
             "rows of x are not weighted before packed weights",
             "experts/kernels/triton/packed_up.py",
             "        sums *= row_weight\n",

@@ -87,6 +87,8 @@ def _packed() -> Iterator[Chosen]:
     yield replace(zeros, tokens=1), "uniform", Manner()
     integers = replace(packed, quant="int4_w4a16_group:group=64")
     yield replace(integers, tokens=9), "uniform", Manner()
+    kept = replace(integers, tokens=9, combine=Combine.TOPK_UNWEIGHTED)
+    yield kept, "skips", Manner()
     # One token or two: ungated and weighted first; a warp for each of eight experts, a ragged
     # depth, e2m1 in float16; eight warps that three experts do not share evenly, repacked words.
     on_input = replace(integers, top_k=1, apply_router_weight_on_input=True)
