@@ -18,7 +18,7 @@ from modular_kernel.types import Problem
 _LEAST_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
-    "mxfp4_w4a16": 56,
+    "mxfp4_w4a16": 72,
     "mxfp4_w4a16:repacked": 72,
     "int8_w8a16_group": 64,
     "int8_w8a16_channel": 128,

@@ -1,6 +1,6 @@
 """Launches of the aligned path for few rows an expert and 4-bit weights.
 
-Their kernel takes the place of the tiles' launches where a tile has the least block_m; it chooses
+Their kernel takes the place of the tiles' launches where a tile has few rows (`_MOST`); it chooses
 for itself, because registers bound it, not shared memory.
 """
 
@@ -13,10 +13,13 @@ from experts.tile_shapes import ALIGNED, TilePair
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import Problem
 
-FEW = 16  # block_m of the tiles that this kernel takes the place of
+FEW = 16  # rows of a block of this kernel, where it has not LEAST_M
 LEAST_M = 8  # the narrow side of a tensor core's product
 _ROWS = 6  # mean rows of an expert up to which few have more than LEAST_M
-MOST_ROWS = 12  # and more than FEW: weights are unpacked once more for each further block
+# The most block_m of tiles that this kernel takes the place of, and the mean rows of an expert up
+# to which it does: with more, weights are unpacked too often, once for each block of FEW rows.
+# Tiles of mxfp4 of 32 rows are slower with any number (H200, 2026-11-24, triton 3.6.0, 1 to 1024).
+_MOST: dict[str, tuple[int, float]] = {"uint4": (16, 12), "float4_e2m1": (32, math.inf)}
 _MOST_REGISTERS = 128  # by `_registers`: more, and the compiler spills some
 DEPTH = 128  # of the products of one warp in one step
 _LEAST_DEPTH = 32  # four lanes of one word each
@@ -26,12 +29,14 @@ _LEAST_DEPTH = 32  # four lanes of one word each
 class Shape:
     """One launch: columns of a block (a gated product has as many up columns), warps that share
     the depth, and steps in flight; the most registers of a thread, 0 as many as the compiler
-    wants: it may spill a few to have one more program on a multiprocessor."""
+    wants: it may spill a few to have one more program on a multiprocessor; the depth of a warp's
+    step."""
 
     block_n: int
     num_warps: int
     num_stages: int
     registers: int = 0
+    depth: int = DEPTH
 
     def __str__(self) -> str:
         return f"block_n={self.block_n} warps={self.num_warps} stages={self.num_stages}"
@@ -87,19 +92,25 @@ _SHAPES: dict[tuple[str, bool], tuple[_Rows, _Rows]] = {
         ),
     ),
 }
-# Twice the rows take registers for twice the sums.
+# Twice the rows take registers for twice the sums. Those of mxfp4: the fastest of 12 in blocks of
+# 16, 32 and 64 rows on Mixtral, Qwen3-30B and gpt-oss-20b (H200, 2026-11-24, triton 3.6.0).
 _WIDE = {
     ("uint4", True): Shape(32, 2, 4),
     ("uint4", False): Shape(64, 2, 3, 200),
-    ("float4_e2m1", True): Shape(16, 2, 4),
-    ("float4_e2m1", False): Shape(32, 2, 4),
+    ("float4_e2m1", True): Shape(32, 2, 3, depth=64),
+    ("float4_e2m1", False): Shape(64, 2, 3, depth=64),
 }
 
 
 def serves(problem: Problem) -> bool:
-    """Whether the kernel can compute `problem`: 16-bit rows, depths that words of eight fill, and
-    nothing against launches that depend on the number of tokens."""
-    if not problem.scheme.packed or problem.dtype is torch.float32 or problem.batch_invariant:
+    """Whether the kernel can compute `problem`: 16-bit rows, and depths that words of eight fill.
+
+    Where launches may not depend on the number of tokens, it is of use for any number of rows, or
+    for none.
+    """
+    if not problem.scheme.packed or problem.dtype is torch.float32:
+        return False
+    if problem.batch_invariant and _MOST[problem.scheme.weight][1] < math.inf:
         return False
     return all(
         k % _LEAST_DEPTH == 0 and product_depth(problem.scheme, k) >= _LEAST_DEPTH
@@ -109,7 +120,8 @@ def serves(problem: Problem) -> bool:
 
 def block_m(problem: Problem, pairs: int) -> int:
     """Rows of a block in a call of so many pairs: 8, or 16 where many experts have more."""
-    return LEAST_M if pairs <= _ROWS * problem.experts else FEW
+    few_rows = pairs <= _ROWS * problem.experts and not problem.batch_invariant
+    return LEAST_M if few_rows else FEW
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,8 @@ def launched(problem: Problem, tokens: int, pair: TilePair) -> tuple[Shape, Shap
 
 def few(problem: Problem, pairs: int, tiles: TilePair) -> bool:
     """Whether tiles and rows of a call are few."""
-    return tiles.gemm1.block_m == FEW and pairs <= MOST_ROWS * problem.experts
+    block_m, rows = _MOST[problem.scheme.weight]
+    return tiles.gemm1.block_m <= block_m and pairs <= rows * problem.experts
 
 
 def shape(product: FewRows, spread: Spread) -> Shape:
@@ -183,13 +196,14 @@ def _registers(found: Shape, product: FewRows, block_m: int) -> int:
     """What a thread holds at once: words, sums, and a step's products of each group, beside what
     several groups' zero points take from them."""
     rows = found.block_n * (2 if product.gated else 1)
-    groups = DEPTH // product_depth(product.scheme, product.depth)
+    groups = found.depth // product_depth(product.scheme, product.depth, found.depth)
     per_group = 3 if product.zeros and groups > 1 else 1
-    return rows // 2 + rows * block_m // 32 * (1 + groups * per_group)
+    return rows * found.depth // 256 + rows * block_m // 32 * (1 + groups * per_group)
 
 
-def product_depth(scheme: QuantScheme, k: int) -> int:
-    """The depth of one product: within a group, if that is not all of the depth k."""
+def product_depth(scheme: QuantScheme, k: int, most: int = DEPTH) -> int:
+    """The depth of one product, at most `most`: within a group, if that is not all of the depth
+    k."""
     (group,) = scheme.group
     group = 0 if group >= k else group
-    return math.gcd(group, DEPTH)
+    return math.gcd(group, most)

@@ -25,7 +25,8 @@ _MOST_TOKENS = 8  # of a call without a tuned file: those of 16 were slower, if 
 
 def serves(problem: Problem) -> bool:
     """Whether the kernels of this path can compute `problem`."""
-    return tile_few_rows.serves(problem) and problem.top_k <= _MOST_PAIRS
+    served = tile_few_rows.serves(problem) and not problem.batch_invariant
+    return served and problem.top_k <= _MOST_PAIRS
 
 
 def chunks(tile: Tile, group: int) -> int:

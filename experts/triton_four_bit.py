@@ -5,7 +5,6 @@ from operator import attrgetter
 import torch
 
 from experts.tile_few_rows import (
-    DEPTH,
     FEW,
     LEAST_M,
     FewRows,
@@ -96,17 +95,17 @@ def multiply(
 
 def _arguments(product: Product, found: Shape) -> dict[str, object]:
     """Kernel arguments that do not depend on how rows are found."""
-    depth = product_depth(product.scheme, product.depth)
+    depth = product_depth(product.scheme, product.depth, found.depth)
     return {
         **packed_arguments(product),
         "columns": product.columns,
         "depth": product.depth,
         "UP_ROW": product.up_row,
         "ROW_STEP": product.step,
-        "EVEN_K": product.depth % (found.num_warps * DEPTH) == 0,
+        "EVEN_K": product.depth % (found.num_warps * found.depth) == 0,
         "DEPTH": depth,
         "PARTS": found.num_warps,
-        "GROUPS": DEPTH // depth,
+        "GROUPS": found.depth // depth,
         "BLOCK_N": found.block_n,
         "EVEN_N": product.columns % found.block_n == 0,
         "num_warps": found.num_warps,

@@ -127,13 +127,24 @@ class Workspace:
         self.poison()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The first elements of buffer `name` as a contiguous tensor of `shape`."""
+        """The first elements of buffer `name` as a contiguous tensor of `shape`.
+
+        ConfigurationError if there is no such buffer, or not as many elements: the call would
+        launch something else than what it was planned for.
+        """
         numel = math.prod(shape)
-        buffer = self._buffers[name]
-        assert numel <= buffer.numel(), f"{name}: {shape} exceeds declared {self._specs[name]}"
+        buffer = self._buffers.get(name)
+        if buffer is None or numel > buffer.numel():
+            raise self._unplanned(name, shape)
         if self._shared is not None:
             self._shared.take(name)
         return buffer[:numel].view(shape)
+
+    def _unplanned(self, name: str, shape: tuple[int, ...]) -> ConfigurationError:
+        declared = self._specs.get(name)
+        got = f"{shape} of {name}, declared as {declared.shape if declared else 'nothing'}"
+        need = "kernels and plans made where they are called: with the same override of tiles"
+        return ConfigurationError("workspace", got=got, need=need)
 
     def poison(self) -> None:
         """Fill every buffer with NaN or an integer, and every red zone with its pattern.

@@ -79,6 +79,7 @@ _CASES: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu proves it, with its own products")
 @pytest.mark.parametrize(
     ("changes", "routing", "at_once"),
     [(*case, 3) for case in _CASES] + [(*case, 64) for case in _CASES[:2]],

@@ -52,6 +52,8 @@ _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"tokens": 7, "quant": _REPACKED, "dtype": torch.float16, "activation": _OAI,
       "bias": True}, "skips", 8),
     ({"tokens": 21, "quant": _REPACKED, "hidden": 256, "activation": _OAI}, "all_to_one", 16),
+    ({"tokens": 60, "quant": "mxfp4_w4a16", "top_k": 1, "hidden": 64}, "zipf", 16),
+    ({"tokens": 4, "quant": "mxfp4_w4a16", "batch_invariant": True}, "uniform", 16),
 )  # fmt: skip
 
 
@@ -87,7 +89,9 @@ def _noting(blocks: set[int]) -> Callable[..., None]:
 def test_who_is_served() -> None:
     assert tile_few_rows.serves(_BASE)
     assert tile_few_rows.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
+    assert tile_few_rows.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
     for changes in (
+        {"batch_invariant": True},
         {"quant": "none"},
         {"quant": "int8_w8a16_group:group=32"},
         {"dtype": torch.float32},
@@ -145,3 +149,30 @@ def test_explain_says_what_is_launched() -> None:
     assert tile_few_rows.launched(problem, 70, choose_tiles(problem, 70)) is None
     assert "not launched" not in TritonExperts.tunable(problem).explain(70)
     assert "not launched" not in BatchedTritonExperts.tunable(problem).explain(7)
+
+
+def test_how_many_rows_it_takes() -> None:
+    """Of integers a few; of mxfp4 any, where tiles have at most 32 rows."""
+    mixtral = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
+    mxfp4 = replace(mixtral, quant="mxfp4_w4a16")
+    low, high = (
+        next(pair for pair in regimes(mxfp4, Device(), (ALIGNED,)).pairs if pair.gemm1.block_m == m)
+        for m in (32, 128)
+    )
+    sixteen = regimes(mixtral, Device(), (ALIGNED,)).choose(40)
+    assert sixteen.gemm1.block_m == 16
+    assert tile_few_rows.few(mixtral, 12 * 8, sixteen)
+    assert not tile_few_rows.few(mixtral, 12 * 8 + 1, sixteen)
+    assert tile_few_rows.few(mxfp4, 1 << 20, low)
+    assert not tile_few_rows.few(mxfp4, 1, high)
+
+
+def test_blocks_do_not_depend_on_tokens_where_nothing_may() -> None:
+    layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
+    rows = tile_few_rows.FewRows.both(layer)
+    found = {
+        tuple(tile_few_rows.shape(one, tile_few_rows.Spread.of(layer, pairs)) for one in rows)
+        for pairs in (1, 4, 64, 4096)
+    }
+    assert len(found) == 1
+    assert {tile_few_rows.block_m(layer, pairs) for pairs in (1, 4096)} == {16}

@@ -24,7 +24,7 @@ from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference import oracle, recipe
-from modular_kernel.types import Problem
+from modular_kernel.types import Machine, Problem
 
 
 @pytest.fixture
@@ -123,3 +123,14 @@ def test_numbers_do_not_depend_on_an_override(pair: TilePair) -> None:
         )
         out = kernel(*inputs)
     assert float((out - exact).norm()) <= 1.25 * float((fair - exact).norm())
+
+
+def test_a_plan_called_under_another_override_than_it_was_made_in(machine: Machine) -> None:
+    """Its buffers are for smaller blocks: said before anything is launched."""
+    problem = Problem(4, 64, 48, experts=3, top_k=2)
+    inputs = random_inputs(problem, torch.device(machine.device))
+    with override_config(ONE):
+        plan = make_kernel("MoEPrepareAndFinalizeNoEP", "TritonExperts", problem).plan()
+        plan(*inputs)
+    with override_config(TWO), pytest.raises(ConfigurationError, match="same override of tiles"):
+        plan(*inputs)

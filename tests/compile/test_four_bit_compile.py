@@ -79,6 +79,7 @@ def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
         {"quant": f"int4_w4a16_group:{ZEROS}", "tokens": 48},
         {"quant": "mxfp4_w4a16", "tokens": 48},
         {"quant": REPACKED, "tokens": 48},
+        {"quant": "mxfp4_w4a16", "tokens": 16, "batch_invariant": True},
         {"quant": f"int4_w4a16_group:group=32,{ZEROS}", "tokens": 16},
         {"quant": f"int4_w4a16_group:group=32,{ZEROS}", "tokens": 48},
         {"quant": "int4_w4a16_group:group=64", "tokens": 16, "dtype": torch.float16},
