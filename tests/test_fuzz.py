@@ -14,9 +14,9 @@ from experts import tile_files
 from experts.tile_shapes import Tile
 from modular_kernel import types, validate
 from modular_kernel.choose import choosing, stored
-from modular_kernel.cli import model_files
 from modular_kernel.errors import InputError
 from modular_kernel.importers import groups
+from modular_kernel.models import config_file
 from modular_kernel.ops import mlp
 from modular_kernel.testing.fuzz import calls, composed, draw, facts, files, outside, runs
 from modular_kernel.testing.fuzz.__main__ import main, summary
@@ -88,7 +88,7 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (facts.problem_fields, types, "check_fields", _nothing, (RAW, ACCEPTED)),
     (files.stored_files, tile_files, "_launch", lambda *_: Tile(0, 1, 1, 1, 1, 1), (WRONG,)),
     (files.stored_files, stored, "_text", lambda *_: True, (RAW, WRONG)),
-    (files.stored_files, model_files, "_of_layers", lambda _, config: config, (RAW,)),
+    (files.stored_files, config_file, "_of_layers", lambda _, config: config, (RAW,)),
     (composed.composed_call, choosing, "expect", _nothing, (RAW, ACCEPTED)),
 )
 

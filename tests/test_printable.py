@@ -55,7 +55,12 @@ CONFIG = {
         {"torch_dtype": HOSTILE},
         {"quantization_config": {"quant_method": HOSTILE}},
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": HOSTILE}},
-        {"routed_scaling_factor": HOSTILE},
+        {
+            "model_type": "deepseek_v3",
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 64,
+            "routed_scaling_factor": HOSTILE,
+        },
         {"model_type": "gpt_oss", "swiglu_limit": HOSTILE},
     ],
     ids=str,

@@ -14,8 +14,9 @@ from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.presets import BASELINE_SHAPES, MODELS, SHAPES
+from modular_kernel.cli.presets import BASELINE_SHAPES, MODELS, SHAPES, facts, shown
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.config_file import is_file
 
 if TYPE_CHECKING:
     from modular_kernel.bench.cases import Cell
@@ -159,8 +160,8 @@ class _Cells:
             return [""]
         names: list[str] = []
         for name in self.options.model.split(","):
-            if name not in (*SHAPES, *MODELS, BASELINE):
-                need = f"one of {', '.join([BASELINE, *SHAPES, *MODELS])}"
+            if name not in (*SHAPES, *MODELS, BASELINE) and not is_file(name):
+                need = f"one of {', '.join([BASELINE, *SHAPES, *MODELS])}, or a config.json"
                 raise ConfigurationError("model", got=repr(name), need=need)
             names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))
@@ -176,19 +177,15 @@ class _Cells:
         return token_numbers(text)
 
     def quants(self) -> list[str]:
-        return schemes(self.options.quant)
+        """The schemes asked for; else those of the files, and none for what is no file."""
+        if self.options.quant is not None:
+            return schemes(self.options.quant)
+        found = [facts(name).get("quant", "none") if name else "none" for name in self.names()]
+        return list(dict.fromkeys(str(quant) for quant in found))
 
     def problem(self, name: str) -> "Problem":
         """The unquantised problem of a model or of the sizes given."""
-        options = replace(self.options, quant=None, model=None)
-        if name in MODELS:
-            return replace(options, model=name).problem()
-        sizes: dict[str, Any] = {
-            key: value
-            for key, value in SHAPES.get(name, {}).items()
-            if getattr(options, key) is None
-        }
-        return replace(options, **sizes).problem()
+        return replace(self.options, quant="none", model=name or None).problem()
 
     def cells(self) -> "Iterator[Cell]":
         from modular_kernel.bench.cases import Cell
@@ -198,7 +195,7 @@ class _Cells:
         for name in self.names():
             problem = self.problem(name)
             sizes = problem.experts, problem.top_k, problem.hidden, problem.intermediate
-            shape = name or "E{}-K{}-H{}-I{}".format(*sizes)
+            shape = shown(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
             for kind in dict.fromkeys(kinds):
                 for tokens in self.tokens(name):
                     yield Cell(shape, problem.with_tokens(tokens), kind)

@@ -14,12 +14,12 @@ def token_numbers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(int, words)))
 
 
-def schemes(text: str | None) -> list[str]:
-    """`--quant`: schemes, each once; `name:option=value` may have commas of its own."""
+def schemes(text: str) -> list[str]:
+    """Split `--quant` into schemes, each once; `name:option=value` may have commas of its own."""
     from modular_kernel.schemes import QuantScheme
 
     texts: list[str] = []
-    for word in (text or "none").split(","):
+    for word in text.split(","):
         more = "=" in word and ":" not in word and texts
         texts[-1:] = [f"{texts[-1]},{word}"] if more else [*texts[-1:], word]
     return list(dict.fromkeys(str(QuantScheme.parse(one)) for one in texts))

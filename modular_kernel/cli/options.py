@@ -66,8 +66,12 @@ class ProblemOptions:
     bias: Annotated[bool | None, _option("Both products have a bias.", "--bias/--no-bias")] = None
     expert_map: Annotated[bool, _option("Global ids are mapped to rows.", "--expert-map")] = False
     router_weight_on_input: Annotated[
-        bool, _option("Weight the input, not the output.", "--router-weight-on-input")
-    ] = False
+        bool | None,
+        _option(
+            "Weight the input, or the output.  [default: the output, or the model's]",
+            "--router-weight-on-input/--router-weight-on-output",
+        ),
+    ] = None
     routed_scaling_factor: Annotated[float | None, _option("Factor on the output.")] = None
     combine: Annotated[str | None, _option("sum, topk_weighted or topk_unweighted.")] = None
     inplace: Annotated[bool, _option("The result overwrites the input.", "--inplace")] = False
@@ -89,7 +93,8 @@ class ProblemOptions:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         values |= {name: value for name, value in given.items() if value is not None}
         values.pop("model", None)
-        values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
+        if "router_weight_on_input" in values:
+            values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
         world_size = values.pop("world_size", 1)
         placement = _placement(values.pop("placement", "linear"), values["experts"], world_size)
         values["parallel"] = Parallel(world_size, placement)

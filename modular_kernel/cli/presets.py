@@ -1,7 +1,10 @@
 """Layer sizes of published models, for `--model NAME`."""
 
-from modular_kernel.cli.model_files import facts_of_file, is_file
+from pathlib import Path
+
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.config_file import facts_of_file, is_file
+from modular_kernel.printable import printable
 
 # experts, top_k, hidden and intermediate as in the models' own configuration files.
 MODELS: dict[str, dict[str, object]] = {
@@ -49,11 +52,25 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
+def shown(model: str) -> str:
+    """Name a layer in a table: a file by its folder, or by itself where it has another name."""
+    if not is_file(model):
+        return model
+    path = Path(model).absolute()
+    if path.name == "config.json":
+        path = path.parent
+    return printable(path.name.removesuffix(".json"))
+
+
 def facts(model: str) -> dict[str, object]:
-    """The problem fields that `model`, a name or a config.json, settles; ConfigurationError if it
-    is not known."""
+    """Look up the problem fields that `model`, a name or a config.json, settles.
+
+    ConfigurationError if it is not known.
+    """
     if is_file(model):
         return facts_of_file(model)
+    if model in SHAPES:
+        return {**SHAPES[model], "activation": "silu", "bias": False}
     if model not in MODELS:
         need = f"one of {', '.join(MODELS)}, or the path of a config.json"
         raise ConfigurationError("model", got=repr(model[:200]), need=need)

@@ -13,7 +13,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.presets import SHAPES
+from modular_kernel.cli.presets import SHAPES, shown
 from modular_kernel.cli.tune_output import Bar, Layer, Recorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.foreign import reason
@@ -93,7 +93,8 @@ def tune(
     SwiGLU layer (`all` is all of them): mixtral, dsv3_ep8, qwen3_30b, gptoss, dsv3_256,
     mixtral_tp2, mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2, qwen3_235b,
     qwen3_235b_tp8, dsv3_tp8, deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout, kimi_k2_ep8,
-    phi_3_5_moe. --quant takes several schemes; of several layers, those refused are left out.
+    phi_3_5_moe. A config.json counts as a name. --quant takes several schemes; without it a layer
+    has its file's, or none. Of several layers, those refused are left out.
 
     Every choice is checked against a float64 oracle before it is timed. Results are saved after
     each number of tokens; the same command continues.
@@ -135,14 +136,11 @@ def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
         words = options.model.split(",")
         names = [n for word in words for n in (SHAPES if word == ALL else (word,))]
     found = []
-    for quant in schemes(options.quant):
+    # Without --quant each layer has the scheme of its file, or none.
+    for quant in [None] if options.quant is None else schemes(options.quant):
         for name in dict.fromkeys(names):
-            changes: dict[str, object] = {"quant": quant, "model": name}
-            if name in SHAPES:
-                sizes = SHAPES[name]
-                changes |= {k: v for k, v in sizes.items() if getattr(options, k) is None}
-                changes["model"] = None
-            found.append((name or "", replace(options, **changes).problem()))  # type: ignore[arg-type]
+            problem = replace(options, quant=quant, model=name).problem()
+            found.append((shown(name) if name else "", problem))
     return found
 
 

@@ -170,7 +170,7 @@ def _model(text: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_bytes(text.encode("utf-8", "surrogatepass"))
-        return named("modular_kernel.cli.model_files:facts_of_file")(str(path))
+        return named("modular_kernel.models.config_file:facts_of_file")(str(path))
 
 
 def _model_fault(facts: dict[str, Any]) -> str:

@@ -1,0 +1,244 @@
+"""The scheme that a config.json's quantization_config means for the experts' weights.
+
+Every value that decides the scheme must be stated and known; a method, an algorithm or a layout
+that no scheme of this toolkit is, is a ConfigurationError, and so are experts left unquantised.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from modular_kernel.errors import ConfigurationError
+
+_MOST = 1 << 20
+_METHODS = ("fp8", "mxfp4", "gptq", "awq", "compressed-tensors", "modelopt")
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+# Modules that hold experts' weights in one family or another, of a layer far beyond any model.
+_BLOCKS = ("mlp", "block_sparse_moe", "feed_forward", "mixer", "moe", "ffn")
+_LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_FUSED = ("gate_up_proj", "down_proj")
+_PREFIX = "model.layers.77777"
+# Patterns in files are compared only if they are of these pieces: no pattern takes long then.
+_PIECE = r"[\w\-/: ]|\\[.\-_]|\.\*|\.|\$|\^|\\d\+|\[0-9\]\+|\((?:\?:)?[\w\-]+(?:\|[\w\-]+)*\)"
+_PATTERN, _MOST_STARS = re.compile(f"(?:{_PIECE})*", re.ASCII), 4
+
+Given = dict[str, Any]
+
+
+def scheme_of(path: str, config: Given) -> str | None:
+    """Name the scheme of `config`, an object of a config.json; None for an unquantised model.
+
+    path: of the file, for messages. ConfigurationError if no scheme of this toolkit is meant.
+    """
+    given = config.get("quantization_config", config.get("compression_config"))
+    if given is None:
+        if config.get("expert_dtype") is not None:
+            raise _bad(path, f"expert_dtype = {_short(config['expert_dtype'])}", "no such key")
+        return None
+    if not isinstance(given, dict):
+        raise _bad(path, _short(given), "an object")
+    method = given.get("quant_method")
+    if method not in (*_METHODS, "modelopt_fp4"):
+        need = f"one of {', '.join(_METHODS)}; for others give sizes and --quant by hand"
+        raise _bad(path, f"quant_method = {_short(method)}", need)
+    _check_left_out(path, given)
+    read = {
+        "fp8": _fp8,
+        "mxfp4": lambda *_: "mxfp4_w4a16",
+        "gptq": _gptq,
+        "awq": _awq,
+        "compressed-tensors": _compressed,
+        "modelopt": _modelopt,
+        "modelopt_fp4": _modelopt,
+    }[method]
+    return read(path, {"expert_dtype": config.get("expert_dtype")} | given)
+
+
+def _fp8(path: str, given: Given) -> str:
+    """Block or tensor scales; activations are scaled per call, or by stored scales of a tensor."""
+    _one_of(path, given, "fmt", ("e4m3", None))
+    _one_of(path, given, "expert_dtype", ("fp8", None))
+    _one_of(path, given, "scale_fmt", ("ue8m0", "float", None))
+    how = _one_of(path, given, "activation_scheme", ("dynamic", "static", None))
+    block = given.get("weight_block_size")
+    if block is None:
+        _one_of(path, given, "activation_scheme", ("dynamic", "static"))
+        return "fp8_w8a8_tensor:static=true" if how == "static" else "fp8_w8a8_tensor"
+    if how == "static":
+        raise _bad(path, "activation_scheme = 'static' and blocks", "dynamic, or no blocks")
+    return _blocks(path, "weight_block_size", block)
+
+
+def _blocks(path: str, name: str, block: Any) -> str:
+    whole = isinstance(block, list) and len(block) == 2
+    if not whole or not all(type(n) is int and 1 <= n <= _MOST for n in block):
+        raise _bad(path, f"{name} = {_short(block)}", "two whole numbers")
+    return f"fp8_w8a8_block:block={block[0]}x{block[1]}"
+
+
+def _gptq(path: str, given: Given) -> str:
+    _one_of(path, given, "checkpoint_format", ("gptq", "gptq_v2", None))
+    symmetric = _one_of(path, given, "sym", (True, False))
+    return _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+
+
+def _awq(path: str, given: Given) -> str:
+    points = _one_of(path, given, "zero_point", (True, False))
+    bits, group = ("bits", "w_bit"), ("group_size", "q_group_size")
+    return _integers(path, given, bits, group, zero_points=points is True)
+
+
+def _integers(
+    path: str, given: Given, bits: Sequence[str], group: Sequence[str], *, zero_points: bool
+) -> str:
+    wide = next((given[name] for name in bits if name in given), None)
+    columns = next((given[name] for name in group if name in given), None)
+    if type(wide) is not int or wide not in (4, 8):
+        raise _bad(path, f"{bits[0]} = {_short(wide)}", "4 or 8")
+    return _grouped(path, wide, columns, zero_points=zero_points)
+
+
+def _grouped(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
+    if type(group) is not int or not 1 <= group <= _MOST or group % 2:
+        raise _bad(path, f"group_size = {_short(group)}", "an even number of columns")
+    points = ",zero_points=true" if zero_points else ""
+    return f"int{bits}_w{bits}a16_group:group={group}{points}"
+
+
+def _modelopt(path: str, given: Given) -> str:
+    schemes = {
+        "FP8": "fp8_w8a8_tensor:static=true",
+        "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
+        "NVFP4": "nvfp4_w4a4",
+    }
+    algorithm = str(_one_of(path, given, "quant_algo", tuple(schemes)))
+    if algorithm == "NVFP4" and given.get("group_size") is not None:
+        _one_of(path, given, "group_size", (16,))
+    return schemes[algorithm]
+
+
+def _compressed(path: str, given: Given) -> str:
+    """The one group of config_groups that holds the experts."""
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
+        raise _bad(path, f"config_groups = {_short(groups)}", "an object of objects")
+    mine = [one for one in groups.values() if _targets_experts(path, one.get("targets"))]
+    if len(mine) != 1:
+        raise _bad(path, f"config_groups: {len(mine)} with the experts", "one of them")
+    weights, inputs = mine[0].get("weights"), mine[0].get("input_activations")
+    if not isinstance(weights, dict) or not isinstance(inputs, dict | None):
+        raise _bad(path, f"config_groups: {_short(mine[0])}", "weights and input_activations")
+    known = _float_scheme if weights.get("type") == "float" else _int_scheme
+    found = known(path, weights, inputs)
+    if found is None:
+        need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
+        raise _bad(path, f"weights {_short(weights)}, input_activations {_short(inputs)}", need)
+    return found
+
+
+def _is(given: Given | None, **wanted: object) -> bool:
+    return given is not None and all(
+        given.get(key) == value and type(given.get(key)) is type(value)
+        for key, value in wanted.items()
+    )
+
+
+def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None:
+    if _is(weights, num_bits=4) and weights.get("strategy") in ("group", "tensor_group"):
+        if _is(weights, group_size=32) and inputs is None:
+            return "mxfp4_w4a16"
+        both = _is(weights, group_size=16) and _is(inputs, num_bits=4, type="float", group_size=16)
+        return "nvfp4_w4a4" if both else None
+    if not _is(weights, num_bits=8) or not _is(inputs, num_bits=8, type="float"):
+        return None
+    strategy = (weights.get("strategy"), (inputs or {}).get("strategy"))
+    dynamic = (inputs or {}).get("dynamic")
+    if strategy == ("tensor", "tensor") and isinstance(dynamic, bool):
+        return "fp8_w8a8_tensor" if dynamic else "fp8_w8a8_tensor:static=true"
+    if strategy == ("channel", "token") and dynamic is True:
+        return "fp8_w8a8_channel"
+    if strategy == ("block", "group") and dynamic is True:
+        block = weights.get("block_structure")
+        scheme = _blocks(path, "block_structure", block)
+        return scheme if _is(inputs, group_size=block[1]) else None  # type: ignore[index]
+    return None
+
+
+def _int_scheme(path: str, weights: Given, inputs: Given | None) -> str | None:
+    bits, strategy = weights.get("num_bits"), weights.get("strategy")
+    symmetric = weights.get("symmetric")
+    if weights.get("type") != "int" or type(bits) is not int or not isinstance(symmetric, bool):
+        return None
+    if inputs is None and strategy == "group" and bits in (4, 8):
+        return _grouped(path, bits, weights.get("group_size"), zero_points=not symmetric)
+    if bits != 8 or strategy != "channel" or not symmetric:
+        return None
+    if inputs is None:
+        return "int8_w8a16_channel"
+    token = _is(inputs, num_bits=8, type="int", strategy="token", dynamic=True, symmetric=True)
+    return "int8_w8a8_channel" if token else None
+
+
+def _targets_experts(path: str, targets: Any) -> bool:
+    if not isinstance(targets, list):
+        raise _bad(path, f"targets = {_short(targets)}", "a list")
+    return any(one == "Linear" or _names_experts(path, one) for one in targets)
+
+
+def _check_left_out(path: str, given: Given) -> None:
+    for key in _LEFT_OUT:
+        names = given.get(key)
+        if not isinstance(names, list | None):
+            raise _bad(path, f"{key} = {_short(names)}", "a list")
+        for name in names or []:
+            if _names_experts(path, name):
+                need = "experts that are all quantised; otherwise give sizes and --quant by hand"
+                raise _bad(path, f"{key} has {_short(name)}", need)
+
+
+def _expert_modules() -> Iterator[str]:
+    for block in _BLOCKS:
+        yield f"{_PREFIX}.{block}.experts"
+        yield from (f"{_PREFIX}.{block}.experts.{leaf}" for leaf in _FUSED)
+        yield from (f"{_PREFIX}.{block}.experts.77777.{leaf}" for leaf in _LEAVES)
+
+
+_EXPERT_MODULES = tuple(_expert_modules())
+
+
+def _names_experts(path: str, name: Any) -> bool:
+    """Whether an entry means modules with experts' weights in every layer.
+
+    A regular expression ("re:...") meets a name from its start; anything else is whole parts of a
+    name between dots, `*` standing for any text.
+    """
+    if not isinstance(name, str) or len(name) > 500:
+        raise _bad(path, _short(name), "names of modules")
+    if name.startswith("re:"):
+        pattern = name[3:]
+        if not _PATTERN.fullmatch(pattern) or pattern.count("*") > _MOST_STARS:
+            raise _bad(path, _short(name), "a pattern of names, dots and .*")
+        return any(re.match(pattern, one) for one in _EXPERT_MODULES)
+    inside = name.strip(".").removesuffix(".*")
+    if inside.count("*") > _MOST_STARS:
+        raise _bad(path, _short(name), f"{_MOST_STARS} stars at most")
+    glob = f"*.{inside.replace('[', '[[]')}.*"
+    return bool(inside) and any(fnmatchcase(f".{one}.", glob) for one in _EXPERT_MODULES)
+
+
+def _one_of(path: str, given: Given, key: str, allowed: tuple[object, ...]) -> object:
+    value = given.get(key)
+    for one in allowed:
+        if value is one or (value == one and type(value) is type(one)):
+            return one
+    need = f"one of {', '.join(str(one) for one in allowed if one is not None)}"
+    raise _bad(path, f"{key} = {_short(value)}" if value is not None else f"no {key}", need)
+
+
+def _short(value: Any) -> str:
+    return re.sub(r"\s+", " ", repr(value))[:120]
+
+
+def _bad(path: str, got: str, need: str) -> ConfigurationError:
+    return ConfigurationError(f"model {path[:200]}: quantization_config", got=got, need=need)
