@@ -269,6 +269,21 @@ def test_a_defect_of_few_tokens_is_told(wrong: Wrong, known_by: str, tmp_path: P
 
 
 @on_a_cpu
+def test_groups_that_every_program_takes_are_told(tmp_path: Path) -> None:
+    """Of tokens that are quantised on their way to the experts' rows."""
+    first = Wrong(
+        "every program quantises the first groups",
+        "modular_kernel/ops/kernels/permute_quantise.py",
+        "groups = tl.program_id(1) * BLOCK_G",
+        "groups = tl.program_id(2) * BLOCK_G",
+    )
+    pair = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+    cases = [case for case in chosen_cases(*pair, this_machine()) if "T2-H2080" in str(case)]
+    assert len(cases) == 1
+    assert findings(first, cases, tmp_path)
+
+
+@on_a_cpu
 def test_padding_that_is_not_marked_is_told_by_what_lay_in_memory(tmp_path: Path) -> None:
     """Numbers as an earlier call leaves them, not huge ones alone, which kernels leave out."""
     unmarked = Wrong(

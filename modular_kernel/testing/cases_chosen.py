@@ -35,7 +35,8 @@ def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple
 
 
 def _groups() -> Iterator[Chosen]:
-    """Activation groups that are no power of two: the block of columns is larger than a group."""
+    """Activation groups that are no power of two: the block of columns is larger than a group.
+    And more of them than one program takes."""
     few = replace(_FEW, tokens=7, experts=5, top_k=2)
     ragged = replace(few, hidden=160, intermediate=136)
     yield replace(ragged, quant="fp8_w8a8_block:block=64x96"), "skips", Manner()
@@ -43,6 +44,8 @@ def _groups() -> Iterator[Chosen]:
     # Tiles do not cross groups: the torch parts alone take 48.
     odd = replace(few, hidden=104, intermediate=80, quant="fp8_w8a8_block:block=64x48")
     yield odd, "duplicates", Manner()
+    many = replace(_FEW, tokens=2, hidden=2080, quant="fp8_w8a8_block:block=32x32")
+    yield many, "uniform", Manner()
 
 
 def _columns() -> Iterator[Chosen]:
