@@ -80,9 +80,10 @@ def run_mutation(
 
     assert wanted.mutate is not None
     count = wanted.count()
-    if host.pool is not None:
-        raise ConfigurationError("--mutate", got="--world-size", need="cases in one process")
-    found = survey(wanted.mutate, host.machine, pairs, level)
+    if host.pool is not None and host.pool.backend != "gloo":
+        raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
+    world_size = 1 if host.pool is None else host.pool.world_size
+    found = survey(wanted.mutate, pairs, level, world_size=world_size)
     if wanted.only is not None and wanted.bits is not None:
         return _print_bits(wanted.only.split(","), found, wanted.bits, as_json=as_json)
     total = 1 if wanted.only else min(count or len(found.mutants), len(found.executed()))

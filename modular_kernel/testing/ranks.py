@@ -42,7 +42,7 @@ R = TypeVar("R")
 
 _PRELOAD = ["modular_kernel.testing.preload"]
 _STOP = b""  # instead of a task: end
-_DIED, _SILENT = "died", "did not answer"  # how what became of a rank begins
+DIED, SILENT = "died", "did not answer"  # how what became of a rank begins
 
 
 class RankError(ModularKernelError):
@@ -52,7 +52,7 @@ class RankError(ModularKernelError):
 
     def __init__(self, failures: Mapping[int, str], results: Mapping[int, Any]) -> None:
         # Peers may have noticed a death, and failed, before the parent saw it.
-        order = sorted(failures, key=lambda rank: not failures[rank].startswith(_DIED))
+        order = sorted(failures, key=lambda rank: not failures[rank].startswith(DIED))
         self.failures, self.results = {rank: failures[rank] for rank in order}, dict(results)
         told = (f"rank {rank}: {text}" for rank, text in self.failures.items())
         super().__init__("\n".join(told))
@@ -255,7 +255,7 @@ class RankPool:
         how = "closed its pipe" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             how = f"killed by signal {signal.Signals(-code).name}"
-        return f"{_DIED}: {how}\n{self._trace(number)}".rstrip()
+        return f"{DIED}: {how}\n{self._trace(number)}".rstrip()
 
     def _give_up(self, pending: set[int], failures: dict[int, str]) -> None:
         """Name the ranks that do not answer, and where each of them is."""
@@ -266,7 +266,7 @@ class RankPool:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.2)  # for the traces to be written; a stopped process writes none
         for number in sorted(pending):
-            text = f"{_SILENT} after another rank failed" if waited else _SILENT
+            text = f"{SILENT} after another rank failed" if waited else SILENT
             trace = self._trace(number) or "(no trace: it does not take signals)"
             failures[number] = f"{text}\n{trace}"
 
@@ -279,7 +279,7 @@ class RankPool:
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
         """The next run gets a group of its own, and processes that surely follow."""
         self._generation += 1
-        lost = [text for text in failures.values() if text.startswith((_SILENT, _DIED))]
+        lost = [text for text in failures.values() if text.startswith((SILENT, DIED))]
         if lost or self.backend == "nccl":  # an aborted communicator may hold its process up
             self._end()
 

@@ -91,10 +91,7 @@ def _run(work: Callable[[Tell], None], writer: int) -> NoReturn:
     """The whole life of the child."""
     status = 1
     try:
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
-        _limit_memory()
+        confine()
         torch.set_num_threads(1)
 
         def tell(message: Message) -> None:
@@ -108,7 +105,11 @@ def _run(work: Callable[[Tell], None], writer: int) -> NoReturn:
         os._exit(status)
 
 
-def _limit_memory() -> None:
+def confine() -> None:
+    """Let this process say nothing and use no more than a few GiB beyond what it has."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
     statm = Path("/proc/self/statm")
     if statm.exists():
         pages = int(statm.read_text(encoding="utf-8").split()[0])

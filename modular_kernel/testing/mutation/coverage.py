@@ -62,13 +62,13 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
         forget(set(modules))
         with watched(files) as (lines, loaded):
             cases, machine = case_list(pairs, level)
-        tell({"lines": _sorted(lines), "loaded": _sorted(loaded)})
+        tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
         for case in cases:
             start = time.perf_counter()
             with watched(files) as (lines, loaded):
                 bits = digest(case, machine)
             seconds = time.perf_counter() - start
-            told = {"lines": _sorted(lines), "loaded": _sorted(loaded)}
+            told = {"lines": as_lists(lines), "loaded": as_lists(loaded)}
             tell({"digest": bits, "seconds": seconds, **told})
 
     child = Child(work, _PATIENCE)
@@ -136,5 +136,6 @@ def _imports(frame: FrameType | None, files: set[str]) -> bool:
     return False
 
 
-def _sorted(lines: dict[str, set[int]]) -> dict[str, list[int]]:
+def as_lists(lines: dict[str, set[int]]) -> dict[str, list[int]]:
+    """Lines as a message holds them."""
     return {file: sorted(numbers) for file, numbers in lines.items()}

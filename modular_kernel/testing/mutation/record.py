@@ -4,7 +4,7 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
-from modular_kernel.testing.mutation.attempt import Fate
+from modular_kernel.testing.mutation.fate import Fate
 from modular_kernel.testing.mutation.score import Score, Survey
 
 Record = dict[str, Any]
@@ -17,6 +17,7 @@ def record_of(score: Score) -> Record:
         "part": found.part,
         "seed": score.seed,
         "level": found.level,
+        "world_size": found.where.world_size,
         "pairings": [" x ".join(pair) for pair in found.pairs],
         "cases": len(found.coverage.cases),
         "versions": {name: version(name) for name in ("torch", "triton")},
@@ -51,6 +52,8 @@ def killers(killed: tuple[Fate, ...]) -> dict[str, int]:
 def reproducer(fate: Fate, found: Survey) -> str:
     """The line that puts this mutant in again, before the same cases."""
     words = ["mk", "test", "--mutate", found.part, "--only", fate.mutant.ident]
+    if found.where.world_size > 1:
+        words += ["--world-size", str(found.where.world_size)]
     if len(found.pairs) == 1:
         words += ["--pf-type", found.pairs[0][0], "--experts-type", found.pairs[0][1]]
     if found.level != "full":

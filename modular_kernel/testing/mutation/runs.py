@@ -9,11 +9,9 @@ import torch
 
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import IncompatibleError
-from modular_kernel.ops.runtime import watched_races
 from modular_kernel.testing.cases import Case, cases_for
 from modular_kernel.testing.checks import Trial, build_kernel, call
 from modular_kernel.testing.prove import findings
-from modular_kernel.testing.sample import Sample
 from modular_kernel.types import Machine
 
 Pair = tuple[str, str]
@@ -45,23 +43,24 @@ def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
 
 
 def digest(case: Case, machine: Machine) -> str:
-    """Every bit of the results of two calls of the case, as a digest; or what they raise.
+    """`digest_of` the case in this process; or what it raises."""
+    # With a mutant a call can fail in any way.
+    try:
+        return digest_of(Trial(case, machine))
+    except Exception as error:  # noqa: BLE001
+        return f"raised {type(error).__name__}"
+
+
+def digest_of(trial: Trial) -> str:
+    """Every bit of the results of two calls, as a digest.
 
     The first call is the case's own; the second one is of about half the tokens, with transposed
     weights and spaced rows. Counted ids and the number of races of the first are in it.
     """
-    tokens, device = case.problem.tokens, torch.device(machine.device)
-    bits = hashlib.sha256()
-    # With a mutant a call can fail in any way.
-    try:
-        kernel = build_kernel(case, machine, True)
-        with watched_races() as races:
-            bits.update(_bytes(call(kernel, Sample(case, device, tokens=tokens, salt=0))))
-        bits.update(f"{kernel.invalid_ids} {len(races)}".encode())
-        fewer = Sample(case, device, tokens=(tokens + 1) // 2, salt=2, strided=True)
-        bits.update(_bytes(call(kernel, fewer)))
-    except Exception as error:  # noqa: BLE001
-        return f"raised {type(error).__name__}"
+    first = trial.first_call
+    bits = hashlib.sha256(_bytes(first.output))
+    bits.update(f"{first.invalid_ids} {len(first.races)}".encode())
+    bits.update(_bytes(call(trial.kernel, trial.other)))
     return bits.hexdigest()
 
 

@@ -8,7 +8,7 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -80,9 +80,28 @@ def file_of(module: str) -> Path | None:
     return next((p for p in (below.with_suffix(".py"), below / "__init__.py") if p.exists()), None)
 
 
-@cache
+# Who imports whom: read once, as it takes seconds for all modules.
+_IMPORTS: dict[str, tuple[str, ...]] = {}
+
+
 def imports_of(module: str) -> tuple[str, ...]:
     """Modules that a module of ours imports anywhere in it; of a package only what is named."""
+    if module not in _IMPORTS:
+        _IMPORTS[module] = _read_imports(module)
+    return _IMPORTS[module]
+
+
+def known_imports() -> dict[str, tuple[str, ...]]:
+    """What `imports_of` has read so far, for another process to `learn`."""
+    return dict(_IMPORTS)
+
+
+def learn(imports: Mapping[str, tuple[str, ...]]) -> None:
+    """Take over what `imports_of` read in another process of the same source."""
+    _IMPORTS.update(imports)
+
+
+def _read_imports(module: str) -> tuple[str, ...]:
     path = file_of(module)
     if path is None or path.suffix != ".py":
         return ()

@@ -1,27 +1,28 @@
 """The mutation score of a part: which share of its mutants the case list kills, and what survives.
 
-score = mutation_score("TorchExperts", machine)
+score = mutation_score(survey("TorchExperts"))
 print(score.share, [fate.mutant.diff() for fate in score.survivors])
 """
 
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases import cases_for
 from modular_kernel.testing.mutation.apart import apart
-from modular_kernel.testing.mutation.attempt import Fate, Killers, attempt
-from modular_kernel.testing.mutation.coverage import Coverage, cover
+from modular_kernel.testing.mutation.attempt import Killers, Where, attempt
+from modular_kernel.testing.mutation.coverage import Coverage
 from modular_kernel.testing.mutation.equivalent import Equivalent, reviewed
+from modular_kernel.testing.mutation.fate import Fate
+from modular_kernel.testing.mutation.one_process import OneProcess
+from modular_kernel.testing.mutation.over_ranks import OverRanks
 from modular_kernel.testing.mutation.runs import Level, Pair
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.walk import mutants_of
-from modular_kernel.types import Machine
 
 # Where all mutants would take longer than an hour, so many are drawn.
 SAMPLE = 150
@@ -29,13 +30,15 @@ SAMPLE = 150
 
 @dataclass(frozen=True)
 class Survey:
-    """A part taken apart: its mutants, and which cases execute them. pairings: those it is in."""
+    """A part taken apart: its mutants, and which cases execute them. pairs: those it is in. where:
+    its cases run."""
 
     part: str
     pairs: tuple[Pair, ...]
     level: Level
     mutants: tuple[Mutant, ...]
     coverage: Coverage
+    where: Where = field(default_factory=OneProcess)
 
     def executed(self) -> tuple[Mutant, ...]:
         """Mutants that some case executes, and that a CPU can tell."""
@@ -94,27 +97,28 @@ class Score:
 
 
 def survey(
-    part: str, machine: Machine, pairs: Sequence[Pair] = (), level: Level = "full"
+    part: str, pairs: Sequence[Pair] = (), level: Level = "full", *, world_size: int = 1
 ) -> Survey:
-    """Find the mutants of a part and run its cases once.
+    """Find the mutants of a part and run its cases once, on this CPU.
 
-    pairs: the pairings whose cases are run; () takes every one that the part is in. Raises
-    ConfigurationError for an unknown part, and one that no case in one process serves.
+    pairs: the pairings whose cases are run; () takes every one that the part is in. world_size: 1
+    for cases in one process, else so many ranks. Raises ConfigurationError for an unknown part, and
+    one that no case there serves.
     """
     modules = modules_of(part, load_catalog())
-    pairs = tuple(pairs) or _pairs_of(part, machine, level)
+    where: Where = OneProcess() if world_size == 1 else OverRanks(world_size)
+    pairs = tuple(pairs) or _pairs_of(part, where, level)
     if not pairs:
-        need = "a part that some pairing has a case for in one process here"
-        raise ConfigurationError("--mutate", got=repr(part), need=need)
-    coverage = cover(modules, pairs, level)
+        raise ConfigurationError("--mutate", got=repr(part), need=_needed(part, world_size))
+    coverage = where.cover(modules, pairs, level)
     if coverage.ended:
         need = "cases that pass before anything is changed"
         raise ConfigurationError("--mutate", got=coverage.ended, need=need)
     mutants = tuple(m for module, path in modules.items() for m in mutants_of(module, path))
-    return Survey(part, pairs, level, mutants, coverage)
+    return Survey(part, pairs, level, mutants, coverage, where)
 
 
-def _pairs_of(part: str, machine: Machine, level: Level) -> tuple[Pair, ...]:
+def _pairs_of(part: str, where: Where, level: Level) -> tuple[Pair, ...]:
     """Pairings with the part; for a reducer every pairing, as any may end in it."""
     catalog = load_catalog()
     every = (
@@ -124,7 +128,18 @@ def _pairs_of(part: str, machine: Machine, level: Level) -> tuple[Pair, ...]:
     )
     reducer = part in catalog.names("topk_reduce")
     mine = (pair for pair in every if reducer or part in pair)
-    return tuple(pair for pair in mine if cases_for(*pair, machine, level).cases)
+    return tuple(pair for pair in mine if where.has_cases(pair, level))
+
+
+def _needed(part: str, world_size: int) -> str:
+    if world_size > 1:
+        return f"a part that some pairing has a case for over {world_size} ranks on a CPU"
+    catalog = load_catalog()
+    if part in catalog.names("prepare_finalize"):
+        least, _ = catalog.prepare_finalize(part).requires.world_sizes
+        if least > 1:
+            return f"--world-size {least} beside it: it is a part over ranks"
+    return "a part that some pairing has a case for in one process here"
 
 
 def drawn(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Mutant, ...]:
@@ -165,7 +180,8 @@ def mutation_score(
         if only is None and reviewed(mutant.ident, found.part):
             fates.append(Fate(mutant, "equivalent"))
         else:
-            fates.append(attempt(mutant, found.coverage, found.pairs, found.level, killers))
+            met = found.coverage, found.pairs, found.level
+            fates.append(attempt(mutant, *met, killers, where=found.where))
         told(fates[-1])
     rest = set(found.mutants) - set(executed)
     reasons = Counter(reason for m in rest if (reason := apart(m)) is not None)

@@ -1,0 +1,62 @@
+"""Cases of one process, each mutant in a child of its own."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.cases import Case, cases_for
+from modular_kernel.testing.mutation.child import Child, Tell
+from modular_kernel.testing.mutation.coverage import Coverage, Covered, cover
+from modular_kernel.testing.mutation.fate import GRACE_S, Fate, Follower
+from modular_kernel.testing.mutation.runs import Level, Pair, first_failure
+from modular_kernel.testing.mutation.serve import dependents, reattach, serve
+from modular_kernel.testing.mutation.source import Mutant
+from modular_kernel.testing.mutation.steps import Listing, run_cases
+
+_PROOF_S = 600.0  # of a case without a mutant
+
+
+class OneProcess:
+    """A `Where` of one rank."""
+
+    world_size = 1
+
+    def has_cases(self, pair: Pair, level: Level) -> bool:
+        return bool(cases_for(*pair, this_machine(), level).cases)
+
+    def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
+        return cover(modules, pairs, level)
+
+    def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate:
+        dependents({mutant.module})  # who imports whom is read here, once for all children
+        follower = Follower(mutant, cases)
+        child = Child(lambda tell: _work(mutant, cases, listing, tell), GRACE_S)
+        for message in child:
+            follower.hear(message)
+            if follower.fate is not None:
+                break
+            child.patience = follower.patience
+        return follower.ended(child.ended)
+
+    def failure(self, case: Case) -> str | None:
+        child = Child(
+            lambda tell: tell({"failure": first_failure(case, this_machine())[0]}), _PROOF_S
+        )
+        failure: str | None = next((m["failure"] for m in child), "ended")
+        return failure
+
+
+def _work(mutant: Mutant, cases: Sequence[Covered], listing: Listing | None, tell: Tell) -> None:
+    """In the child."""
+    try:
+        serve(mutant)
+        runs: Any = importlib.import_module("modular_kernel.testing.mutation.runs")
+        reattach()
+        runs.this_machine()
+    # Whatever a mutant raises while it is imported or judged kills it.
+    except Exception as error:  # noqa: BLE001
+        tell({"failure": f"import: raised {type(error).__name__}: {error}"})
+        return
+    run_cases(cases, listing, runs, tell)

@@ -1,0 +1,214 @@
+"""Cases over ranks: each mutant in ranks of its own, which are forked anew.
+
+Ranks that do not meet in an exchange end with it after some seconds, all others at once.
+"""
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.cases import Case
+from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
+from modular_kernel.testing.checks import CHECKS, numeric
+from modular_kernel.testing.mutation import rank_runs
+from modular_kernel.testing.mutation.child import Ended
+from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.fate import Fate, Follower
+from modular_kernel.testing.mutation.runs import Level, Pair
+from modular_kernel.testing.mutation.scope import known_imports
+from modular_kernel.testing.mutation.serve import dependents
+from modular_kernel.testing.mutation.source import Mutant
+from modular_kernel.testing.mutation.steps import Listing, run_cases
+from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.ranks import DIED, SILENT, RankError, RankPool
+from modular_kernel.types import Machine
+
+# How long ranks wait for each other in an exchange, and a run for its ranks: some seconds, and so
+# many times what the two calls of the case took.
+_WAITS_S, _WAITS = 4.0, 4.0
+_RUN_S, _RUN = 30.0, 40.0
+_WATCHED_S = 120.0
+_RANK_GRACE_S = 0.5  # after one has failed
+
+
+class RanksEnded(Exception):
+    """Ranks died, or did not answer in time."""
+
+    def __init__(self, ended: Ended) -> None:
+        super().__init__(f"{ended.how}: {ended.detail}")
+        self.ended = ended
+
+
+class Ranks:
+    """Ranks that run the changed source: `Runs` over a RankPool. mutants: () for none."""
+
+    def __init__(
+        self, world_size: int, mutants: tuple[Mutant, ...] = (), cases: Iterable[Covered] = ()
+    ) -> None:
+        self.world_size, self._mutants = world_size, mutants
+        self._seconds = {covered.case: covered.seconds for covered in cases}
+        self._pool: RankPool | None = None
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """The next run gets fresh ranks."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def start(self) -> RankPool:
+        """Put the mutants in, before anything else. RankError where that fails."""
+        if self._pool is None:
+            self._pool = RankPool(self.world_size, group_timeout=_RUN_S, grace=_RANK_GRACE_S)
+            if self._mutants:
+                dependents({mutant.module for mutant in self._mutants})  # reads who imports whom
+                self._pool.run(rank_runs.put_in, self._mutants, known_imports())
+        return self._pool
+
+    def this_machine(self) -> Machine:
+        return this_machine(device="cpu")
+
+    def case_list(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
+        machine = self.this_machine()
+        return self.start().run(rank_runs.listed, pairs, level, machine)[0], machine
+
+    def refused(self, cases: Sequence[Case]) -> list[str]:
+        return self.start().run(rank_runs.refused, tuple(cases), self.this_machine())[0]
+
+    def digest(self, case: Case, machine: Machine) -> str:
+        """Of all ranks; or that it raised. RanksEnded where ranks are lost."""
+        waits, limit = self._limits(case)
+        start = time.perf_counter()
+        try:
+            return together(self.start().run(rank_runs.digest, case, machine, waits, timeout=limit))
+        except RankError as error:
+            self.end()
+            ended = ended_by(next(iter(error.failures.values())))
+            if ended is None and time.perf_counter() - start >= waits:
+                ended = Ended("hang", f"after {waits:.0f} s {_last_line(error)}")
+            if ended is not None:
+                raise RanksEnded(ended) from error
+            return "raised"
+
+    def first_failure(self, case: Case, machine: Machine) -> tuple[str | None, float]:
+        """RanksEnded where ranks are lost."""
+        assert isinstance(case, RankCase)
+        waits, limit = self._limits(case)
+        build = rank_runs.builds(waits)
+        seconds = 0.0
+        for checks in ((numeric,), CHECKS):  # most that fail fail in the first call
+            limit *= len(checks)
+            proof = prove_ranks(case, self.start(), machine, build, checks=checks, timeout=limit)
+            seconds += proof.seconds
+            if proof.failures:
+                self.end()  # whoever raised may have left others in an exchange
+                return _finding(proof.failures[0]), seconds
+        return None, seconds
+
+    def _limits(self, case: Case) -> tuple[float, float]:
+        """Seconds of an exchange, and of a run of two calls."""
+        seconds = self._seconds.get(case, max(self._seconds.values(), default=1.0))
+        return _WAITS_S + _WAITS * seconds, _RUN_S + _RUN * seconds
+
+
+class OverRanks:
+    """A `Where` of several ranks on this CPU."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+
+    def has_cases(self, pair: Pair, level: Level) -> bool:
+        machine = this_machine(device="cpu")
+        return bool(rank_cases_for(*pair, machine, self.world_size, level).cases)
+
+    def cover(self, modules: Mapping[str, Path], pairs: tuple[Pair, ...], level: Level) -> Coverage:
+        """Lines of all ranks are put together, seconds are the slowest rank's."""
+        machine, files = this_machine(device="cpu"), {m: str(path) for m, path in modules.items()}
+        dependents(set(modules))
+        found: list[Covered] = []
+        with Ranks(self.world_size) as ranks:
+            run = ranks.start().run
+            try:
+                told = run(rank_runs.watch, files, known_imports(), pairs, level, machine)
+                loading = united(lines for _, lines in told)
+                for case in told[0][0]:
+                    given = case, machine, _WATCHED_S, tuple(files.values())
+                    each = run(rank_runs.watched_digest, *given, timeout=2 * _WATCHED_S)
+                    bits, seconds, lines, loaded = zip(*each, strict=True)
+                    found.append(Covered(case, max(seconds), together(bits), united(lines)))
+                    loading = united((loading, *loaded))
+            except RankError as error:
+                return Coverage({}, tuple(found), str(error))
+        return Coverage(loading, tuple(found))
+
+    def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate:
+        follower = Follower(mutant, cases)
+        with Ranks(self.world_size, (mutant,), cases) as ranks:
+            try:
+                ranks.start()
+                run_cases(cases, listing, ranks, follower.hear)
+            except RanksEnded as error:
+                return follower.ended(error.ended)
+            except RankError as error:
+                follower.hear({"failure": f"import: {_last_line(error)}"})
+        return follower.ended(Ended("done"))
+
+    def failure(self, case: Case) -> str | None:
+        with Ranks(self.world_size) as ranks:
+            try:
+                return ranks.first_failure(case, ranks.this_machine())[0]
+            except RanksEnded as error:
+                return str(error)
+
+
+def together(digests: Collection[str]) -> str:
+    """What every rank computed, as one text."""
+    return " ".join(digests)
+
+
+def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
+    """The lines that some rank executed."""
+    found: dict[str, frozenset[int]] = {}
+    for lines in each:
+        for file, numbers in lines.items():
+            found[file] = found.get(file, frozenset()) | frozenset(numbers)
+    return found
+
+
+def _finding(failure: str) -> str:
+    """What a proof over ranks fails by, as one in one process says it: the check comes first.
+
+    RanksEnded where it is not a finding.
+    """
+    who, _, what = failure.partition(": ")
+    ended = ended_by(what)
+    if ended is not None:
+        raise RanksEnded(ended)
+    if "raised IncompatibleError" in what:
+        return f"refused: {what} ({who})"
+    return f"build: {what} ({who})" if what.startswith("raised ") else f"{what} ({who})"
+
+
+def ended_by(failure: str) -> Ended | None:
+    """How a rank ended that did not raise; None if it raised."""
+    first = failure.splitlines()[0]
+    if first.startswith(DIED):
+        return Ended("crash", first)
+    return Ended("hang", first) if first.startswith(SILENT) else None
+
+
+def _last_line(error: RankError) -> str:
+    failure = next(iter(error.failures.values()))
+    return f"raised {failure.strip().splitlines()[-1]}"

@@ -1,0 +1,82 @@
+"""Source mutants of parts over ranks: each is put into ranks of its own, and met by their cases."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.mutation import Coverage, Fate, attempt, survey
+from modular_kernel.testing.mutation.defects import read_defects
+from modular_kernel.testing.mutation.over_ranks import OverRanks
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULE = "prepare_finalize.all_gather"
+FILE = "prepare_finalize/all_gather.py"
+PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
+WHERE = OverRanks(2)
+
+
+@pytest.fixture(scope="module")
+def coverage() -> Coverage:
+    """What three smoke cases execute: one without a rest, one that is quantised among them."""
+    found = WHERE.cover({MODULE: ROOT / FILE}, (PAIR,), "smoke")
+    assert found.ended == ""
+    assert len(found.cases) == 10
+    return replace(found, cases=(*found.cases[:2], found.cases[-1]))
+
+
+def fate(old: str, new: str, coverage: Coverage, folder: Path) -> Fate:
+    """What becomes of that change of the part."""
+    listed = folder / "defect.json"
+    entry = {"what": "a change", "file": FILE, "old": old, "new": new}
+    listed.write_text(json.dumps([entry]), encoding="utf-8")
+    (defect,) = read_defects(listed, ROOT)
+    return attempt(defect.mutant, coverage, (PAIR,), "smoke", where=WHERE)
+
+
+def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:
+    found = fate("for rank in range(world):", "for rank in range(world - 1):", coverage, tmp_path)
+    assert found.how == "killed"
+    assert found.by.startswith("numeric: ")
+    assert "(rank " in found.by
+
+
+def test_a_rank_that_stays_away_from_an_exchange_is_a_hang(
+    coverage: Coverage, tmp_path: Path
+) -> None:
+    found = fate("        if most:\n", "        if most and manager.rank:\n", coverage, tmp_path)
+    assert found.how == "hang", found
+    assert found.seconds < 25
+
+
+def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None:
+    ends = "        if manager.rank:\n            import os\n            os._exit(3)\n"
+    found = fate("        if most:\n", f"{ends}        if most:\n", coverage, tmp_path)
+    assert found.how == "crash", found
+    assert "exit code 3" in found.by
+
+
+def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
+    found = fate("most = max(agreed.tokens_W)", "most = max(*agreed.tokens_W)", coverage, tmp_path)
+    assert (found.how, found.ran, found.differing) == ("survived", 3, 0)
+
+
+def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Path) -> None:
+    found = fate("world_sizes=(2, None)", "world_sizes=(3, None)", coverage, tmp_path)
+    assert found.how == "refused"
+    assert found.by.startswith("3 valid case(s), first AllGatherReduceScatter")
+
+
+@pytest.mark.parametrize(
+    ("part", "world_size", "need"),
+    [
+        ("TorchAll2AllPrepareAndFinalize", 1, "--world-size 2 beside it"),
+        ("MoEPrepareAndFinalizeNoEP", 2, "over 2 ranks"),
+        ("DeepEPHTPrepareAndFinalize", 2, "over 2 ranks"),
+    ],
+)
+def test_a_part_without_cases_there_is_refused(part: str, world_size: int, need: str) -> None:
+    with pytest.raises(ConfigurationError, match=need):
+        survey(part, level="smoke", world_size=world_size)
