@@ -306,6 +306,7 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
         ("--mutate", "TorchExperts", "--mutants", "0"),
         ("--only", "12345678"),
         ("--mutate", "TorchExperts", "--bits", "10"),
+        ("--mutate", "TorchAll2AllPrepareAndFinalize"),
     ],
 )
 def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation import Coverage, Fate, attempt, survey
+from modular_kernel.testing.cases_ranks import RankCase
+from modular_kernel.testing.mutation import Coverage, Fate, Mutant, Survey, attempt, survey
+from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.defects import read_defects
 from modular_kernel.testing.mutation.over_ranks import OverRanks
+from modular_kernel.testing.mutation.record import reproducer
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = "prepare_finalize.all_gather"
@@ -27,13 +30,18 @@ def coverage() -> Coverage:
     return replace(found, cases=(*found.cases[:2], found.cases[-1]))
 
 
-def fate(old: str, new: str, coverage: Coverage, folder: Path) -> Fate:
-    """What becomes of that change of the part."""
+def changed(old: str, new: str, folder: Path) -> Mutant:
+    """That change of the part."""
     listed = folder / "defect.json"
     entry = {"what": "a change", "file": FILE, "old": old, "new": new}
     listed.write_text(json.dumps([entry]), encoding="utf-8")
     (defect,) = read_defects(listed, ROOT)
-    return attempt(defect.mutant, coverage, (PAIR,), "smoke", where=WHERE)
+    return defect.mutant
+
+
+def fate(old: str, new: str, coverage: Coverage, folder: Path) -> Fate:
+    """What becomes of that change of the part."""
+    return attempt(changed(old, new, folder), coverage, (PAIR,), "smoke", where=WHERE)
 
 
 def test_a_sum_without_the_last_rank_is_killed(coverage: Coverage, tmp_path: Path) -> None:
@@ -61,6 +69,27 @@ def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None
 def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:
     found = fate("most = max(agreed.tokens_W)", "most = max(*agreed.tokens_W)", coverage, tmp_path)
     assert (found.how, found.ran, found.differing) == ("survived", 3, 0)
+    mutant = changed("most = max(agreed.tokens_W)", "most = max(*agreed.tokens_W)", tmp_path)
+    assert compare_bits([mutant], coverage, 4, where=WHERE).problems >= 4
+    where = Survey(PAIR[0], (PAIR,), "smoke", (mutant,), coverage, WHERE)
+    assert "--world-size 2 --pf-type" in reproducer(found, where)
+
+
+def test_bits_see_what_changes_on_one_rank_alone(coverage: Coverage, tmp_path: Path) -> None:
+    old = "            out.copy_(sum_TH)"
+    mutant = changed(old, f"{old}\n            out.mul_(1 + manager.rank / 256)", tmp_path)
+    bits = compare_bits([mutant], coverage, 4, where=WHERE)
+    assert isinstance(bits.differing, RankCase)
+
+
+def test_problems_keep_ranks_without_tokens(coverage: Coverage) -> None:
+    busy, half_idle, _ = coverage.cases
+    drawn = [case for case, _ in drawn_problems([[busy], [half_idle]], 20)]
+    tokens = {case.tokens for case in drawn if isinstance(case, RankCase)}
+    assert len(tokens) > 10
+    assert {case.problem.tokens for case in drawn} <= {max(each) for each in tokens}
+    assert {second > 0 for _, second in tokens} == {True}
+    assert {first for first, _ in tokens} == {0, 1, 2, 3, 4, 5}
 
 
 def test_valid_cases_that_are_turned_away_kill(coverage: Coverage, tmp_path: Path) -> None:

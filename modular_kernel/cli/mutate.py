@@ -107,7 +107,7 @@ def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: b
     from modular_kernel.testing.mutation.bits import compare_bits
 
     mutants = [found.mutant(ident) for ident in idents]
-    bits = compare_bits(mutants, found.coverage, problems)
+    bits = compare_bits(mutants, found.coverage, problems, where=found.where)
     differing = command(bits.differing) if bits.differing else None
     if as_json:
         ids = ",".join(idents)

@@ -117,7 +117,8 @@ def prove(
 
     --mutate PART measures the proof itself: the source of a part, its kernels and operations is
     changed, one place at a time, and the cases run until one fails. --sensitivity does the same to
-    what goes into and comes out of a part. Name a pair to run its cases alone.
+    what goes into and comes out of a part. Name a pair to run its cases alone; for a part over
+    ranks, --world-size 2.
 
     On a CPU Triton kernels are interpreted, and operations run as kernels. --torch-only proves the
     torch operations instead that run there without the interpreter.

@@ -42,9 +42,10 @@ def mutation_document(
             "Every case that executes the changed line is called twice; where a bit differs, the "
             "whole case is proven, and so are a dozen of those in which none does. The first case "
             "that fails kills the mutant. A case that hangs, a crash and a valid case that is "
-            "refused count as killed, and are told apart. Mutants are drawn by a seed, the "
-            "release, from those that some case executes on a CPU, kernels in the interpreter. "
-            "The score is killed / (killed + survived)."
+            "refused count as killed, and are told apart. Cases over ranks run in ranks of their "
+            "own, over gloo, where an exchange that a rank stays away from is a hang. Mutants are "
+            "drawn by a seed, the release, from those that some case executes on a CPU, kernels in "
+            "the interpreter. The score is killed / (killed + survived)."
         ),
         Text(
             "An equivalent mutant is one reviewed: the compiled code is the same, or no bit "
@@ -70,8 +71,7 @@ def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, .
     names = [f"`{name}`" for name in parts if name not in measured]
     if not names:
         return ()
-    said = f"**No score yet, {len(names)} of {len(parts)} parts:** {', '.join(names)}."
-    return (Text(f"{said} Parts over ranks have none as `--mutate` runs cases in one process."),)
+    return (Text(f"**No score yet, {len(names)} of {len(parts)} parts:** {', '.join(names)}."),)
 
 
 def _said(known: dict[str, str], key: str) -> tuple[Block, ...]:
@@ -124,8 +124,10 @@ def _row(score: Record) -> tuple[str, ...]:
 
 def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
     versions = ", ".join(f"{name} {number}" for name, number in score["versions"].items())
+    ranks = score.get("world_size", 1)
+    over = f" over {ranks} ranks" if ranks > 1 else ""
     about = (
-        f"{score['cases']} cases of {', '.join(score['pairings'])}, level {score['level']}; "
+        f"{score['cases']} cases of {', '.join(score['pairings'])}{over}, level {score['level']}; "
         f"seed {score['seed']}; {versions}."
     )
     idle = sum(score["not_executed"].values())

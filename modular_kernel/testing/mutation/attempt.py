@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +22,8 @@ class Where(Protocol):
 
     world_size: how many ranks. has_cases: whether a pairing has a case there. cover: as the
     function of that name. put_in: the fate of a mutant before these cases. failure: of a case
-    without any mutant.
+    without any mutant. digests: of each case in turn, with all of these mutants; where a process
+    is lost they end before their time.
     """
 
     @property
@@ -37,6 +38,8 @@ class Where(Protocol):
     def put_in(self, mutant: Mutant, cases: Sequence[Covered], listing: Listing | None) -> Fate: ...
 
     def failure(self, case: Case) -> str | None: ...
+
+    def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]: ...
 
 
 class Killers:

@@ -6,20 +6,17 @@ mutants of unlike places may be put in together: one run then speaks for each of
 problems drawn from cases that execute it.
 """
 
-import importlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from modular_kernel.testing.cases import Case
-from modular_kernel.testing.mutation.child import Child, Tell
+from modular_kernel.testing.cases_ranks import RankCase
+from modular_kernel.testing.mutation.attempt import Where
 from modular_kernel.testing.mutation.coverage import Coverage, Covered
-from modular_kernel.testing.mutation.serve import dependents, reattach, serve
+from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.source import Mutant
 
-# For each problem, the first one's imports included.
-_PATIENCE = 300.0
 # Beyond one problem of each case, problems are drawn from so many of the fastest cases.
 _FASTEST = 8
 _FEW_TOKENS = 5
@@ -39,28 +36,29 @@ def compare_bits(
     coverage: Coverage,
     problems: int,
     known: dict[Case, str] | None = None,
+    *,
+    where: Where | None = None,
 ) -> Bits:
     """Compute `problems` random problems for each mutant, without and with all of them.
 
     The first problem in which a bit differs is the last one; one that fails with the mutants
     differs. A mutant that no case executes has none. known: digests without mutants, by problem;
-    those that are not there are computed and put there.
+    those that are not there are computed and put there. where: None for one process.
     """
+    where = where or OneProcess()
     met = [executing(mutant, coverage) for mutant in mutants]
     drawn = drawn_problems(met, problems)
-    dependents({mutant.module for mutant in mutants})  # read once, for both children
     cases = [case for case, _ in drawn]
     known = {} if known is None else known
     # Two cases may lead to the same problem.
     missing = [case for case in dict.fromkeys(cases) if case not in known]
-    unknown = iter(Child(partial(_work, missing, ()), _PATIENCE))
-    changed = iter(Child(partial(_work, cases, mutants), _PATIENCE))
+    unknown, changed = where.digests(missing, ()), where.digests(cases, tuple(mutants))
     done = [0 for _ in mutants]
     for case, executed in drawn:
         other = next(changed, None)
         if case not in known:
-            known[case] = next(unknown)["digest"]
-        if other is None or other["digest"] != known[case]:
+            known[case] = next(unknown)
+        if other is None or other != known[case]:
             return Bits(min(done), case)
         for number in executed:
             done[number] += 1
@@ -103,18 +101,17 @@ def drawn_problems(
 
 
 def _problem(case: Case, turn: int) -> Case:
-    """Another problem like the case, of few tokens."""
-    most = case.problem.tokens
-    tokens = random.Random(f"{case}|{turn}").randint(min(1, most), min(_FEW_TOKENS, most))
-    return replace(case, problem=case.problem.with_tokens(tokens), seed=3 + turn)
+    """Another problem like the case, of few tokens; of none on ranks that have none in the case."""
+    source = random.Random(f"{case}|{turn}")
 
+    def few(most: int) -> int:
+        return source.randint(min(1, most), min(_FEW_TOKENS, most))
 
-def _work(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
-    """In a child: one digest for each problem."""
-    if mutants:
-        serve(*mutants)
-    runs = importlib.import_module("modular_kernel.testing.mutation.runs")
-    reattach()
-    machine = runs.this_machine()
-    for case in cases:
-        tell({"digest": runs.digest(case, machine)})
+    if not isinstance(case, RankCase):
+        problem = case.problem.with_tokens(few(case.problem.tokens))
+        return replace(case, problem=problem, seed=3 + turn)
+    tokens = tuple(map(few, case.tokens))
+    if case.replicated:
+        tokens = (tokens[0],) * len(tokens)
+    problem = case.problem.with_tokens(max(tokens))
+    return replace(case, problem=problem, tokens=tokens, seed=3 + turn)

@@ -1,7 +1,7 @@
 """Cases of one process, each mutant in a child of its own."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.steps import Listing, run_cases
 
 _PROOF_S = 600.0  # of a case without a mutant
+_DIGEST_S = 300.0  # of a case, the first one's imports included
 
 
 class OneProcess:
@@ -46,6 +47,22 @@ class OneProcess:
         )
         failure: str | None = next((m["failure"] for m in child), "ended")
         return failure
+
+    def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
+        dependents({mutant.module for mutant in mutants})
+        child = Child(lambda tell: _compute(cases, mutants, tell), _DIGEST_S)
+        return (message["digest"] for message in child)
+
+
+def _compute(cases: Sequence[Case], mutants: Sequence[Mutant], tell: Tell) -> None:
+    """In the child: one digest for each case."""
+    if mutants:
+        serve(*mutants)
+    runs: Any = importlib.import_module("modular_kernel.testing.mutation.runs")
+    reattach()
+    machine = runs.this_machine()
+    for case in cases:
+        tell({"digest": runs.digest(case, machine)})
 
 
 def _work(mutant: Mutant, cases: Sequence[Covered], listing: Listing | None, tell: Tell) -> None:

@@ -4,7 +4,7 @@ Ranks that do not meet in an exchange end with it after some seconds, all others
 """
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -171,6 +171,16 @@ class OverRanks:
                 return ranks.first_failure(case, ranks.this_machine())[0]
             except RanksEnded as error:
                 return str(error)
+
+    def digests(self, cases: Sequence[Case], mutants: Sequence[Mutant]) -> Iterator[str]:
+        with Ranks(self.world_size, tuple(mutants)) as ranks:
+            machine = ranks.this_machine()
+            for case in cases:
+                try:
+                    found = ranks.digest(case, machine)
+                except RanksEnded:
+                    return
+                yield found
 
 
 def together(digests: Collection[str]) -> str:
