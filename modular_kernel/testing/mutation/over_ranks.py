@@ -4,9 +4,10 @@ Ranks that do not meet in an exchange end with it after some seconds, all others
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases import Case
@@ -24,6 +25,8 @@ from modular_kernel.testing.mutation.steps import Listing, run_cases
 from modular_kernel.testing.prove_ranks import prove_ranks
 from modular_kernel.testing.ranks import DIED, SILENT, RankError, RankPool
 from modular_kernel.types import Machine
+
+R = TypeVar("R")
 
 # How long ranks wait for each other in an exchange, and a run for its ranks: some seconds, and so
 # many times what the two calls of the case took.
@@ -82,10 +85,18 @@ class Ranks:
 
     def case_list(self, pairs: tuple[Pair, ...], level: Level) -> tuple[Sequence[Case], Machine]:
         machine = self.this_machine()
-        return self.start().run(rank_runs.listed, pairs, level, machine)[0], machine
+        return self._asked(rank_runs.listed, pairs, level, machine), machine
 
     def refused(self, cases: Sequence[Case]) -> list[str]:
-        return self.start().run(rank_runs.refused, tuple(cases), self.this_machine())[0]
+        return self._asked(rank_runs.refused, tuple(cases), self.this_machine())
+
+    def _asked(self, task: Callable[..., R], *arguments: object) -> R:
+        """What rank 0 answers. RuntimeError with what it raised."""
+        try:
+            return self.start().run(task, *arguments)[0]
+        except RankError as error:
+            self.end()
+            raise RuntimeError(_last_line(error)) from error
 
     def digest(self, case: Case, machine: Machine) -> str:
         """Of all ranks; or that it raised. RanksEnded where ranks are lost."""
