@@ -445,5 +445,5 @@ def test_names_are_no_files() -> None:
     assert not is_file("mixtral-8x7b")
     assert is_file("./model")
     assert is_file("config.json")
-    with pytest.raises(ConfigurationError, match=r"path of a config\.json"):
+    with pytest.raises(ConfigurationError, match=r"need mixtral-8x7b .*path of a config\.json"):
         facts("mixtral-8x7")

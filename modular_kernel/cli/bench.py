@@ -14,7 +14,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.presets import BASELINE_SHAPES, MODELS, SHAPES, facts, shown
+from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 
@@ -90,8 +90,8 @@ def bench(
 ) -> None:
     """Time our pairs, torch._grouped_mm and your own layers beside the floor, in one run.
 
-    --model takes several names, separated by commas: those below, mixtral, dsv3_ep8, qwen3_30b,
-    gptoss, dsv3_256 (`baseline` is these five) and the other shapes that `mk tune --help` names.
+    --model takes several names, separated by commas: those of `mk models`; `baseline` is mixtral,
+    dsv3_ep8, qwen3_30b, gptoss and dsv3_256.
     --quant takes several schemes.
 
     Method: a layer is timed from x, top-k ids and weights to y. A CUDA graph holds several calls,
@@ -160,9 +160,8 @@ class _Cells:
             return [""]
         names: list[str] = []
         for name in self.options.model.split(","):
-            if name not in (*SHAPES, *MODELS, BASELINE) and not is_file(name):
-                need = f"one of {', '.join([BASELINE, *SHAPES, *MODELS])}, or a config.json"
-                raise ConfigurationError("model", got=repr(name), need=need)
+            if name != BASELINE and not known(name) and not is_file(name):
+                raise unknown(name, BASELINE)
             names += BASELINE_SHAPES if name == BASELINE else [name]
         return list(dict.fromkeys(names))
 

@@ -11,6 +11,7 @@ from modular_kernel.cli.compose import compose
 from modular_kernel.cli.demo import demo
 from modular_kernel.cli.doctor import doctor
 from modular_kernel.cli.exchange import exchange
+from modular_kernel.cli.models import list_models
 from modular_kernel.cli.options import flattened
 from modular_kernel.cli.output import reports_errors
 from modular_kernel.cli.parts import list_parts
@@ -32,6 +33,7 @@ app = typer.Typer(
 )
 
 app.command("list")(reports_errors(list_parts))
+app.command("models")(reports_errors(list_models))
 app.command("check")(reports_errors(flattened(check)))
 app.command("test")(reports_errors(flattened(prove)))
 app.command("profile")(reports_errors(flattened(profile)))

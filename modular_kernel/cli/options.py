@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_type_h
 
 import typer
 
-from modular_kernel.cli.presets import MODELS, facts
+from modular_kernel.cli.presets import facts
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ProblemOptions:
         str | None,
         _option("linear, round_robin, copies, or experts by rank: 0,2/1,3.  [default: linear]"),
     ] = None
-    model: Annotated[str | None, _option(f"Sizes of {', '.join(MODELS)}, or a config.json.")] = None
+    model: Annotated[str | None, _option("A name of `mk models`, or a config.json.")] = None
     local_experts: Annotated[int | None, _option("Experts on this rank.")] = None
     ids_dtype: Annotated[str | None, _option("int32 or int64; either if not given.")] = None
     bias: Annotated[bool | None, _option("Both products have a bias.", "--bias/--no-bias")] = None

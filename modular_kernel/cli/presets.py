@@ -1,55 +1,16 @@
 """Layer sizes of published models, for `--model NAME`."""
 
+import difflib
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import facts_of_file, is_file
+from modular_kernel.models.registry import ALIASES, model_named
+from modular_kernel.models.registry import MODELS as PUBLISHED
 from modular_kernel.printable import printable
 
-# experts, top_k, hidden and intermediate as in the models' own configuration files.
-MODELS: dict[str, dict[str, object]] = {
-    "mixtral-8x7b": {
-        "experts": 8,
-        "top_k": 2,
-        "hidden": 4096,
-        "intermediate": 14336,
-        "activation": "silu",
-        "bias": False,
-    },
-    "qwen3-30b-a3b": {
-        "experts": 128,
-        "top_k": 8,
-        "hidden": 2048,
-        "intermediate": 768,
-        "activation": "silu",
-        "bias": False,
-    },
-    "deepseek-v3": {
-        "experts": 256,
-        "top_k": 8,
-        "hidden": 7168,
-        "intermediate": 2048,
-        "activation": "silu",
-        "bias": False,
-        "routed_scaling_factor": 2.5,
-    },
-    "gpt-oss-120b": {
-        "experts": 128,
-        "top_k": 4,
-        "hidden": 2880,
-        "intermediate": 2880,
-        "activation": "swiglu_oai",
-        "bias": True,
-    },
-    "gpt-oss-20b": {
-        "experts": 32,
-        "top_k": 4,
-        "hidden": 2880,
-        "intermediate": 2880,
-        "activation": "swiglu_oai",
-        "bias": True,
-    },
-}
+# Problem fields of each published model.
+MODELS: dict[str, dict[str, object]] = {name: model.facts() for name, model in PUBLISHED.items()}
 
 
 def shown(model: str) -> str:
@@ -67,14 +28,36 @@ def facts(model: str) -> dict[str, object]:
 
     ConfigurationError if it is not known.
     """
-    if is_file(model):
+    if is_file(model) and (Path(model).exists() or not _is_hub_id(model)):
         return facts_of_file(model)
     if model in SHAPES:
         return {**SHAPES[model], "activation": "silu", "bias": False}
-    if model not in MODELS:
-        need = f"one of {', '.join(MODELS)}, or the path of a config.json"
-        raise ConfigurationError("model", got=repr(model[:200]), need=need)
-    return dict(MODELS[model])
+    found = model_named(model)
+    if found is None:
+        raise unknown(model)
+    return found.facts()
+
+
+def known(model: str) -> bool:
+    """Tell whether `model` is a name that facts() takes, without reading a file."""
+    return model in SHAPES or model_named(model) is not None
+
+
+def unknown(model: str, *more: str) -> ConfigurationError:
+    """Make the error for a name that stands for nothing; more: other words that would do."""
+    names = [*more, *PUBLISHED, *ALIASES, *SHAPES]
+    near = difflib.get_close_matches(model.lower(), names, n=3)
+    need = " or ".join([*near, "another name"] if near else ["a name"]) + " of `mk models`"
+    if _is_hub_id(model):
+        need = f"its file (hf download {model[:200]} config.json)"
+    need = f"{need}, or the path of a config.json"
+    return ConfigurationError("model", got=repr(model[:200]), need=need)
+
+
+def _is_hub_id(model: str) -> bool:
+    """Whether it can be `organisation/name`; a file there comes first."""
+    organisation, _, name = model.partition("/")
+    return bool(organisation.strip(".") and name) and "/" not in name and name[-5:] != ".json"
 
 
 # Layers and shards as one GPU runs them, each a plain SwiGLU layer: experts, top_k, hidden and

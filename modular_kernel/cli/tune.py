@@ -89,8 +89,8 @@ def tune(
 ) -> None:
     """Measure the launches of a part on this GPU and keep the fastest, a file for each layer.
 
-    --model takes several names, separated by commas: those below, and these shapes, each a plain
-    SwiGLU layer (`all` is all of them): mixtral, dsv3_ep8, qwen3_30b, gptoss, dsv3_256,
+    --model takes several names, separated by commas: those of `mk models`, of which these are plain
+    SwiGLU layers (`all` is all of them): mixtral, dsv3_ep8, qwen3_30b, gptoss, dsv3_256,
     mixtral_tp2, mixtral_tp4, mixtral_tp8, mixtral_8x22b, qwen3_30b_tp2, qwen3_235b,
     qwen3_235b_tp8, dsv3_tp8, deepseek_v2_lite, gptoss_20b, glm_4_5_air, llama4_scout, kimi_k2_ep8,
     phi_3_5_moe. A config.json counts as a name. --quant takes several schemes; without it a layer

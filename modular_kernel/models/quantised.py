@@ -57,7 +57,7 @@ def scheme_of(path: str, config: Given) -> str | None:
 
 def _fp8(path: str, given: Given) -> str:
     """Block or tensor scales; activations are scaled per call, or by stored scales of a tensor."""
-    _one_of(path, given, "fmt", ("e4m3", None))
+    _one_of(path, given, "fmt", ("e4m3", "float8_e4m3fn", None))
     _one_of(path, given, "expert_dtype", ("fp8", None))
     _one_of(path, given, "scale_fmt", ("ue8m0", "float", None))
     how = _one_of(path, given, "activation_scheme", ("dynamic", "static", None))

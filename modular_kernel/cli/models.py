@@ -1,0 +1,49 @@
+"""`mk models`: the models that `--model` knows by name, and the types of config.json it reads."""
+
+from typing import Annotated
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.options import AsJson
+from modular_kernel.cli.presets import SHAPES
+from modular_kernel.models.families import FAMILIES
+from modular_kernel.models.registry import ALIASES, MODELS
+
+
+def list_models(
+    types: Annotated[
+        bool, typer.Option("--types", help="Instead: the model types of config.json, by name.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the models that --model takes by name: experts, top-k, hidden, intermediate, more.
+
+    Also layers and shards for benchmarks and tuning. --model takes a config.json or its folder too.
+    """
+    if types:
+        _list_types(as_json)
+        return
+    if as_json:
+        models = {name: {"source": m.source} | m.facts() for name, m in MODELS.items()}
+        output.print_json({"models": models, "aliases": ALIASES, "layers": SHAPES})
+        return
+    columns = f"{'model':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  also"
+    output.line(columns)
+    for name, m in MODELS.items():
+        more = [m.activation] * (m.activation != "silu") + ["bias"] * m.bias
+        more += ["weight on input"] * m.on_input + [f"x {m.scaling}"] * (m.scaling != 1.0)
+        sizes = f"{m.experts:4} {m.top_k:3} {m.hidden:5} {m.intermediate:6}"
+        output.line(f"{name:27} {sizes}  {', '.join(more)}".rstrip())
+    output.line(f"\n{'layer':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  (SwiGLU, no bias)")
+    for name, sizes_of in SHAPES.items():
+        experts, top_k, hidden, intermediate = sizes_of.values()
+        output.line(f"{name:27} {experts:4} {top_k:3} {hidden:5} {intermediate:6}")
+
+
+def _list_types(as_json: bool) -> None:
+    if as_json:
+        output.print_json({name: family.refused or "read" for name, family in FAMILIES.items()})
+        return
+    for name, family in FAMILIES.items():
+        output.line(f"{name:27} {'refused: ' + family.refused if family.refused else 'read'}")

@@ -1,0 +1,97 @@
+"""Published MoE models by name: the sizes of their layer, as in the config.json of `source`.
+
+Numbers are those of the routed experts; a factor is that on their output. What is quantised is the
+file's matter: a name stands for the layer without a scheme.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Model:
+    """One published model's layer. source: the repository on the Hugging Face hub.
+
+    activation: as ActivationSpec.parse() takes it. scaling: factor on the routed output.
+    """
+
+    source: str
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    activation: str = "silu"
+    scaling: float = 1.0
+    bias: bool = False
+    on_input: bool = False
+
+    def facts(self) -> dict[str, object]:
+        """Name the fields of `Problem` that the model settles."""
+        found: dict[str, object] = {
+            "experts": self.experts,
+            "top_k": self.top_k,
+            "hidden": self.hidden,
+            "intermediate": self.intermediate,
+            "activation": self.activation,
+            "bias": self.bias,
+        }
+        if self.scaling != 1.0:
+            found["routed_scaling_factor"] = self.scaling
+        return found | ({"apply_router_weight_on_input": True} if self.on_input else {})
+
+
+def _oai(source: str, experts: int) -> Model:
+    return Model(source, experts, 4, 2880, 2880, "swiglu_oai", bias=True)
+
+
+# fmt: off
+MODELS: dict[str, Model] = {
+    "mixtral-8x7b": Model("mistralai/Mixtral-8x7B-v0.1", 8, 2, 4096, 14336),
+    "mixtral-8x22b": Model("mistralai/Mixtral-8x22B-v0.1", 8, 2, 6144, 16384),
+    "qwen3-30b-a3b": Model("Qwen/Qwen3-30B-A3B", 128, 8, 2048, 768),
+    "qwen3-235b-a22b": Model("Qwen/Qwen3-235B-A22B", 128, 8, 4096, 1536),
+    "qwen3-coder-480b-a35b": Model("Qwen/Qwen3-Coder-480B-A35B-Instruct", 160, 8, 6144, 2560),
+    "qwen3-vl-30b-a3b": Model("Qwen/Qwen3-VL-30B-A3B-Instruct", 128, 8, 2048, 768),
+    "qwen3-vl-235b-a22b": Model("Qwen/Qwen3-VL-235B-A22B-Instruct", 128, 8, 4096, 1536),
+    "qwen3.5-35b-a3b": Model("Qwen/Qwen3.5-35B-A3B", 256, 8, 2048, 512),
+    "qwen3.5-122b-a10b": Model("Qwen/Qwen3.5-122B-A10B", 256, 8, 3072, 1024),
+    "qwen3.5-397b-a17b": Model("Qwen/Qwen3.5-397B-A17B", 512, 10, 4096, 1024),
+    "deepseek-v3": Model("deepseek-ai/DeepSeek-V3", 256, 8, 7168, 2048, scaling=2.5),
+    "deepseek-r1": Model("deepseek-ai/DeepSeek-R1", 256, 8, 7168, 2048, scaling=2.5),
+    "deepseek-v3.1": Model("nvidia/DeepSeek-V3.1-NVFP4", 256, 8, 7168, 2048, scaling=2.5),
+    "deepseek-v3.2": Model("deepseek-ai/DeepSeek-V3.2", 256, 8, 7168, 2048, scaling=2.5),
+    "gpt-oss-120b": _oai("openai/gpt-oss-120b", 128),
+    "gpt-oss-20b": _oai("openai/gpt-oss-20b", 32),
+    "kimi-k2": Model("moonshotai/Kimi-K2-Instruct", 384, 8, 7168, 2048, scaling=2.827),
+    "kimi-k2.5": Model("moonshotai/Kimi-K2.5", 384, 8, 7168, 2048, scaling=2.827),
+    "kimi-k2.6": Model("nvidia/Kimi-K2.6-NVFP4", 384, 8, 7168, 2048, scaling=2.827),
+    "kimi-k2.7-code": Model("nvidia/Kimi-K2.7-Code-NVFP4", 384, 8, 7168, 2048, scaling=2.827),
+    "glm-5": Model("zai-org/GLM-5", 256, 8, 6144, 2048, scaling=2.5),
+    "glm-5.1": Model("zai-org/GLM-5.1", 256, 8, 6144, 2048, scaling=2.5),
+    "glm-5.2": Model("zai-org/GLM-5.2", 256, 8, 6144, 2048, scaling=2.5),
+    "minimax-m2.5": Model("MiniMaxAI/MiniMax-M2.5", 256, 8, 3072, 1536),
+    "minimax-m2.7": Model("MiniMaxAI/MiniMax-M2.7", 256, 8, 3072, 1536),
+    "mimo-v2-flash": Model("XiaomiMiMo/MiMo-V2-Flash", 256, 8, 4096, 2048),
+    "gemma-4-26b-a4b": Model("google/gemma-4-26B-A4B", 128, 8, 2816, 704, "gelu_tanh"),
+    "llama-4-scout": Model("meta-llama/Llama-4-Scout-17B-16E-Instruct", 16, 1, 5120, 8192, on_input=True),
+    "llama-4-maverick": Model("meta-llama/Llama-4-Maverick-17B-128E-Instruct", 128, 1, 5120, 8192, on_input=True),
+    "nemotron-3-nano-30b-a3b": Model("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 128, 6, 2688, 1856, "relu2", 2.5),
+    "nemotron-3-super-120b-a12b": Model("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-FP8", 512, 22, 1024, 2688, "relu2", 5.0),
+    "nemotron-3-ultra-550b-a55b": Model("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", 512, 22, 2048, 5120, "relu2", 5.0),
+}
+# fmt: on
+ALIASES = {
+    "mixtral-8x7b-v0.1": "mixtral-8x7b",
+    "kimi-k2-instruct": "kimi-k2",
+    "qwen3-30b": "qwen3-30b-a3b",
+    "qwen3-235b": "qwen3-235b-a22b",
+    "nemotron-3-nano": "nemotron-3-nano-30b-a3b",
+    "nemotron-3-super": "nemotron-3-super-120b-a12b",
+    "nemotron-3-ultra": "nemotron-3-ultra-550b-a55b",
+}
+
+
+def model_named(name: str) -> Model | None:
+    """Find a model by its name, an alias or its `source`, whatever the case; None if unknown."""
+    key = name.lower()
+    by_source = {model.source.lower(): model for model in MODELS.values()}
+    return MODELS.get(ALIASES.get(key, key)) or by_source.get(key)

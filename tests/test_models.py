@@ -1,0 +1,72 @@
+"""The registry of published models: its names, what they mean, and `mk models`."""
+
+import json
+import re
+
+import pytest
+from run_mk import run_mk
+
+from modular_kernel.cli.presets import SHAPES, facts
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.families import FAMILIES
+from modular_kernel.models.registry import ALIASES, MODELS
+from modular_kernel.types import Problem
+
+
+def test_every_name_is_one_layer() -> None:
+    assert len(MODELS) >= 30
+    sources = [model.source for model in MODELS.values()]
+    assert len(set(sources)) == len(sources)
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+", source) for source in sources)
+    assert not set(MODELS) & set(ALIASES) | set(SHAPES) & (set(MODELS) | set(ALIASES))
+    for name, model in MODELS.items():
+        problem = Problem(tokens=1, **facts(name))  # type: ignore[arg-type]
+        assert problem.top_k <= problem.experts
+        assert facts(model.source) == facts(name.upper()) == facts(name)
+    for alias, name in ALIASES.items():
+        assert facts(alias) == facts(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("kimi-k2", "T1-H7168-I2048-E384-K8-bfloat16-routed_scaling_factor=2.827"),
+        ("llama-4-scout", "T1-H5120-I8192-E16-K1-bfloat16-apply_router_weight_on_input"),
+        (
+            "nemotron-3-super",
+            "T1-H1024-I2688-E512-K22-bfloat16-activation=relu2-routed_scaling_factor=5.0",
+        ),
+        ("gemma-4-26b-a4b", "T1-H2816-I704-E128-K8-bfloat16-activation=gelu_tanh"),
+        ("qwen3_30b", "T1-H2048-I768-E128-K8-bfloat16"),
+        ("gptoss", "T1-H2880-I2880-E128-K4-bfloat16"),
+    ],
+)
+def test_a_name_means_its_layer(name: str, expected: str) -> None:
+    assert str(Problem(tokens=1, **facts(name))) == expected  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "need"),
+    [
+        ("mixtral-8x7", "need mixtral-8x7b or"),
+        ("zzz", "need a name of `mk models`, or the path of a config.json"),
+        ("Qwen/Qwen9-1T", "need its file (hf download Qwen/Qwen9-1T config.json)"),
+    ],
+)
+def test_an_unknown_name_says_what_would_do(name: str, need: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(need)):
+        facts(name)
+
+
+def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    done = run_mk(capsys, "models")
+    assert done.code == 0
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert re.search(r"^llama-4-scout +16 +1 +5120 +8192  weight on input$", done.out, re.M)
+    names = {line.split()[0] for line in done.out.splitlines() if line}
+    assert names >= set(MODELS) | set(SHAPES)
+    told = json.loads(run_mk(capsys, "models", "--json").out)
+    assert told["models"]["kimi-k2"]["source"] == "moonshotai/Kimi-K2-Instruct"
+    assert set(told["models"]) == set(MODELS)
+    assert json.loads(run_mk(capsys, "models", "--types", "--json").out).keys() == FAMILIES.keys()
+    assert "refused" in run_mk(capsys, "models", "--types").out
