@@ -38,6 +38,8 @@ from prepare_finalize.all2all import TorchGroup
 from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
 
 WORLD = 3
+LONG_S = 10.0  # a deadline that no rank waits for which is told
+AT_ONCE_S = LONG_S / 2  # on a busy machine, too
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 POINTS = {  # where the victim goes away -> in which exchange the others find out, here
     "before dispatch": {"counts"},
@@ -66,7 +68,7 @@ class Fault:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(WORLD, grace=DEADLINE_S + 2 * SLACK_S) as ranks:
+    with RankPool(WORLD, grace=LONG_S + 2 * SLACK_S) as ranks:
         yield ranks
 
 
@@ -83,7 +85,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> Report:
     mine = replace(layer, part=part, tokens_W=tokens_W, fields=options)
     given = mine.inputs_of(rank)
     dist.barrier(group)  # what a busy machine delays is not to be blamed on a rank
-    manager = TorchGroup(group, deadline_s=DEADLINE_S)
+    manager = TorchGroup(group, deadline_s=LONG_S)
     kernel = make_kernel(part, experts, mine.problem(rank), group=manager)
     report = outcome_of(lambda: kernel(given.x_TH, given.weights, given.routing), manager)
     given = layer.inputs_of(rank)
@@ -134,28 +136,28 @@ def test_a_rank_that_goes_away(pool: RankPool, part: str, kind: str, point: str)
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_an_exception_inside_the_experts_of_one_rank(pool: RankPool, part: str) -> None:
-    result = run_scenario(Scenario(part, "raises"), pool)
+    result = run_scenario(Scenario(part, "raises", deadline_s=LONG_S), pool)
     assert result.findings() == []
     assert result.reports[VICTIM].error == "RuntimeError"
     assert result.reports[VICTIM].message == "these experts are broken"
     for rank in (0, 2):
         assert_survivor(result.reports[rank], {"combine"})
         assert "broke off its call: RuntimeError" in result.reports[rank].message
-        assert result.reports[rank].seconds < DEADLINE_S
+        assert result.reports[rank].seconds < AT_ONCE_S
 
 
 @pytest.mark.parametrize("part", [ALL2ALL, GATHERED, REPLICATED])
 def test_too_many_tokens_on_one_rank(pool: RankPool, part: str) -> None:
-    result = run_scenario(Scenario(part, "overflow"), pool)
+    result = run_scenario(Scenario(part, "overflow", deadline_s=LONG_S), pool)
     assert result.findings() == []
     assert result.reports[VICTIM].error == CapacityError.__name__
-    assert result.reports[VICTIM].seconds < 0.5
+    assert result.reports[VICTIM].seconds < AT_ONCE_S
     for rank in (0, 2):
         report = result.reports[rank]
         assert (report.error, report.phase) == ("CommunicationError", "counts"), report
         assert report.peers == (VICTIM,)
         assert "rank 1 refused its call 2 of layer 1 with CapacityError" in report.message
-        assert report.seconds < 0.5
+        assert report.seconds < AT_ONCE_S
 
 
 @pytest.mark.parametrize("kind", ["raises", "refuses"])
@@ -164,12 +166,12 @@ def test_a_rank_that_comes_to_no_exchange_tells_the_others(
     pool: RankPool, part: str, kind: str
 ) -> None:
     point = "before dispatch" if kind == "raises" else ""
-    result = run_scenario(Scenario(part, kind, point), pool)
+    result = run_scenario(Scenario(part, kind, point, deadline_s=LONG_S), pool)
     assert result.findings() == []
     for rank in (0, 2):
         assert result.reports[rank].phase == "counts"
         assert "rank 1 refused its call 2 of layer 1" in result.reports[rank].message
-        assert result.reports[rank].seconds < 0.5
+        assert result.reports[rank].seconds < AT_ONCE_S
 
 
 def test_the_matrix_runs_side_by_side_and_says_what_it_found() -> None:
@@ -263,7 +265,7 @@ def test_ranks_that_mean_another_layer(pool: RankPool, other: dict[str, object],
     for rank, report in enumerate(reports):
         assert report.error == "CommunicationError", report
         assert report.phase == "counts"
-        assert report.seconds < 0.5
+        assert report.seconds < AT_ONCE_S
         assert told in report.message
         assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
         assert report.serves_again
@@ -285,7 +287,7 @@ def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
         assert_survivor(first, {"combine"})
         assert second.error == "CommunicationError"
         assert second.peers == (VICTIM,)
-        assert second.seconds < 0.5
+        assert second.seconds < DEADLINE_S
 
 
 def second_of_two(

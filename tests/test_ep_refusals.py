@@ -13,6 +13,8 @@ from modular_kernel.testing.faults_ranks import VICTIM, Report, outcome_of
 from modular_kernel.testing.ranks import RankPool
 from prepare_finalize.all2all import TorchGroup
 
+LONG_S = 10.0  # a deadline that no rank waits for which is told
+AT_ONCE_S = LONG_S / 2  # on a busy machine, too
 TOKENS = {REPLICATED: (4, 4, 4), GATHERED: (4, 3, 5), ALL2ALL: (4, 3, 5)}
 
 
@@ -31,7 +33,7 @@ def test_a_rank_that_refuses_its_input_and_then_calls_again(
     reports = pool.run(refuse_one, Layer(part, TOKENS[part]), by, timeout=30)
     for rank, report in enumerate(reports):
         assert report.serves_again
-        assert report.seconds < 0.5
+        assert report.seconds < AT_ONCE_S
         if rank == VICTIM:
             assert report.error == "DtypeError", report
         else:
@@ -42,7 +44,7 @@ def test_a_rank_that_refuses_its_input_and_then_calls_again(
 
 def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> Report:
     given = layer.inputs_of(rank)
-    manager = TorchGroup(group, deadline_s=10.0)
+    manager = TorchGroup(group, deadline_s=LONG_S)
     kernel = make_kernel(layer.part, "TorchExperts", layer.problem(rank), group=manager)
     call = kernel.plan() if by == "plan" else kernel
     good = call(given.x_TH, given.weights, given.routing).clone()
@@ -61,13 +63,13 @@ def test_layers_of_one_manager_that_are_called_in_another_order(pool: RankPool, 
         assert (report.error, report.phase) == ("CommunicationError", "counts"), report
         assert "layer 1, 2, 1 by rank" in report.message
         assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
-        assert report.seconds < 0.5
+        assert report.seconds < AT_ONCE_S
         assert report.serves_again
 
 
 def swap_layers(rank: int, world: int, group: object, layer: Layer) -> Report:
     given, problem = layer.inputs_of(rank), layer.problem(rank)
-    manager = TorchGroup(group, deadline_s=10.0)
+    manager = TorchGroup(group, deadline_s=LONG_S)
     first, second = (
         make_kernel(layer.part, "TorchExperts", problem, group=manager) for _ in range(2)
     )

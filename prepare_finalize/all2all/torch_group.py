@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -73,6 +75,7 @@ class TorchGroup:
         self.layers = 0
         self._called: dict[int, tuple[int, int]] = {}  # layer and call by step
         self._told: Exchange | None = None
+        self._under_way: WeakSet[Exchange] = WeakSet()
         self.order = 0  # a digest of the exchanges so far: which, and in what order
         self.last_calls = LastCalls(self.rank, history)
         self._failure: CommunicationError | None = None
@@ -179,9 +182,7 @@ class TorchGroup:
         self._board.post({**record, "broke_off": why}, time.monotonic())
         what, got, need = "exchange between ranks", f"this rank {why}", "calls that end"
         self._failure = self._error(what, got, need, "combine", self.step, ())
-        group = self._communicator.close()
-        if self.device == "cuda" and group is not None:
-            group.abort()
+        self._hang_up()
 
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
@@ -239,7 +240,9 @@ class TorchGroup:
             work = launch()
         except RuntimeError as error:
             raise self._failed(record, started, error) from error
-        return Exchange(self, work, tensors, record, started)
+        exchange = Exchange(self, work, tensors, record, started)
+        self._under_way.add(exchange)
+        return exchange
 
     def _wait(self, exchange: "Exchange") -> None:
         self._check_open()
@@ -247,6 +250,7 @@ class TorchGroup:
             self._wait_for(exchange.work, exchange.started_s + self.deadline_s)
         except RuntimeError as error:
             raise self._failed(exchange.record, exchange.started_s, error) from error
+        self._under_way.discard(exchange)
         self.last_calls.end(exchange.record)
 
     def _wait_for(self, work: Any, until_s: float) -> None:
@@ -262,6 +266,17 @@ class TorchGroup:
             time.sleep(_POLL_S)
         work.wait()
 
+    def _hang_up(self) -> None:
+        """Close every connection, so that ranks which wait for this one learn of it now.
+
+        gloo closes its connections when nothing holds its communicator; exchanges under way do.
+        """
+        for exchange in self._under_way:
+            exchange.work = None
+        group = self._communicator.close()
+        if self.device == "cuda" and group is not None:
+            group.abort()
+
     def _failed(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
@@ -269,9 +284,8 @@ class TorchGroup:
         took = time.monotonic() - started_s
         reason = in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
-        group = self._communicator.close()
-        if self.device == "cuda" and group is not None:
-            group.abort()
+        clear_frames(error.__traceback__)  # they may hold the communicator
+        self._hang_up()
         until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)
         failed = self._board.post(record, until)
         peers = self._keeper
@@ -288,7 +302,7 @@ class TorchGroup:
         return self._failure
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Exchange:
     """An exchange under way; its tensors are kept until it was waited for."""
 
