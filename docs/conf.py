@@ -1,5 +1,9 @@
 """The docs as a site: `make docs`. Needs Sphinx and MyST, neither torch nor this package."""
 
+import re
+
+from sphinx.application import Sphinx
+
 project = "modular_kernel"
 author = "The modular_kernel authors"
 root_doc = "index"
@@ -25,3 +29,15 @@ html_static_path = ["_static"]  # alabaster reads custom.css there
 html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False
+
+_OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:notebook|examples)/[^)#]+)\)")
+
+
+def link_outside(app: Sphinx, name: str, source: list[str]) -> None:
+    """Make links to files outside of the site downloads."""
+    source[0] = _OUTSIDE.sub(r"{download}`\1 <\2>`", source[0])
+
+
+def setup(app: Sphinx) -> None:
+    """Register what this site adds to Sphinx."""
+    app.connect("source-read", link_outside)

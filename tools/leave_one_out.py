@@ -1,7 +1,7 @@
 """How good tiles are for a layer that has no tuned file: every tuned layer is left out in turn.
 
     python tools/leave_one_out.py time record.json                # on the GPU that files are for
-    python tools/leave_one_out.py report record.json > h200-leave-one-out.md
+    python tools/leave_one_out.py report record.json > leave-one-out.md
 
 A layer that is left out takes the tiles that the nearest other layers were tuned to
 (experts/tile_neighbours.py), and then those of the regimes alone (experts/tile_regimes.py). Whole

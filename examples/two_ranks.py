@@ -1,0 +1,83 @@
+"""Run one layer on two ranks, and compare it with the same layer on one.
+
+    python examples/two_ranks.py
+
+The ranks talk over gloo on a CPU and over NCCL on two GPUs.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+import modular_kernel as mk
+
+RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2, 6, 32, 48, 8, 2
+
+
+def whole_layer(device: torch.device) -> tuple[mk.ExpertWeights, torch.Tensor, mk.Routing]:
+    """Make every expert's weights and both ranks' tokens: the same numbers on each rank."""
+    random = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=random)  # noqa: E731
+    w1 = draw(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5  # gate rows first, then up rows
+    w2 = draw(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
+    x_TH = draw(RANKS * TOKENS, HIDDEN)
+    values, ids = draw(RANKS * TOKENS, EXPERTS).topk(TOP_K)
+    weights = mk.ExpertWeights(w1=w1.to(device), w2=w2.to(device))
+    return weights, x_TH.to(device), mk.Routing(values.softmax(-1).to(device), ids.to(device))
+
+
+def run(rank: int, store: str) -> None:
+    """Be one rank: hold half of the experts, pass half of the tokens."""
+    torch.set_num_threads(1)
+    on_gpus = torch.cuda.device_count() >= RANKS
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    backend = "nccl" if on_gpus else "gloo"
+    dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=RANKS)
+
+    weights, x_TH, routing = whole_layer(device)
+    alone = mk.Problem(
+        tokens=RANKS * TOKENS,
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        experts=EXPERTS,
+        top_k=TOP_K,
+        dtype=torch.float32,
+    )
+    reference = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", alone)
+    expected_TH = reference(x_TH, weights, routing)
+
+    problem = mk.Problem(
+        tokens=TOKENS,  # the most that one rank passes
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        experts=EXPERTS,  # of the model
+        top_k=TOP_K,
+        dtype=torch.float32,
+        parallel=mk.Parallel(world_size=RANKS, placement="linear", rank=rank),
+    )
+    kernel = mk.make_kernel(
+        "TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=dist.group.WORLD
+    )
+    held = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
+    own = slice(rank * TOKENS, (rank + 1) * TOKENS)
+    y_TH = kernel(
+        x_TH[own],
+        mk.ExpertWeights(w1=weights.w1[held], w2=weights.w2[held]),
+        mk.Routing(routing.topk_weights_TK[own], routing.topk_ids_TK[own]),  # ids of the model
+    )
+    torch.testing.assert_close(y_TH, expected_TH[own], rtol=1e-4, atol=1e-4)
+    print(f"rank {rank} of {RANKS} over {backend}: {tuple(y_TH.shape)} as on one rank", flush=True)
+
+    kernel.prepare_finalize.destroy()  # collective, as making it was
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        multiprocessing.spawn(run, args=(store,), nprocs=RANKS)

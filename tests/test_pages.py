@@ -1,0 +1,53 @@
+"""Pages keep their form: short for users, one form in the notebook, links that lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, NOTEBOOK = ROOT / "docs", ROOT / "notebook"
+MADE = "<!-- Made by `mk report --write`"  # no page for users: what it holds is generated
+USERS = [
+    page
+    for page in sorted(DOCS.rglob("*.md"))
+    if not page.read_text(encoding="utf-8").lstrip().startswith(MADE)
+]
+JOURNALS = sorted(path for path in NOTEBOOK.glob("*.md") if path.name != "README.md")
+LINKED = [*sorted(ROOT.glob("*.md")), *USERS, *sorted(NOTEBOOK.glob("*.md"))]
+FORM = ["Question", "Setup", "Result", "Decision"]
+
+
+def words(page: Path) -> int:
+    return len(page.read_text(encoding="utf-8").split())
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    kept = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.replace(" ", "-") for title in kept}
+
+
+def test_pages_for_users_are_short() -> None:
+    assert [(page.name, words(page)) for page in USERS if words(page) > 1500] == []
+    assert sum(map(words, USERS)) <= 20_000
+
+
+@pytest.mark.parametrize("page", JOURNALS, ids=lambda page: page.name)
+def test_a_journal_has_the_one_form(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert re.fullmatch(r"\d{4}-\d{2}-[a-z0-9-]+\.md", page.name)
+    assert re.findall(r"^## (.*)$", text, re.M) == FORM
+    assert f"({page.name})" in (NOTEBOOK / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if re.match(r"https?:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
