@@ -358,6 +358,10 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "experts in 4 bits": FP8 | {"expert_dtype": "fp4"},
     "gptq without sym": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "gptq without a group": {"quant_method": "gptq", "bits": 4, "sym": True},
+    "gptq in act-order": {
+        **{"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+        "desc_act": True,
+    },
     "one scale a column": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
     "awq without zero_point": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "modelopt, mixed": OPT | {"quant_algo": "MIXED_PRECISION"},

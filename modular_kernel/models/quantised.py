@@ -79,6 +79,8 @@ def _blocks(path: str, name: str, block: Any) -> str:
 
 def _gptq(path: str, given: Given) -> str:
     _one_of(path, given, "checkpoint_format", ("gptq", "gptq_v2", None))
+    if _one_of(path, given, "desc_act", (False, True, None)):
+        raise _bad(path, "desc_act = True", "columns in their order (no part takes act-order)")
     symmetric = _one_of(path, given, "sym", (True, False))
     return _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
 
