@@ -129,7 +129,9 @@ class Catalog:
         nearest = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
         hint = f"one of {', '.join(names)}"
         if nearest:
-            hint = f"did you mean {nearest[0]}? One of {', '.join(names)}"
+            hint = f"{hint} (did you mean {nearest[0]}?)"
+        if any(part.name == wanted for part in self.parts):
+            hint = f"{hint}; {wanted} is a part of another kind"
         if self.broken:
             unusable = "; ".join(f"{b.name} from {b.origin}: {b.error}" for b in self.broken)
             hint = f"{hint}. Not usable: {unusable}"

@@ -6,7 +6,7 @@ and what it needs, before anything is launched. `assert` is left for our own inv
 
 from collections.abc import Sequence
 
-from modular_kernel.printable import printable
+from modular_kernel.printable import counted, printable
 
 
 class ModularKernelError(Exception):
@@ -90,7 +90,8 @@ class IncompatibleError(ModularKernelError, ValueError):
     def __init__(self, pairing: str, rejections: Sequence[object]) -> None:
         self.pairing, self.rejections = pairing, tuple(rejections)
         reasons = "\n".join(f"  - {rejection}" for rejection in self.rejections)
-        super().__init__(f"{pairing} is refused for {len(self.rejections)} reason(s):\n{reasons}")
+        count = counted(len(self.rejections), "reason")
+        super().__init__(f"{pairing} is refused for {count}:\n{reasons}")
 
 
 class CommunicationError(ModularKernelError):
@@ -117,7 +118,8 @@ class CommunicationError(ModularKernelError):
         self.layer = self.call = 0
         self.rank, self.phase, self.step, self.peers = rank, phase, step, tuple(peers)
         named = ", ".join(map(str, self.peers)) or "unknown"
-        where = f"rank {rank}, {phase} of step {step}, peer(s) {named}"
+        word = "peer" if len(self.peers) == 1 else "peers"
+        where = f"rank {rank}, {phase} of step {step}, {word} {named}"
         super().__init__(f"{what}: got {got}, need {need} ({where})")
 
 

@@ -17,6 +17,7 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.fields import Between, Count, check_fields, expect, shown
+from modular_kernel.printable import counted
 
 # Tables on the host have a place for each.
 Experts = Annotated[int, Between(1, 2**20 - 1)]
@@ -173,5 +174,5 @@ def _check_sizes(experts: int, world_size: int) -> None:
     expect("placement: experts", experts, Experts)
     expect("placement: ranks", world_size, Count)
     if world_size < 1 or experts < world_size:
-        need = f"an expert for each of {world_size} rank(s)"
+        need = f"an expert for each of {counted(world_size, 'rank')}"
         raise ConfigurationError("placement: experts", got=experts, need=need)

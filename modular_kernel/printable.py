@@ -21,5 +21,10 @@ def printable(text: object, *, most: int | None = None, lines: bool = False) -> 
     return "".join(c if c.isprintable() or c in kept else _escape(c) for c in words)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return the number with its noun, in the plural unless it is 1: "1 case", "2 cases"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")

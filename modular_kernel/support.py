@@ -11,7 +11,7 @@ import torch
 
 from modular_kernel.fields import Count
 from modular_kernel.foreign import reason
-from modular_kernel.printable import printable
+from modular_kernel.printable import counted, printable
 from modular_kernel.types import (
     GATED,
     UNGATED,
@@ -181,7 +181,7 @@ class Verdict:
     def __str__(self) -> str:
         if self.ok:
             return f"{self.pairing}: valid"
-        lines = [f"{self.pairing}: refused, {len(self.rejections)} reason(s)"]
+        lines = [f"{self.pairing}: refused, {counted(len(self.rejections), 'reason')}"]
         return "\n".join([*lines, *(f"  - {r}" for r in self.rejections)])
 
 

@@ -21,6 +21,7 @@ from modular_kernel.errors import (
     UnsupportedError,
     WeightsError,
 )
+from modular_kernel.printable import counted
 from modular_kernel.quant import check_weights_quantised
 from modular_kernel.replay import overlap, span
 from modular_kernel.tensors import ExpertWeights, Routing, dense
@@ -133,7 +134,9 @@ def check_ids(routing: Routing, problem: Problem) -> None:
     bad = (ids < -1) | (ids >= problem.experts)
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()
-        got = f"{int(bad.sum())} id(s), the first {int(ids[tuple(where)])} at {tuple(where)}"
+        got = (
+            f"{counted(int(bad.sum()), 'id')}, the first {int(ids[tuple(where)])} at {tuple(where)}"
+        )
         raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {problem.experts - 1}")
 
 
@@ -145,7 +148,7 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
     bad = (where_E < -1) | (where_E >= problem.e)
     if bool(bad.any()):
         first = int(bad.nonzero()[0])
-        got = f"{int(bad.sum())} value(s), the first {int(where_E[first])} at {first}"
+        got = f"{counted(int(bad.sum()), 'value')}, the first {int(where_E[first])} at {first}"
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 

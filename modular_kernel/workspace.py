@@ -165,7 +165,7 @@ class Workspace:
             return
         overrun = self._shared.overrun(replayed)
         if overrun:
-            raise CorruptionError(f"written past the end of workspace buffer(s) {overrun}")
+            raise CorruptionError(f"written past the end of workspace buffers {overrun}")
 
 
 class _Shared:

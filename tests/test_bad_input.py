@@ -100,7 +100,7 @@ def test_checked_mode_refuses_an_id(bad_id: int) -> None:
     with pytest.raises(RoutingError) as caught:
         spied(PROBLEM, checked=True)(args.x, args.weights, args.routing)
     assert caught.value.what == "topk_ids"
-    assert caught.value.got == f"1 id(s), the first {bad_id} at (3, 1)"
+    assert caught.value.got == f"1 id, the first {bad_id} at (3, 1)"
     assert caught.value.need == "-1 or 0 to 7"
 
 
@@ -202,7 +202,10 @@ def test_unknown_part_suggests_the_nearest() -> None:
     with pytest.raises(UnknownPartError) as caught:
         check("MoEPrepareAndFinalizeNoEp", "TorchExperts", PROBLEM)
     assert caught.value.got == "'MoEPrepareAndFinalizeNoEp'"
-    assert str(caught.value.need).startswith("did you mean MoEPrepareAndFinalizeNoEP?")
+    assert str(caught.value.need).startswith("one of MoEPrepareAndFinalizeNoEP, Batched")
+    assert str(caught.value.need).endswith("(did you mean MoEPrepareAndFinalizeNoEP?)")
+    with pytest.raises(UnknownPartError, match="TorchExperts is a part of another kind"):
+        check("TorchExperts", "TorchExperts", PROBLEM)
     with pytest.raises(UnknownPartError) as caught:
         check("MoEPrepareAndFinalizeNoEP", "zzz", PROBLEM)
     assert re.match(r"one of .*TorchExperts", str(caught.value.need))

@@ -118,7 +118,7 @@ def test_the_command_writes_what_it_is_asked_for(mk: Mk, tmp_path: Path) -> None
     text = document.read_text(encoding="utf-8")
     assert "## bfloat16, hot1 routing" in text
     assert "torch_grouped_mm" in done.out
-    assert f"written: {record}" in done.out
+    assert f"written: {record}" in done.err
 
 
 def test_a_picture_is_drawn(mk: Mk, tmp_path: Path) -> None:

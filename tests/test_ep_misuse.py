@@ -138,7 +138,7 @@ def foreign_handle(rank: int, world: int, group: object, layer: Layer) -> str:
 def test_a_rank_that_does_not_come_to_the_construction(pair: RankPool) -> None:
     """The other one says so in time, and the next attempt of both succeeds."""
     error, seconds = pair.run(come_alone, Layer(ALL2ALL, (3, 3)))[0]
-    assert "construct of step 0, peer(s) 1" in error
+    assert "construct of step 0, peer 1" in error
     assert seconds < 1.0 + 2.0
 
 

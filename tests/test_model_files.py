@@ -359,7 +359,10 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "gptq without sym": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "gptq without a group": {"quant_method": "gptq", "bits": 4, "sym": True},
     "gptq in act-order": {
-        **{"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True},
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
         "desc_act": True,
     },
     "one scale a column": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},

@@ -87,7 +87,7 @@ def test_a_part_that_raises_has_failed(machine: Machine) -> None:
 
 def test_an_overrun_is_told_once(machine: Machine) -> None:
     failures = proof_with("workspace_overrun", machine).failures
-    assert failures[0].startswith("red_zones: written past the end of workspace buffer(s)")
+    assert failures[0].startswith("red_zones: written past the end of workspace buffers")
     assert len(failures) == 1
 
 

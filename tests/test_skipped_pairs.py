@@ -111,5 +111,5 @@ def test_a_row_that_is_not_there(pf: str, experts: str, value: int) -> None:
     for call in (checked, checked.plan()):
         with pytest.raises(WeightsError) as caught:
             call(x_TH, replace(weights, expert_map=strange), valid)
-        assert caught.value.got == f"1 value(s), the first {value} at 2"
+        assert caught.value.got == f"1 value, the first {value} at 2"
         assert caught.value.need == "-1 or 0 to 4"

@@ -251,7 +251,7 @@ def test_a_layer_is_tuned_from_end_to_end(
         Search(budget=250, out=tmp_path / "out", workers=3, times=times),
     )
     with on_an_h200(tmp_path, monkeypatch):
-        _run([("small", SMALL, pair)], (1, 2), options, as_json=False)
+        _run([("small", SMALL, pair)], (1, 2), options, as_json=None)
         shown = capsys.readouterr()
         space = pair.space(SMALL)
         best = space.saved(tmp_path / "out")

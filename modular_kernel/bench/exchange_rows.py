@@ -145,6 +145,8 @@ _COLUMNS = (
     "T", "quant", "transport", "dispatch us", "floor", "GB/s", "combine us", "floor", "GB/s",
     "pair us", "mode", "error", "note",
 )  # fmt: skip
+# Left out where a terminal is narrow, the last one first; both of a name at once.
+OPTIONAL = ("mode", "quant", "GB/s", "floor", "error", "note")
 
 
 def cells_of(row: ExchangeRow) -> list[str]:

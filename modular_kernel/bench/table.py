@@ -9,6 +9,11 @@ _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
     "eager us", "launches", "host us", "allocs", "mode", "note",
 )  # fmt: skip
+# Left out where a terminal is narrow, the last one first.
+OPTIONAL = (
+    "/ floor", "/ best peer", "floor us", "host us", "launches", "error", "routing", "note",
+    "mode", "eager us", "allocs",
+)  # fmt: skip
 METHOD = """\
 - A layer is timed from x, top-k ids and weights to y: index work, quantisation of x, both products,
   activation and weighted sum inside; router and top-k outside. Times are microseconds.

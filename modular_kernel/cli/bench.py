@@ -13,7 +13,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.options import ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
@@ -69,15 +69,18 @@ class Files:
         Path | None,
         typer.Option(help="Measure nothing: show and draw what --json wrote here before."),
     ] = None
-    json: Annotated[
-        Path | None, typer.Option(help="Write every number here, anew after each row.")
-    ] = None
+    as_json: AsJson = None  # a file is written anew after each row
     markdown: Annotated[Path | None, typer.Option(help="Write the tables of a document here.")] = (
         None
     )
     plot: Annotated[
         Path | None, typer.Option(help="Draw time over tokens here (.png; needs matplotlib).")
     ] = None
+
+    @property
+    def record(self) -> Path | None:
+        """The file of --json, where it is one."""
+        return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
 
 def bench(
@@ -112,7 +115,7 @@ def bench(
     cells_of = _Cells(options, method)
     _check_files(files)
     if files.load is not None:
-        _finish(_loaded(files.load), replace(files, json=None))
+        _finish(_loaded(files.load), files)
         return
     prepare_host()
     from modular_kernel.bench.rows import FAILED, WRONG
@@ -241,7 +244,7 @@ def _check_files(files: Files) -> None:
     if files.plot is not None and find_spec("matplotlib") is None:
         need = "matplotlib: pip install 'modular-kernel[bench]'"
         raise ConfigurationError("--plot", got="no matplotlib", need=need)
-    for path in (files.json, files.markdown, files.plot):
+    for path in (files.record, files.markdown, files.plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -266,8 +269,8 @@ def _teller(files: Files) -> Any:
         for row in report.rows[said:]:
             output.note(one_line(row))
         said = len(report.rows)
-        if files.json is not None:
-            report.write(files.json)
+        if files.record is not None:
+            report.write(files.record)
 
     return tell
 
@@ -275,17 +278,27 @@ def _teller(files: Files) -> Any:
 def _finish(report: "Report", files: Files) -> None:
     from modular_kernel.bench import table
 
-    output.table(*table.text_table(report.rows))
-    for text in table.summary(report):
-        output.line(text)
-    if report.stopped:
-        output.line(f"the run ended early: {report.stopped}")
+    if files.as_json == output.STDOUT:
+        print(report.to_json())
+    else:
+        _print_text(report)
     if files.markdown is not None:
         files.markdown.write_text(table.markdown(report), encoding="utf-8")
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 
         plot(report, files.plot)
-    for path in (files.json, files.markdown, files.plot):
+    for path in (files.record, files.markdown, files.plot):
         if path is not None:
-            output.line(f"written: {path}")
+            output.note(f"written: {path}")
+
+
+def _print_text(report: "Report") -> None:
+    from modular_kernel.bench import table
+
+    columns, cells = table.text_table(report.rows)
+    output.table(columns, cells, optional=table.OPTIONAL)
+    for text in table.summary(report):
+        output.line(text)
+    if report.stopped:
+        output.line(f"the run ended early: {report.stopped}")

@@ -1,6 +1,7 @@
 """`mk check`: can this pair serve this problem on that machine, and if not, why?"""
 
 from dataclasses import replace
+from string import ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,11 +9,15 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import chosen_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.tables import layout
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
-    from modular_kernel.support import Verdict
+    from modular_kernel.support import Rejection, Verdict
     from modular_kernel.types import Machine, Problem
+
+_SUFFIX = "PrepareAndFinalize"  # of most names: a grid shows it once
 
 
 def check(
@@ -30,7 +35,7 @@ def check(
         str | None,
         typer.Option(help="Judge for a machine with these packages only: deep_ep,triton."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Judge one pair, or every pair, for a problem: on this machine or on one described.
 
@@ -38,26 +43,36 @@ def check(
     refused, with every reason, and with 2 on bad usage.
     """
     problem = options.problem()
+    _warn(problem)
     machine = chosen_machine(arch, device, packages)
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()
     verdicts = judged(catalog, pf_type, experts_type, problem, machine)
     single = pf_type is not None and experts_type is not None
-    if as_json:
-        output.print_json(
-            _record(verdicts[0]) if single else matrix_record(verdicts, problem, machine)
-        )
-    elif single:
-        _print_verdict(verdicts[0])
-    else:
+    record = _record(verdicts[0]) if single else matrix_record(verdicts, problem, machine)
+
+    def show() -> None:
+        if single:
+            _print_verdict(verdicts[0])
+            return
         print_matrix(verdicts, problem, machine)
         for broken in catalog.broken:
             output.note(f"not judged: {broken.name} from {broken.origin}: {broken.error}")
         for name, origins in catalog.duplicates().items():
             output.note(f"not judged: {name}, claimed by {' and '.join(origins)}")
+
+    output.answer(record, as_json, show)
     if not any(verdict.ok for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _warn(problem: "Problem") -> None:
+    """Tell of sizes that are valid and hardly meant."""
+    if problem.top_k > problem.experts:
+        output.note(f"warning: top_k={problem.top_k} of {problem.experts} experts: ids will repeat")
+    if problem.tokens == 0:
+        output.note("warning: tokens=0: every call is empty")
 
 
 def judged(
@@ -111,23 +126,53 @@ def _print_verdict(verdict: "Verdict") -> None:
     if verdict.ok:
         output.line(f"{verdict.pairing}: valid for {where}")
         return
-    count = len(verdict.rejections)
-    output.line(f"{verdict.pairing}: refused for {where}, {count} reason(s)")
+    count = counted(len(verdict.rejections), "reason")
+    output.line(f"{verdict.pairing}: refused for {where}, {count}")
     output.rejections(verdict.rejections)
 
 
 def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machine") -> None:
+    """Print a grid of pairs, and below it what each rule that refuses some of them says first."""
     valid = sum(verdict.ok for verdict in verdicts)
     output.line(f"{problem} on {machine}: {valid} of {len(verdicts)} pairs are valid")
+    by_rule: dict[str, list[Rejection]] = {}
+    for verdict in verdicts:
+        for rule, first in {r.rule: r for r in reversed(verdict.rejections)}.items():
+            by_rule.setdefault(rule, []).append(first)
+    letters = dict(zip(by_rule, letters_for(len(by_rule)), strict=True))
+    names = dict.fromkeys(verdict.experts for verdict in verdicts)
+    cells = {(v.prepare_finalize, v.experts): _cell(v, letters) for v in verdicts}
     rows = [
-        (
-            verdict.prepare_finalize,
-            verdict.experts,
-            "valid" if verdict.ok else "refused",
-            ", ".join(dict.fromkeys(r.rule for r in verdict.rejections)),
-        )
-        for verdict in verdicts
+        (pf.removesuffix(_SUFFIX), *(cells[pf, experts] for experts in names))
+        for pf in dict.fromkeys(verdict.prepare_finalize for verdict in verdicts)
     ]
-    output.table(("prepare_finalize", "experts", "verdict", "rules violated"), rows)
-    if valid < len(verdicts):
-        output.line("Every reason of one pair: mk check --pf-type X --experts-type Y")
+    _print_grid(rows, tuple(names))
+    if valid == len(verdicts):
+        return
+    reasons = [
+        (letters[rule], rule, len(found), f"got {found[0].got}, need {found[0].need}")
+        for rule, found in by_rule.items()
+    ]
+    output.table(("", "rule", "pairs", "the first of them"), reasons)
+    output.line("Every reason of one pair: mk check --pf-type X --experts-type Y")
+
+
+def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
+    """Print cells below the names of experts, or where these do not fit, below their numbers."""
+    short = tuple(f"[{number}]" for number, _ in enumerate(names, 1))
+    head = f"..{_SUFFIX}"
+    fit = layout((head, *names), rows, output.width()).columns
+    output.table((head, *(names if fit else short)), rows)
+    if not fit:
+        output.line(", ".join(f"{at}={name}" for at, name in zip(short, names, strict=True)))
+
+
+def _cell(verdict: "Verdict", letters: dict[str, str]) -> str:
+    """Say ok, or the letters of the rules that the pair breaks."""
+    return "ok" if verdict.ok else "".join(sorted({letters[r.rule] for r in verdict.rejections}))
+
+
+def letters_for(number: int) -> list[str]:
+    """Give so many rules a letter each: a to z, then A to Z, then numbers in brackets."""
+    many = [*ascii_lowercase, *ascii_uppercase]
+    return many[:number] + [f"({index})" for index in range(len(many), number)]

@@ -9,6 +9,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.testing.compile_cases import Compiled, Row
@@ -22,7 +23,7 @@ def compile_kernels(
     ] = False,
     target: Annotated[str, typer.Option(help="Compile for this GPU.")] = "sm_90",
     workers: Annotated[int, typer.Option(help="Processes that share the kernels.")] = 1,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Compile the kernels for a GPU and show registers, shared memory, spills and instructions.
 
@@ -40,11 +41,9 @@ def compile_kernels(
     from modular_kernel.testing.compile_cases import compile_all
 
     done = compile_all(target, output.progress, workers=workers)
-    if as_json:
-        rows = [_record(row) for row in done.rows]
-        output.print_json({"kernels": rows, "left_out": done.left_out})
-    else:
-        _print_text(done, check=check)
+    rows = [_record(row) for row in done.rows]
+    record = {"kernels": rows, "left_out": done.left_out}
+    output.answer(record, as_json, lambda: _print_text(done, check=check))
     missing = any(not kernel.reason for kernel in done.left_out)
     if check and (missing or any(row.violations for row in done.rows)):
         raise typer.Exit(1)
@@ -58,17 +57,17 @@ def _print_text(done: "Compiled", *, check: bool) -> None:
     rows = done.rows
     counts = [_instructions(row, check=check) for row in rows]
     columns = ("case", "kernel", "config", "regs", "shared", "spills", "instructions", "verdict")
-    output.table(columns, [_cells(*row) for row in zip(rows, counts, strict=True)])
+    cells = [_cells(*row) for row in zip(rows, counts, strict=True)]
+    output.table(columns, cells, optional=("kernel", "spills", "shared", "config", "instructions"))
     broken = [row for row in rows if row.violations]
     for row in broken:
         output.line("\n".join(row.violations))
     left_out = [(k.kernel, k.module, k.reason or "NO CASE LAUNCHES IT") for k in done.left_out]
     output.table(("left out", "of", "because"), left_out)
     kernels = len({row.record.kernel for row in rows})
-    output.line(
-        f"triton {version('triton')}: {kernels} kernel(s) compiled in {len(rows)} form(s), "
-        f"{len(broken)} break a limit; {len(left_out)} left out"
-    )
+    forms = f"{counted(kernels, 'kernel')} compiled in {counted(len(rows), 'form')}"
+    limits = f"{len(broken)} break a limit; {len(left_out)} left out"
+    output.line(f"triton {version('triton')}: {forms}, {limits}")
 
 
 def _instructions(row: "Row", *, check: bool) -> str:

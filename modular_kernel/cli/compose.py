@@ -73,7 +73,7 @@ def compose(
         bool, typer.Option("--explain", help="Every candidate: its times, or why it was refused.")
     ] = False,
     backend: Backend = None,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Choose the fastest valid pairing for every number of tokens, on this machine.
 
@@ -99,7 +99,7 @@ def compose(
         options = replace(options, tokens=choosing.most_tokens(options, gpu=gpu))
         problem, start = options.problem(), time.monotonic()
         if host.pool is None:
-            if not as_json:
+            if as_json != output.STDOUT:
                 terms = replace(terms, tell=teller(problem))
             from modular_kernel.choose.choosing import choose
 
@@ -112,12 +112,13 @@ def compose(
     if not choice.segments:
         reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
         raise IncompatibleError(f"every pairing for {problem}", reasons)
-    if as_json:
-        output.print_json(record(choice, took))
-        return
-    print_text(choice, took)
-    if explain:
-        explain_text(choice)
+
+    def show() -> None:
+        print_text(choice, took)
+        if explain:
+            explain_text(choice)
+
+    output.answer(record(choice, took), as_json, show)
 
 
 def _on_rank(

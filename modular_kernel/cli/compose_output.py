@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.choose.choice import Choice
@@ -36,7 +37,7 @@ def print_text(choice: "Choice", took: float) -> None:
     )
     reused = len(choice.buckets) - choice.timed
     output.line(
-        f"{choice.timed} number(s) of tokens timed now, {reused} from the cache, in {took:.1f} s"
+        f"timed {counted(choice.timed, 'token count')} in {took:.1f} s, {reused} from the cache"
     )
     for why in dict.fromkeys(candidates.silent.values()):
         output.line(f"not measured: {len(candidates.silent)} pairings: {why}")
@@ -77,7 +78,7 @@ def explain_text(choice: "Choice") -> None:
             mark = "chosen" if picks.get(bucket.tokens) == outcome.pair else ""
             rows.append((bucket.tokens, *outcome.pair, _time(outcome), outcome.mode, mark))
     columns = ("tokens", "prepare_finalize", "experts", "us", "timed as", "")
-    output.table(columns, rows)
+    output.table(columns, rows, optional=("timed as",))
     output.line("~ far from the fastest, so timed a few times only; the others by turns")
     for verdict in choice.candidates.refused:
         output.line(str(verdict))

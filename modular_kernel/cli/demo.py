@@ -157,7 +157,7 @@ def demo(
         str | None,
         typer.Option(help="Only this dtype: float32, float16 or bfloat16.", show_default=False),
     ] = None,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Run four small models with transformers' experts and with ours, and compare.
 
@@ -170,17 +170,18 @@ def demo(
     from modular_kernel.types import dtype_name, parse_dtype
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
-    rows = list(_rows(machine, dtypes, quiet=as_json))
+    rows = list(_rows(machine, dtypes, quiet=as_json == output.STDOUT))
     problem = ProblemOptions().problem()
 
     verdicts = judged(load_catalog(), None, None, problem, machine)
-    if as_json:
-        records = [{**output.plain(row), "ok": row.ok} for row in rows]  # type: ignore[dict-item]
-        matrix = matrix_record(verdicts, problem, machine)
-        output.print_json({"machine": machine, "rows": records, "matrix": matrix})
-    else:
+    records = [{**output.plain(row), "ok": row.ok} for row in rows]  # type: ignore[dict-item]
+    matrix = matrix_record(verdicts, problem, machine)
+
+    def show() -> None:
         _print_rows(rows)
         print_matrix(verdicts, problem, machine)
+
+    output.answer({"machine": machine, "rows": records, "matrix": matrix}, as_json, show)
     if not rows or not all(row.ok for row in rows):
         raise typer.Exit(1)
 
@@ -393,6 +394,6 @@ def _print_rows(rows: list[Row]) -> None:
         for row in rows
     ]
     columns = ("model", "dtype", "pairing", "logit error", "bound", "equal tokens", "verdict")
-    output.table(columns, cells)
+    output.table(columns, cells, optional=("dtype", "bound", "equal tokens"))
     output.line("logit error: the largest distance from a float64 copy of the model.")
     output.line("bound: twice that of transformers' own experts, plus one rounding.\n")

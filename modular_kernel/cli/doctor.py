@@ -62,7 +62,7 @@ class Report:
     states: "tuple[State, ...]"
 
 
-def doctor(as_json: AsJson = False) -> None:
+def doctor(as_json: AsJson = None) -> None:
     """Show versions, devices, links between GPUs, states such as replay and the interpreter, and
     which optional packages are absent."""
     prepare_host()
@@ -79,10 +79,7 @@ def doctor(as_json: AsJson = False) -> None:
         broken=load_catalog().broken,
         states=states(),
     )
-    if as_json:
-        output.print_json(report)
-    else:
-        _print_text(report)
+    output.answer(report, as_json, lambda: _print_text(report))
 
 
 def _versions() -> dict[str, str | None]:

@@ -13,6 +13,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
+from modular_kernel.cli.options import AsJson
 from modular_kernel.cli.ranks import Backend, pool_of
 from modular_kernel.errors import ConfigurationError
 
@@ -80,8 +81,13 @@ class Files:
         list[Path] | None,
         typer.Option(help="Measure nothing: join what --json wrote here; may be repeated."),
     ] = None
-    json: Annotated[Path | None, typer.Option(help="Write every number here.")] = None
+    as_json: AsJson = None
     markdown: Annotated[Path | None, typer.Option(help="Write a document here.")] = None
+
+    @property
+    def record(self) -> Path | None:
+        """The file of --json, where it is one."""
+        return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
 
 def exchange(*, sizes: Sizes, manner: Manner, files: Files) -> None:
@@ -94,7 +100,7 @@ def exchange(*, sizes: Sizes, manner: Manner, files: Files) -> None:
 
     Exits with 1 if a row is wrong or failed; 2 is bad usage.
     """
-    for path in (files.json, files.markdown):
+    for path in (files.record, files.markdown):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
     if files.load:
@@ -146,8 +152,8 @@ def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "Exch
         ):
             _tell(rows)
             report = replace(report, rows=(*report.rows, *rows))
-            if files.json is not None:
-                report.write(files.json)
+            if files.record is not None:
+                report.write(files.record)
         return report
     finally:
         first.close()
@@ -226,16 +232,26 @@ def _tell(rows: "Sequence[ExchangeRow]") -> None:
 def _finish(report: "ExchangeReport", files: Files) -> None:
     from modular_kernel.bench import exchange_rows
 
-    if files.json is not None:
-        report.write(files.json)
+    if files.record is not None:
+        report.write(files.record)
     if files.markdown is not None:
         files.markdown.write_text(exchange_rows.markdown(report), encoding="utf-8")
-    output.table(*exchange_rows.text_table(report.rows))
+    if files.as_json == output.STDOUT:
+        print(report.to_json())
+    else:
+        _print_text(report)
+
+
+def _print_text(report: "ExchangeReport") -> None:
+    from modular_kernel.bench import exchange_rows
+
+    columns, cells = exchange_rows.text_table(report.rows)
+    output.table(columns, cells, optional=exchange_rows.OPTIONAL)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
         output.line(f"refused: {name}: {note[:200]}")
-    for title, columns, cells in exchange_rows.short_tables(report.rows):
-        output.table(columns, cells, title=title)
+    for title, short, lines in exchange_rows.short_tables(report.rows):
+        output.table(short, lines, title=title)
 
 
 def _version(distribution: str) -> str | None:

@@ -1,5 +1,7 @@
 """The `mk` command: registers the verbs. Importing this imports neither torch nor rich."""
 
+import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,7 +15,7 @@ from modular_kernel.cli.doctor import doctor
 from modular_kernel.cli.exchange import exchange
 from modular_kernel.cli.models import list_models
 from modular_kernel.cli.options import flattened
-from modular_kernel.cli.output import reports_errors
+from modular_kernel.cli.output import STDOUT, reports_errors
 from modular_kernel.cli.parts import list_parts
 from modular_kernel.cli.plan import plan
 from modular_kernel.cli.profile import profile
@@ -21,6 +23,8 @@ from modular_kernel.cli.prove import prove
 from modular_kernel.cli.report import report
 from modular_kernel.cli.streams import guarded
 from modular_kernel.cli.tune import tune
+
+_HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     name="mk",
@@ -30,22 +34,28 @@ app = typer.Typer(
     # Plain help: rich would cost a third of the time that help takes.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings=_HELP,
 )
 
-app.command("list")(reports_errors(list_parts))
-app.command("models")(reports_errors(list_models))
-app.command("check")(reports_errors(flattened(check)))
-app.command("test")(reports_errors(flattened(prove)))
-app.command("profile")(reports_errors(flattened(profile)))
-app.command("bench")(reports_errors(flattened(bench)))
-app.command("exchange")(reports_errors(flattened(exchange)))
-app.command("tune")(reports_errors(flattened(tune)))
-app.command("compose")(reports_errors(flattened(compose)))
-app.command("plan")(reports_errors(flattened(plan)))
-app.command("report")(reports_errors(report))
-app.command("compile")(reports_errors(compile_kernels))
-app.command("doctor")(reports_errors(doctor))
-app.command("demo")(reports_errors(demo))
+
+def _verb(name: str, function: Callable[..., None]) -> None:
+    app.command(name, context_settings=_HELP)(function)
+
+
+_verb("list", reports_errors(list_parts))
+_verb("models", reports_errors(list_models))
+_verb("check", reports_errors(flattened(check)))
+_verb("test", reports_errors(flattened(prove)))
+_verb("profile", reports_errors(flattened(profile)))
+_verb("bench", reports_errors(flattened(bench)))
+_verb("exchange", reports_errors(flattened(exchange)))
+_verb("tune", reports_errors(flattened(tune)))
+_verb("compose", reports_errors(flattened(compose)))
+_verb("plan", reports_errors(flattened(plan)))
+_verb("report", reports_errors(report))
+_verb("compile", reports_errors(compile_kernels))
+_verb("doctor", reports_errors(doctor))
+_verb("demo", reports_errors(demo))
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,4 +84,15 @@ def run(argv: list[str] | None = None) -> None:
     The status is 74 if what a verb printed could not be written, whatever the verb found.
     """
     with guarded():
-        app(args=argv, prog_name="mk")
+        app(args=_with_values(sys.argv[1:] if argv is None else argv), prog_name="mk")
+
+
+def _with_values(words: list[str]) -> list[str]:
+    """Make `--json` without a file `--json -`: no verb takes words that are no options."""
+    made: list[str] = []
+    for index, word in enumerate(words):
+        made.append(word)
+        following = words[index + 1 : index + 2]
+        if word == "--json" and (not following or following[0].startswith("--")):
+            made.append(STDOUT)
+    return made

@@ -15,7 +15,7 @@ def list_models(
     types: Annotated[
         bool, typer.Option("--types", help="Instead: the model types of config.json, by name.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """List the models that --model takes by name: experts, top-k, hidden, intermediate, more.
 
@@ -24,10 +24,11 @@ def list_models(
     if types:
         _list_types(as_json)
         return
-    if as_json:
-        models = {name: {"source": m.source} | m.facts() for name, m in MODELS.items()}
-        output.print_json({"models": models, "aliases": ALIASES, "layers": SHAPES})
-        return
+    models = {name: {"source": m.source} | m.facts() for name, m in MODELS.items()}
+    output.answer({"models": models, "aliases": ALIASES, "layers": SHAPES}, as_json, _print_models)
+
+
+def _print_models() -> None:
     columns = f"{'model':27} {'E':>4} {'K':>3} {'H':>5} {'I':>6}  also"
     output.line(columns)
     for name, m in MODELS.items():
@@ -41,9 +42,11 @@ def list_models(
         output.line(f"{name:27} {experts:4} {top_k:3} {hidden:5} {intermediate:6}")
 
 
-def _list_types(as_json: bool) -> None:
-    if as_json:
-        output.print_json({name: family.refused or "read" for name, family in FAMILIES.items()})
-        return
-    for name, family in FAMILIES.items():
-        output.line(f"{name:27} {'refused: ' + family.refused if family.refused else 'read'}")
+def _list_types(as_json: str | None) -> None:
+    types = {name: family.refused or "read" for name, family in FAMILIES.items()}
+
+    def show() -> None:
+        for name, family in FAMILIES.items():
+            output.line(f"{name:27} {'refused: ' + family.refused if family.refused else 'read'}")
+
+    output.answer(types, as_json, show)

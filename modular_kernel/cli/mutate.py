@@ -11,6 +11,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.testing.mutation import Score, Survey
@@ -69,7 +70,7 @@ def run_mutation(
     host: Host,
     level: Literal["smoke", "full"],
     *,
-    as_json: bool,
+    as_json: str | None,
 ) -> bool:
     """Print what becomes of the mutants of a part; returns whether none but equivalents survive.
 
@@ -94,14 +95,11 @@ def run_mutation(
         wanted.save.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record, indent=1) + "\n"
         (wanted.save / f"{wanted.mutate}.json").write_text(text, encoding="utf-8")
-    if as_json:
-        output.print_json(record)
-    else:
-        _print_text(score)
+    output.answer(record, as_json, lambda: _print_text(score))
     return not score.survivors
 
 
-def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: bool) -> bool:
+def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: str | None) -> bool:
     """Returns whether the mutants, put in together, may be called equivalent: no bit differs."""
     from modular_kernel.testing.cases import command
     from modular_kernel.testing.mutation.bits import compare_bits
@@ -109,14 +107,15 @@ def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: b
     mutants = [found.mutant(ident) for ident in idents]
     bits = compare_bits(mutants, found.coverage, problems, where=found.where)
     differing = command(bits.differing) if bits.differing else None
-    if as_json:
-        ids = ",".join(idents)
-        output.print_json({"id": ids, "problems": bits.problems, "differing": differing})
-    else:
+
+    def show() -> None:
         for mutant in mutants:
             output.line(mutant.diff())
         output.line(f"no bit differs in {bits.problems} problems")
         output.line(f"then one does: {differing}" if differing else "then there were no more")
+
+    record = {"id": ",".join(idents), "problems": bits.problems, "differing": differing}
+    output.answer(record, as_json, show)
     return differing is None
 
 
@@ -125,7 +124,8 @@ def _print_text(score: "Score") -> None:
 
     found = score.survey
     for fate in score.survivors:
-        cases = "no case executes it" if fate.how == "not executed" else f"{fate.ran} case(s) pass"
+        ran = counted(fate.ran, "case")
+        cases = "no case executes it" if fate.how == "not executed" else f"passed by {ran}"
         output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
         output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found)}\n")
     for fate, why in score.equivalent:

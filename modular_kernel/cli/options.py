@@ -27,7 +27,12 @@ DEFAULTS: dict[str, object] = {
 
 PfType = Annotated[str | None, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")]
 ExpertsType = Annotated[str | None, typer.Option(help="Name of an experts part (see mk list).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+AsJson = Annotated[
+    str | None,
+    typer.Option(
+        "--json", metavar="[FILE]", help="Print JSON instead of text; with a file, write it there."
+    ),
+]
 
 
 def _option(text: str, *names: str) -> Any:

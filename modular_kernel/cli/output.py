@@ -3,26 +3,32 @@
 import functools
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from modular_kernel.errors import IncompatibleError, InputError
-from modular_kernel.printable import printable
+from modular_kernel.cli.tables import Layout, folded, layout, records
+from modular_kernel.errors import ConfigurationError, IncompatibleError, InputError
+from modular_kernel.printable import counted, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from modular_kernel.support import Rejection
 
-_PIPE_WIDTH = 10_000  # without a terminal a row stays one line, for grep
+_PIPE_WIDTH = 10_000
+STDOUT = "-"
+_WRITABLE = "a file that can be written, or - for stdout"
 
-_SHORT = 12
+_STYLES = {  # of a verdict, on a terminal that shows colours
+    **dict.fromkeys(("ok", "valid", "passed"), "green"),
+    **dict.fromkeys(("refused", "failed", "FAILED", "MISSED"), "bold red"),
+}
 
 Json = None | bool | int | float | str | list[Any] | dict[str, Any]
 
@@ -46,48 +52,101 @@ def plain(value: object) -> Json:
     return str(value).removeprefix("torch.")
 
 
-def print_json(value: object) -> None:
-    """One JSON document on stdout."""
-    print(json.dumps(plain(value), indent=2))
+def print_json(value: object, to: str = STDOUT) -> None:
+    """Print one JSON document on stdout, or write it to a file."""
+    text = json.dumps(plain(value), indent=2)
+    if to == STDOUT:
+        print(text)
+        return
+    try:
+        Path(to).write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError("--json", got=f"{to}: {error}", need=_WRITABLE) from error
 
 
-@functools.cache
-def _console() -> "Console":
-    from rich.console import Console
+def answer(value: object, to: str | None, show: Callable[[], None]) -> None:
+    """Give a result as text (`to` None), as JSON on stdout ("-"), or as text and JSON in a file."""
+    if to is not None:
+        print_json(value, to)
+    if to != STDOUT:
+        show()
 
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    # Rules print in brackets and parts are named by others: nothing is markup.
-    return Console(width=width, markup=False, emoji=False, highlight=False)
+
+def check_writable(to: str | None) -> None:
+    """Raise ConfigurationError where JSON could not be written to `to`, before anything is run."""
+    if to is None or to == STDOUT:
+        return
+    try:
+        Path(to).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError("--json", got=f"{to}: {error}", need=_WRITABLE) from error
+    if Path(to).is_dir():
+        raise ConfigurationError("--json", got=f"the folder {to}", need=_WRITABLE)
+
+
+def width() -> int:
+    """Characters of a line: of the terminal; without one a row stays one line, for grep."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_WIDTH
 
 
 def line(text: str = "") -> None:
-    """One line of text on stdout; of what is not printable, escapes."""
-    print(printable(text, lines=True))
+    """Print one line of text on stdout, folded where a terminal is narrower.
+
+    What is not printable is shown as escapes.
+    """
+    for part in printable(text, lines=True).splitlines() or [""]:
+        print("\n".join(folded(part, width())))
 
 
 def note(text: str) -> None:
-    """One line for the reader, not for a program: stderr."""
+    """Print one line for the reader, not for a program: on stderr."""
     print(printable(text, lines=True), file=sys.stderr)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, title: str = "") -> None:
-    """A table on stdout; nothing at all without rows."""
-    from rich import box
-    from rich.table import Table
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    title: str = "",
+    optional: Sequence[str] = (),
+) -> None:
+    """Print a table on stdout; nothing at all without rows.
 
+    Names are never cut: where a terminal is too narrow, words fold, then `optional` columns are
+    left out, the last one first, and named below; if that is not enough, each row is a record.
+    """
     cells = [[printable(cell, lines=True) for cell in row] for row in rows]
     if not cells:
         return
+    wide = width()
+    found = layout(columns, cells, wide, optional)
+    if not found.columns:
+        print("\n".join(([title] if title else []) + records(columns, cells, wide)))
+        return
+    _print_table(columns, cells, found, wide, title)
+    left_out = [column for i, column in enumerate(columns) if i not in found.columns]
+    if left_out:
+        line(f"not shown in {wide} columns: {', '.join(left_out)}")
+
+
+def _print_table(
+    columns: Sequence[str], cells: list[list[str]], found: Layout, wide: int, title: str
+) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     made = Table(
         title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
-    for column, values in zip(columns, zip(*cells, strict=True), strict=True):
-        # On a narrow terminal long texts give way, numbers and single words do not.
-        short = max(len(value) for value in values) <= _SHORT
-        made.add_column(column, overflow="fold", no_wrap=short)
+    for index in found.columns:
+        folds = index in found.folding
+        made.add_column(columns[index], overflow="fold", no_wrap=not folds)
     for row in cells:
-        made.add_row(*row)
-    _console().print(made)
+        made.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in found.columns))
+    # Rules print in brackets and parts are named by others: nothing is markup.
+    Console(width=wide, markup=False, emoji=False, highlight=False).print(made)
 
 
 @contextmanager
@@ -115,13 +174,15 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def guarded(**values: Any) -> None:
+        to: str | None = values.get("as_json")
         try:
+            check_writable(to)
             command(**values)
         except IncompatibleError as refusal:
-            _refuse(refusal, as_json=bool(values.get("as_json")))
+            _refuse(refusal, to)
             raise typer.Exit(1) from None
         except InputError as error:
-            if values.get("as_json"):
+            if to == STDOUT:
                 kind = type(error).__name__
                 print_json(
                     {
@@ -139,9 +200,11 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
     return guarded
 
 
-def _refuse(refusal: IncompatibleError, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"pairing": refusal.pairing, "ok": False, "rejections": refusal.rejections})
-        return
-    line(f"{refusal.pairing}: refused, {len(refusal.rejections)} reason(s)")
+def _refuse(refusal: IncompatibleError, to: str | None) -> None:
+    record = {"pairing": refusal.pairing, "ok": False, "rejections": refusal.rejections}
+    answer(record, to, lambda: _print_refusal(refusal))
+
+
+def _print_refusal(refusal: IncompatibleError) -> None:
+    line(f"{refusal.pairing}: refused, {counted(len(refusal.rejections), 'reason')}")
     rejections([r for r in refusal.rejections if hasattr(r, "rule")])  # type: ignore[misc]

@@ -32,23 +32,19 @@ _OPTIONS = (
 )
 
 
-def list_parts(as_json: AsJson = False) -> None:
+def list_parts(as_json: AsJson = None) -> None:
     """List every part, what it requires, whether it can run here, and where it came from."""
     prepare_host()
     from modular_kernel.catalog import load_catalog, this_machine
 
     catalog, machine = load_catalog(), this_machine()
-    if as_json:
-        output.print_json(
-            {
-                "machine": machine,
-                "parts": [_record(part, machine) for part in catalog.parts],
-                "broken": catalog.broken,
-                "duplicates": catalog.duplicates(),
-            }
-        )
-        return
-    _print_text(catalog, machine)
+    record = {
+        "machine": machine,
+        "parts": [_record(part, machine) for part in catalog.parts],
+        "broken": catalog.broken,
+        "duplicates": catalog.duplicates(),
+    }
+    output.answer(record, as_json, lambda: _print_text(catalog, machine))
 
 
 def _requires(part: "Part") -> "Requirements | None":

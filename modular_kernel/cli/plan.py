@@ -77,7 +77,7 @@ def plan(
         list[Path] | None,
         typer.Option(help="Instead: the model beside the measured rows of this file; repeatable."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Estimate a layer's time in worlds of 1 to 4096 ranks, for each pairing; nothing is run.
 
@@ -104,11 +104,9 @@ def plan(
         for ranks in world.sizes(options)
         for tokens in world.tokens(options)
     ]
-    if as_json:
-        rows = [_row(estimate, cluster) for one in sized for estimate in one.estimates]
-        output.print_json({"cluster": cluster, "routing": world.routing, "estimates": rows})
-    else:
-        _print(sized, cluster, world.routing)
+    rows = [_row(estimate, cluster) for one in sized for estimate in one.estimates]
+    record = {"cluster": cluster, "routing": world.routing, "estimates": rows}
+    output.answer(record, as_json, lambda: _print(sized, cluster, world.routing))
     if not any(one.estimates for one in sized):
         raise typer.Exit(1)
 
@@ -145,7 +143,8 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
             head = row["ranks"], row["tokens"], name
             rows.append((*head, *(f"{us:.1f}" for us in times), rate, gigabytes, row["bound"]))
     columns = ("ranks", "tokens", "pairing", "dispatch", "experts", "combine", "layer us")
-    output.table((*columns, "Mtokens/s", "GB", "bound"), rows)
+    extra = ("Mtokens/s", "GB", "bound")
+    output.table((*columns, *extra), rows, optional=("experts", "dispatch", "combine", *extra))
     for text in _assumptions(sized, cluster, routing):
         output.line(f"- {text}")
     without = dict.fromkeys(
@@ -175,7 +174,7 @@ def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list
     ]
 
 
-def _compare(paths: list[Path], *, as_json: bool) -> None:
+def _compare(paths: list[Path], *, as_json: str | None) -> None:
     from modular_kernel.sizing.compare import WITHIN, cells_of, compare, summaries
 
     found = compare([cell for path in paths for cell in cells_of(path)])
@@ -193,9 +192,8 @@ def _compare(paths: list[Path], *, as_json: bool) -> None:
         }
         for one in found
     ]
-    if as_json:
-        output.print_json({"within": WITHIN, "cells": rows, "summaries": summaries(found)})
-    else:
+
+    def show() -> None:
         columns = ("cell", "ranks", "scheme", "tokens", "measured us", "model us", "error", "")
         output.table(columns, [_error_row(row) for row in rows])
         for one in summaries(found):
@@ -203,6 +201,8 @@ def _compare(paths: list[Path], *, as_json: bool) -> None:
                 f"{one.what}: {one.good} of {one.count} within {WITHIN:.0%}, mean {one.mean:.1%}, "
                 f"worst {one.worst:.1%}"
             )
+
+    output.answer({"within": WITHIN, "cells": rows, "summaries": summaries(found)}, as_json, show)
     if not found or any(one.missed for one in found):
         raise typer.Exit(1)
 

@@ -56,7 +56,7 @@ def profile(
     pf_type: Annotated[str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")],
     experts_type: Annotated[str, typer.Option(help="Name of an experts part (see mk list).")],
     backend: Backend = None,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Profile a pair: a Chrome trace (for Perfetto) of each rank and one of all, and what every
     stage takes beside its floor, as a table, as JSON and as an HTML report.
@@ -98,10 +98,7 @@ def profile(
         found = _read(job, _recorded(job, host), files)
         record = as_record(found) | host.facts | {"report": str(files.report("html"))}
     files.write(found, record)
-    if as_json:
-        output.print_json(record)
-    else:
-        _show(found, files)
+    output.answer(record, as_json, lambda: _show(found, files))
 
 
 def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:
@@ -192,7 +189,7 @@ def _show(found: "Profile", files: _Files) -> None:
         output.line(f"\n{pair.pairing}")
         for rank in pair.ranks:
             title = f"rank {rank.rank}" if len(pair.ranks) > 1 else ""
-            output.table(words.COLUMNS, words.cells(rank), title=title)
+            output.table(words.COLUMNS, words.cells(rank), title=title, optional=words.OPTIONAL)
         for line in words.sentences(pair):
             output.line(line)
     if len(found.pairs) > 1:

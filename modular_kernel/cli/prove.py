@@ -13,6 +13,7 @@ from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptio
 from modular_kernel.cli.ranks import Backend, Host, host_of, over_ranks
 from modular_kernel.cli.sensitivity import run_sensitivity
 from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.testing.case import Case
@@ -108,7 +109,7 @@ def prove(
     mutating: Mutating,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Prove that pairs are right: against a float64 oracle, on hostile inputs and memory.
 
@@ -225,7 +226,7 @@ def _named_pairs(
     return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
-def _prove(jobs: Sequence[Job], host: Host, *, as_json: bool) -> bool:
+def _prove(jobs: Sequence[Job], host: Host, *, as_json: str | None) -> bool:
     results = []
     with output.progress(sum(len(job.cases) for job in jobs)) as advance:
         for job in jobs:
@@ -235,11 +236,8 @@ def _prove(jobs: Sequence[Job], host: Host, *, as_json: bool) -> bool:
                 advance()
             results.append(Result(job, tuple(proofs)))
     ok = bool(results) and not any(result.failed for result in results)
-    if as_json:
-        records = [_record(result) for result in results]
-        output.print_json({"ok": ok, **host.facts, "pairs": records})
-    else:
-        _print_text(results)
+    record = {"ok": ok, **host.facts, "pairs": [_record(result) for result in results]}
+    output.answer(record, as_json, lambda: _print_text(results))
     return ok
 
 
@@ -272,8 +270,9 @@ def _record(result: Result) -> dict[str, object]:
 
 
 def _print_text(results: Sequence[Result]) -> None:
-    columns = ("pairing", "cases", "failed", "refused", "error", "bound", "s")
-    output.table(columns, [_row(result) for result in results])
+    columns = ("pairing", "cases", "failed", "unsupported", "error", "bound", "s")
+    rows = [_row(result) for result in results]
+    output.table(columns, rows, optional=("s", "bound", "error", "unsupported"))
     for result in results:
         if len(result.job.cases) > 1:
             job = result.job
@@ -282,9 +281,8 @@ def _print_text(results: Sequence[Result]) -> None:
             output.line(f"{proof}\n")
     count = sum(len(result.proofs) for result in results)
     failed = sum(len(result.failed) for result in results)
-    output.line(
-        f"{count} case(s) of {len(results)} pair(s): {count - failed} proven, {failed} failed"
-    )
+    cases, pairs = counted(count, "case"), counted(len(results), "pair")
+    output.line(f"{cases} of {pairs}: {count - failed} proven, {failed} failed")
 
 
 def _row(result: Result) -> tuple[object, ...]:

@@ -9,6 +9,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
@@ -28,7 +29,7 @@ def report(
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing: exit with 1 if one of them is stale.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Write the support matrix and the benchmark records as one HTML file that needs no network.
 
@@ -40,15 +41,15 @@ def report(
 
     Exits with 1 if --check finds a stale file; 2 is bad usage.
     """
-    if sum((write, check, as_json)) > 1 or (html is not None and (check or as_json)):
+    if sum((write, check, as_json is not None)) > 1 or (html is not None and (check or as_json)):
         need = "one of --html, --write, --check and --json, or --html with --write"
         raise ConfigurationError("mk report", got="several", need=need)
     prepare_host(quiet=True)
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()
-    if as_json:
-        _print_matrix(catalog)
+    if as_json is not None:
+        _print_matrix(catalog, as_json)
     elif check:
         _check(catalog, docs)
     else:
@@ -58,13 +59,13 @@ def report(
             _write_page(catalog, docs, html or _PAGE)
 
 
-def _print_matrix(catalog: "Catalog") -> None:
+def _print_matrix(catalog: "Catalog", to: str) -> None:
     from modular_kernel.report.judged import judged_matrix
 
     matrix = judged_matrix(catalog)
     facts = {"problem": matrix.problem, "machine": matrix.machine}
     cells = [output.plain(cell) for cell in matrix.cells]
-    output.print_json({**facts, "cells": cells})
+    output.print_json({**facts, "cells": cells}, to)
 
 
 def _check(catalog: "Catalog", docs: Path) -> None:
@@ -74,7 +75,9 @@ def _check(catalog: "Catalog", docs: Path) -> None:
     for one in found:
         output.line(f"{docs / one.path}: {one.fault}")
     if found:
-        output.note(f"{len(found)} generated file(s) stale; `mk report --write` renews them")
+        output.note(
+            f"{counted(len(found), 'generated file')} stale; `mk report --write` renews them"
+        )
         raise typer.Exit(1)
     output.line("every generated file is up to date")
 

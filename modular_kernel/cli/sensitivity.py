@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
 from modular_kernel.cli.ranks import Host
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.testing.mutants import Kill
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 
 
-def run_sensitivity(pairs: Sequence[Pair], host: Host, *, as_json: bool) -> bool:
+def run_sensitivity(pairs: Sequence[Pair], host: Host, *, as_json: str | None) -> bool:
     """Print one line for each defect in each pair; returns whether every one was noticed."""
     found: list[Kill] = []
     with output.progress(len(pairs)) as advance:
@@ -20,10 +21,8 @@ def run_sensitivity(pairs: Sequence[Pair], host: Host, *, as_json: bool) -> bool
             found += host.sensitivity(*pair)
             advance()
     ok = bool(found) and all(kill.ok for kill in found)
-    if as_json:
-        output.print_json({"ok": ok, **host.facts, "mutants": [_record(kill) for kill in found]})
-    else:
-        _print_text(found)
+    record = {"ok": ok, **host.facts, "mutants": [_record(kill) for kill in found]}
+    output.answer(record, as_json, lambda: _print_text(found))
     return ok
 
 
@@ -51,7 +50,9 @@ def _print_text(found: "Sequence[Kill]") -> None:
         if not kill.ok:
             output.line(str(kill))
     missed = sum(not kill.ok for kill in found)
-    output.line(f"{len(found)} defect(s) put in: {len(found) - missed} found, {missed} not")
+    output.line(
+        f"{counted(len(found), 'defect')} put in: {len(found) - missed} found, {missed} not"
+    )
 
 
 def _checks(kills: "Sequence[Kill]") -> str:

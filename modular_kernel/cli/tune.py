@@ -85,7 +85,7 @@ def tune(
         str | None,
         typer.Option(help="With --explain: as if on this GPU, such as 'NVIDIA H200'."),
     ] = None,
-    as_json: AsJson = False,
+    as_json: AsJson = None,
 ) -> None:
     """Measure the launches of a part on this GPU and keep the fastest, a file for each layer.
 
@@ -121,8 +121,8 @@ def tune(
     machine = this_machine()
     if machine.device != "cuda":
         output.note(_NO_GPU)
-        if as_json:
-            output.print_json({"ok": False, "reason": _NO_GPU})
+        if as_json is not None:
+            output.print_json({"ok": False, "reason": _NO_GPU}, as_json)
         raise typer.Exit(1)
     most = [(name, problem.with_tokens(max(tokens))) for name, problem in problems]
     chosen = _valid(most, machine, pf_type, experts_type)
@@ -205,7 +205,7 @@ def _explain(
     tokens: Sequence[int],
     experts: str | None,
     device_name: str | None,
-    as_json: bool,
+    as_json: str | None,
 ) -> None:
     from modular_kernel.catalog import load_catalog
 
@@ -215,17 +215,14 @@ def _explain(
         space = load_catalog().experts(part).tunable(problem)
         assert space is not None
         texts += [space.explain(number, device_name) for number in tokens]
-    if as_json:
-        output.print_json({"explanations": texts})
-    else:
-        output.line("\n\n".join(texts))
+    output.answer({"explanations": texts}, as_json, lambda: output.line("\n\n".join(texts)))
 
 
 def _run(
     chosen: "Sequence[tuple[str, Problem, Pair]]",
     tokens: Sequence[int],
     search: Search,
-    as_json: bool,
+    as_json: str | None,
 ) -> None:
     """Tune layer by layer, each within a few times its share of what is left of the budget."""
     from modular_kernel.settings import read_settings
@@ -253,10 +250,11 @@ def _run(
                 left = layer.tokens[len(done) :]
                 records.append(record(layer, done, left))
                 ok &= all(tuned.best is not None and not tuned.wrong for tuned in done)
-                if not as_json:
+                if as_json != output.STDOUT:
                     print_text(layer, done, left)
-    if as_json:
-        output.print_json({"ok": ok, "machine": chosen[0][2].machine, "layers": records})
+    if as_json is not None:
+        found = {"ok": ok, "machine": chosen[0][2].machine, "layers": records}
+        output.print_json(found, as_json)
     if not ok:
         raise typer.Exit(1)
 

@@ -169,7 +169,12 @@ def record(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[s
 
 def print_text(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
-    output.table(columns, [_row(tuned) for tuned in done], title=layer.title)
+    output.table(
+        columns,
+        [_row(tuned) for tuned in done],
+        title=layer.title,
+        optional=("untuned us", "timed", "refused"),
+    )
     for tuned in done:
         for choice in tuned.wrong:
             output.line(f"WRONG, {tuned.tokens} tokens: {choice}: {tuned.refused[choice].reason}")

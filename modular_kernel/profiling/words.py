@@ -11,6 +11,11 @@ COLUMNS = (
     *("stage", "entered", "launches", "host us", "device us", "MB", "MB link", "GFLOP"),
     *("floor us", "% of floor", "bound"),
 )
+# Left out where a terminal is narrow, the last one first.
+OPTIONAL = (
+    *("% of floor", "floor us", "launches", "bound", "host us", "MB", "MB link", "GFLOP"),
+    "entered",
+)
 COMPARED = ("stage", "A us", "B us", "B - A us", "B / A")
 
 

@@ -1,0 +1,187 @@
+"""What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+from run_mk import Ended, run_mk
+
+from modular_kernel.cli import output
+from modular_kernel.cli.check import letters_for
+from modular_kernel.cli.tables import folded, layout, records
+from modular_kernel.printable import counted
+
+Mk = Callable[..., Ended]
+TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
+TINY = ("--tokens", "2", "--hidden", "32", "--intermediate", "32", "--experts", "4")
+EXCHANGE = (
+    *(
+        "--hidden",
+        "128",
+        "--experts",
+        "4",
+        "--top-k",
+        "2",
+        "--tokens-list",
+        "1",
+        "--replays",
+        "1",
+        "--rounds",
+        "1",
+    ),
+    *("--backend", "gloo", "--only", "Replicated"),
+)
+LAYERS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "h200-layers.json"
+# verb -> words with which it prints its table here, soon, whatever it has to measure
+PRINTED: dict[str, tuple[str, ...]] = {
+    "list": ("list",),
+    "models": ("models",),
+    "types of models": ("models", "--types"),
+    "check": ("check",),
+    "check, a pair": ("check", *REFUSED_PAIR),
+    "check, refused": ("check", "--top-k", "99"),
+    "test": ("test", *TORCH_PAIR, "--one", *TINY),
+    "profile": ("profile", *TORCH_PAIR, *TINY, "--calls", "1"),
+    "bench": ("bench", *TORCH_PAIR, *TINY, "--ms", "0.01"),
+    "exchange": ("exchange", *EXCHANGE),
+    "tune": ("tune", "--explain", "--device-name", "NVIDIA H200"),
+    "compose": ("compose", *TINY),
+    "plan": ("plan", "--worlds", "1,8", "--tokens-list", "1"),
+    "plan, compared": ("plan", "--compare", str(LAYERS)),
+    "doctor": ("doctor",),
+}
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
+    """Runs `mk` in this process."""
+    return partial(run_mk, capsys)
+
+
+@pytest.mark.parametrize("words", PRINTED.values(), ids=PRINTED.keys())
+def test_every_verb_fits_its_terminal(
+    mk: Mk, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No line is longer than 80 or 200 columns but by one word, and no name is cut."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
+    names: dict[int, set[str]] = {}
+    for width in (80, 200):
+        monkeypatch.setattr(output, "width", lambda width=width: width)
+        ended = mk(*words)
+        assert ended.code in (0, 1), ended.err
+        shown = ended.out
+        assert shown.strip()
+        long = [line for line in shown.splitlines() if len(line.rstrip()) > width]
+        assert [line for line in long if len(line.split()) > 1] == []
+        assert "…" not in shown
+        names[width] = set(re.findall(r"\w+Experts\b", shown))
+    assert names[80] == names[200]
+
+
+def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs = mk("check", "--json").json["pairs"]
+    for width in (80, 10_000):
+        monkeypatch.setattr(output, "width", lambda width=width: width)
+        shown = mk("check").out
+        rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.strip()}
+        letters = {name: row[0] for row in rows.items() for name in row[1][:1] if len(row[0]) == 1}
+        for pair in pairs:
+            cells = rows[pair["prepare_finalize"].removesuffix("PrepareAndFinalize")]
+            experts = list(dict.fromkeys(each["experts"] for each in pairs))
+            cell = cells[experts.index(pair["experts"])]
+            rules = {rejection["rule"] for rejection in pair["rejections"]}
+            assert cell == ("ok" if pair["ok"] else "".join(sorted(letters[r] for r in rules)))
+        assert ("[1]=TorchExperts" in shown) is (width == 80)
+    assert [len(letters_for(n)) for n in (0, 1, 26, 52, 60)] == [0, 1, 26, 52, 60]
+    assert len(set(letters_for(60))) == 60
+
+
+def test_sizes_that_are_hardly_meant_are_told(mk: Mk) -> None:
+    assert "warning: top_k=9 of 8 experts: ids will repeat" in mk("check", "--top-k", "9").err
+    assert "warning: tokens=0: every call is empty" in mk("check", "--tokens", "0").err
+    assert "warning" not in mk("check").err
+
+
+# ------------------------------------------------------------------------------------------ json
+
+
+@pytest.mark.parametrize("verb", ["list", "models", "check", "doctor", "plan"])
+def test_json_goes_to_stdout_or_to_a_file(mk: Mk, tmp_path: Path, verb: str) -> None:
+    words = PRINTED["plan"] if verb == "plan" else (verb,)
+    printed, named = mk(*words, "--json"), mk(*words, "--json", "-")
+    assert printed.out == named.out
+    file = tmp_path / "new" / "found.json"
+    text = mk(*words, "--json", str(file))
+    assert json.loads(file.read_text(encoding="utf-8")) == printed.json
+    assert text.out == mk(*words).out
+    assert mk("check", "--json", "--top-k", "2").json["pairs"]
+
+
+def test_a_refusal_goes_to_the_file_too(mk: Mk, tmp_path: Path) -> None:
+    file = tmp_path / "refusal.json"
+    ended = mk("test", *REFUSED_PAIR, "--json", str(file))
+    assert ended.code == 1
+    assert "refused, 2 reasons" in ended.out
+    assert len(json.loads(file.read_text(encoding="utf-8"))["rejections"]) == 2
+
+
+def test_a_file_that_cannot_be_written_is_found_first(mk: Mk, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path, "the folder"), (tmp_path / "file" / "below", "File exists")):
+        ended = mk("test", *TORCH_PAIR, "--json", str(path))
+        assert ended.code == 2
+        assert ended.out == ""
+        assert f"error: --json: got {why}" in ended.err or why in ended.err
+
+
+@pytest.mark.parametrize("verb", ["bench", "exchange"])
+def test_measurements_are_printed_as_json(mk: Mk, tmp_path: Path, verb: str) -> None:
+    file = tmp_path / "measured.json"
+    assert mk(*PRINTED[verb], "--json", str(file)).code == 0
+    shown = mk(verb, "--load", str(file), "--json")
+    assert shown.json["rows"]
+    assert shown.json["rows"] == json.loads(file.read_text(encoding="utf-8"))["rows"]
+
+
+# ---------------------------------------------------------------------------------------- layout
+
+COLUMNS = ("name", "us", "note")
+ROWS = (("a" * 30, "1.5", "words " * 8), ("b", "12.5", ""))
+
+
+def test_what_is_left_out_and_when() -> None:
+    assert layout(COLUMNS, ROWS, 100).columns == (0, 1, 2)
+    assert layout(COLUMNS, ROWS, 100).folding == {2}
+    assert layout(COLUMNS, ROWS, 66).columns == (0, 1, 2)  # 30 + 4 + 24, and two beside each
+    assert layout(COLUMNS, ROWS, 63).columns == ()
+    assert layout(COLUMNS, ROWS, 63, ("us", "note")).columns == (0, 1)
+    assert layout(COLUMNS, ROWS, 33, ("us", "note")).columns == (0,)
+    assert layout(COLUMNS, ROWS, 20, ("us", "note")).columns == ()
+
+
+def test_what_does_not_fit_is_named_or_told_as_records(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "width", lambda: 63)
+    output.table(COLUMNS, ROWS, optional=("us", "note"))
+    assert "not shown in 63 columns: note" in capsys.readouterr().out
+    output.table(COLUMNS, ROWS, title="these")
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:3] == ["these", f"name  {'a' * 30}", "us    1.5"]
+    assert shown[3].startswith("note  words words")
+    assert records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
+
+
+def test_lines_fold_between_words() -> None:
+    assert folded("one two", 80) == ["one two"]
+    assert folded("one two three", 8) == ["one two", "  three"]
+    assert folded("x" * 50, 8) == ["x" * 50]
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    assert [counted(n, "case") for n in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
