@@ -257,6 +257,34 @@ OF_TRITON = (
         ),
         "T1-H64-I160",
     ),
+    (
+        Wrong(
+            "blocks behind the depth are read by warps that have none",
+            PACKED_DOWN,
+            "live = live & (block < BLOCKS)",
+            "live = live",
+        ),
+        "T1-H64-I256",
+    ),
+    (
+        Wrong(
+            "later blocks of packed weights meet the first block of h",
+            PACKED_DOWN,
+            "        h = load_pairs(pairs_ptr, pair, live, chunk, DEPTH, CHUNKS * HALVES, SLOTS)\n"
+            "    after",
+            "    after",
+        ),
+        "T1-H2144",
+    ),
+    (
+        Wrong(
+            "the largest value is that of the first columns",
+            QUANTISE,
+            f"            if not WHOLE:\n                {MORE}                    other",
+            f"            if WHOLE:\n                {MORE}                    other",
+        ),
+        "H16400",
+    ),
 )
 
 

@@ -23,10 +23,11 @@ Chosen = tuple[Problem, str, Manner]
 
 def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
     """The chosen cases that a pairing takes on a machine."""
-    # Interpreted products of such a depth take minutes; what quantises x is the same with any part.
-    slow = "triton" in load_catalog().experts(experts).requires.packages
+    # Interpreted products of twice such a depth take as long again: there the shorter rows do.
+    interpreted = "triton" in load_catalog().experts(experts).requires.packages
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())
-    found = (*_groups(), *_columns(), *few, *(() if slow else _long_rows()))
+    long = _long_rows(16400 if interpreted else 32800)
+    found = (*_groups(), *_columns(), *few, *long)
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
         for problem, routing, manner in found
@@ -102,6 +103,13 @@ def _packed() -> Iterator[Chosen]:
     yield replace(eight, quant="mxfp4_w4a16"), "skips", Manner()
     three = replace(one, hidden=64, intermediate=160, experts=7, top_k=3)
     yield replace(three, quant="mxfp4_w4a16:repacked=true"), "uniform", Manner()
+    # A whole block for every fourth warp, and behind those of the last expert nothing; more blocks
+    # than are on their way at once.
+    whole = replace(zeros, hidden=64, intermediate=256, experts=2)
+    yield whole.with_tokens(1), "uniform", Manner()
+    nine = replace(packed, hidden=2144, intermediate=32, experts=10, top_k=9)
+    nine = replace(nine, quant="int4_w4a16_group:group=32")
+    yield nine.with_tokens(1), "uniform", Manner()
 
 
 def _moved() -> Iterator[Chosen]:
@@ -114,7 +122,7 @@ def _moved() -> Iterator[Chosen]:
     yield kept, "uniform", Manner()
 
 
-def _long_rows() -> Iterator[Chosen]:
-    """Rows with a scale each that no program holds at once, nor twice."""
-    long = replace(_FEW, tokens=2, hidden=32800)
+def _long_rows(hidden: int) -> Iterator[Chosen]:
+    """Rows with a scale each that no program holds at once: beyond 32768 values, nor twice."""
+    long = replace(_FEW, tokens=2, hidden=hidden)
     yield replace(long, quant="fp8_w8a8_channel"), "uniform", _PEAKS
