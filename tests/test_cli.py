@@ -20,6 +20,7 @@ from modular_kernel.testing.cases import BASE, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+IN_CALLS = ("test", "--mutate", "TorchExperts", "--mutants", "0", *TORCH_PAIR)
 REFUSED_PAIR = ("--pf-type", "BatchedPrepareAndFinalize", "--experts-type", "TritonExperts")
 TRITON_HERE = this_machine().device == "cuda" or this_machine().interpreter
 
@@ -233,15 +234,14 @@ def test_a_failure_names_the_check_and_its_line_fails_again(
     assert mk(*again).code == 0
 
 
-def test_sensitivity_prints_every_defect(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_defect_of_calls_is_printed(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     two = mutants.MUTANTS[:2]
     few = partial(mutants.sensitivity, mutants=two, cases_each=1)
     monkeypatch.setattr(mutants, "sensitivity", few)
-    shown = mk("test", *TORCH_PAIR, "--sensitivity")
-    record = mk("test", *TORCH_PAIR, "--sensitivity", "--json")
+    shown, record = mk(*IN_CALLS), mk(*IN_CALLS, "--json")
     assert (shown.code, record.code) == (0, 0)
-    assert [kill["mutant"] for kill in record.json["mutants"]] == [mutant.name for mutant in two]
-    for kill in record.json["mutants"]:
+    assert [kill["mutant"] for kill in record.json["calls"]] == [mutant.name for mutant in two]
+    for kill in record.json["calls"]:
         assert f"\n {kill['mutant']} " in shown.out
         assert kill["killed_by"]
 
@@ -250,10 +250,10 @@ def test_a_defect_that_is_missed_ends_with_1(mk: Mk, monkeypatch: pytest.MonkeyP
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     kill = mutants.Kill("harmless", case, unsound=None, killed_by=None)
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
-    ended = mk("test", *TORCH_PAIR, "--sensitivity")
+    ended = mk(*IN_CALLS)
     assert ended.code == 1
     assert "MISSED" in ended.out
-    assert mk("test", *TORCH_PAIR, "--sensitivity", "--one").code == 2
+    assert mk(*IN_CALLS, "--one").code == 2
 
 
 def test_a_pair_that_fails_without_a_defect_says_how(
@@ -262,13 +262,13 @@ def test_a_pair_that_fails_without_a_defect_says_how(
     case = Case("MoEPrepareAndFinalizeNoEP", "TorchExperts", BASE)
     kill = mutants.Kill("zeros", case, unsound="numeric: far off", killed_by="numeric: all zeros")
     monkeypatch.setattr(mutants, "sensitivity", lambda *_: (kill,))
-    ended = mk("test", *TORCH_PAIR, "--sensitivity")
+    ended = mk(*IN_CALLS)
     assert ended.code == 1
     assert f"zeros in {case}: fails without the mutant: numeric: far off" in ended.out
     assert "fails without it" in ended.out
-    record = mk("test", *TORCH_PAIR, "--sensitivity", "--json").json
+    record = mk(*IN_CALLS, "--json").json
     assert not record["ok"]
-    assert record["mutants"][0]["unsound"] == "numeric: far off"
+    assert record["calls"][0]["unsound"] == "numeric: far off"
 
 
 # -------------------------------------------------------------------------------- doctor, compile

@@ -185,3 +185,17 @@ def test_lines_fold_between_words() -> None:
 
 def test_numbers_agree_with_their_nouns() -> None:
     assert [counted(n, "case") for n in (0, 1, 2)] == ["0 cases", "1 case", "2 cases"]
+
+
+def test_progress_without_a_terminal_comes_late_and_seldom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(output.time, "monotonic", lambda: clock[0])
+    with output.progress(40, "cases") as advance:
+        for _ in range(40):
+            clock[0] += 1.0
+            advance()
+    told = capsys.readouterr()
+    assert told.err.splitlines() == ["5 of 40 cases in 5 s", "25 of 40 cases in 25 s"]
+    assert told.out == ""

@@ -126,10 +126,10 @@ def test_defects_over_ranks(capsys: Capture, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         mutants_ranks, "sensitivity_ranks", lambda *given: whole(*given, mutants=few)
     )
-    words = ("test", "--sensitivity", "--world-size", "2", *ON_CPU, *PAIR, "--json")
-    code, shown, _ = run_mk(capsys, *words)
+    words = ("test", "--mutate", PAIR[1], "--mutants", "0", "--world-size", "2", *ON_CPU, *PAIR)
+    code, shown, _ = run_mk(capsys, *words, "--json")
     assert code == 0
-    (mutant,) = json.loads(shown)["mutants"]
+    (mutant,) = json.loads(shown)["calls"]
     assert (mutant["mutant"], mutant["ok"]) == ("last_expert_lost", True)
 
 

@@ -302,8 +302,8 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
     "words",
     [
         ("--mutate", "NoSuchExperts"),
-        ("--mutate", "TorchExperts", "--sensitivity"),
-        ("--mutate", "TorchExperts", "--mutants", "0"),
+        ("--mutate", "TorchExperts", "--one"),
+        ("--mutate", "TorchExperts", "--mutants", "-1"),
         ("--only", "12345678"),
         ("--mutate", "TorchExperts", "--bits", "10"),
         ("--mutate", "TorchAll2AllPrepareAndFinalize"),

@@ -1,4 +1,4 @@
-"""`mk test --mutate X`: the source of a part changed in one place at a time; is it noticed?"""
+"""`mk test --mutate X`: defects put into the calls of a part, then into its source: all noticed?"""
 
 import json
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.call_defects import print_kills, put_into_calls, record_of_kill
 from modular_kernel.cli.ranks import Host
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
@@ -25,14 +26,17 @@ class Mutating:
         str | None,
         typer.Option(
             metavar="PART",
-            help="Change this part's source, one place at a time: is it noticed?",
+            help="Put defects into this part's calls, and into its source: is each noticed?",
         ),
     ] = None
     only: Annotated[
         str | None, typer.Option(metavar="ID", help="With --mutate: this mutant alone.")
     ] = None
     mutants: Annotated[
-        str, typer.Option(help="With --mutate: how many are drawn, or all.  [default: 150]")
+        str,
+        typer.Option(
+            help="With --mutate: changes of the source that are drawn, all, or 0.", metavar="N"
+        ),
     ] = "150"
     bits: Annotated[
         int | None,
@@ -52,14 +56,13 @@ class Mutating:
         if self.bits is not None and (self.only is None or self.bits < 1):
             raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
         if self.mutate is not None and beside:
-            need = "neither --one nor --sensitivity beside it"
-            raise ConfigurationError("--mutate", got="both", need=need)
+            raise ConfigurationError("--mutate", got="--one", need="cases of its own choice")
 
     def count(self) -> int | None:
         """How many mutants are drawn; None for all."""
         if self.mutants == "all":
             return None
-        if not self.mutants.isdecimal() or int(self.mutants) < 1:
+        if not (self.mutants.isascii() and self.mutants.isdecimal()):
             raise ConfigurationError("--mutants", got=repr(self.mutants), need="a number or all")
         return int(self.mutants)
 
@@ -72,11 +75,12 @@ def run_mutation(
     *,
     as_json: str | None,
 ) -> bool:
-    """Print what becomes of the mutants of a part; returns whether none but equivalents survive.
+    """Print what becomes of the defects; returns whether all but equivalents are noticed.
 
-    pairs: the pairings whose cases run; () for all that the part is in.
+    First those of calls (not with --only), in smoke cases, then those of the source. pairs: the
+    pairings whose cases run; () for all that the part is in.
     """
-    from modular_kernel.testing.mutation import mutation_score, survey
+    from modular_kernel.testing.mutation import mutation_score, pairs_of, survey
     from modular_kernel.testing.mutation.record import record_of
 
     assert wanted.mutate is not None
@@ -84,19 +88,30 @@ def run_mutation(
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
     world_size = 1 if host.pool is None else host.pool.world_size
+    pairs = pairs or pairs_of(wanted.mutate, level, world_size=world_size)
+    kills = [] if wanted.only else put_into_calls(pairs, host)
+    noticed = all(kill.ok for kill in kills)
+    calls = {"ok": noticed, **host.facts, "calls": [record_of_kill(kill) for kill in kills]}
+    if count == 0:
+        output.answer(calls, as_json, lambda: print_kills(kills))
+        return noticed
+    if as_json != output.STDOUT and kills:
+        print_kills(kills)
     found = survey(wanted.mutate, pairs, level, world_size=world_size)
     if wanted.only is not None and wanted.bits is not None:
         return _print_bits(wanted.only.split(","), found, wanted.bits, as_json=as_json)
     total = 1 if wanted.only else min(count or len(found.mutants), len(found.executed()))
-    with output.progress(total) as advance:
+    with output.progress(total, "mutants") as advance:
         score = mutation_score(found, count=count, only=wanted.only, told=lambda _: advance())
     record = record_of(score)
     if wanted.save is not None:
         wanted.save.mkdir(parents=True, exist_ok=True)
         text = json.dumps(record, indent=1) + "\n"
         (wanted.save / f"{wanted.mutate}.json").write_text(text, encoding="utf-8")
-    output.answer(record, as_json, lambda: _print_text(score))
-    return not score.survivors
+    ok = noticed and not score.survivors
+    told = record if wanted.only else {**calls, "ok": ok, **record}
+    output.answer(told, as_json, lambda: _print_text(score))
+    return ok
 
 
 def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: str | None) -> bool:

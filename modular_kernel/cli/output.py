@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _PIPE_WIDTH = 10_000
 STDOUT = "-"
+_FIRST_WORD_S, _LATER_WORDS_S = 5.0, 20.0
 _WRITABLE = "a file that can be written, or - for stdout"
 
 _STYLES = {  # of a verdict, on a terminal that shows colours
@@ -150,17 +152,36 @@ def _print_table(
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each of `total` steps; a bar on stderr if that is a terminal."""
+def progress(total: int, what: str = "steps") -> Iterator[Callable[[], None]]:
+    """Yield what to call after each of `total` steps: a bar on a terminal, else lines on stderr.
+
+    what: the steps in the plural. Lines come after 5 seconds, then every 20; what is quicker says
+    nothing.
+    """
     if not sys.stderr.isatty():
-        yield lambda: None
+        yield _told_at_times(total, what)
         return
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("proving", total=total)
+        task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+def _told_at_times(total: int, what: str) -> Callable[[], None]:
+    began = time.monotonic()
+    done, next_s = 0, _FIRST_WORD_S
+
+    def step() -> None:
+        nonlocal done, next_s
+        done += 1
+        took = time.monotonic() - began
+        if took >= next_s and done < total:
+            next_s = took + _LATER_WORDS_S
+            note(f"{done} of {total} {what} in {took:.0f} s")
+
+    return step
 
 
 def rejections(found: Sequence["Rejection"]) -> None:

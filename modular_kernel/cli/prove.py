@@ -11,7 +11,6 @@ from modular_kernel.cli.host import prepare_host, prepare_torch_only
 from modular_kernel.cli.mutate import Mutating, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.ranks import Backend, Host, host_of, over_ranks
-from modular_kernel.cli.sensitivity import run_sensitivity
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.printable import counted
 
@@ -54,9 +53,6 @@ class Manner:
         str | None,
         typer.Option(help="smoke: some cases; full: all.  [default: smoke; --mutate: full]"),
     ] = None
-    sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Break the pairs on purpose: is it noticed?")
-    ] = False
     torch_only: Annotated[
         bool,
         typer.Option("--torch-only", help="On a CPU: plain torch, without Triton's interpreter."),
@@ -116,10 +112,10 @@ def prove(
     --world-size N proves, over N ranks, every pair that is valid for so many: one GPU a rank, or
     processes on the CPU.
 
-    --mutate PART measures the proof itself: the source of a part, its kernels and operations is
-    changed, one place at a time, and the cases run until one fails. --sensitivity does the same to
-    what goes into and comes out of a part. Name a pair to run its cases alone; for a part over
-    ranks, --world-size 2.
+    --mutate PART measures the proof itself. Defects are put into what goes into and comes out of
+    the part; then the source of the part, its kernels and operations is changed, one place at a
+    time, and the cases run until one fails. --mutants 0 leaves the source alone: minutes, not
+    hours. Name a pair to run its cases alone; for a part over ranks, --world-size 2.
 
     On a CPU Triton kernels are interpreted, and operations run as kernels. --torch-only proves the
     torch operations instead that run there without the interpreter.
@@ -130,9 +126,7 @@ def prove(
     if not replay.one and alone != (ProblemOptions(), OneCase()):
         need = "--one beside them: otherwise the cases choose their own problems"
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
-    if replay.one and manner.sensitivity:
-        raise ConfigurationError("--sensitivity", got="--one", need="cases of its own choice")
-    mutating.check(beside=replay.one or manner.sensitivity)
+    mutating.check(beside=replay.one)
     level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
     if manner.torch_only:
         if options.world_size is not None:
@@ -150,11 +144,7 @@ def prove(
             jobs = [_single_case(options, replay, pf_type, experts_type)]
         else:
             jobs = _jobs(host, pf_type, experts_type, level)
-        if manner.sensitivity:
-            pairs = [(job.prepare_finalize, job.experts) for job in jobs]
-            ok = run_sensitivity(pairs, host, as_json=as_json)
-        else:
-            ok = _prove(jobs, host, as_json=as_json)
+        ok = _prove(jobs, host, as_json=as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -228,7 +218,7 @@ def _named_pairs(
 
 def _prove(jobs: Sequence[Job], host: Host, *, as_json: str | None) -> bool:
     results = []
-    with output.progress(sum(len(job.cases) for job in jobs)) as advance:
+    with output.progress(sum(len(job.cases) for job in jobs), "cases") as advance:
         for job in jobs:
             proofs = []
             for case in job.cases:

@@ -18,6 +18,7 @@ from modular_kernel.testing.mutation.score import (
     Survey,
     drawn,
     mutation_score,
+    pairs_of,
     release,
     survey,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "drawn",
     "mutants_of",
     "mutation_score",
+    "pairs_of",
     "release",
     "survey",
 ]

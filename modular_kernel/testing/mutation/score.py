@@ -106,10 +106,8 @@ def survey(
     one that no case there serves.
     """
     modules = modules_of(part, load_catalog())
-    where: Where = OneProcess() if world_size == 1 else OverRanks(world_size)
-    pairs = tuple(pairs) or _pairs_of(part, where, level)
-    if not pairs:
-        raise ConfigurationError("--mutate", got=repr(part), need=_needed(part, world_size))
+    pairs = tuple(pairs) or pairs_of(part, level, world_size=world_size)
+    where = _where(world_size)
     coverage = where.cover(modules, pairs, level)
     if coverage.ended:
         need = "cases that pass before anything is changed"
@@ -118,9 +116,17 @@ def survey(
     return Survey(part, pairs, level, mutants, coverage, where)
 
 
-def _pairs_of(part: str, where: Where, level: Level) -> tuple[Pair, ...]:
-    """Pairings with the part; for a reducer every pairing, as any may end in it."""
-    catalog = load_catalog()
+def _where(world_size: int) -> Where:
+    return OneProcess() if world_size == 1 else OverRanks(world_size)
+
+
+def pairs_of(part: str, level: Level = "full", *, world_size: int = 1) -> tuple[Pair, ...]:
+    """Find the pairings with the part that have cases; for a reducer all, as any may end in it.
+
+    Raises ConfigurationError for an unknown part, and one that no case there serves.
+    """
+    catalog, where = load_catalog(), _where(world_size)
+    modules_of(part, catalog)
     every = (
         (pf, experts)
         for pf in catalog.names("prepare_finalize")
@@ -128,7 +134,10 @@ def _pairs_of(part: str, where: Where, level: Level) -> tuple[Pair, ...]:
     )
     reducer = part in catalog.names("topk_reduce")
     mine = (pair for pair in every if reducer or part in pair)
-    return tuple(pair for pair in mine if where.has_cases(pair, level))
+    pairs = tuple(pair for pair in mine if where.has_cases(pair, level))
+    if not pairs:
+        raise ConfigurationError("--mutate", got=repr(part), need=_needed(part, world_size))
+    return pairs
 
 
 def _needed(part: str, world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""`mk test --sensitivity`: every defect put into every pairing, and the check that finds it."""
+"""The first half of `mk test --mutate`: defects put into what goes into and comes out of parts."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -13,20 +13,17 @@ if TYPE_CHECKING:
 Pair = tuple[str, str]
 
 
-def run_sensitivity(pairs: Sequence[Pair], host: Host, *, as_json: str | None) -> bool:
-    """Print one line for each defect in each pair; returns whether every one was noticed."""
+def put_into_calls(pairs: Sequence[Pair], host: Host) -> "list[Kill]":
+    """Put every defect into the calls of every pair, and look which check notices it."""
     found: list[Kill] = []
-    with output.progress(len(pairs)) as advance:
+    with output.progress(len(pairs), "pairs") as advance:
         for pair in pairs:
             found += host.sensitivity(*pair)
             advance()
-    ok = bool(found) and all(kill.ok for kill in found)
-    record = {"ok": ok, **host.facts, "mutants": [_record(kill) for kill in found]}
-    output.answer(record, as_json, lambda: _print_text(found))
-    return ok
+    return found
 
 
-def _record(kill: "Kill") -> dict[str, object]:
+def record_of_kill(kill: "Kill") -> dict[str, object]:
     return {
         "mutant": kill.mutant,
         "prepare_finalize": kill.case.prepare_finalize,
@@ -38,7 +35,8 @@ def _record(kill: "Kill") -> dict[str, object]:
     }
 
 
-def _print_text(found: "Sequence[Kill]") -> None:
+def print_kills(found: "Sequence[Kill]") -> None:
+    """Print a line for each defect in each pair, and every one that was missed."""
     groups: dict[Pair, list[Kill]] = {}
     for kill in found:
         key = (kill.mutant, f"{kill.case.prepare_finalize} x {kill.case.experts}")
@@ -51,7 +49,7 @@ def _print_text(found: "Sequence[Kill]") -> None:
             output.line(str(kill))
     missed = sum(not kill.ok for kill in found)
     output.line(
-        f"{counted(len(found), 'defect')} put in: {len(found) - missed} found, {missed} not"
+        f"{counted(len(found), 'defect')} put into calls: {len(found) - missed} found, {missed} not"
     )
 
 
