@@ -1,36 +1,36 @@
 """The docs as a site: `make docs`. Needs Sphinx and MyST, neither torch nor this package."""
 
 import re
+import sys
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 project = "modular_kernel"
 author = "The modular_kernel authors"
 root_doc = "index"
-extensions = ["myst_parser"]
+sys.path.insert(0, str(Path(__file__).parent))
+extensions = ["myst_parser", "api_directive"]
 exclude_patterns: list[str] = []
+pygments_style, pygments_dark_style = "friendly", "github-dark"
 
 # Headings can be linked to, as on GitHub.
 myst_heading_anchors = 3
 myst_links_external_new_tab = False
 
-html_theme = "alabaster"
+html_theme = "furo"  # light and dark, by the reader's system
 html_theme_options = {
-    "description": "Compose fused mixture-of-experts layers from parts.",
-    "page_width": "1240px",
-    "body_max_width": "none",
-    "sidebar_width": "230px",
-    "font_size": "15px",
-    "code_font_size": "0.85em",
-    "fixed_sidebar": True,
+    "navigation_with_keys": True,
+    "light_css_variables": {"font-stack": "system-ui, sans-serif"},
 }
 html_title = project
-html_static_path = ["_static"]  # alabaster reads custom.css there
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_show_copyright = False
 html_copy_source = False
 html_show_sourcelink = False
 
-_OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+(?:notebook|examples)/[^)#]+)\)")
+_OUTSIDE = re.compile(r"\[([^\[\]]+)\]\(((?:\.\./)+(?:notebook|examples)/[^)#]+)\)")
 
 
 def link_outside(app: Sphinx, name: str, source: list[str]) -> None:

@@ -117,8 +117,8 @@ def test_the_site_s_packages_are_pinned() -> None:
     """Installed without resolving: each by its exact version, and none is forgotten in silence."""
     lines = (ROOT / "constraints-docs.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    assert {"Sphinx", "myst-parser"} <= set(pins)
-    assert all(re.fullmatch(r"[0-9.]+", version) for version in pins.values())
+    assert {"Sphinx", "myst-parser", "furo"} <= set(pins)
+    assert all(re.fullmatch(r"[0-9.]+(b[0-9]+)?", version) for version in pins.values())
 
 
 def test_every_page_can_be_found() -> None:

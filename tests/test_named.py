@@ -85,9 +85,9 @@ def test_extras_that_the_docs_name_exist() -> None:
         assert named <= set(extras()), path
 
 
-def test_the_readme_s_table_of_parts_is_the_catalogue() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text[text.index("\n## Parts\n") :].split("\n\n")[1]
+def test_the_table_of_parts_is_the_catalogue() -> None:
+    text = (ROOT / "docs/parts.md").read_text(encoding="utf-8")
+    table = text[text.index("\n| part |") :].split("\n\n")[0].lstrip()
     rows = [line.split("|")[1] for line in table.splitlines()[2:]]
     named = [
         name for row in rows for word in re.findall(r"`([^`]+)`", row) for name in expanded(word)

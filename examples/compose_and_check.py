@@ -1,0 +1,49 @@
+"""Compose a layer of two parts, call it, and compare it with another pair.
+
+    python examples/compose_and_check.py
+
+Runs on a GPU where there is one, else on a CPU.
+"""
+
+import torch
+
+import modular_kernel as mk
+
+TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 16, 64, 96, 8, 2
+
+
+def main() -> None:
+    """Run one layer by two pairs of parts; both must agree."""
+    torch.manual_seed(0)
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+    problem = mk.Problem(
+        tokens=TOKENS,  # the most of one call
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        experts=EXPERTS,
+        top_k=TOP_K,
+        dtype=torch.float32,
+    )
+    weights = mk.ExpertWeights(
+        w1=torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5,  # gate rows, then up rows
+        w2=torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5,
+    )
+    x_TH = torch.randn(TOKENS, HIDDEN)
+    values, ids = torch.randn(TOKENS, EXPERTS).topk(TOP_K)
+    routing = mk.Routing(values.softmax(-1), ids)
+
+    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    y_TH = kernel(x_TH, weights, routing)
+    print(f"{kernel.pairing}: {tuple(y_TH.shape)}")
+
+    other = mk.make_kernel("BatchedPrepareAndFinalize", "NaiveBatchedExperts", problem)
+    torch.testing.assert_close(other(x_TH, weights, routing), y_TH, rtol=1e-4, atol=1e-4)
+    print(f"{other.pairing}: the same within 1e-4")
+
+    plan = kernel.plan()  # its buffers are allocated once
+    assert torch.equal(plan(x_TH, weights, routing), y_TH)
+    print(f"planned: the same bits, {plan.nbytes} bytes of buffers")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Run a small Mixtral of transformers on this toolkit, and compare it with its own experts.
+
+    python examples/in_a_transformers_model.py
+
+Needs the extra `transformers`. The weights are random; with a checkpoint it is
+`AutoModelForCausalLM.from_pretrained(name, experts_implementation="modular_kernel")`.
+"""
+
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from modular_kernel.integrations.transformers import register
+
+
+def main() -> None:
+    """Compare the logits of the model with both implementations of its experts."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = MixtralForCausalLM(config).eval().to(device)
+    ids = torch.randint(0, 64, (1, 12), device=device)
+
+    register("MoEPrepareAndFinalizeNoEP", "TorchExperts")  # without names: the best for this device
+    with torch.inference_mode():  # there is no backward pass
+        model.set_experts_implementation("eager")
+        theirs = model(ids).logits
+        model.set_experts_implementation("modular_kernel")
+        ours = model(ids).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    print(f"logits {tuple(ours.shape)}: as with transformers' own experts")
+
+
+if __name__ == "__main__":
+    main()

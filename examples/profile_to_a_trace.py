@@ -1,0 +1,42 @@
+"""Write a trace of one call for https://ui.perfetto.dev, with a range for each stage.
+
+    python examples/profile_to_a_trace.py [FILE.json]
+
+`mk profile` does more: floors of each stage, two pairings side by side, an HTML report.
+"""
+
+import sys
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import modular_kernel as mk
+
+
+def main(path: str = "layer.trace.json") -> None:
+    """Profile a planned call and print the time of each stage."""
+    torch.manual_seed(0)
+    on_gpu = torch.cuda.is_available()
+    torch.set_default_device("cuda" if on_gpu else "cpu")
+    problem = mk.Problem(
+        tokens=32, hidden=128, intermediate=128, experts=8, top_k=2, dtype=torch.float32
+    )
+    plan = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem).plan()
+    weights = mk.ExpertWeights(w1=torch.randn(8, 256, 128) / 11, w2=torch.randn(8, 128, 128) / 11)
+    values, ids = torch.randn(32, 8).topk(2)
+    call = (torch.randn(32, 128), weights, mk.Routing(values.softmax(-1), ids))
+    plan(*call)  # once before, so that nothing is compiled while it is profiled
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=kinds) as profiler:
+        plan(*call)
+    profiler.export_chrome_trace(path)
+
+    for event in profiler.key_averages():
+        if event.key.startswith("mk::"):
+            print(f"{event.key:<24} {event.cpu_time_total:8.1f} us on the host")
+    print(f"trace: {path}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
