@@ -14,7 +14,8 @@ USERS = [
     if not page.read_text(encoding="utf-8").lstrip().startswith(MADE)
 ]
 JOURNALS = sorted(path for path in NOTEBOOK.glob("*.md") if path.name != "README.md")
-LINKED = [*sorted(ROOT.glob("*.md")), *USERS, *sorted(NOTEBOOK.glob("*.md"))]
+LINKED = [*sorted(ROOT.glob("*.md")), *USERS, *sorted(NOTEBOOK.rglob("*.md"))]
+DECISIONS = sorted((NOTEBOOK / "decisions").glob("*.md"))
 FORM = ["Question", "Setup", "Result", "Decision"]
 
 
@@ -45,6 +46,14 @@ def test_a_journal_has_the_one_form(page: Path) -> None:
     assert re.fullmatch(r"\d{4}-\d{2}-[a-z0-9-]+\.md", page.name)
     assert re.findall(r"^## (.*)$", text, re.M) == FORM
     assert f"({page.name})" in (NOTEBOOK / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name)
+def test_a_decision_has_the_one_form(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    heads = re.findall(r"^\*\*(\w+)\.\*\*", text, re.M)
+    assert heads == ["Status", "Context", "Decision", "Consequences"]
+    assert f"(decisions/{page.name})" in (NOTEBOOK / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
