@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from modular_kernel.cli.parts import _OPTIONS
+from modular_kernel.types import ActivationFormat, Reduce
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, NOTEBOOK = ROOT / "docs", ROOT / "notebook"
 MADE = "<!-- Made by `mk report --write`"  # no page for users: what it holds is generated
@@ -65,3 +68,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_glossary_has_each_word_of_mk_list() -> None:
+    text = (DOCS / "glossary.md").read_text(encoding="utf-8")
+    formats = [member.value for kind in (ActivationFormat, Reduce) for member in kind]
+    assert [word for word in (*_OPTIONS, *formats) if f"`{word}`" not in text] == []
