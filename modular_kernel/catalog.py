@@ -227,6 +227,16 @@ def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
     return current_machine(packages_of(load_catalog()), device=device)
 
 
+def needs_triton(
+    prepare_finalize: str | type[PrepareAndFinalize],
+    experts: str | type[PermuteExpertsUnpermute],
+) -> bool:
+    """Return whether either part's kernels are Triton's; UnknownPartError for an unknown part."""
+    catalog = load_catalog()
+    parts = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
+    return any(part.requires.triton for part in parts)
+
+
 def check(
     prepare_finalize: str | type[PrepareAndFinalize],
     experts: str | type[PermuteExpertsUnpermute],

@@ -1,7 +1,9 @@
-"""Reads the machine once into a frozen `Machine`; the only place that does."""
+"""Reads the machine into a frozen `Machine`, and says where operations leave the interpreter."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Literal
 
@@ -9,6 +11,8 @@ import torch
 
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Machine
+
+_twins: ContextVar[bool] = ContextVar("torch_twins", default=False)
 
 
 def importable(packages: Iterable[str]) -> frozenset[str]:
@@ -51,3 +55,21 @@ def current_machine(
         and {"triton", "ml_dtypes"} <= found
     )
     return Machine("cpu", None, found, interpreter)
+
+
+@contextmanager
+def torch_twins(*, wanted: bool = True) -> Iterator[None]:
+    """Have operations on a CPU take their torch twins within it, the interpreter being active too.
+
+    For measuring parts of plain torch as they run for a user. wanted: False changes nothing.
+    """
+    before = _twins.set(_twins.get() or wanted)
+    try:
+        yield
+    finally:
+        _twins.reset(before)
+
+
+def twins_are_wanted() -> bool:
+    """Return whether `torch_twins` holds here."""
+    return _twins.get()

@@ -143,8 +143,9 @@ class Transport(ABC):
 
     capturable: both halves may be captured in a CUDA graph. alone: nothing else should run in
     these processes after it, such as another user of its library. replicated: every rank passes
-    rank 0's tokens. note: for the table. arrived: what the last dispatch left, which `identity`
-    and `combine` read.
+    rank 0's tokens. interpreted: it runs in Triton's interpreter, so that its time says nothing
+    about a GPU. note: for the table. arrived: what the last dispatch left, which `identity` and
+    `combine` read.
     """
 
     name: ClassVar[str]
@@ -152,6 +153,7 @@ class Transport(ABC):
     capturable: bool = False
     alone: bool = False
     replicated: bool = False
+    interpreted: bool = False
     note: str = ""
     arrived: Any = None
 

@@ -45,6 +45,7 @@ class PartTransport(Transport):
         self.capturable = requires.graph_capturable
         self.alone = bool(requires.packages)
         self.replicated = requires.replicated_input
+        self.interpreted = machine.interpreter and requires.triton
         self.note = "all ranks pass the same tokens" if self.replicated else ""
         self._part: PrepareAndFinalize | None = None
         self._kind, self._reduce = _reducer(self.cls)

@@ -162,6 +162,16 @@ def cells_of(row: ExchangeRow) -> list[str]:
     ]  # fmt: skip
 
 
+def one_line(row: ExchangeRow) -> str:
+    """A row for a log, with its units."""
+    head = f"{row.transport} T={row.tokens} {row.quant}:"
+    if row.status != OK:
+        return f"{head} {row.status}, {row.note[:160]}"
+    times = ("dispatch", row.dispatch_us), ("combine", row.combine_us), ("pair", row.pair_us)
+    told = ", ".join(f"{name} {us:.1f} us" for name, us in times if us is not None)
+    return f"{head} {told}, {row.mode}"
+
+
 def text_table(rows: Iterable[ExchangeRow]) -> tuple[tuple[str, ...], list[list[str]]]:
     """Columns and cells; rows that compete stand together, those refused are left out."""
     shown = [row for row in rows if row.status != REFUSED]

@@ -26,6 +26,7 @@ from modular_kernel.bench.exchange_rows import ExchangeRow, row_of
 from modular_kernel.bench.exchange_time import Repeats, event_gap_us, time_transport
 from modular_kernel.bench.rows import FAILED, OK, REFUSED, SKIPPED, WRONG
 from modular_kernel.errors import ModularKernelError
+from modular_kernel.machine import torch_twins
 from modular_kernel.types import Machine
 
 _START_S = 60.0  # processes, communicators; beyond what a rank's own watch ends
@@ -236,7 +237,8 @@ def _batch(
         if note:
             told = {"status": REFUSED, "note": note, "error": None}
         else:
-            transport.open(cells[0], place)
+            with torch_twins(wanted=not transport.interpreted):
+                transport.open(cells[0], place)
     # A peer can fail in any way; the others shall be measured.
     except Exception as error:  # noqa: BLE001
         note = _in_short(error)
@@ -250,7 +252,8 @@ def _batch(
         return
     broken = ""
     for cell in cells:
-        told = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
+        with torch_twins(wanted=not transport.interpreted):
+            told = _skipped(broken) if broken else _cell(transport, cell, place, task, teller)
         if told["status"] == FAILED:
             broken = "after a failure"
         yield told

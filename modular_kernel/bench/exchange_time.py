@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from modular_kernel.bench.exchange import Given, Place, Transport, distance
 from modular_kernel.bench.method import Call, capture, clock_of
+from modular_kernel.bench.rows import INTERPRETER
 
 _PAIRS = 4  # of one graph
 _SPIN_CYCLES = 2_000_000  # about 1 ms: the host queues what is timed behind it
@@ -147,6 +148,7 @@ def _eager(transport: Transport, place: Place, repeats: Repeats) -> Times:
     dispatch, combine, pair = (median(column) for column in zip(*rounds, strict=True))
     pairs = [figures[2] for figures in rounds]
     mode = "eager" if place.device.type == "cuda" else "cpu"
+    mode = INTERPRETER if transport.interpreted else mode
     return Times(dispatch, combine, pair, (max(pairs) - min(pairs)) / pair, mode)
 
 

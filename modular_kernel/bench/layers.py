@@ -42,9 +42,10 @@ import torch
 from modular_kernel.bench.cases import quantised
 from modular_kernel.bench.peer_files import load_file
 from modular_kernel.bench.rows import BASELINE, OURS, PEER
-from modular_kernel.catalog import check, load_catalog, make_kernel
+from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.kernel import Plan
+from modular_kernel.machine import torch_twins
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Verdict
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -94,7 +95,8 @@ class PairLayer(Layer):
     def __init__(self, prepare_finalize: str, experts: str, quant: str, machine: Machine) -> None:
         self.pair = (prepare_finalize, experts)
         self.name, self.quant, self.machine = f"{prepare_finalize}+{experts}", quant, machine
-        self.interpreted = machine.interpreter and load_catalog().experts(experts).requires.triton
+        self.interpreted = machine.interpreter and needs_triton(prepare_finalize, experts)
+        self._as_torch = machine.interpreter and not self.interpreted
 
     def refusal(self, problem: Problem) -> str | None:
         verdict = check(*self.pair, replace(problem, quant=self.quant), self.machine)
@@ -107,6 +109,12 @@ class PairLayer(Layer):
         self._plan: Plan | None = None
 
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
+        if self._as_torch:
+            with torch_twins():
+                return self._called(x_TH, routing)
+        return self._called(x_TH, routing)
+
+    def _called(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
         plan = self._plan
         if plan is None or plan.problem.tokens != len(x_TH):
             plan = self._planned(len(x_TH))

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from modular_kernel.bench import rows as status
 from modular_kernel.bench.rows import Report, Row, best
+from modular_kernel.printable import counted
 
 _COLUMNS = (
     "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
@@ -147,7 +148,7 @@ def summary(report: Report) -> list[str]:
             if ours and peer:
                 over_peer.append(ours / peer)
         parts = [
-            f"{_mean(values):.2f} x {what} in geometric mean over {len(values)} cells "
+            f"{_mean(values):.2f} x {what} in geometric mean over {counted(len(values), 'cell')} "
             f"({min(values):.2f} to {max(values):.2f})"
             for values, what in ((over_floor, "the floor"), (over_peer, "the best peer's time"))
             if values

@@ -3,10 +3,10 @@
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -34,15 +34,50 @@ _METHOD = (
 )
 
 
+# What is measured where the options do not say: a layer of DeepSeek-V3, or on a CPU, where all
+# parts are to be seen and none is fast, a small one that takes less than a minute.
+_ON_GPUS: dict[str, Any] = {
+    "tokens_list": "1,8,32,128,1024,4096",
+    "hidden": 7168,
+    "experts": 256,
+    "top_k": 8,
+    "replays": 20,
+    "rounds": 5,
+}
+_ON_A_CPU: dict[str, Any] = {
+    "tokens_list": "1,8",
+    "hidden": 256,
+    "experts": 8,
+    "top_k": 2,
+    "replays": 3,
+    "rounds": 3,
+}
+
+
+def _usual(text: str, name: str) -> Any:
+    default = f"[default: {_ON_GPUS[name]}; on a CPU {_ON_A_CPU[name]}]"
+    return typer.Option(help=f"{text}  {default}", show_default=False)
+
+
+G = TypeVar("G", "Sizes", "Manner")
+
+
+def _filled(options: G, device: str) -> G:
+    """The options, with what is usual on that device where none were given."""
+    usual = _ON_GPUS if device == "cuda" else _ON_A_CPU
+    names = {f.name for f in fields(options)} & usual.keys()
+    return replace(options, **{n: usual[n] for n in names if getattr(options, n) is None})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What is exchanged."""
 
     world_size: Annotated[int, typer.Option(help="Ranks, 2 or more.")] = 2
-    tokens_list: Annotated[str, typer.Option(help="Tokens of each rank.")] = "1,8,32,128,1024,4096"
-    hidden: Annotated[int, typer.Option(help="Hidden size.")] = 7168
-    experts: Annotated[int, typer.Option(help="Experts of the model.")] = 256
-    top_k: Annotated[int, typer.Option(help="Experts of one token.")] = 8
+    tokens_list: Annotated[str | None, _usual("Tokens of each rank.", "tokens_list")] = None
+    hidden: Annotated[int | None, _usual("Hidden size.", "hidden")] = None
+    experts: Annotated[int | None, _usual("Experts of the model.", "experts")] = None
+    top_k: Annotated[int | None, _usual("Experts of one token.", "top_k")] = None
     quant: Annotated[str, typer.Option(help="How rows travel.")] = "none,fp8_w8a8_block"
 
 
@@ -59,8 +94,10 @@ class Manner:
         list[Path] | None,
         typer.Option(help="A file with transports() to measure beside; may be repeated."),
     ] = None
-    replays: Annotated[int, typer.Option(help="Calls of a round.")] = 20
-    rounds: Annotated[int, typer.Option(help="Rounds; the median of their medians counts.")] = 5
+    replays: Annotated[int | None, _usual("Calls of a round.", "replays")] = None
+    rounds: Annotated[
+        int | None, _usual("Rounds; the median of their medians counts.", "rounds")
+    ] = None
     link: Annotated[float, typer.Option(help="GB/s into one GPU, for the floor.")] = 393
     latency: Annotated[float, typer.Option(help="Microseconds of the floor beside bytes.")] = 6
     deadline: Annotated[float | None, typer.Option(help="Seconds after which nothing begins.")] = (
@@ -121,8 +158,9 @@ def _check(sizes: Sizes, manner: Manner) -> None:
     if sizes.world_size < 2:
         raise ConfigurationError("--world-size", got=sizes.world_size, need=">= 2")
     for name in ("replays", "rounds", "link"):
-        if not getattr(manner, name) > 0:
-            raise ConfigurationError(f"--{name}", got=getattr(manner, name), need="> 0")
+        value = getattr(manner, name)
+        if value is not None and not value > 0:
+            raise ConfigurationError(f"--{name}", got=value, need="> 0")
     if manner.latency < 0:
         raise ConfigurationError("--latency", got=manner.latency, need=">= 0")
 
@@ -141,11 +179,13 @@ def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "Exch
 
     try:
         machine = machine_of(first)
+        sizes, manner = _filled(sizes, machine.device), _filled(manner, machine.device)
         offers = tuple(_offers(tuple(_cells(sizes)), manner, machine))
         if not offers:
             raise ConfigurationError("--only", got=repr(manner.only), need="a word in some name")
         gap = first.run(exchange_run.gap, timeout=120)[0]
         report = ExchangeReport(_facts(sizes, manner, machine, gap))
+        assert manner.replays is not None and manner.rounds is not None  # noqa: PT018
         repeats = Repeats(manner.replays, manner.rounds)
         for rows in exchange_run.run(
             offers, new_pool, link=link, repeats=repeats, deadline_s=manner.deadline
@@ -180,9 +220,9 @@ def _cells(sizes: Sizes) -> "Iterator[Cell]":
     """By quant and capacity, which share buffers: few tokens, and many."""
     from modular_kernel.bench.exchange import Cell
 
-    numbers = sorted(token_numbers(sizes.tokens_list))
+    numbers = sorted(token_numbers(str(sizes.tokens_list)))
     few = [tokens for tokens in numbers if tokens <= _FEW]
-    shape = {"hidden": sizes.hidden, "experts": sizes.experts, "top_k": sizes.top_k}
+    shape: dict[str, Any] = {name: getattr(sizes, name) for name in ("hidden", "experts", "top_k")}
     for quant in schemes(sizes.quant):
         for tokens in numbers:
             capacity = max(few) if tokens <= _FEW else max(numbers)
@@ -223,10 +263,10 @@ def _joined(paths: Sequence[Path]) -> "ExchangeReport":
 
 
 def _tell(rows: "Sequence[ExchangeRow]") -> None:
-    from modular_kernel.bench.exchange_rows import cells_of
+    from modular_kernel.bench.exchange_rows import one_line
 
     for row in rows:
-        output.note("  ".join(filter(None, cells_of(row))))
+        output.note(one_line(row))
 
 
 def _finish(report: "ExchangeReport", files: Files) -> None:

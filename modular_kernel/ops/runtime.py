@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from modular_kernel.machine import importable
+from modular_kernel.machine import importable, twins_are_wanted
 
 HAS_TRITON = "triton" in importable({"triton"})
 HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in importable({"ml_dtypes"})
@@ -31,6 +31,8 @@ def use_triton(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_cuda or tensor.is_meta:
         return True
+    if twins_are_wanted():
+        return False
     if HAS_INTERPRETER and interpreter.active():
         interpreter.install()
         return True

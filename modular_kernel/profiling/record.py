@@ -12,6 +12,7 @@ calls of either kind; and the L2 cache is overwritten before each, so that all f
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,11 @@ from modular_kernel.bench.environment import Environment, environment
 from modular_kernel.bench.floor import Peaks, measure_link, measure_peaks, operand_type
 from modular_kernel.bench.method import Wiper, capture, clock_of, host_cost, wiper_of
 from modular_kernel.bench.routing import RoutingKind
+from modular_kernel.bench.rows import INTERPRETER
 from modular_kernel.bench.stage_floor import RankLoad
-from modular_kernel.catalog import check, load_catalog, make_kernel
+from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.machine import torch_twins
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import Inputs, make_inputs
@@ -62,8 +66,8 @@ class Job:
 @dataclass(frozen=True)
 class Total:
     """Planned calls, as users make them. us: the median of one call's microseconds, samples_us: all
-    of them. mode: "graph" or "eager" on a GPU, "cpu". host_us: until a call that is not in a graph
-    returns, allocations: of device memory in it; None on a CPU."""
+    of them. mode: "graph" or "eager" on a GPU, "cpu" or "interpreter". host_us: until a call that
+    is not in a graph returns, allocations: of device memory in it; None on a CPU."""
 
     us: float
     samples_us: tuple[float, ...]
@@ -192,7 +196,16 @@ class _Bench:
         return tuple(recorded), outputs
 
     def _call(self, plan: Plan) -> torch.Tensor:
-        return plan(self.inputs.x_TH, self.inputs.weights, self.inputs.routing)
+        given = self.inputs
+        if self.on_gpu:
+            return plan(given.x_TH, given.weights, given.routing)
+        with self._as_users_run(plan.kernel):
+            return plan(given.x_TH, given.weights, given.routing)
+
+    def _as_users_run(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
+        """Operations beside parts of plain torch are not interpreted, either."""
+        parts = type(kernel.prepare_finalize), type(kernel.experts)
+        return torch_twins(wanted=not needs_triton(*parts))
 
     def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
         """A plan after calls that compile and load everything, and what the first one returned."""
@@ -200,7 +213,8 @@ class _Bench:
         kernel = make_kernel(pf, experts, self.problem, group=self.group, machine=self.job.machine)
         plan, given = kernel.plan(), self.inputs
         x_TH = self.x_TH.clone() if self.problem.inplace else self.x_TH
-        output = plan(x_TH, given.weights, given.routing).clone()
+        with self._as_users_run(kernel):
+            output = plan(x_TH, given.weights, given.routing).clone()
         for _ in range(_WARM_CALLS if self.on_gpu else 0):
             self._call(plan)
         self.clock.wait()
@@ -251,7 +265,8 @@ class _Bench:
     ) -> tuple[Callable[[], torch.Tensor], str]:
         """One call in a CUDA graph, where every rank could capture it; else as it is."""
         if not self.on_gpu:
-            return call, "cpu"
+            interpreted = self.job.machine.interpreter and needs_triton(pf, experts)
+            return call, INTERPRETER if interpreted else "cpu"
         promise = replace(self.problem, graph=True)
         runs = capture([[call]]) if check(pf, experts, promise, self.job.machine).ok else None
         if self._largest(0.0 if runs else 1.0) or runs is None:

@@ -93,6 +93,7 @@ def _total(rank: RankProfile) -> str:
         "graph": "a planned call in a CUDA graph",
         "eager": "a planned call, not in a graph",
         "cpu": "a planned call by the wall clock",
+        "interpreter": "a planned call of interpreted Triton kernels: no machine's speed",
     }[total.mode]
     text = (
         f"{number(total.us)} us, {how}, median of {len(total.samples_us)} "

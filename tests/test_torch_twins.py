@@ -1,0 +1,81 @@
+"""Parts of plain torch are measured as they run for a user, the interpreter being active too."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from run_mk import Ended, run_mk
+
+from modular_kernel.catalog import needs_triton, this_machine
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops.runtime import use_triton
+
+Mk = Callable[..., Ended]
+HERE = this_machine(device="cpu")
+SMALL = ("--tokens", "4", "--hidden", "32", "--intermediate", "32", "--experts", "4")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or not HERE.interpreter, reason="needs the interpreter"
+)
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
+    """Runs `mk` in this process."""
+    return partial(run_mk, capsys)
+
+
+def test_operations_take_their_twins_within_it_alone() -> None:
+    x = torch.ones(2)
+    assert use_triton(x)
+    with torch_twins():
+        assert not use_triton(x)
+        assert use_triton(x.to("meta"))
+        with torch_twins(wanted=False):
+            assert not use_triton(x)
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(use_triton(x)))
+        thread.start()
+        thread.join()
+        assert found == [True]  # another thread may be verifying
+    with torch_twins(wanted=False):
+        assert use_triton(x)
+    assert use_triton(x)
+
+
+def test_which_pairs_are_interpreted() -> None:
+    assert not needs_triton("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    assert needs_triton("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+    assert needs_triton("SymmMemPrepareAndFinalize", "TorchExperts")
+
+
+@pytest.mark.parametrize(
+    ("experts", "mode"), [("TorchExperts", "cpu"), ("TritonExperts", "interpreter")]
+)
+def test_bench_and_profile_say_what_ran(
+    mk: Mk, experts: str, mode: str, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[bool] = []
+    from modular_kernel.ops import reduce
+
+    whole = reduce.use_triton
+    monkeypatch.setattr(reduce, "use_triton", lambda x: used.append(whole(x)) or used[-1])
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", experts)
+    rows = mk("bench", *pair, *SMALL, "--ms", "0.01", "--json").json["rows"]
+    (row,) = [row for row in rows if row["layer"] == experts]
+    assert (row["status"], row["mode"]) == ("ok", mode)
+    assert (row["over_floor"] is None) is (mode == "interpreter")
+    shown = mk("profile", *pair, *SMALL, "--calls", "1", "--out", str(tmp_path), "--json").json
+    assert [rank["total"]["mode"] for one in shown["pairs"] for rank in one["ranks"]] == [mode]
+    assert set(used) <= {mode == "interpreter"}
+    assert used
+
+
+@pytest.mark.parametrize(
+    ("part", "mode"), [("TorchAll2AllBatched", "cpu"), ("SymmMem", "interpreter")]
+)
+def test_exchange_says_what_ran(mk: Mk, part: str, mode: str) -> None:
+    words = ("--tokens-list", "1", "--quant", "none", "--replays", "1", "--rounds", "1")
+    rows = mk("exchange", "--backend", "gloo", "--only", part, *words, "--json").json["rows"]
+    assert [(row["status"], row["mode"]) for row in rows] == [("ok", mode)]
