@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from doc_blocks import LANGUAGES, Block, Mk, blocks_of, run_page
 from run_mk import run_mk
 
+import modular_kernel
 from modular_kernel.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -126,3 +128,17 @@ def test_every_page_can_be_found() -> None:
     lines = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()
     named = {path for line in lines for path in DOCS.glob(f"{line}.md") if line}
     assert sorted(set(DOCS.rglob("*.md")) - named) == [DOCS / "index.md"]
+
+
+def test_the_reference_names_what_is_public() -> None:
+    """It is read from the source, so a name must be where it is defined."""
+    found: set[str] = set()
+    for block in blocks_of(DOCS / "api.md"):
+        for line in block.text.splitlines():
+            module, _, names = line.partition(":")
+            for name in names.split(","):
+                thing = getattr(import_module(module), name.strip())
+                assert thing.__module__ == module, f"{name} is defined in {thing.__module__}"
+                assert thing.__doc__, f"{module}.{name} has no docstring"
+                found.add(name.strip())
+    assert set(modular_kernel.__all__) - found == set()
