@@ -34,6 +34,7 @@ from modular_kernel.rules import judge
 from modular_kernel.settings import read_settings
 from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
 from modular_kernel.types import Machine, Problem, Reduce
+from modular_kernel.verdicts import Verdicts
 
 GROUP = "modular_kernel.parts"
 Kind = Literal["prepare_finalize", "experts", "topk_reduce"]
@@ -249,12 +250,12 @@ def check(
     return judge(pf, ex, problem, this_machine() if machine is None else machine)
 
 
-def check_all(problem: Problem, machine: Machine | None = None) -> tuple[Verdict, ...]:
+def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
     """Judge every PrepareAndFinalize with every experts part."""
     catalog = load_catalog()
     machine = this_machine() if machine is None else machine
     expect("problem", problem, Problem)  # where there is no part to judge it with, too
-    return tuple(
+    return Verdicts(
         check(pf, ex, problem, machine)
         for pf in catalog.names("prepare_finalize")
         for ex in catalog.names("experts")

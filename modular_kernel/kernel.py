@@ -93,6 +93,9 @@ class FusedMoEModularKernel:
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"<{self.pairing}, {self.problem} on {self.machine}>"
+
     @property
     def pairing(self) -> str:
         """The two parts' names."""

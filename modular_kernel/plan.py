@@ -51,6 +51,9 @@ class Plan:
     def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
         return Plan(deepcopy(self.kernel, memo), self.problem)
 
+    def __repr__(self) -> str:
+        return f"<plan of {self.kernel.pairing}, {self.problem}: {self.nbytes} bytes>"
+
     @property
     def nbytes(self) -> int:
         """Bytes of workspace held, the output apart."""

@@ -6,6 +6,7 @@ A part declares a `Requirements`; `modular_kernel.rules.judge`, the only evaluat
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
 
@@ -177,6 +178,19 @@ class Verdict:
     @property
     def pairing(self) -> str:
         return f"{self.prepare_finalize} x {self.experts}"
+
+    def __repr__(self) -> str:
+        """Return the verdict in a line; `rejections` has the reasons."""
+        rules = ", ".join(dict.fromkeys(rejection.rule for rejection in self.rejections))
+        return f"<{self.pairing}, {self.problem}: {f'refused: {rules}' if rules else 'valid'}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the reasons, for notebooks."""
+        cells = ([r.rule, " / ".join(r.parties), r.got, r.need, r.hint] for r in self.rejections)
+        rows = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in cells)
+        head = "".join(f"<th>{name}</th>" for name in ("rule", "parties", "got", "need", "hint"))
+        table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
+        return f"<p>{escape(str(self).splitlines()[0])}, {escape(str(self.problem))}</p>{table}"
 
     def __str__(self) -> str:
         if self.ok:

@@ -3,7 +3,7 @@
 Nothing here reads the machine or touches a tensor; everything can be made by hand in a test.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal
@@ -290,6 +290,17 @@ class Problem:
     def with_tokens(self, tokens: int) -> "Problem":
         """The same layer sized for another number of tokens."""
         return replace(self, tokens=tokens)
+
+    def __repr__(self) -> str:
+        """Return what makes an equal one; fields at their defaults are left out."""
+        shown = []
+        for each in fields(self):
+            value = getattr(self, each.name)
+            value = str(value) if isinstance(value, ActivationSpec) else value
+            factory = each.default_factory
+            if value != (each.default if factory is MISSING else factory()):
+                shown.append(f"{each.name}={value!r}")
+        return f"Problem({', '.join(shown)})"
 
     def __str__(self) -> str:
         head = f"T{self.tokens}-H{self.hidden}-I{self.intermediate}-E{self.experts}-K{self.top_k}"

@@ -219,7 +219,8 @@ def test_the_line_that_replays_a_case_makes_that_case(monkeypatch: pytest.Monkey
         (f"test --one {' '.join(TORCH_PAIR)} --routing odd", "--routing: got 'odd', need one of"),
         (f"test --one {' '.join(TORCH_PAIR)} --layout odd", "layout: got odd, need one of plain"),
         (f"test --one {' '.join(TORCH_PAIR)} --values odd", "values: got odd, need one of ordin"),
-        ("profile --experts-type TorchExperts", "--pf-type"),
+        ("profile --calls 0", "--calls: got 0, need 1 to 100"),
+        ("profile --out pyproject.toml/x", "pyproject.toml is a file, need a folder"),
         ("nonsense", "nonsense"),
     ],
 )

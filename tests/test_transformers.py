@@ -17,6 +17,7 @@ if find_spec("transformers") is None:
 import transformers
 
 from modular_kernel.cli import demo
+from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
 from modular_kernel.integrations.transformers import (
     register,
     registration,
@@ -25,7 +26,7 @@ from modular_kernel.integrations.transformers import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_EP = "MoEPrepareAndFinalizeNoEP"
 CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
-MODELS = tuple(demo.SMALL_MODELS)
+MODELS = tuple(SMALL_MODELS)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def baseline_of(baselines):
 
     def made(name: str, dtype: str = "float32") -> demo.Baseline:
         if (name, dtype) not in baselines:
-            baselines[name, dtype] = demo.baseline(demo.small_model(name, dtype, DEVICE))
+            baselines[name, dtype] = demo.baseline(small_model(name, dtype, DEVICE))
         return baselines[name, dtype]
 
     return made
@@ -149,7 +150,7 @@ def test_the_bound_kills_a_broken_kernel(name, dtype, mutant, baseline_of) -> No
 
 def test_from_config_and_from_pretrained_take_the_name(tmp_path) -> None:
     name = register(NO_EP, "TorchExperts", name="loaded")
-    model = demo.small_model("mixtral", "float32", DEVICE)
+    model = small_model("mixtral", "float32", DEVICE)
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager", experts_implementation=name
@@ -187,8 +188,11 @@ def test_switching_back_to_eager_leaves_no_trace(baseline_of) -> None:
 # --------------------------------------------------------------------------------- the command
 
 
-def test_demo_fails_where_a_row_fails(monkeypatch) -> None:
+def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
     import typer
+
+    rates = {"transformers' eager": 2000.0}
+    monkeypatch.setattr(demo, "_rates", lambda *_: rates)
 
     good = demo.Row("m", "float32", "a x b", 1.0, 1.0, 64, 64, 0.0)
     bad = (
@@ -203,8 +207,20 @@ def test_demo_fails_where_a_row_fails(monkeypatch) -> None:
         with pytest.raises(typer.Exit) as ended:
             demo.demo()
         assert ended.value.exit_code == 1
+        assert ("FAILED" in capsys.readouterr().out) is bool(rows)
     monkeypatch.setattr(demo, "_rows", lambda *a, **k: iter([good]))
+    capsys.readouterr()
     demo.demo()
+    shown = capsys.readouterr().out
+    assert "1 of 1 runs agree with transformers' own experts" in shown
+    assert "64 of 64 greedily decoded tokens are equal" in shown
+    assert f"transformers' eager {2000:,}" in shown
+    assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
+        ["mk", "check"],
+        ["mk", "test"],
+        ["mk", "compose"],
+    ]
+    assert len(shown.splitlines()) <= 24
 
 
 @pytest.mark.slow
@@ -219,3 +235,5 @@ def test_demo_runs_in_one_dtype() -> None:
     assert {row["model"] for row in told["rows"]} == set(MODELS)
     assert all(row["ok"] for row in told["rows"])
     assert {row["dtype"] for row in told["rows"]} == {"bfloat16"}
+    assert len(told["tokens_per_second"]) == 2
+    assert all(rate > 0 for rate in told["tokens_per_second"].values())

@@ -24,7 +24,7 @@ if find_spec("transformers") is None:
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 
-from modular_kernel.cli import demo
+from modular_kernel.cli.demo_models import SMALL_MODELS
 from modular_kernel.integrations.transformers import (
     activation_of,
     register,
@@ -35,7 +35,7 @@ from modular_kernel.integrations.transformers import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NO_EP = "MoEPrepareAndFinalizeNoEP"
 CONTIGUOUS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
-MODELS = tuple(demo.SMALL_MODELS)
+MODELS = tuple(SMALL_MODELS)
 
 
 def skip_if_refused(pair: tuple[str, str]) -> None:

@@ -45,6 +45,9 @@ class ComposedKernel:
         self.problem = choice.problem
         self._switch = Switch(choice, [stretch.last for stretch in stretches])
 
+    def __repr__(self) -> str:
+        return f"<composed of {self.pairing}, {self.problem} on {self.choice.machine}>"
+
     @property
     def pairing(self) -> str:
         """The pairings in use, few tokens first."""
@@ -93,6 +96,9 @@ class ComposedPlan:
         self.kernel, self.problem = kernel, kernel.problem
         self.plans = tuple(plans)
         self._switch = kernel._switch
+
+    def __repr__(self) -> str:
+        return f"<plans of {self.kernel.pairing}, {self.problem}: {self.nbytes} bytes>"
 
     @property
     def nbytes(self) -> int:

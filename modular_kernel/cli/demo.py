@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from modular_kernel.cli import output
-from modular_kernel.cli.check import judged, matrix_record, print_matrix
+from modular_kernel.cli.check import judged, matrix_record
+from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
+from modular_kernel.cli.demo_output import print_demo
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.errors import ConfigurationError
@@ -28,48 +30,8 @@ if TYPE_CHECKING:
 
     from modular_kernel.types import Machine
 
-Model = Any  # a transformers model: the library is an extra
 Tokens = tuple[int, ...]
 
-_SHARED: dict[str, object] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
-} | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-_FEW_EXPERTS: dict[str, object] = {"num_local_experts": 8, "num_experts_per_tok": 2}
-_MANY_EXPERTS: dict[str, object] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
-_MLA: dict[str, object] = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-}
-_GROUPS: dict[str, object] = {
-    "n_routed_experts": 16,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-}
-# Name -> transformers' configuration class, and what differs from _SHARED.
-SMALL_MODELS: dict[str, tuple[str, dict[str, object]]] = {
-    "mixtral": ("MixtralConfig", {**_FEW_EXPERTS, "intermediate_size": 96}),
-    "qwen3_moe": ("Qwen3MoeConfig", {**_MANY_EXPERTS, "num_experts": 12, "norm_topk_prob": True}),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {**_MANY_EXPERTS, **_MLA, **_GROUPS, "num_key_value_heads": 4, "head_dim": 8}
-        | {"v_head_dim": 16, "intermediate_size": 96},
-    ),
-    "gpt_oss": (
-        "GptOssConfig",
-        {**_FEW_EXPERTS, "intermediate_size": 80, "sliding_window": 16},
-    ),
-}
 # A torch and a Triton pairing of each format.
 PAIRINGS = (
     ("MoEPrepareAndFinalizeNoEP", "TorchExperts"),
@@ -80,7 +42,6 @@ PAIRINGS = (
 PROMPT_TOKENS = 17
 NEW_TOKENS = 32
 _LOGIT_TOKENS = 24
-_EAGER = "eager"
 # The largest of many roundings varies: 1.77 times eager's was the most seen in 576 correct runs,
 # 1.43 between transformers' own implementations (H200, 24 seeds, 2026-11).
 _FACTOR = 2
@@ -170,18 +131,18 @@ def demo(
     from modular_kernel.types import dtype_name, parse_dtype
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
+    began = time.perf_counter()
     rows = list(_rows(machine, dtypes, quiet=as_json == output.STDOUT))
+    seconds = time.perf_counter() - began
+    rates = _rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()
 
     verdicts = judged(load_catalog(), None, None, problem, machine)
     records = [{**output.plain(row), "ok": row.ok} for row in rows]  # type: ignore[dict-item]
     matrix = matrix_record(verdicts, problem, machine)
 
-    def show() -> None:
-        _print_rows(rows)
-        print_matrix(verdicts, problem, machine)
-
-    output.answer({"machine": machine, "rows": records, "matrix": matrix}, as_json, show)
+    record = {"machine": machine, "rows": records, "tokens_per_second": rates, "matrix": matrix}
+    output.answer(record, as_json, lambda: print_demo(rows, seconds, rates, verdicts))
     if not rows or not all(row.ok for row in rows):
         raise typer.Exit(1)
 
@@ -206,7 +167,7 @@ def _rows(machine: "Machine", dtypes: list[str], *, quiet: bool) -> Iterator[Row
     except ImportError as error:
         output.note(f"error: {error}")
         raise typer.Exit(2) from None
-    _transformers().logging.set_verbosity_error()
+    transformers().logging.set_verbosity_error()
     pairings = [pair for pair in PAIRINGS if _available(*pair, machine)]
     for pair in pairings:
         register(*pair, name=" x ".join(pair))
@@ -221,8 +182,31 @@ def _rows(machine: "Machine", dtypes: list[str], *, quiet: bool) -> Iterator[Row
                 yield row
 
 
-def _transformers() -> Any:
-    return import_module("transformers")
+def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
+    """Tokens per second of a forward of 512 tokens: with transformers' experts, then with ours."""
+    import torch
+
+    from modular_kernel.bench.method import clock_of
+    from modular_kernel.integrations.transformers import register
+    from modular_kernel.machine import torch_twins
+
+    on_gpu = machine.device == "cuda"
+    pair = PAIRINGS[1] if on_gpu else PAIRINGS[0]
+    model = small_model("mixtral", dtype, machine.device)
+    ids = torch.randint(model.config.vocab_size, (8, 64), device=model.device)
+    clock, found = clock_of(model.device), {}
+    for name in (EAGER, register(*pair, name=" x ".join(pair))):
+        model.set_experts_implementation(name)
+        times = []
+        with torch.inference_mode(), torch_twins(wanted=not on_gpu):
+            for _ in range(6):
+                start = clock.mark()
+                model(input_ids=ids, use_cache=False)
+                end = clock.mark()
+                clock.wait()
+                times.append(clock.ms(start, end) / 1e3)
+        found[f"transformers' {name}" if name == EAGER else name] = ids.numel() / median(times[1:])
+    return found
 
 
 def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
@@ -236,46 +220,6 @@ def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
     if reasons:
         output.note(f"not run: {prepare_finalize} x {experts}: {'; '.join(map(str, reasons))}")
     return not reasons
-
-
-def small_model(name: str, dtype: str, device: str, *, seed: int = 0) -> Model:
-    """A model of SMALL_MODELS with random weights, the same ones on every machine.
-
-    Values are scaled so that every layer matters: hidden values, what experts add to them, and
-    logits all have a standard deviation of about 1.
-    """
-    import torch
-
-    from modular_kernel.types import parse_dtype
-
-    transformers = _transformers()
-    config_class, own = SMALL_MODELS[name]
-    config = getattr(transformers, config_class)(**(_SHARED | own))
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager", experts_implementation=_EAGER
-    )
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in model.modules():
-            _initialise(module, partial(torch.randn, generator=generator))
-    return model.to(device, parse_dtype(dtype)).eval()
-
-
-def _initialise(module: Any, normal: Any) -> None:
-    """Overwrite the module's own parameters, and biases kept as buffers."""
-    biases = ((n, b) for n, b in module.named_buffers(recurse=False) if n.endswith("bias"))
-    for name, tensor in (*module.named_parameters(recurse=False), *biases):
-        if tensor.dim() == 1 and name == "weight":  # of a norm
-            tensor.copy_(1 + 0.1 * normal(tensor.shape))
-        elif name.endswith("bias") or tensor.dim() == 1:
-            tensor.copy_(0.3 * normal(tensor.shape))
-        else:
-            fan_in = tensor.shape[-2 if getattr(module, "is_transposed", False) else -1]
-            if type(module).__name__ == "Embedding":
-                fan_in = 1
-            # An activation halves its input, a router should be decided.
-            gain = 2.0 if name == "down_proj" or "Router" in type(module).__name__ else 1.0
-            tensor.copy_(gain * fan_in**-0.5 * normal(tensor.shape))
 
 
 def baseline(model: Model) -> Baseline:
@@ -310,7 +254,7 @@ def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens |
     if own_tokens is not None:
         found = greedy_tokens(base, len(own_tokens))
         equal = sum(f == o for f, o in zip(found, own_tokens, strict=True))
-    base.model.set_experts_implementation(_EAGER)
+    base.model.set_experts_implementation(EAGER)
     dtype = base.model.dtype
     rounding = torch.finfo(dtype).eps / 2 * base.exact.abs().max().item()
     return Row(
@@ -378,22 +322,3 @@ def _float64() -> AbstractContextManager[object]:
             return func(*map(widened, args), **named)
 
     return Float64()
-
-
-def _print_rows(rows: list[Row]) -> None:
-    cells = [
-        (
-            row.model,
-            row.dtype,
-            row.pairing,
-            f"{row.difference:.2e}",
-            f"{row.bound:.2e}",
-            "-" if row.equal_tokens is None else f"{row.equal_tokens} of {row.decoded_tokens}",
-            "ok" if row.ok else "FAILED",
-        )
-        for row in rows
-    ]
-    columns = ("model", "dtype", "pairing", "logit error", "bound", "equal tokens", "verdict")
-    output.table(columns, cells, optional=("dtype", "bound", "equal tokens"))
-    output.line("logit error: the largest distance from a float64 copy of the model.")
-    output.line("bound: twice that of transformers' own experts, plus one rounding.\n")

@@ -24,7 +24,14 @@ _GIGA, _TERA = 1e9, 1e12
 class World:
     """The machines; bytes per second and seconds inside, other units on the command line."""
 
-    worlds: Annotated[str, typer.Option(help="Numbers of ranks, such as 8,64,256.")] = _WORLDS
+    worlds: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Numbers of ranks, such as 8,64,256.  [default: of {_WORLDS}, those that have an "
+            "expert for each rank]",
+            show_default=False,
+        ),
+    ] = None
     tokens_list: Annotated[
         str | None,
         typer.Option(
@@ -62,6 +69,9 @@ class World:
     def sizes(self, options: ProblemOptions) -> tuple[int, ...]:
         if options.world_size is not None:
             return (options.world_size,)
+        if self.worlds is None:
+            experts = options.problem().experts
+            return tuple(ranks for ranks in map(int, _WORLDS.split(",")) if ranks <= experts)
         words = self.worlds.split(",")
         if not all(w.isdecimal() and w.isascii() and 0 < int(w) <= 4096 for w in words):
             need = "numbers from 1 to 4096, such as 8,64"

@@ -53,8 +53,17 @@ def profile(
     *,
     options: ProblemOptions,
     wanted: Wanted,
-    pf_type: Annotated[str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")],
-    experts_type: Annotated[str, typer.Option(help="Name of an experts part (see mk list).")],
+    pf_type: Annotated[
+        str, typer.Option(help="Name of a PrepareAndFinalize (see mk list).")
+    ] = "MoEPrepareAndFinalizeNoEP",
+    experts_type: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of an experts part (see mk list).  [default: TritonExperts, or TorchExperts "
+            "without a GPU]",
+            show_default=False,
+        ),
+    ] = None,
     backend: Backend = None,
     as_json: AsJson = None,
 ) -> None:
@@ -73,6 +82,8 @@ def profile(
     if calls is not None and not 1 <= calls <= _MOST_CALLS:
         raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
     prepare_host()
+    _check_folder(wanted.out)
+    experts_type = experts_type or usual_experts()
     from modular_kernel.bench.routing import RoutingKind
     from modular_kernel.profiling.record import Job
     from modular_kernel.profiling.report import as_record
@@ -99,6 +110,20 @@ def profile(
         record = as_record(found) | host.facts | {"report": str(files.report("html"))}
     files.write(found, record)
     output.answer(record, as_json, lambda: _show(found, files))
+
+
+def usual_experts() -> str:
+    """Name the experts that a bare verb takes here."""
+    import torch
+
+    return "TritonExperts" if torch.cuda.is_available() else "TorchExperts"
+
+
+def _check_folder(path: Path) -> None:
+    """Raise ConfigurationError where a file is in the way, before anything is measured."""
+    for at in (path, *path.parents):
+        if at.exists() and not at.is_dir():
+            raise ConfigurationError("--out", got=f"{path}: {at} is a file", need="a folder")
 
 
 def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Machine") -> None:

@@ -1,0 +1,96 @@
+"""The small models of `mk demo`, randomly initialised: nothing is downloaded."""
+
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+Model = Any  # a transformers model: the library is an extra
+EAGER = "eager"
+
+_SHARED: dict[str, object] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "tie_word_embeddings": False,
+} | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+_FEW_EXPERTS: dict[str, object] = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_MANY_EXPERTS: dict[str, object] = {"moe_intermediate_size": 48, "num_experts_per_tok": 3}
+_MLA: dict[str, object] = {
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+}
+_GROUPS: dict[str, object] = {
+    "n_routed_experts": 16,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+# Name -> transformers' configuration class, and what differs from _SHARED.
+SMALL_MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "mixtral": ("MixtralConfig", {**_FEW_EXPERTS, "intermediate_size": 96}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_MANY_EXPERTS, "num_experts": 12, "norm_topk_prob": True}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_MANY_EXPERTS, **_MLA, **_GROUPS, "num_key_value_heads": 4, "head_dim": 8}
+        | {"v_head_dim": 16, "intermediate_size": 96},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**_FEW_EXPERTS, "intermediate_size": 80, "sliding_window": 16},
+    ),
+}
+
+
+def transformers() -> Any:
+    """Import the library, an extra."""
+    return import_module("transformers")
+
+
+def small_model(name: str, dtype: str, device: str, *, seed: int = 0) -> Model:
+    """Make a model of SMALL_MODELS with random weights, the same ones on every machine.
+
+    Values are scaled so that every layer matters: hidden values, what experts add to them, and
+    logits all have a standard deviation of about 1.
+    """
+    import torch
+
+    from modular_kernel.types import parse_dtype
+
+    library = transformers()
+    config_class, own = SMALL_MODELS[name]
+    config = getattr(library, config_class)(**(_SHARED | own))
+    model = library.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation=EAGER
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            _initialise(module, partial(torch.randn, generator=generator))
+    return model.to(device, parse_dtype(dtype)).eval()
+
+
+def _initialise(module: Any, normal: Any) -> None:
+    """Overwrite the module's own parameters, and biases kept as buffers."""
+    biases = ((n, b) for n, b in module.named_buffers(recurse=False) if n.endswith("bias"))
+    for name, tensor in (*module.named_parameters(recurse=False), *biases):
+        if tensor.dim() == 1 and name == "weight":  # of a norm
+            tensor.copy_(1 + 0.1 * normal(tensor.shape))
+        elif name.endswith("bias") or tensor.dim() == 1:
+            tensor.copy_(0.3 * normal(tensor.shape))
+        else:
+            fan_in = tensor.shape[-2 if getattr(module, "is_transposed", False) else -1]
+            if type(module).__name__ == "Embedding":
+                fan_in = 1
+            # An activation halves its input, a router should be decided.
+            gain = 2.0 if name == "down_proj" or "Router" in type(module).__name__ else 1.0
+            tensor.copy_(gain * fan_in**-0.5 * normal(tensor.shape))

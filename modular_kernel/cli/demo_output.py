@@ -1,0 +1,65 @@
+"""What `mk demo` prints: a grid of models and pairings, a summary, a speed, what to try next."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from modular_kernel.cli import output
+from modular_kernel.printable import counted
+
+if TYPE_CHECKING:
+    from modular_kernel.cli.demo import Row
+    from modular_kernel.support import Verdict
+
+_NEXT = (
+    ("mk check --model mixtral-8x7b", "which pairs serve a model, and why not"),
+    ("mk test --experts-type TorchExperts", "verify pairs with a float64 oracle"),
+    ("mk compose", "time the valid pairs, choose the fastest"),
+)
+
+
+def print_demo(
+    rows: "Sequence[Row]", seconds: float, rates: Mapping[str, float], verdicts: "Sequence[Verdict]"
+) -> None:
+    """Print the demo's results.
+
+    seconds: that all rows took. rates: tokens per second of one model, by experts implementation.
+    """
+    models = tuple(dict.fromkeys(row.model for row in rows))
+    pairings = dict.fromkeys(row.pairing or "no kernel ran" for row in rows)
+    cells = [
+        (pairing, *(_cell([r for r in rows if (r.pairing or "no kernel ran", r.model) == at])
+                    for at in ((pairing, model) for model in models)))
+        for pairing in pairings
+    ]  # fmt: skip
+    output.table(("logit error, of its bound", *models), cells)
+    for row in rows:
+        if not row.ok:
+            tokens = f"{row.equal_tokens} of {row.decoded_tokens} tokens equal"
+            error = f"logit error {row.difference:.2e}, bound {row.bound:.2e}"
+            output.line(f"FAILED: {row.model} {row.dtype} on {row.pairing}: {error}; {tokens}")
+    good = sum(row.ok for row in rows)
+    equal = sum(row.equal_tokens or 0 for row in rows)
+    decoded = sum(row.decoded_tokens for row in rows)
+    told = f"; {equal} of {decoded} greedily decoded tokens are equal" if decoded else ""
+    output.line(
+        f"{good} of {len(rows)} runs agree with transformers' own experts, in {seconds:.0f} s{told}"
+    )
+    if rates:
+        speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+        output.line(f"tokens per second of a small mixtral: {speeds}")
+        if any("TorchExperts" in name for name in rates):
+            output.line("TorchExperts is the reference in plain torch; Triton kernels need a GPU.")
+    valid = sum(verdict.ok for verdict in verdicts)
+    output.line(f"{valid} of {counted(len(verdicts), 'pair')} are valid here for a small layer")
+    output.line("\nnext:")
+    for command, what in _NEXT:
+        output.line(f"  {command:37} {what}")
+
+
+def _cell(rows: "Sequence[Row]") -> str:
+    """Say ok, and how much of its bound the largest error takes; or FAILED."""
+    if not rows:
+        return "-"
+    if not all(row.ok for row in rows):
+        return "FAILED"
+    return f"ok {max(row.difference / row.bound if row.bound else 0.0 for row in rows):.2f}"
