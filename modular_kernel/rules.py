@@ -64,7 +64,8 @@ def _package(p: Pairing) -> Violations:
     for name, req in p.each():
         for package in req.packages:
             if package not in p.machine.packages:
-                hint = f"install {package}"
+                build = f"build {package} from {req.packages_from}, not from a package index"
+                hint = build if req.packages_from else f"pip install {package}"
                 yield Rejection("package", (name, "machine"), "not importable", package, hint)
 
 

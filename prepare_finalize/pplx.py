@@ -67,6 +67,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         devices=frozenset({"cuda"}),
         min_arch=(9, 0),
         packages=("pplx_kernels",),
+        packages_from="https://github.com/perplexityai/pplx-kernels",
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         hidden_multiple=8,
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),

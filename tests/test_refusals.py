@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.catalog import make_kernel
+from modular_kernel.catalog import check, make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.placement import Placement
@@ -326,3 +326,19 @@ def test_unavailable_tells_every_reason_of_one_part() -> None:
     ]
     assert unavailable(EX, OPEN["ex"], OPEN["machine"]) == ()
     assert [r.need for r in unavailable(PF, replace(OPEN["pf"], packages=("x",)), CPU)] == ["x"]
+
+
+def test_a_package_that_no_index_has_is_built_from_its_sources() -> None:
+    problem, bare = (
+        Problem(8, 256, 128, 8, 2, parallel=Parallel(2)),
+        Machine("cuda", (9, 0), frozenset()),
+    )
+    hints = {
+        rejection.need: rejection.hint
+        for part in ("DeepEPHTPrepareAndFinalize", "PplxPrepareAndFinalize")
+        for rejection in check(part, "TritonExperts", problem, bare).rejections
+        if rejection.rule == "package"
+    }
+    assert hints["triton"] == "pip install triton"
+    assert hints["deep_ep"].startswith("build deep_ep from https://github.com/deepseek-ai/DeepEP")
+    assert "pip install" not in hints["deep_ep"] + hints["pplx_kernels"]
