@@ -22,6 +22,7 @@ from modular_kernel.testing.mutation.apart import DEVICE, OFFSETS, apart
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
 from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
+from modular_kernel.testing.mutation.same_code import same_code
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.serve import texts_of
 from modular_kernel.testing.mutation.source import Edit
@@ -254,7 +255,7 @@ def test_equivalents_have_a_proof_a_reason_and_their_parts(tmp_path: Path) -> No
     for ident, why in EQUIVALENT.items():
         assert len(ident) == 8
         assert len(why.reason) > 20
-        assert why.proof == "code" or why.problems >= LEAST_PROBLEMS
+        assert why.forms if why.proof == "code" else why.problems >= LEAST_PROBLEMS
         assert set(why.parts) <= parts
         for part in why.parts or ("TorchExperts",):
             assert reviewed(ident, part) is why
@@ -276,6 +277,29 @@ def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Pat
     assert texts_of((clamp,))["module"][1] == clamp.text()
     with pytest.raises(ConfigurationError, match="two of one place"):
         texts_of((clamp, clamp))
+
+
+def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> None:
+    """What stands outside of kernels is refused: their code says nothing of it."""
+    path = ROOT / "modular_kernel/ops/kernels/zero_rows.py"
+    module = "modular_kernel.ops.kernels.zero_rows"
+
+    def changed(old: str, new: str) -> Mutant:
+        text = path.read_text(encoding="utf-8")
+        start, line = text.index(old), text[: text.index(old)].count("\n") + 1
+        edit = Edit("by hand", start, start + len(old), new)
+        return Mutant("by hand", module, path, edit, line, line)
+
+    folded = changed("range(0, hidden, BLOCK_H)", "range(0, hidden, -(-BLOCK_H // 1))")
+    assert same_code([folded]).proven
+    real = same_code([changed("columns < hidden", "columns <= hidden")])
+    assert real.differing >= 1
+    assert not real.proven
+    unread = tmp_path / "module.py"
+    unread.write_text("COUNT = 4\n", encoding="utf-8")
+    outside = Mutant("by hand", "module", unread, Edit("constant", 8, 9, "5"), 1, 1)
+    with pytest.raises(ConfigurationError, match=r"inside a @triton.jit function"):
+        same_code([outside])
 
 
 def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
@@ -306,6 +330,7 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
         ("--mutate", "TorchExperts", "--mutants", "-1"),
         ("--only", "12345678"),
         ("--mutate", "TorchExperts", "--bits", "10"),
+        ("--mutate", "TorchExperts", "--code"),
         ("--mutate", "TorchAll2AllPrepareAndFinalize"),
     ],
 )

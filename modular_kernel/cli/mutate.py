@@ -44,6 +44,10 @@ class Mutating:
             metavar="N", help="With --only ID or ID,ID: do bits differ in N random problems?"
         ),
     ] = None
+    code: Annotated[
+        bool,
+        typer.Option("--code", help="With --only ID or ID,ID: is the compiled code the same?"),
+    ] = False
     save: Annotated[
         Path | None, typer.Option(help="With --mutate: write PART.json into this folder, too.")
     ] = None
@@ -55,6 +59,8 @@ class Mutating:
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
         if self.bits is not None and (self.only is None or self.bits < 1):
             raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
+        if self.code and (self.only is None or self.bits is not None):
+            raise ConfigurationError("--code", got="other words", need="--only ID, and no --bits")
         if self.mutate is not None and beside:
             raise ConfigurationError("--mutate", got="--one", need="cases of its own choice")
 
@@ -84,6 +90,8 @@ def run_mutation(
     from modular_kernel.testing.mutation.record import record_of
 
     assert wanted.mutate is not None
+    if wanted.only is not None and wanted.code:
+        return _print_code(wanted.only.split(","), wanted.mutate, as_json=as_json)
     count = wanted.count()
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
@@ -134,6 +142,26 @@ def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: s
     return differing is None
 
 
+def _print_code(idents: list[str], part: str, *, as_json: str | None) -> bool:
+    """Returns whether the mutants, put in together, leave the code of every kernel as it is."""
+    from modular_kernel.catalog import load_catalog
+    from modular_kernel.testing.mutation.same_code import same_code
+    from modular_kernel.testing.mutation.score import mutant_of, mutants_in
+
+    known = mutants_in(part, load_catalog())
+    mutants = [mutant_of(known, part, ident) for ident in idents]
+    same = same_code(mutants)
+
+    def show() -> None:
+        for mutant, reached in zip(mutants, same.reached, strict=True):
+            output.line(f"{mutant.diff()}\nin {reached} compiled form(s) of kernels")
+        output.line(f"{same.differing} form(s) are other code with them")
+
+    record = {"id": ",".join(idents), "reached": same.reached, "differing": same.differing}
+    output.answer(record, as_json, show)
+    return same.proven
+
+
 def _print_text(score: "Score") -> None:
     from modular_kernel.testing.mutation.record import killers, reproducer
 
@@ -144,7 +172,8 @@ def _print_text(score: "Score") -> None:
         output.line(f"SURVIVED {fate.mutant.edit.operator}: {cases}")
         output.line(f"{fate.mutant.diff()}\n  {reproducer(fate, found)}\n")
     for fate, why in score.equivalent:
-        proof = f"no bit differs in {why.problems} problems" if why.problems else "same code"
+        bits = f"no bit differs in {why.problems} problems"
+        proof = bits if why.problems else f"same code in {why.forms} form(s)"
         output.line(f"equivalent {fate.mutant.ident}, {proof}: {why.reason}")
     rows = killers(score.killed).items()
     output.table(("killed by", "mutants"), rows)

@@ -48,8 +48,9 @@ def mutation_document(
             "the interpreter. The score is killed / (killed + survived)."
         ),
         Text(
-            "An equivalent mutant is one reviewed: the compiled code is the same, or no bit "
-            "differs in at least 2,000 random problems, drawn from the cases that execute it. One "
+            "An equivalent mutant is one reviewed: the compiled code of every kernel that has its "
+            "line in it is the same (`--only ID --code`), or no bit differs in at least 2,000 "
+            "random problems, drawn from the cases that execute it (`--only ID --bits 2000`). One "
             "such proof may hold for several mutants of unlike places, all in the source at once. "
             "An equivalent mutant is not run again, and not counted."
         ),
@@ -160,7 +161,7 @@ def _counts(found: dict[str, int]) -> list[tuple[str, str]]:
 
 def _proof(one: Record) -> str:
     if one["proof"] == "code":
-        return "The same compiled code"
+        return f"The same compiled code in {one['forms']} forms of kernels"
     beside = f", {one['beside']} others in the source at once" if one["beside"] else ""
     return f"No bit differs in {one['problems']:,} problems{beside}"
 

@@ -133,6 +133,12 @@ def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int =
     return Compiled(tuple(rows.values()), tuple(left_out))
 
 
+def launched(target: str) -> Cases:
+    """What each case launches for `target`, one after the other."""
+    for step in _steps(_machine(target), target):
+        yield from step()
+
+
 def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[Row]]:
     for step in steps:
         yield _judged(step(), target)

@@ -17,7 +17,8 @@ LEAST_PROBLEMS = 2000
 class Equivalent:
     """Why a mutant changes nothing.
 
-    proof: "code", the same compiled code; or "bits", no differing bit in `problems` random ones.
+    proof: "code", the same compiled code in all `forms` of kernels that have its line in them; or
+    "bits", no differing bit in `problems` random ones.
     beside: how many other mutants were put in together with it. parts: whose pairings never hand
     over what would tell it, () for all parts.
     """
@@ -25,6 +26,7 @@ class Equivalent:
     reason: str
     proof: Literal["code", "bits"]
     problems: int = 0
+    forms: int = 0
     beside: int = 0
     parts: tuple[str, ...] = ()
 

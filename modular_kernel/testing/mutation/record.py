@@ -4,6 +4,7 @@ from collections import Counter
 from importlib.metadata import version
 from typing import Any
 
+from modular_kernel.testing.mutation.equivalent import Equivalent
 from modular_kernel.testing.mutation.fate import Fate
 from modular_kernel.testing.mutation.score import Score, Survey
 
@@ -32,8 +33,7 @@ def record_of(score: Score) -> Record:
                 **_told(fate),
                 "reason": why.reason,
                 "proof": why.proof,
-                "problems": why.problems,
-                "beside": why.beside,
+                **_size(why),
             }
             for fate, why in score.equivalent
         ],
@@ -64,6 +64,13 @@ def reproducer(fate: Fate, found: Survey) -> str:
 def _survivor(fate: Fate, found: Survey) -> Record:
     counts = {"cases": fate.ran, "differing": fate.differing}
     return {**_told(fate), **counts, "command": reproducer(fate, found)}
+
+
+def _size(why: Equivalent) -> Record:
+    """How large the proof is."""
+    if why.proof == "code":
+        return {"forms": why.forms}
+    return {"problems": why.problems, "beside": why.beside}
 
 
 def _told(fate: Fate) -> Record:

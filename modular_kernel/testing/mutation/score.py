@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.apart import apart
 from modular_kernel.testing.mutation.attempt import Killers, Where, attempt
@@ -46,11 +46,7 @@ class Survey:
 
     def mutant(self, ident: str) -> Mutant:
         """The mutant of that identity; ConfigurationError if there is none."""
-        found = next((m for m in self.mutants if m.ident == ident), None)
-        if found is None:
-            need = f"the identity of one of the {len(self.mutants)} mutants of {self.part}"
-            raise ConfigurationError("--only", got=repr(ident), need=need)
-        return found
+        return mutant_of(self.mutants, self.part, ident)
 
     def runs(self, mutant: Mutant) -> bool:
         place = str(mutant.path), mutant.first, mutant.last
@@ -105,15 +101,29 @@ def survey(
     for cases in one process, else so many ranks. Raises ConfigurationError for an unknown part, and
     one that no case there serves.
     """
-    modules = modules_of(part, load_catalog())
     pairs = tuple(pairs) or pairs_of(part, level, world_size=world_size)
-    where = _where(world_size)
+    where, catalog = _where(world_size), load_catalog()
+    modules = modules_of(part, catalog)
     coverage = where.cover(modules, pairs, level)
     if coverage.ended:
         need = "cases that pass before anything is changed"
         raise ConfigurationError("--mutate", got=coverage.ended, need=need)
-    mutants = tuple(m for module, path in modules.items() for m in mutants_of(module, path))
-    return Survey(part, pairs, level, mutants, coverage, where)
+    return Survey(part, pairs, level, mutants_in(part, catalog), coverage, where)
+
+
+def mutants_in(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
+    """Every mutant of a part; ConfigurationError if no part has the name."""
+    modules = modules_of(part, catalog)
+    return tuple(m for module, path in modules.items() for m in mutants_of(module, path))
+
+
+def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
+    """The mutant of that identity; ConfigurationError if there is none."""
+    found = next((m for m in mutants if m.ident == ident), None)
+    if found is None:
+        need = f"the identity of one of the {len(mutants)} mutants of {part}"
+        raise ConfigurationError("--only", got=repr(ident), need=need)
+    return found
 
 
 def _where(world_size: int) -> Where:
