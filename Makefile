@@ -69,7 +69,7 @@ help:
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
 	@echo "make fuzz    everything public with 50,000 random inputs"
-	@echo "make check   lint, format, types, import law"
+	@echo "make check   lint, format, spelling, types, import law"
 	@echo "make docs    the docs as a site in out/docs; warnings are errors"
 	@echo "make wheel   build dist/*.whl"
 	@echo "make clean   remove all that make has made, the environment included"
@@ -118,9 +118,13 @@ VERIFIED   := docs/verified.json
 
 verify: $(READY)
 	@git diff --quiet HEAD || { echo "error: commit first: the record names the commit" >&2; exit 1; }
-	TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --json > $(VERIFIED).new; status=$$?; \
-	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" < $(VERIFIED).new > $(VERIFIED) && rm $(VERIFIED).new; \
-	  exit $$status
+	@mkdir -p out
+	rm -f out/verified-*.json
+	TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --json out/verified-1.json; one=$$?; \
+	  TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --world-size 2 --backend gloo \
+	    --json out/verified-2.json; two=$$?; \
+	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" out/verified-*.json > $(VERIFIED) && \
+	  exit $$((one > two ? one : two))
 
 fuzz: $(READY)
 	$(PY) -m modular_kernel.testing.fuzz --count 50000 $(ARGS)
@@ -128,6 +132,7 @@ fuzz: $(READY)
 check: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m codespell_lib
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-logo --no-cache
 

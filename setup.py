@@ -1,11 +1,15 @@
 """The one home of metadata: name, version, packages, requirements, entry points. No logic."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="modular-kernel",
     version="0.1.0",
     description="Compose fused mixture-of-experts layers from interchangeable, proven parts.",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
     author="The modular_kernel authors",
     license="Apache-2.0",
     license_files=["LICENSE"],
@@ -73,6 +77,7 @@ setup(
             "setuptools>=70.1",
         ],
         "dev": [
+            "codespell>=2.4",
             "ruff>=0.17",
             "mypy>=2.4",
             "import-linter>=2.16",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 # As if the package were not installed: finding it fails, importing it raises ImportError.
@@ -131,3 +132,26 @@ def test_the_harness_still_proves_the_torch_pairs() -> None:
     proven = mk("test", *pair, "--one", "--dtype", "float32")
     assert proven["ok"]
     assert not proven["machine"]["interpreter"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize(
+    ("blocked", "told"),
+    [
+        (("triton",), "no CUDA device and no triton here: parts of Triton kernels are refused"),
+        (("ml_dtypes",), "no CUDA device and no ml_dtypes here: parts of Triton kernels are"),
+        ((), "no CUDA device here: Triton kernels run in Triton's CPU interpreter"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_becomes_of_triton_kernels_is_told_as_it_is(
+    blocked: tuple[str, ...], told: str
+) -> None:
+    program = """
+import contextlib, io
+from modular_kernel.cli.host import prepare_host
+with contextlib.redirect_stderr(io.StringIO()) as notes:
+    prepare_host()
+print(notes.getvalue())
+"""
+    assert python(program, blocked=blocked).startswith(told)

@@ -1,29 +1,38 @@
-"""What `make verify` writes down."""
+"""What `make verify` writes down, and what is written down."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = Path(__file__).resolve().parents[1] / "tools" / "verify_record.py"
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "tools" / "verify_record.py"
 
 
-def run(commit: str, text: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), commit]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+def run(commit: str, folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
+    files = [folder / f"verified-{number}.json" for number, _ in enumerate(texts, 1)]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text, encoding="utf-8")
+    command = [sys.executable, str(PROGRAM), commit, *map(str, files)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_the_record_has_the_commit_the_versions_and_the_proofs() -> None:
-    done = run("0a1b2c", json.dumps({"ok": True, "pairs": [{"cases": 3}]}))
+@pytest.mark.parametrize("ok", [True, False])
+def test_the_record_has_the_commit_the_versions_and_the_runs(tmp_path: Path, ok: bool) -> None:
+    runs = [{"ok": True, "pairs": [{"cases": 3}]}, {"ok": ok, "world_size": 2, "pairs": []}]
+    done = run("0a1b2c", tmp_path, *map(json.dumps, runs))
     assert done.returncode == 0, done.stderr
     written = json.loads(done.stdout)
     assert written["commit"] == "0a1b2c"
-    assert set(written["versions"]) == {"torch", "triton"}
-    assert written["ok"] is True
-    assert written["pairs"] == [{"cases": 3}]
+    assert set(written["versions"]) == {"torch", "triton", "numpy"}
+    assert written["ok"] is ok
+    assert written["runs"] == runs
+    assert json.loads(run("0a1b2c", tmp_path).stdout)["ok"] is False
 
 
-def test_what_is_no_record_of_proofs_is_not_written() -> None:
-    done = run("0a1b2c", "no case was run")
+def test_what_is_no_record_of_proofs_is_not_written(tmp_path: Path) -> None:
+    done = run("0a1b2c", tmp_path, json.dumps({"ok": True}), "no case was run")
     assert done.returncode != 0
     assert done.stdout == ""

@@ -1,19 +1,23 @@
-"""Add the commit and the versions to what `mk test --level full --json` says, for `make verify`.
+"""Join what `mk test --level full --json FILE` wrote into one record, for `make verify`.
 
-mk test --level full --json | python tools/verify_record.py COMMIT > docs/verified.json
+python tools/verify_record.py COMMIT FILE [FILE ...] > docs/verified.json
 """
 
 import json
 import sys
 from importlib.metadata import version
+from pathlib import Path
+from typing import Any
 
 
-def record(commit: str, proven: dict[str, object]) -> dict[str, object]:
-    """What is checked in. commit: that the proofs were made of."""
-    versions = {name: version(name) for name in ("torch", "triton")}
-    return {"commit": commit, "versions": versions, **proven}
+def record(commit: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is checked in. commit: that was verified. runs: one process, then ranks."""
+    versions = {name: version(name) for name in ("torch", "triton", "numpy")}
+    ok = bool(runs) and all(run["ok"] for run in runs)
+    return {"commit": commit, "ok": ok, "versions": versions, "runs": runs}
 
 
 if __name__ == "__main__":
-    (given,) = sys.argv[1:]
-    sys.stdout.write(json.dumps(record(given, json.load(sys.stdin)), indent=1) + "\n")
+    commit, *files = sys.argv[1:]
+    runs = [json.loads(Path(file).read_text(encoding="utf-8")) for file in files]
+    sys.stdout.write(json.dumps(record(commit, runs), indent=1) + "\n")

@@ -24,7 +24,19 @@ def prepare_host(*, quiet: bool = False) -> None:
         return
     enable_interpreter()
     if not quiet:
-        note("no CUDA device here: Triton kernels run in Triton's CPU interpreter")
+        note(_how_triton_runs())
+
+
+def _how_triton_runs() -> str:
+    """Say what becomes of Triton kernels on a machine without a GPU."""
+    from modular_kernel.machine import importable
+
+    wanted = ("triton", "ml_dtypes")
+    missing = [name for name in wanted if name not in importable(wanted)]
+    if not missing:
+        return "no CUDA device here: Triton kernels run in Triton's CPU interpreter"
+    need = "pip install 'modular-kernel[interpreter]'"
+    return f"no CUDA device and no {missing[0]} here: parts of Triton kernels are refused ({need})"
 
 
 def prepare_torch_only() -> None:
