@@ -62,7 +62,7 @@ class Races:
         before = self._before.setdefault(program, set())
         for address in np.unique(pointers).tolist():
             released = self._released.setdefault(address, set())
-            before |= released
+            before |= released - {program}  # one that was here before is not before itself
             released |= before | {program}
 
     def _ordered(self, others: Any, program: int) -> bool:

@@ -99,6 +99,26 @@ def test_a_counter_that_one_program_zeroes():
 
 
 @triton.jit
+def counted_twice_kernel(found_ptr, count_ptr, y_ptr, ZEROED: tl.constexpr):
+    tl.store(y_ptr + tl.program_id(0), 1)
+    for _ in range(2):
+        tl.atomic_add(found_ptr, 1)
+    last = tl.atomic_add(count_ptr, 1) == tl.num_programs(0) - 1
+    if last:
+        tl.store(count_ptr, 0)
+        tl.store(y_ptr + tl.arange(0, 4), 2)
+    elif ZEROED:
+        tl.store(y_ptr + tl.num_programs(0) - 1, 3)
+
+
+def test_a_program_that_counts_twice_is_not_before_itself():
+    """It is in order with all others all the same, and those that are not are still found."""
+    assert races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=False) == []
+    wrong = races(counted_twice_kernel, zeros(1), zeros(1), zeros(), ZEROED=True)
+    assert wrong == ["counted_twice_kernel: a program writes what another one writes, in y_ptr"]
+
+
+@triton.jit
 def early_reader_kernel(count_ptr, y_ptr):
     """The last one in order before the last reads too early: not all have released."""
     tl.store(y_ptr + tl.program_id(0), 1)
