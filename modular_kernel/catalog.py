@@ -103,11 +103,11 @@ class Catalog:
         return {name: tuple(origins) for name, origins in claims.items() if len(origins) > 1}
 
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
-        """The class of that name; a class is passed through."""
+        """Return the class of that name; a class is passed through."""
         return self._get("prepare_finalize", part)
 
     def experts(self, part: str | type[PermuteExpertsUnpermute]) -> type[PermuteExpertsUnpermute]:
-        """The class of that name; a class is passed through."""
+        """Return the class of that name; a class is passed through."""
         return self._get("experts", part)
 
     def _get(self, kind: Kind, wanted: str | type[P]) -> type[P]:
@@ -171,13 +171,16 @@ def _classes(loaded: object) -> tuple[type, ...]:
 
 
 def _name(cls: type) -> str:
-    """What a class is called, past a metaclass that answers for it; "" if that is no name."""
+    """Return a class's own name, whatever its metaclass answers; "" if that is no identifier."""
     name = type.__dict__["__name__"].__get__(cls)
     return name if name.isidentifier() else ""
 
 
 def _part(cls: type, offer: Offer) -> Part:
-    """The part that a class is; ConfigurationError if it does not declare what its kind must."""
+    """Return the part that a class is.
+
+    ConfigurationError if it does not declare what its kind must.
+    """
     name = _name(cls)
     if not name:
         raise ConfigurationError("part", got=repr(cls)[:200], need="an identifier for its name")
@@ -196,7 +199,7 @@ def _part(cls: type, offer: Offer) -> Part:
 
 @cache
 def load_catalog() -> Catalog:
-    """The parts of every installed package, read once per process."""
+    """Return the parts of every installed package; they are read once per process."""
     found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a built copy of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in found}
@@ -224,7 +227,7 @@ def packages_of(catalog: Catalog) -> frozenset[str]:
 
 
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
-    """This machine, with every package that some part asks for looked up."""
+    """Describe this machine, with every package that some part asks for looked up."""
     return current_machine(packages_of(load_catalog()), device=device)
 
 

@@ -12,7 +12,7 @@ Inputs = tuple[torch.Tensor, ExpertWeights, Routing]
 
 
 def random_inputs(problem: Problem, device: torch.device) -> Inputs:
-    """Inputs for timing: normal values, weights scaled by 1/sqrt(fan-in), uniform routing."""
+    """Draw inputs for timing: normal values, weights scaled by 1/sqrt(fan-in), uniform routing."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
@@ -42,6 +42,6 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
 
 
 def _first_local(problem: Problem, device: torch.device) -> torch.Tensor:
-    """An expert_map that puts experts [0, e) here and the others elsewhere."""
+    """Return an expert_map that puts experts [0, e) here and the others elsewhere."""
     ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
     return torch.where(ids < problem.e, ids, -1).to(torch.int32)

@@ -67,8 +67,10 @@ class Judged:
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """Calls, by name, with tensors that have no memory: of kernels that it launches beyond what
-        a layer of one rank does, so that `mk compile` meets them."""
+        """Return calls, by name, with tensors that have no memory.
+
+        They launch kernels beyond what a layer of one rank does, so that `mk compile` meets them.
+        """
         return {}
 
 
@@ -100,8 +102,11 @@ class PrepareAndFinalize(Judged, ABC):
         return self.requires.activation_format
 
     def topk_indices_dtype(self) -> torch.dtype | None:
-        """The dtype the router must emit, whatever Problem.ids_dtype leaves open: DtypeError on
-        another. None if int32 and int64 both do, of which the part makes what its library takes."""
+        """Return the dtype that the router must emit; None if int32 and int64 both do.
+
+        It holds whatever Problem.ids_dtype leaves open: DtypeError on another. Where both do, the
+        part makes of them what its library takes.
+        """
         return self.requires.topk_indices_dtype
 
     def max_num_tokens_per_rank(self) -> int | None:
@@ -119,7 +124,7 @@ class PrepareAndFinalize(Judged, ABC):
 
     @abstractmethod
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        """The most that can arrive in a call that passes `tokens` tokens here.
+        """Return the most that can arrive in a call that passes `tokens` tokens here.
 
         Other ranks may pass up to problem.tokens then.
         """
@@ -221,7 +226,7 @@ class PermuteExpertsUnpermute(Judged, ABC):
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        """What finalize has to apply to the output; NoOp if nothing is left to do."""
+        """Return what finalize has to apply to the output; NoOp if nothing is left to do."""
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         """Where a call of these tensors rounds; None if the part does not say.

@@ -126,7 +126,9 @@ class FusedMoEModularKernel:
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The layer's output: (T, H), or (T, K, H) where top-k is kept; x itself if inplace.
+        """Run the layer, and return its output.
+
+        The output is (T, H), or (T, K, H) where top-k is kept; x itself if inplace.
 
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: written and returned if
         given. Raises an InputError before anything is launched if a tensor does not fit.
@@ -203,7 +205,7 @@ class FusedMoEModularKernel:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> None:
-        """The part of `check` that can differ from call to call."""
+        """Run the part of `check` that can differ from call to call."""
         validate.check_memory(x_TH, routing, out)
         validate.check_no_grad(x_TH, weights, routing, out)
         validate.check_routing(routing, x_TH, self.problem, self._ids_dtype)
@@ -240,7 +242,7 @@ class FusedMoEModularKernel:
         return torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
 
     def count_invalid_ids_on(self, device: torch.device) -> torch.Tensor:
-        """The counter behind `invalid_ids`, made at the first need."""
+        """Return the counter behind `invalid_ids`, made at the first need."""
         if self._invalid_ids is None:
             with modes.kept():
                 self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
@@ -304,7 +306,7 @@ class FusedMoEModularKernel:
 
     @modes.without_autocast
     def finish(self, pending: "Pending") -> torch.Tensor:
-        """The experts and the combine of `pending`; returns where its output is."""
+        """Run the experts and the combine of `pending`; return where its output is."""
         part, reduce = self.prepare_finalize, self.reduce
         try:
             tokens, handle = pending.receive()
@@ -379,7 +381,7 @@ class Pending:
 
 
 def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
-    """The experts' reducer; its kind must be the one they declare."""
+    """Return the experts' reducer; its kind must be the one they declare."""
     reduce = experts.finalize_weight_and_reduce_impl()
     declared = experts.requires.reduce if experts.problem.combine is Combine.SUM else None
     if reduce.kind is not declared:
@@ -389,7 +391,7 @@ def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
 
 
 def _shape_of(tokens: Dispatched) -> DispatchShape:
-    """What arrived, which may be less than what can arrive."""
+    """Return the shape of what arrived, which may be less than what can arrive."""
     if isinstance(tokens, ContiguousTokens):
         return ContiguousShape(*tokens.routing.topk_ids_TK.shape)
     return BatchedShape(*tokens.x_eCH.shape[:2])

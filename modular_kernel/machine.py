@@ -41,7 +41,7 @@ def interpreted_since_import() -> bool | None:
 def current_machine(
     packages: Iterable[str] = (), *, device: Literal["cuda", "cpu"] | None = None
 ) -> Machine:
-    """This machine. `packages` are looked for beside triton and ml_dtypes.
+    """Describe this machine. `packages` are looked for beside triton and ml_dtypes.
 
     device: "cpu" describes this machine's CPU even where a GPU is present; None prefers the GPU.
     """

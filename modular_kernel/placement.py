@@ -131,7 +131,7 @@ class Placement:
         return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(device)
 
     def tables(self, device: torch.device | str = "cpu") -> "PlacementTables":
-        """The placement as tensors for `pairs_to_slots`."""
+        """Return the placement as tensors for `pairs_to_slots`."""
         most = max(map(len, self.homes))
         padded = [(*homes, *[homes[0]] * (most - len(homes))) for homes in self.homes]
         homes_ER2 = torch.tensor(padded, dtype=torch.int32)

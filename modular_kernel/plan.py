@@ -93,7 +93,7 @@ class Plan:
         routing: Routing,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """A call in its turn."""
+        """Make a call in its turn."""
         try:
             validate.check_dense(x_TH, routing, out)
         except Exception as error:
@@ -196,8 +196,10 @@ class Plan:
         return bound, output
 
     def _check_own(self, x_TH: torch.Tensor, routing: Routing, output: torch.Tensor) -> None:
-        """The plan's own output of the last call may be x of the next one, row upon row; else
-        nothing that is read lies in it."""
+        """Check that what is read lies apart from the plan's own output.
+
+        That output of the last call may be x of the next one, row upon row.
+        """
         parts = (self.kernel.prepare_finalize, self.kernel.experts)
         same = x_TH.shape == output.shape and x_TH.is_contiguous()
         same &= x_TH.data_ptr() == output.data_ptr() and all(p.requires.inplace for p in parts)
@@ -217,8 +219,10 @@ class Plan:
         *,
         named: bool,
     ) -> torch.Tensor:
-        """A checked call by the parts' host code, recorded if it is the first of its kind. named:
-        the caller asked for the output in `out`."""
+        """Run a checked call by the parts' host code; record it if it is the first of its kind.
+
+        named: the caller asked for the output in `out`.
+        """
         kernel, bound = self.kernel, self._tapes.bound(weights)
         assert bound is not None
         self._poison(out)
@@ -270,12 +274,12 @@ class _Outputs(threading.local):
 
 
 def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A call's tensors besides its weights, each once."""
+    """Return a call's tensors besides its weights, each once."""
     tensors = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
     return tensors if out is x_TH else (*tensors, out)
 
 
 def _current_stream(index: int | None) -> int:
-    """What triton launches on: the device's current stream, as a number; 0 on a CPU."""
+    """Return what triton launches on: the device's current stream, as a number; 0 on a CPU."""
     stream: int = 0 if index is None else torch._C._cuda_getCurrentRawStream(index)
     return stream

@@ -236,7 +236,7 @@ def _spread(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> 
 def quantise_weights(
     weights: ExpertWeights, problem: Problem, *, scale_dtype: torch.dtype = torch.float32
 ) -> ExpertWeights:
-    """The weights of a quantised `problem`, each value rounded to the nearest one it can have.
+    """Quantise the weights of `problem`: round each value to the nearest one it can have.
 
     weights: w1 (e, N, H) and w2 (e, H, I) in any floating dtype and any strides; biases,
     expert_map and, for a static scheme, a1_scale and a2_scale are taken over. scale_dtype: of
@@ -290,7 +290,7 @@ def _quantise_in_pieces(
 def _quantise(
     w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Stored weights, scales and zero points of float32 weights."""
+    """Return stored weights, scales and zero points of float32 weights."""
     if scheme.weight == "float4_e2m1":
         return _quantise_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
@@ -323,8 +323,10 @@ def _quantise(
 def _quantise_mxfp4(
     w_eNK: torch.Tensor, scheme: QuantScheme
 ) -> tuple[torch.Tensor, torch.Tensor, None]:
-    """The least power of two whose sevenfold is not exceeded (what is below 7 rounds to 6, as it
-    would if 8 came next); ties round to the even code."""
+    """Quantise with the least power of two whose sevenfold is not exceeded.
+
+    What is below 7 rounds to 6, as it would if 8 came next; ties round to the even code.
+    """
     high, low = _extremes(w_eNK, scheme)
     ratio = (torch.maximum(high, -low) / high.new_tensor(7.0)).clamp(min=MIN_SCALE)
     mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)

@@ -54,7 +54,7 @@ _ROUNDINGS = ("rounded", "weight", "operand", "x", "h", "gate_up", "rows", "weig
 def oracle(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> torch.Tensor:
-    """The exact output, (T, H) or (T, K, H), float64.
+    """Return the exact output, (T, H) or (T, K, H), float64.
 
     Ids outside [0, E), and of experts that are not here, are skipped; their weights are not read.
     """
@@ -71,7 +71,7 @@ def recipe(
     *,
     input_weighted: bool = False,
 ) -> torch.Tensor:
-    """The output of plain torch in the problem's dtype, as float64.
+    """Return the output of plain torch in the problem's dtype, as float64.
 
     Products accumulate in float32; x times the router weight (where it goes on the input), GEMM 1
     with its bias, the activation, GEMM 2 with its bias and the result are each rounded to the
@@ -99,7 +99,7 @@ def twin(
     input_weighted: bool,
     jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """What a part that rounds as `roundings` says has to return, in the problem's dtype.
+    """Return what a part that rounds as `roundings` says has to return, in the problem's dtype.
 
     (T, H) or (T, K, H); of one chunk where calls are split. input_weighted: router weights on the
     input multiply x itself, before it is quantised; otherwise GEMM 1's results, before the bias.
@@ -154,7 +154,10 @@ def _product(a_RK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
 def _float32_product(
     a_RK: torch.Tensor, b_NK: torch.Tensor, *, jitter: torch.Generator | None
 ) -> torch.Tensor:
-    """a @ b.T, exactly until it is rounded to float32; moved within what sums may be off by."""
+    """Return a @ b.T, exact until it is rounded to float32.
+
+    jitter: moves it, before that, within what sums may be off by.
+    """
     a_RK, b_NK = a_RK.double(), b_NK.double()
     exact = a_RK @ b_NK.T
     if jitter is not None:
@@ -219,7 +222,7 @@ def _moe(
 def _matrix(
     weights: ExpertWeights, name: str, expert: int, problem: Problem, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The values that one expert's w1 or w2 stands for, (rows, depth)."""
+    """Return the values that one expert's w1 or w2 stands for, (rows, depth)."""
     scheme = problem.scheme
     stored: torch.Tensor = getattr(weights, name)[expert]
     if not scheme.quantised:

@@ -42,7 +42,7 @@ def repack(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Ten
 
 
 def as_nibbles(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """What `repack` made, two codes to a byte again."""
+    """Return what `repack` made, two codes to a byte again."""
     return _rewritten(w_eNK, out, _join_nibbles, unpack_words)
 
 
@@ -58,7 +58,7 @@ def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack_words(w: torch.Tensor) -> list[torch.Tensor]:
-    """The four pairs of each word, in FIELDS; all int64."""
+    """Return the four pairs of each word, in FIELDS; all int64."""
     return [
         w & FIELDS,
         (w << 3) & FIELDS,

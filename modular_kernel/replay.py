@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
             self._watches.append(watched)
 
     def tape(self) -> Tape | None:
-        """The recording; None if it was refused."""
+        """Return the recording; None if it was refused."""
         if self.refused:
             return None
         plays = tuple(
@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
 
 
 def recorder() -> Recorder | None:
-    """What records this thread's launches at the moment, if anything does."""
+    """Return what records this thread's launches at the moment, if anything does."""
     return _recorder.get()
 
 
@@ -125,7 +125,7 @@ def recording(inputs: Sequence[torch.Tensor]) -> Iterator[Recorder]:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """What is done inside watches the call and is no part of it: a replay leaves it out."""
+    """Leave what is done inside out of a replay: it watches the call and is no part of it."""
     made = _recorder.get()
     if made is None:
         yield
@@ -207,9 +207,10 @@ class Tapes:
         return bound[key]
 
     def bound(self, weights: ExpertWeights) -> Bound | None:
-        """What is remembered of these weights, if they were checked and are where they were.
+        """Return what is remembered of these weights; None unless it still holds.
 
-        `.data` may be set anew, and memory be let go.
+        It holds if they were checked and are where they were: `.data` may be set anew, and memory
+        be let go.
         """
         found = self._bound.get(id(weights))
         if found is None or found.weights() is not weights:
@@ -217,7 +218,7 @@ class Tapes:
         return found if found.places == _places(found.tensors) else None
 
     def find(self, kind: Hashable) -> Tape | None:
-        """The recording for calls of this kind."""
+        """Return the recording for calls of this kind; None if there is none."""
         return self._tapes.get(kind)
 
     def wants(self, kind: Hashable) -> bool:
@@ -232,7 +233,7 @@ class Tapes:
 
 
 def kind_and_pointers(tensors: Sequence[torch.Tensor], bound: Bound) -> tuple[Hashable, list[int]]:
-    """What a recording of a call with these tensors and weights depends on, and its pointers."""
+    """Return what a recording with these tensors and weights depends on, and its pointers."""
     pointers = [*map(_pointer, tensors)]
     bits = bound.bits
     for pointer in pointers:

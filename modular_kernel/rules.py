@@ -282,7 +282,7 @@ def _chunking(p: Pairing) -> Violations:
 
 
 def _property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> "RuleFunction":
-    """A rule for a property that, if the problem wants it, both parts must declare."""
+    """Make a rule for a property that, if the problem wants it, both parts must declare."""
 
     def check(p: Pairing) -> Violations:
         for name, req in p.each():

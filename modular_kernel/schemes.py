@@ -81,7 +81,7 @@ class QuantScheme:
         return scheme
 
     def _checked(self) -> "QuantScheme":
-        """This scheme, if its name and options say all of it."""
+        """Return this scheme, if its name and options say all of it."""
         if self.name in QUANT_SCHEMES and QuantScheme.parse(str(self)) == self:
             return self
         raise ConfigurationError("quant", got=repr(self), need="a scheme that parse() could give")

@@ -49,7 +49,7 @@ def read_settings() -> Settings:
 
 
 def _folder(own: str, user_s: str, below_home: str) -> Path | None:
-    """What `own` names, else this package's folder in the user's; None if there is neither."""
+    """Return what `own` names, else this package's folder in the user's; None if neither is."""
     if os.environ.get(own):
         return Path(os.environ[own])
     if os.environ.get(user_s):
@@ -61,7 +61,7 @@ def _folder(own: str, user_s: str, below_home: str) -> Path | None:
 
 
 def c_compiler() -> str | None:
-    """The C compiler that triton would take: CC, else gcc, else clang; None if there is none."""
+    """Find the C compiler that triton would take: CC, else gcc, else clang; None if none is."""
     named = os.environ.get("CC")
     names = (named,) if named else ("gcc", "clang")
     return next((found for found in map(shutil.which, names) if found), None)
@@ -124,7 +124,7 @@ def enable_interpreter() -> None:
 
 
 def environment_of_child(*, interpreted: bool) -> dict[str, str]:
-    """What a process is to be started with in which kernels are interpreted, or are not."""
+    """Return the environment of a process in which kernels are interpreted, or are not."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     return environment | threads | ({"TRITON_INTERPRET": "1"} if interpreted else {})

@@ -41,12 +41,12 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher of stages", default=N
 
 
 def fused(*names: str) -> str:
-    """The name of one kernel that does the work of all these stages, in their order."""
+    """Name one kernel that does the work of all these stages, in their order."""
     return "+".join((names[0], *(name.removeprefix(PREFIX) for name in names[1:])))
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """The stages that `name` joins; itself alone if it joins none."""
+    """Return the stages that `name` joins; itself alone if it joins none."""
     return tuple(PREFIX + part for part in name.removeprefix(PREFIX).split("+"))
 
 
@@ -68,9 +68,9 @@ def profiling() -> bool:
 
 
 def stage(name: str) -> AbstractContextManager[object]:
-    """A profiler range called `name`; a shared no-op unless torch's profiler is running.
+    """Return a profiler range called `name`; a shared no-op unless torch's profiler is running.
 
-    What a watcher gives instead, in this thread, while there is one.
+    While this thread has a watcher, what that gives takes the place of the no-op.
     """
     if profiling():
         return torch.profiler.record_function(name)

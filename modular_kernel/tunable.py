@@ -51,7 +51,7 @@ class Tunable(ABC):
 
     @abstractmethod
     def untuned(self, tokens: int) -> Choice:
-        """What the part launches where nothing was tuned."""
+        """Return what the part launches where nothing was tuned."""
 
     @abstractmethod
     def candidates(self, tokens: int) -> Sequence[Choice]:
@@ -59,9 +59,10 @@ class Tunable(ABC):
 
     @abstractmethod
     def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
-        """The few choices that are fastest by what the candidates (and the untuned choice) took.
+        """Return the few choices that are fastest by what was measured.
 
-        Candidates that did not run, or had no time to, are not in `took`.
+        took: what the candidates and the untuned choice took. Candidates that did not run, or had
+        no time to, are not in it.
         """
 
     @abstractmethod
@@ -74,7 +75,7 @@ class Tunable(ABC):
 
     @abstractmethod
     def saved(self, folder: Path) -> Mapping[int, Best]:
-        """What a former run left in `folder` for this problem, by tokens; empty if nothing.
+        """Read what a former run left in `folder` for this problem, by tokens; empty if nothing.
 
         ConfigurationError if what is there cannot be continued.
         """
@@ -85,4 +86,4 @@ class Tunable(ABC):
 
     @abstractmethod
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        """What is launched, where that comes from, and why: on this machine, or on that GPU."""
+        """Say what is launched, where that comes from, and why: on this machine, or on that GPU."""

@@ -288,7 +288,7 @@ class Problem:
         return (self.tokens, self.top_k, self.hidden)
 
     def with_tokens(self, tokens: int) -> "Problem":
-        """The same layer sized for another number of tokens."""
+        """Return the same layer sized for another number of tokens."""
         return replace(self, tokens=tokens)
 
     def __repr__(self) -> str:

@@ -31,7 +31,10 @@ _ID_DTYPES = (torch.int32, torch.int64)
 
 
 def _memory(what: str, tensor: torch.Tensor) -> None:
-    """A tensor of this process's devices has all the memory that its shape and strides reach."""
+    """Check that a tensor of this process's devices has all the memory that it reaches.
+
+    It reaches as far as its shape and strides say.
+    """
     if tensor.is_meta or not tensor.numel():
         return  # where it may not be, the check of devices tells
     try:
@@ -56,7 +59,7 @@ def rows_of(x_TH: object) -> int:
 
 
 def check_dense(x_TH: object, routing: Routing, out: object) -> None:
-    """A call's own arguments are dense tensors; `out` may be None."""
+    """Check that a call's own arguments are dense tensors; `out` may be None."""
     dense("x", x_TH)
     if not isinstance(routing, Routing):
         raise RoutingError("routing", got=type(routing).__name__, need="a Routing")
@@ -67,7 +70,7 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
 
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
-    """A call's own tensors, which are dense, have their memory."""
+    """Check that a call's own tensors, which are dense, have their memory."""
     _memory("x", x_TH)
     _memory("topk_weights", routing.topk_weights_TK)
     _memory("topk_ids", routing.topk_ids_TK)
@@ -129,7 +132,10 @@ def check_routing(
 
 
 def check_ids(routing: Routing, problem: Problem) -> None:
-    """Checked mode: every id in [-1, E), else RoutingError. Synchronises with the device."""
+    """Raise RoutingError unless every id is in [-1, E).
+
+    For checked mode. Synchronises with the device.
+    """
     ids = routing.topk_ids_TK
     bad = (ids < -1) | (ids >= problem.experts)
     if bool(bad.any()):
@@ -141,7 +147,10 @@ def check_ids(routing: Routing, problem: Problem) -> None:
 
 
 def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
-    """Checked mode: every value in [-1, e), else WeightsError. Synchronises with the device."""
+    """Raise WeightsError unless every value of expert_map is in [-1, e).
+
+    For checked mode. Synchronises with the device.
+    """
     where_E = weights.expert_map
     if where_E is None:
         return
@@ -199,7 +208,7 @@ def _optional(
     x_TH: torch.Tensor,
     dtypes: tuple[torch.dtype, ...],
 ) -> None:
-    """A tensor that must be given exactly if the problem declares it; contiguous if so."""
+    """Check a tensor that must be given exactly if the problem declares it; contiguous if so."""
     if (tensor is not None) != declared:
         got, need = ("a tensor", "None") if tensor is not None else ("None", f"{shape}")
         raise WeightsError(what, got=got, need=f"{need}, as the problem declares")
@@ -233,9 +242,10 @@ def check_apart(
     *,
     inplace: bool,
 ) -> None:
-    """What a call writes, `out` or x of an inplace one, shares no memory with what it reads.
+    """Check that what a call writes shares no memory with what it reads.
 
-    Some of it may still be read after the first element was written.
+    It writes `out`, or x if it is inplace. Some of what it reads may still be read after the first
+    element was written.
     """
     what = "x of an inplace call" if inplace else "out"
     read: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}

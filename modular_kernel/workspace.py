@@ -66,7 +66,7 @@ class WorkspaceShapes:
 
 
 def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, int], int]:
-    """The first byte of each buffer, and the end of all, with `gap` bytes after each.
+    """Return the first byte of each buffer, and the end of all, with `gap` bytes after each.
 
     ConfigurationError for a buffer over one that is itself declared over others.
     """
@@ -127,7 +127,7 @@ class Workspace:
         self.poison()
 
     def take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The first elements of buffer `name` as a contiguous tensor of `shape`.
+        """Return the first elements of buffer `name` as a contiguous tensor of `shape`.
 
         ConfigurationError if there is no such buffer, or not as many elements: the call would
         launch something else than what it was planned for.

@@ -14,6 +14,6 @@ class TopKWeightAndReduceDelegate(TopKWeightAndReduce):
     kind = Reduce.DELEGATE
 
     def apply(self, rows: ExpertRows, out: torch.Tensor) -> None:
-        """Always raises UnsupportedError: a delegate cannot reduce."""
+        """Raise UnsupportedError, always: a delegate cannot reduce."""
         need = "the PrepareAndFinalize to substitute its own reducer"
         raise UnsupportedError("TopKWeightAndReduceDelegate.apply", got="a call", need=need)

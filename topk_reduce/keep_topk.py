@@ -32,7 +32,7 @@ class KeepTopK(TopKWeightAndReduce):
 
 
 def unless_kept(problem: Problem, reduce: TopKWeightAndReduce) -> TopKWeightAndReduce:
-    """What an experts part leaves to finalize: `reduce` for a sum, KeepTopK where top-k is kept."""
+    """Return what an experts part leaves to finalize: `reduce` for a sum, else KeepTopK."""
     if problem.combine is Combine.SUM:
         return reduce
     return KeepTopK(weighted=problem.combine is Combine.TOPK_WEIGHTED)

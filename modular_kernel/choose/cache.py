@@ -62,7 +62,7 @@ class Cache:
         return self.folder / FOLDER / f"{digest(self.identity)}.json"
 
     def load(self) -> Found:
-        """What is kept; never raises for what is in the folder."""
+        """Return what is kept; never raise for what is in the folder."""
         if self.folder is None:
             return Found(None, (NOT_KEPT,))
         try:

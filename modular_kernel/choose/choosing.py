@@ -76,7 +76,7 @@ class Terms:
             raise ConfigurationError("tokens to measure", got=given, need=need)
 
     def buckets(self, problem: Problem) -> tuple[int, ...]:
-        """The numbers of tokens to measure, ascending."""
+        """Return the numbers of tokens to measure, ascending."""
         if self.tokens is None:
             return bucket_tokens(problem.tokens)
         if max(self.tokens) > problem.tokens:
@@ -92,7 +92,7 @@ def compose(
     group: object | None = None,
     terms: Terms | None = None,
 ) -> ComposedKernel:
-    """The fastest valid pairing at every number of tokens, as one kernel.
+    """Build one kernel of the fastest valid pairing at every number of tokens.
 
     group: the process group where ranks take part; None means the default one. IncompatibleError
     with every reason if no pairing is valid.
@@ -114,7 +114,7 @@ def choose(
     group: object | None = None,
     terms: Terms | None = None,
 ) -> Choice:
-    """What `compose` would build, and why. Collective over ranks."""
+    """Return what `compose` would build, and why. Collective over ranks."""
     expect("problem", problem, Problem)
     expect("machine", machine, Machine | None)
     expect("terms", terms, Terms | None)

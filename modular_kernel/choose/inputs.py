@@ -31,7 +31,7 @@ Input = tuple[torch.Tensor, Routing]
 
 
 def plain(problem: Problem) -> Problem:
-    """The layer that is timed: not in place, because inputs serve many calls."""
+    """Return the layer as it is timed: not in place, because inputs serve many calls."""
     return replace(problem, inplace=False)
 
 
@@ -46,7 +46,7 @@ def weight_bytes(problem: Problem) -> float:
 def make_weights(
     problem: Problem, device: torch.device, late: Callable[[], bool] | None = None
 ) -> ExpertWeights:
-    """This rank's experts, in the order of its slots, as the problem's scheme stores them.
+    """Draw this rank's experts, in the order of its slots, as the problem's scheme stores them.
 
     late: asked after each expert; TimeoutError once it says so.
     """
@@ -65,7 +65,7 @@ def _drawn(
     device: torch.device,
     late: Callable[[], bool] | None = None,
 ) -> ExpertWeights:
-    """Normal values over the root of the fan-in, unquantised."""
+    """Draw normal values over the root of the fan-in, unquantised."""
     n, h, i, dtype = problem.w1_rows, problem.hidden, problem.intermediate, problem.dtype
     count = len(experts)
     w1 = torch.empty(count, n, h, dtype=dtype, device=device)
@@ -107,7 +107,7 @@ class Situation:
     flush: bool
 
     def wrong(self, outputs: Sequence[torch.Tensor]) -> str:
-        """What is wrong with the outputs for the truths' inputs; "" if nothing is."""
+        """Say what is wrong with the outputs for the truths' inputs; "" if nothing is."""
         miss = size = bound = 0.0
         for out, truth in zip(outputs, self.truths, strict=True):
             if tuple(out.shape) != self.problem.output_shape or not bool(out.isfinite().all()):
@@ -127,7 +127,7 @@ def situation(
     *,
     replicated: bool,
 ) -> Situation:
-    """Inputs of `problem.tokens` tokens for this rank; of all ranks alike where replicated."""
+    """Draw inputs of `problem.tokens` tokens for this rank; of all ranks alike where replicated."""
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
     calls = _CALLS if problem.tokens <= _FEW_TOKENS else _CALLS_OF_MANY

@@ -54,7 +54,7 @@ class ComposedKernel:
         return ", ".join(dict.fromkeys(stretch.kernel.pairing for stretch in self.stretches))
 
     def kernel(self, tokens: int) -> FusedMoEModularKernel:
-        """What serves calls of so many tokens; CapacityError beyond the problem's."""
+        """Return what serves calls of so many tokens; CapacityError beyond the problem's."""
         return self.stretches[self._switch.place(tokens, tokens)].kernel
 
     def __call__(
@@ -209,5 +209,5 @@ def _fixed(kernel: FusedMoEModularKernel) -> bool:
 
 
 def _steps(segment: Segment, tokens: Sequence[int]) -> list[int]:
-    """The buckets' numbers inside a segment, and its last."""
+    """Return the buckets' numbers inside a segment, and its last."""
     return [*(t for t in tokens if segment.first <= t < segment.last), segment.last]

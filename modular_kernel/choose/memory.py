@@ -31,7 +31,7 @@ def _system() -> int | None:
 
 
 def _group() -> int | None:
-    """What a container may still take."""
+    """Return the bytes that a container may still take; None if it has no limit."""
     try:
         most = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
         used = (_CGROUP / "memory.current").read_text(encoding="ascii").strip()

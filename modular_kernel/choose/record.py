@@ -68,8 +68,10 @@ def bucket_tokens(most: int) -> tuple[int, ...]:
 
 
 def in_halves(tokens: Sequence[int]) -> tuple[int, ...]:
-    """The same numbers, ends first, then the middle of every gap: a budget that ends early leaves
-    no large gap."""
+    """Return the same numbers, ends first, then the middle of every gap.
+
+    A budget that ends early then leaves no large gap.
+    """
     order = [tokens[-1], tokens[0]]
     gaps = [(0, len(tokens) - 1)]
     while gaps:
@@ -82,10 +84,10 @@ def in_halves(tokens: Sequence[int]) -> tuple[int, ...]:
 
 
 def chosen(buckets: Sequence[Bucket], order: Sequence[Pair]) -> dict[int, Pair]:
-    """The pairing of every bucket that has a time, ascending.
+    """Return the pairing of every bucket that has a time, ascending.
 
-    The fastest; of equally fast ones the first of `order`. The next smaller bucket's stays where
-    it is within WORTH of the fastest.
+    It is the fastest; of equally fast ones the first of `order`. The next smaller bucket's stays
+    where it is within WORTH of the fastest.
     """
     found: dict[int, Pair] = {}
     before: Pair | None = None
@@ -153,8 +155,10 @@ def _unmeasured(valid: Mapping[int, Sequence[Pair]], order: Sequence[Pair]) -> t
 def _only_valid(
     found: Sequence[Segment], valid: Mapping[int, Sequence[Pair]], order: Sequence[Pair]
 ) -> list[Segment]:
-    """The last segment reaches past what was measured: where its pairing is not valid up there
-    (a part with a capacity of its own), what is valid takes over."""
+    """Let valid pairings take over where the last segment's is not valid.
+
+    That segment reaches past what was measured, where a part may have a capacity of its own.
+    """
     *others, top = found
     beyond = {t: pairs for t, pairs in valid.items() if t > top.first}
     bad = sorted(t for t, pairs in beyond.items() if top.pair not in pairs)
@@ -175,7 +179,7 @@ def crossover(
     before: Pair,
     after: Pair,
 ) -> int:
-    """The most tokens that `before` still serves, low <= it < high.
+    """Return the most tokens that `before` still serves, low <= it < high.
 
     Both times as lines between the two buckets: they meet at a + (b - a) g / (g + l), where g is
     what `before` gains at a, and l what it loses at b. A pairing that has no time at one end serves

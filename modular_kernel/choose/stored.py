@@ -36,17 +36,17 @@ class Record:
     buckets: tuple[Bucket, ...] = ()
 
     def at(self, tokens: int) -> Bucket | None:
-        """The bucket of that many tokens."""
+        """Return the bucket of that many tokens; None if there is none."""
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
     def with_buckets(self, new: Sequence[Bucket]) -> "Record":
-        """New ones replace those of the same numbers of tokens."""
+        """Return a record where new buckets replace those of the same numbers of tokens."""
         merged = {b.tokens: b for b in (*self.buckets, *new)}
         return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
 
 
 def to_text(identity: Facts, records: Sequence[Record]) -> str:
-    """What a file holds; the newest records of those given."""
+    """Return what a file holds: the newest of the records given."""
     newest = sorted(records, key=lambda r: -r.made)[:_MOST_RECORDS]
     while True:
         plain = [_plain(record) for record in newest]
@@ -60,7 +60,10 @@ def to_text(identity: Facts, records: Sequence[Record]) -> str:
 
 
 def from_text(text: str, identity: Facts) -> tuple[Record, ...]:
-    """The records of a file's text; ConfigurationError that says what is wrong with it."""
+    """Read the records of a file's text.
+
+    ConfigurationError says what is wrong with it.
+    """
     try:
         found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -93,7 +96,7 @@ def _plain(record: Record) -> dict[str, Any]:
 
 
 def _line(text: str) -> str:
-    """What `_text` takes."""
+    """Return the text as a line that `_text` takes."""
     return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST]
 
 
@@ -132,7 +135,7 @@ def _outcome(value: Any) -> Outcome:
 
 
 def _text(value: Any) -> bool:
-    """A line that can be shown: nothing in it moves a terminal's cursor."""
+    """Tell whether it is a line that can be shown: nothing in it moves a terminal's cursor."""
     return isinstance(value, str) and len(value) <= _LONGEST and value.isprintable()
 
 

@@ -227,7 +227,7 @@ class Stopwatch:
             raise ArithmeticError(why)
 
     def _captured(self, kernel: FusedMoEModularKernel, call: PlannedCall, pair: Pair) -> _Ready:
-        """What one round runs: a graph of all calls, or of each alone; or the calls."""
+        """Return what one round runs: a graph of all calls, or of each alone; or the calls."""
         calls = [partial(call, *given) for given in self.situation.timed]
         for one in calls:
             one()
@@ -240,7 +240,7 @@ class Stopwatch:
         return _Ready(kernel, [partial(_all, group) for group in groups], mode)
 
     def _guarded(self, work: Callable[[], T]) -> tuple[T | None, str]:
-        """What `work` returns, and why it does not on some rank, if so."""
+        """Run `work`; return its result, and why it has none on some rank, if so."""
         own, result = "", None
         try:
             result = work()

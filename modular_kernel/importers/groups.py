@@ -119,7 +119,7 @@ def from_awq(
 
 
 def symmetric(weights: GroupWeights) -> GroupWeights:
-    """The same weights without zero points, each of which must be the middle, 8 or 128."""
+    """Return the same weights without zero points, each of which must be the middle, 8 or 128."""
     expect("weights", weights, GroupWeights)
     if weights.zero_point is None:
         return weights
@@ -134,7 +134,7 @@ def symmetric(weights: GroupWeights) -> GroupWeights:
 
 
 def regroup(weights: GroupWeights, group: int) -> GroupWeights:
-    """The same values in groups of `group` columns, scales and zero points repeated.
+    """Return the same values in groups of `group` columns, scales and zero points repeated.
 
     group must divide the weights' own, or be anything even where one group spans all columns.
     """

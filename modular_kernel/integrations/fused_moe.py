@@ -238,7 +238,7 @@ Facts = tuple[str, str, bool, float, Combine, bool, int | None]
 def _kernel_for(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, facts: Facts
 ) -> FusedMoEModularKernel:
-    """The kernel of a problem as large as the next power of two of tokens."""
+    """Return the kernel of a problem as large as the next power of two of tokens."""
     depth = 2 if facts[0].startswith("int4") else 1  # values of w1 and w2 in a byte
     _check_sizes(x_TH, weights, depth, facts[1])
     expert_map, e = weights.expert_map, weights.w1.shape[0]

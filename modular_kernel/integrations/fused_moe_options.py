@@ -38,7 +38,7 @@ class MoeRunnerConfig:
         check_fields(self)
 
     def activation_spec(self) -> ActivationSpec:
-        """The activation by its one name; ConfigurationError for alpha without a limit."""
+        """Return the activation by its one name; ConfigurationError for alpha without a limit."""
         alpha, limit = self.gemm1_alpha, self.gemm1_clamp_limit
         if alpha is None and limit is None:
             return ActivationSpec.parse(self.activation)
@@ -103,7 +103,7 @@ _OTHER_NAMES = {"w1_bias": "b1", "w2_bias": "b2"}
 def sorted_out(
     config: MoeRunnerConfig | None, options: Options
 ) -> tuple[MoeRunnerConfig, Quantisation]:
-    """The config with the keywords that are fields of it, and the other keywords."""
+    """Return the config with the keywords that are fields of it, and the other keywords."""
     expect("moe_runner_config", config, MoeRunnerConfig | None)
     config = MoeRunnerConfig() if config is None else config
     given: dict[str, Any] = dict(options)
@@ -125,7 +125,7 @@ def sorted_out(
 
 
 def quant_of(options: Quantisation) -> str:
-    """The scheme that the flags name, as Problem.quant takes it."""
+    """Return the scheme that the flags name, as Problem.quant takes it."""
     flags = ("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "use_int4_w4a16")
     used = [flag.removeprefix("use_") for flag in flags if options.get(flag)]
     block, channels = options.get("block_shape"), bool(options.get("per_channel_quant"))

@@ -74,7 +74,7 @@ def register(
 
 
 def registration(name: str = "modular_kernel") -> "Registration":
-    """What runs under `name`: its pairing, and the kernels it has built so far."""
+    """Return what runs under `name`: its pairing, and the kernels it has built so far."""
     found = ALL_EXPERTS_FUNCTIONS.get(name)
     if isinstance(found, Registration):
         return found
@@ -114,7 +114,7 @@ class Registration:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> torch.Tensor:
-        """The experts' forward, as transformers calls it.
+        """Run the experts' forward, as transformers calls it.
 
         hidden_states: (T, H). top_k_index: (T, K), ids past the last expert are skipped.
         top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
@@ -156,7 +156,10 @@ class Registration:
 
 
 def weights_of(module: torch.nn.Module) -> ExpertWeights:
-    """The module's parameters as they lie: w1 (e, N, H) and w2 (e, H, I), views if transposed."""
+    """Return the module's parameters as they lie.
+
+    w1 is (e, N, H) and w2 is (e, H, I); they are views if transposed.
+    """
     if getattr(module, "has_post_expert_norm", False):
         raise _unsupported(module, "a norm after each expert", "experts without one")
     gated = getattr(module, "has_gate", True)
@@ -187,7 +190,7 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def activation_of(module: torch.nn.Module, weights: ExpertWeights) -> ActivationSpec:
-    """What the module computes between its projections, found by comparing it with every rule.
+    """Find what the module computes between its projections, by comparing it with every rule.
 
     The module's own `_apply_gate`, or `act_fn` if it has no gate, is called once with float32
     values from 0 to +-10000, close around its limits too. Synchronises with the device.
@@ -219,7 +222,7 @@ def _facts(module: torch.nn.Module) -> Facts:
 
 
 def _numbers(module: torch.nn.Module) -> dict[str, list[float]]:
-    """The module's attributes that can be an activation's alpha or limit."""
+    """Return the module's attributes that can be an activation's alpha or limit."""
     found: dict[str, list[float]] = {"alpha": [], "limit": []}
     for name, value in vars(module).items():
         if isinstance(value, (int, float)) and isfinite(value) and value > 0:

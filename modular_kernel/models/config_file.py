@@ -68,7 +68,7 @@ def facts_of_file(model: str) -> dict[str, object]:
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of a regular file of at most 1 MiB."""
+    """Read the bytes of a regular file of at most 1 MiB."""
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -80,7 +80,7 @@ def _content(path: Path) -> bytes:
 
 
 def _of_layers(path: Path, config: Any) -> Config:
-    """The object of a known model_type: the whole, or that of the language model inside.
+    """Return the object of a known model_type: the whole, or that of the language model inside.
 
     One inside has its parents' quantization_config and dtype, unless it states its own.
     """
@@ -120,7 +120,7 @@ def _unknown(path: Path, where: str, kind: Any, inside: list[str]) -> Configurat
 
 
 def _facts(path: Path, config: Config) -> dict[str, object]:
-    """What the object of a known model_type says of its layer."""
+    """Return what the object of a known model_type says of its layer."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if family.refused:
@@ -161,7 +161,10 @@ def _check_only(path: Path, config: Config, key: str, allowed: tuple[object, ...
 
 
 def _hidden_key(config: Config, family: Family) -> str:
-    """The key of what experts read and write: a latent space's width, where the model has one."""
+    """Return the key of what experts read and write.
+
+    It is that of a latent space's width, where the model has one.
+    """
     return family.latent if config.get(family.latent) is not None else family.hidden
 
 
@@ -171,7 +174,10 @@ def _intermediate_key(config: Config, family: Family) -> str:
 
 
 def _size(path: Path, config: Config, names: str) -> int:
-    """The whole number under one of `names`; a list, one number a layer, counts if all are one."""
+    """Return the whole number under one of `names`.
+
+    A list, one number a layer, counts if all are one.
+    """
     given = [name for name in names.split() if config.get(name) is not None]
     if not given:
         raise _bad(path, f"no {names.replace(' ', ' or ')}", f"a whole number from 1 to {_MOST}")
@@ -203,7 +209,7 @@ def _scaling(path: Path, config: Config, key: str) -> float:
 
 
 def _activation(path: Path, config: Config, family: Family) -> str:
-    """The activation as ActivationSpec.parse() takes it."""
+    """Return the activation as ActivationSpec.parse() takes it."""
     if family.gate == "oai":
         alpha = _number(path, "swiglu_alpha", config.get("swiglu_alpha", _ALPHA))
         limit = _number(path, "swiglu_limit", config.get("swiglu_limit"))
@@ -236,7 +242,7 @@ def _named(path: Path, config: Config, family: Family) -> str:
 
 
 def _limit(path: Path, config: Config, gate: str) -> float | None:
-    """The bound of gate and up values: one for the model, or one that all layers share."""
+    """Return the bound of gate and up values: one for the model, or one that all layers share."""
     if gate == "clamp_before":
         return _number(path, "swiglu_limit", config.get("swiglu_limit"))
     limits = config.get("swiglu_limits") or [None]
@@ -249,7 +255,7 @@ def _limit(path: Path, config: Config, gate: str) -> float | None:
 
 
 def _dtype(path: Path, config: Config) -> dict[str, object]:
-    """The dtype of what is not quantised; nothing where the file does not say it."""
+    """Return the dtype of what is not quantised; nothing where the file does not say it."""
     given = [config[name] for name in ("dtype", "torch_dtype") if config.get(name) is not None]
     if not given:
         return {}

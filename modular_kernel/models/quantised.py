@@ -121,7 +121,7 @@ def _modelopt(path: str, given: Given) -> str:
 
 
 def _compressed(path: str, given: Given) -> str:
-    """The one group of config_groups that holds the experts."""
+    """Return the scheme that the one group of config_groups with the experts states."""
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(one, dict) for one in groups.values()):
         raise _bad(path, f"config_groups = {_short(groups)}", "an object of objects")

@@ -20,7 +20,7 @@ def up_rows(spec: ActivationSpec, intermediate: int) -> tuple[int, int]:
 
 
 def activation_constants(spec: ActivationSpec) -> dict[str, object]:
-    """The constexpr arguments of the device function `activate`."""
+    """Return the constexpr arguments of the device function `activate`."""
     return {"KIND": spec.kind, "ALPHA": spec.alpha or 0.0, "LIMIT": spec.limit or 0.0}
 
 

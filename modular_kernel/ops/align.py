@@ -55,7 +55,7 @@ def aligned_length(numel: int, block_size: int, num_local: int) -> int:
 
 
 def align_specs(numel: int, block_size: int, num_local: int) -> Mapping[str, BufferSpec]:
-    """The workspace buffers `align` takes."""
+    """Return the workspace buffers that `align` takes."""
     length = aligned_length(numel, block_size, num_local)
     return {
         "align_sorted": BufferSpec((length,), torch.int32),

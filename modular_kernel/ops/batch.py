@@ -13,7 +13,7 @@ if HAS_TRITON:
 
 
 def assign_rows_scratch(tokens: int, top_k: int, num_local: int) -> BufferSpec:
-    """The scratch buffer of `assign_rows`."""
+    """Return the scratch buffer of `assign_rows`."""
     return counts_spec(tokens * top_k, num_local)
 
 

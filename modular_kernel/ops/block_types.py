@@ -50,7 +50,7 @@ def type_of_tuple(values: Foreign, fields: Foreign = None) -> Foreign:
 
 
 def _sizes(values: Iterable[Foreign]) -> tuple[int, ...] | None:
-    """The sizes as plain integers, or None if one of them is anything else."""
+    """Return the sizes as plain integers, or None if one of them is anything else."""
     sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
     return sizes if set(map(type, sizes)) <= {int} else None
 

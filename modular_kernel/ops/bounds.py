@@ -78,14 +78,14 @@ class Bounds:
         return at >= 0 and end <= self._ends[at]
 
     def named(self, address: int) -> str:
-        """The argument that holds `address`, or the nearest one."""
+        """Name the argument that holds `address`, or the nearest one."""
         return self._nearest(address, 1)[2]
 
     def _nearest(self, address: int, nbytes: int) -> tuple[int, int, str]:
         return min(self._named, key=lambda each: max(each[0] - address, address + nbytes - each[1]))
 
     def _told(self, address: int, nbytes: int) -> str:
-        """What was touched, counted from the beginning of the nearest argument."""
+        """Tell what was touched, counted from the beginning of the nearest argument."""
         if not self._named:
             return f"a kernel's access: got {nbytes} bytes, need none: no argument holds memory"
         start, end, name = self._nearest(address, nbytes)

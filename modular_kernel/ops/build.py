@@ -95,7 +95,7 @@ def _mine(path: Path, kind: Callable[[int], bool]) -> bool:
 
 
 def _kept(folder: Path, stem: str) -> Path | None:
-    """A module that was compiled before, its bytes as its name says; others of its stem go."""
+    """Return a module compiled before, its bytes as its name says; remove others of its stem."""
     for path in sorted(folder.glob(f"{stem}-*{_SUFFIX}")):
         try:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]

@@ -76,8 +76,10 @@ def unreplayed(metadata: Foreign) -> str:
 
 
 def encoded_map(descriptor: Foreign, meta: Foreign) -> tuple[bytes, list[int]] | None:
-    """A TMA map of triton's TensorDescriptor, and the numbers that a kernel takes beside it: sizes
-    and strides; None if triton keeps maps in another way than this module knows.
+    """Return a TMA map of triton's TensorDescriptor, and the numbers that go beside it.
+
+    A kernel takes sizes and strides beside the map. None if triton keeps maps in another way than
+    this module knows.
 
     meta: triton's, of this parameter.
     """

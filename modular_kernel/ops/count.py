@@ -43,7 +43,7 @@ class PairCounts:
 
 
 def counts_spec(numel: int, num_local: int) -> BufferSpec:
-    """The scratch for `numel` pairs and `num_local` experts."""
+    """Return the scratch for `numel` pairs and `num_local` experts."""
     return BufferSpec(((num_local + 1) * (1 + num_chunks(numel)),), torch.int32)
 
 
@@ -58,7 +58,7 @@ def num_bins(num_local: int) -> int:
 
 
 def id_arguments(routing: DispatchedRouting, num_local: int) -> dict[str, object]:
-    """The kernel arguments by which a device function finds local ids."""
+    """Return the kernel arguments by which a device function finds local ids."""
     has_map = routing.expert_map is not None and routing.space is IdSpace.GLOBAL
     return {
         "ids_ptr": routing.topk_ids_TK,

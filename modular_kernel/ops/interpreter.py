@@ -103,7 +103,7 @@ def install() -> None:
 
 
 def _handle(data: Array, kind: Foreign) -> Handle:
-    """A tensor handle of scalar type `kind`, or of int1 if `data` is a comparison's result."""
+    """Make a tensor handle of scalar type `kind`, or of int1 if `data` is a comparison's result."""
     if data.dtype == BOOL:
         return upstream.TensorHandle(data, tl.int1)
     scalar = kind.scalar
@@ -311,7 +311,7 @@ def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
 
 
 def _scaled_operand(value: Handle) -> Array:
-    """An operand of `tl.dot_scaled` that is not packed fp4, in float32: exact."""
+    """Return an operand of `tl.dot_scaled` that is not packed fp4, in float32: exact."""
     data: Array = value.data.astype(FLOAT32)
     return data
 
@@ -356,7 +356,7 @@ class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]
     def _init_args_hst(
         self, args_dev: tuple[Foreign, ...], kwargs: dict[str, Foreign]
     ) -> tuple[list[Foreign], dict[str, Foreign]]:
-        """The arguments where programs find them, and nothing else of what they may touch."""
+        """Return the arguments where programs find them; watch that nothing else is touched."""
         positional, named = super()._init_args_hst(args_dev, kwargs)
         arguments = dict(zip(self.arg_names, positional, strict=False)) | named
         watch.begin(self.fn.__name__, arguments)
@@ -385,7 +385,9 @@ def _patch_tensor(tensor: Foreign, scope: Foreign) -> None:
 
 
 def _as_argument(arg: Foreign) -> Foreign:
-    """A launch's argument as a compiled kernel sees it: int32 or int64, float32, int1, a pointer.
+    """Return a launch's argument as a compiled kernel sees it.
+
+    That is int32 or int64, float32, int1 or a pointer.
 
     Upstream passes a float on as a Python number, which would not take part in type promotion,
     and keeps integers from 2**31 in 32 bits.

@@ -92,7 +92,7 @@ def _unknown(kernel: Foreign, compiled: Foreign) -> str:
 
 @cache
 def _say(reason: str) -> None:
-    """What holds for every launch of this process is logged, the first time."""
+    """Log what holds for every launch of this process, the first time."""
     _LOG.warning("launches are not replayed: %s", reason)
 
 

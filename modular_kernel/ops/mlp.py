@@ -85,7 +85,7 @@ def _output(
 def _as_quantised(
     hidden: list[torch.Tensor], weights: ExpertWeights, problem: Problem
 ) -> list[torch.Tensor]:
-    """The values that h has once it is quantised, float32."""
+    """Return the values that h has once it is quantised, float32."""
     all_rows = torch.cat(hidden).float()
     static = weights.a2_scale if problem.scheme.static else None
     q, scale = quantised(all_rows, problem.scheme, static)
@@ -111,5 +111,8 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
 
 
 def _product(a: torch.Tensor, matrix: torch.Tensor, *, alone: bool) -> torch.Tensor:
-    """a @ matrix.T: in their dtype if nothing is added to it, else in float32, not yet rounded."""
+    """Return a @ matrix.T.
+
+    It is in their dtype if nothing is added to it, else in float32, not yet rounded.
+    """
     return a @ matrix.T if alone else a.float() @ matrix.float().T

@@ -46,13 +46,13 @@ BOOL: Dtype = np.dtype(np.bool_)
 
 
 def storage_of(kind: Foreign) -> Dtype:
-    """The numpy dtype that holds a triton scalar, pointer or block type."""
+    """Return the numpy dtype that holds a triton scalar, pointer or block type."""
     scalar = kind.scalar
     return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
 
 
 def convert(data: Array, storage: Dtype) -> Array:
-    """`data` in the dtype `storage`, rounded and saturated as a GPU converts. Any shape."""
+    """Return `data` in the dtype `storage`, rounded and saturated as a GPU converts. Any shape."""
     if data.dtype == storage:
         return data
     if storage in _LARGEST:
@@ -67,7 +67,7 @@ def convert(data: Array, storage: Dtype) -> Array:
 
 
 def widen(data: Array) -> Array:
-    """`data`, in float32 if it was bf16 or fp8: exact."""
+    """Return `data`, in float32 if it was bf16 or fp8: exact."""
     return data.astype(FLOAT32) if data.dtype in NARROW else data
 
 
@@ -84,7 +84,7 @@ def _float_to_int(data: Array, storage: Dtype) -> Array:
 
 
 def toward_zero(exact: Array, rounded: Array) -> Array:
-    """`rounded` (nearest even, of `exact`), one step back wherever its magnitude grew."""
+    """Return `rounded` (nearest even, of `exact`), one step back wherever its magnitude grew."""
     bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
     grew = np.abs(widen(rounded).astype(FLOAT64)) > np.abs(exact.astype(FLOAT64))
     stepped: Array = (bits - grew.astype(bits.dtype)).view(rounded.dtype)

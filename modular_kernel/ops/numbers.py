@@ -27,7 +27,7 @@ _WARP_PAIRS = 32  # a lane has one
 
 
 def slots_of(placement: Placement) -> int:
-    """The slots a rank has numbers for: as many as the fullest has experts."""
+    """Return the slots a rank has numbers for: as many as the fullest has experts."""
     return max(map(len, placement.slots))
 
 
@@ -91,7 +91,7 @@ class Pairs:
 
 
 def number_pairs(pairs: Pairs) -> None:
-    """Number `pairs`, as it says. One launch on a GPU; none for T = 0."""
+    """Write the numbers that `pairs` asks for. One launch on a GPU; none for T = 0."""
     check_pairs(pairs)
     if pairs.numbers_TK.numel() == 0:
         return

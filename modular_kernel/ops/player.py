@@ -52,7 +52,7 @@ class Packed:
 
 
 def pack_value(kind: str, value: Foreign) -> bytes | None:
-    """A parameter of triton's type `kind` in eight bytes; None if that cannot be done.
+    """Pack a parameter of triton's type `kind` in eight bytes; None if that cannot be done.
 
     Numbers lie in the first bytes, where a kernel reads as many as its type has.
     """
@@ -62,8 +62,10 @@ def pack_value(kind: str, value: Foreign) -> bytes | None:
 
 
 def map_values(descriptor: Foreign, meta: Foreign) -> list[bytes] | None:
-    """What a kernel takes of a triton TensorDescriptor: its map, sizes and strides; None if triton
-    keeps maps in another way than it did. meta: triton's, of this parameter."""
+    """Return what a kernel takes of a triton TensorDescriptor: its map, sizes and strides.
+
+    None if triton keeps maps in another way than it did. meta: triton's, of this parameter.
+    """
     from modular_kernel.ops.compat import encoded_map
 
     if not meta:  # the kernel makes the map itself
@@ -82,7 +84,7 @@ def pack(
     arguments: Sequence[Foreign],
     slots: dict[int, tuple[int, int]],
 ) -> Packed | None:
-    """A launch of a compiled kernel; None if one of its arguments has an unknown type.
+    """Pack a launch of a compiled kernel; None if one of its arguments has an unknown type.
 
     arguments: in the order of the kernel's parameters, pointers as numbers, boxes of tensors as
     triton's descriptors. slots: which of them are (input, bytes into it).
@@ -145,8 +147,10 @@ Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], l
 
 
 def describe(launches: Sequence[Packed]) -> Described:
-    """launches, slots, places and values as `pack` of player.c takes them: all values in one row,
-    maps on multiples of 128 bytes."""
+    """Return launches, slots, places and values as `pack` of player.c takes them.
+
+    All values lie in one row, maps on multiples of 128 bytes.
+    """
     described, slots = list[tuple[Foreign, ...]](), list[tuple[int, int, int, bool]]()
     places, values = list[int](), b""
     for p in launches:

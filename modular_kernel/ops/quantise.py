@@ -75,7 +75,7 @@ def quantise_rejections(part: str, problem: Problem, machine: Machine) -> tuple[
 def quantise_specs(
     prefix: str, scheme: QuantScheme, rows: int, columns: int, *, segments: int = 1
 ) -> dict[str, BufferSpec]:
-    """The workspace buffers that `take_quantised` takes; monotone in rows and segments.
+    """Return the workspace buffers that `take_quantised` takes; monotone in rows and segments.
 
     segments: the experts e of batched rows, else 1.
     """
@@ -106,7 +106,7 @@ def take_quantised(
     segments: int = 1,
     static_scale: torch.Tensor | None = None,
 ) -> Quantised:
-    """Views of buffers declared by `quantise_specs`, for rows and columns `shape`.
+    """Take views of buffers declared by `quantise_specs`, for rows and columns `shape`.
 
     static_scale: (1,) float32, given exactly if the scheme is static.
     """

@@ -41,7 +41,10 @@ def use_triton(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def watched_races() -> Iterator[list[str]]:
-    """Filled within it by races between programs of one launch, where kernels are interpreted."""
+    """Yield a list that is filled, within, by races between programs of one launch.
+
+    It stays empty unless kernels are interpreted.
+    """
     if HAS_INTERPRETER and interpreter.active():
         with interpreter.watch.races() as found:
             yield found

@@ -42,12 +42,12 @@ class Sorted:
 
 
 def most_tiles(numel: int, block_m: int, num_local: int) -> int:
-    """The most tiles of block_m rows that numel pairs of num_local experts can make."""
+    """Return the most tiles of block_m rows that numel pairs of num_local experts can make."""
     return min(numel, num_local + numel // block_m)
 
 
 def sort_specs(tokens: int, top_k: int, block_m: int, num_local: int) -> Mapping[str, BufferSpec]:
-    """The workspace buffers `sort_pairs` takes."""
+    """Return the workspace buffers that `sort_pairs` takes."""
     numel = tokens * top_k
     tiles = most_tiles(numel, block_m, num_local)
     return {

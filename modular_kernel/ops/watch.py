@@ -28,7 +28,7 @@ class Watch:
             self._found = before
 
     def begin(self, kernel: str, arguments: Mapping[str, Any]) -> None:
-        """A launch of `kernel` begins, with these tensors and other arguments."""
+        """Begin a launch of `kernel`, with these tensors and other arguments."""
         self._kernel, self._bounds = kernel, Bounds(arguments)
         self._races = None if self._found is None else Races(self._bounds)
 

@@ -129,7 +129,10 @@ def _summary(what: str, group: Sequence[Compared]) -> Summary:
 
 
 def cells_of(path: Path) -> list[Cell]:
-    """The rows of a file that the model has numbers for; ConfigurationError for another file."""
+    """Read the rows of a file that the model has numbers for.
+
+    ConfigurationError for another file.
+    """
     try:
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
@@ -211,7 +214,7 @@ def _fitted(cell: Cell) -> bool:
 
 
 def _benchmark(row: Any) -> Cell | None:
-    """A row of `mk bench`; None for other layers, and for what has no time."""
+    """Read a row of `mk bench`; None for other layers, and for what has no time."""
     mine = row["layer"].split("+")[-1] == PART and row["status"] == OK and row["mode"] == "graph"
     if not mine or row["quant"] not in MEASURED or row["routing"] != "uniform":
         return None

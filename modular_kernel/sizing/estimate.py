@@ -58,7 +58,7 @@ class Sized:
 
 
 def in_world(problem: Problem, world_size: int) -> Problem:
-    """The same layer with its experts in blocks over so many ranks."""
+    """Return the same layer with its experts in blocks over so many ranks."""
     return replace(problem, parallel=Parallel(world_size))
 
 
@@ -87,7 +87,7 @@ def size(
 
 
 def traffic_of(prepare_finalize: str) -> Traffic | None:
-    """What is known of a part's exchange: by itself, or by name."""
+    """Return what is known of a part's exchange: by itself, or by name."""
     declared = getattr(load_catalog().prepare_finalize(prepare_finalize), "traffic", None)
     return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
 
@@ -113,6 +113,6 @@ def _estimate(
 
 
 def _described(cluster: Cluster) -> Machine:
-    """A Hopper GPU with every package that some part asks for."""
+    """Describe a Hopper GPU with every package that some part asks for."""
     packages = packages_of(load_catalog()) | {"triton", "ml_dtypes"}
     return Machine("cuda", _HOPPER, packages, name=cluster.gpu.name)

@@ -128,7 +128,7 @@ def exchange_time(
 
 
 def _rows(problem: Problem, traffic: Traffic, load: RankLoad) -> float:
-    """That the busiest rank sends or gets, to and from all others."""
+    """Return the rows that the busiest rank sends or gets, to and from all others."""
     tokens, world = problem.tokens, problem.parallel.world_size
     if traffic.rows == "all":
         return float(tokens * (world - 1))
@@ -148,7 +148,7 @@ def _seconds(nbytes: float, way: Way, traffic: Traffic, cluster: Cluster, world:
 
 
 def _ring(nbytes: float, traffic: Traffic, cluster: Cluster, world: int) -> float:
-    """An all-reduce is as fast as its slowest link."""
+    """Return the time of an all-reduce, which is as fast as its slowest link."""
     _, far = cluster.peers(world)
     link = cluster.between if far else cluster.inside
     reached = traffic.between if far else traffic.combine.reached

@@ -86,7 +86,7 @@ def experts_time(problem: Problem, load: RankLoad, gpu: Gpu) -> ExpertsTime:
 
 
 def _bytes(problem: Problem, load: RankLoad) -> float:
-    """Moved to and from the GPU's memory."""
+    """Return the bytes moved to and from the GPU's memory."""
     size, scheme = problem.dtype.itemsize, problem.scheme
     between = size if scheme.activation == "none" else 1
     weights = load.touched * expert_bytes(problem, scheme)

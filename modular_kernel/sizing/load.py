@@ -96,7 +96,7 @@ def _uniform(chances: tuple[float, ...], top_k: int, world: int, tokens: int) ->
 
 
 def _misses(experts: int, top_k: int, held: float) -> float:
-    """The chance that none of K distinct experts is among `held`: C(E - e, K) / C(E, K)."""
+    """Return the chance that none of K distinct experts is in `held`: C(E - e, K) / C(E, K)."""
     left = experts - held
     if left < top_k:
         return 0.0

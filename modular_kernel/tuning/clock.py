@@ -36,7 +36,10 @@ class StageClock:
         self._pause = _FIRST_PAUSE
 
     def times(self, calls: Sequence[Call], wipe: Wiper = None) -> list[Took]:
-        """What each of `calls` took, run in turn, once. wipe: called before each, untimed."""
+        """Return what each of `calls` took, run in turn, once.
+
+        wipe: called before each, untimed.
+        """
         for _ in range(_TRIES):
             pause = self._pause * len(calls)
             start = time.perf_counter()
@@ -80,7 +83,7 @@ class StageClock:
 
 
 def middle(took: Sequence[Took]) -> Took:
-    """The median of the whole, and of every stage."""
+    """Return the median of the whole, and of every stage."""
     names = took[0].stages
     return Took(
         median(one.seconds for one in took),

@@ -40,7 +40,7 @@ class Pair:
     machine: Machine
 
     def space(self, problem: Problem) -> Tunable:
-        """What the experts part offers; ConfigurationError if it has nothing to tune."""
+        """Return what the experts part offers; ConfigurationError if it has nothing to tune."""
         space = load_catalog().experts(self.experts).tunable(problem)
         if space is None:
             need = "a part whose launches can be tuned"
@@ -79,7 +79,7 @@ def compile_choice(task: Task, choice: Choice) -> str:
 
 
 def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecord]":
-    """What one call of `kernel` launches, compiled for `target`; nothing runs."""
+    """Compile for `target` what one call of `kernel` launches; nothing runs."""
     from modular_kernel.testing.compile import record_compiles
 
     problem = kernel.problem

@@ -120,7 +120,7 @@ class Measured(Bench):
         return situation.wrong(self._kernel(situation, poison=True)(x_TH, self.weights, routing))
 
     def _staged_calls(self, situation: Situation) -> list[Call]:
-        """Calls that run every stage on the host: not a plan's, which replays launches."""
+        """Return calls that run every stage on the host: not a plan's, which replays launches."""
         kernel = self._kernel(situation, poison=False)
         problem = situation.problem
         workspace = Workspace(kernel.workspace_specs(problem.tokens), self.device)
@@ -141,7 +141,10 @@ class Measured(Bench):
         return any(seconds <= _HOPELESS * fastest[name] for name, seconds in times.items())
 
     def _ready(self, situation: Situation) -> list[Call] | Refusal:
-        """What one round of a comparison runs, in turn: a graph of all calls, or of each alone."""
+        """Return what one round of a comparison runs, in turn.
+
+        It is a graph of all calls, or of each alone.
+        """
         wrong = self._wrong(situation)
         if wrong:
             return Refusal(wrong, wrong=True)

@@ -36,7 +36,7 @@ class Bench(ABC):
 
     @abstractmethod
     def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
-        """What a call takes, if its output is right; roughly, where it is far from the best."""
+        """Time a call, if its output is right; roughly, where it is far from the best."""
 
     @abstractmethod
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
@@ -90,7 +90,7 @@ class Job:
 
 
 def remaining(space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: bool) -> list[int]:
-    """The numbers of tokens that a former run has left, in the order asked for.
+    """Return the numbers of tokens that a former run has left, in the order asked for.
 
     ConfigurationError if what it left cannot be continued.
     """

@@ -53,7 +53,7 @@ class Situation:
     whole: torch.Tensor | None = None
 
     def wrong(self, out: torch.Tensor) -> str:
-        """What is wrong with the output for the first input; "" if nothing is."""
+        """Say what is wrong with the output for the first input; "" if nothing is."""
         if not bool(out.isfinite().all()):
             return "values that are not finite"
         truth = self.truth
