@@ -231,7 +231,7 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
 def _quant(
     a: torch.Tensor, b: torch.Tensor, use_fp8_w8a8: bool, block_shape: list[int] | None
 ) -> str:
-    """The scheme that the options name, as Problem.quant takes it."""
+    """Return the scheme that the options name, as Problem.quant takes it."""
     for what, tensor in (("a", a), ("b", b)):
         if use_fp8_w8a8 or what == "b":
             _check_dtype(what, tensor, _FP8 if use_fp8_w8a8 else a.dtype)

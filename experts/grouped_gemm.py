@@ -65,7 +65,7 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
-        """The steps of experts.ep_moe, whose products are these."""
+        """Return the steps of experts.ep_moe, whose products are these."""
         from experts.ep_moe_meta import FORMS, launch_all
 
         return {

@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 30  # of dequantised weights at a time, unless one expert has
 
 @lru_cache(maxsize=1 << 10)
 def plain(problem: Problem) -> Problem:
-    """The same layer with unquantised weights."""
+    """Return the same layer with unquantised weights."""
     return replace(problem, quant="none")
 
 
@@ -73,5 +73,5 @@ def values_at_once(problem: Problem) -> int:
 
 
 def default(problem: Problem) -> TilePair:
-    """The tiles without a tuned file: the permuted path's for unquantised weights."""
+    """Return the tiles without a tuned file: the permuted path's for unquantised weights."""
     return replace(tile_permuted.default(plain(problem)), path=DEQUANTISED)

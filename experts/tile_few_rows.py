@@ -160,7 +160,7 @@ class FewRows:
 
 
 def launched(problem: Problem, tokens: int, pair: TilePair) -> tuple[Shape, Shape] | None:
-    """What a call of `tokens` tokens with these tiles launches in their place, if anything."""
+    """Return what a call of `tokens` tokens launches in place of these tiles, or None."""
     pairs = tokens * problem.top_k
     if pair.path != ALIGNED or not serves(problem) or not few(problem, pairs, pair):
         return None
@@ -176,7 +176,7 @@ def few(problem: Problem, pairs: int, tiles: TilePair) -> bool:
 
 
 def shape(product: FewRows, spread: Spread) -> Shape:
-    """The launch of `product` in a call whose rows are spread so."""
+    """Return the launch of `product` in a call whose rows are spread so."""
     weight, block_m = product.scheme.weight, spread.block_m
     if block_m == LEAST_M:
         blocks = spread.experts * -(-product.columns // 64)
@@ -193,8 +193,11 @@ def shape(product: FewRows, spread: Spread) -> Shape:
 
 
 def _registers(found: Shape, product: FewRows, block_m: int) -> int:
-    """What a thread holds at once: words, sums, and a step's products of each group, beside what
-    several groups' zero points take from them."""
+    """Count the registers that a thread holds at once.
+
+    Words, sums, and a step's products of each group, beside what several groups' zero points take
+    from them.
+    """
     rows = found.block_n * (2 if product.gated else 1)
     groups = found.depth // product_depth(product.scheme, product.depth, found.depth)
     per_group = 3 if product.zeros and groups > 1 else 1
@@ -202,8 +205,10 @@ def _registers(found: Shape, product: FewRows, block_m: int) -> int:
 
 
 def product_depth(scheme: QuantScheme, k: int, most: int = DEPTH) -> int:
-    """The depth of one product, at most `most`: within a group, if that is not all of the depth
-    k."""
+    """Return the depth of one product, at most `most`.
+
+    It is within a group, if that is not all of the depth k.
+    """
     (group,) = scheme.group
     group = 0 if group >= k else group
     return math.gcd(group, most)

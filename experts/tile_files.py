@@ -96,7 +96,7 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a file; ConfigurationError names the file if it is not one."""
+    """Read the recipe in a file; raise ConfigurationError, naming the file, if it is not one."""
     return parse_recipe(_text(path), str(path))
 
 
@@ -118,7 +118,7 @@ def _text(path: Path) -> str:
 
 
 def parse_recipe(text: str, origin: str) -> Recipe:
-    """The recipe in a file's text; origin: the name for errors."""
+    """Parse the recipe in a file's text; origin: the name for errors."""
     what = f"tile file {origin}"
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
@@ -140,7 +140,7 @@ def _no_constant(name: str) -> Never:
 
 
 def override_recipe(value: "TilePair | Mapping[str, object]") -> Recipe:
-    """A recipe from code: a pair, the contents of a file, or one launch for every call.
+    """Make a recipe from code: a pair, the contents of a file, or one launch for every call.
 
     A mapping follows the rules of files (tokens may be numbers): {"gemm1": .., "gemm2": ..} is
     ours, {"BLOCK_SIZE_M": ..} is vLLM's and counts fused columns. What does not fit is an error.
@@ -271,12 +271,12 @@ def _microseconds(value: object) -> float | None:
 
 
 def pair_as_json(pair: TilePair) -> dict[str, object]:
-    """An entry of a file of ours, without its times."""
+    """Return an entry of a file of ours, without its times."""
     return {"gemm1": _as_json(pair.gemm1), "gemm2": _as_json(pair.gemm2), "path": pair.path}
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """The text of a file of ours."""
+    """Return the text of a file of ours."""
     top: dict[str, object] = {"format": FORMAT}
     if recipe.triton is not None:
         top["triton_version"] = recipe.triton

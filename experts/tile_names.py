@@ -23,7 +23,7 @@ _LONGEST_DEVICE = 100  # file systems allow 255 bytes a name
 
 
 def device_key(name: str) -> str:
-    """A device's name as files spell it: letters, digits and _.()+- only, "_" for the rest.
+    """Spell a device's name as files do: letters, digits and _.()+- only, "_" for the rest.
 
     vLLM and SGLang replace spaces alone, which is the same for every device they name.
     """
@@ -79,7 +79,7 @@ class TileKey:
 
     @classmethod
     def of(cls, problem: Problem, device_name: str) -> "TileKey":
-        """The name under which tiles for `problem` are kept."""
+        """Return the name under which tiles for `problem` are kept."""
         scheme = problem.scheme
         dtype = "float32" if problem.dtype is torch.float32 else ""
         if scheme.quantised:
@@ -98,7 +98,7 @@ class TileKey:
 
 
 def _values(match: re.Match[str]) -> dict[str, Any]:
-    """The fields of a TileKey."""
+    """Return the fields of a TileKey."""
     return {
         "experts": int(match["experts"]),
         "intermediate": int(match["intermediate"]),

@@ -125,14 +125,20 @@ def borrow(
 
 
 def _top(pair: TilePair, tokens: int, problem: Problem) -> int:
-    """The most tokens that a pair tuned for `tokens` serves: a few, where the path is for those."""
+    """Return the most tokens that a pair tuned for `tokens` serves.
+
+    They are a few where the path is for those.
+    """
     most = MOST_TOKENS.get(pair.path)
     return max(tokens, most(problem)) if most else ENDLESS
 
 
 def _lent(pair: TilePair, problem: Problem, device: Device, tokens: int) -> TilePair:
-    """What `problem` makes of a neighbour's pair: how long a ring may be depends on its depths, and
-    launches of packed weights on how many programs there are."""
+    """Return what `problem` makes of a neighbour's pair.
+
+    How long a ring may be depends on the problem's depths, and launches of packed weights on how
+    many programs there are.
+    """
     if pair.path == STREAMED and tile_streamed.serves(problem, device):
         return tile_streamed.default(problem, device)
     if pair.path == SINGLE and problem.scheme.packed and tile_packed.serves(problem):
@@ -148,6 +154,6 @@ def _fits(pair: TilePair, problem: Problem, device: Device) -> bool:
 
 
 def steps_of(borrowed: Sequence[Borrowed]) -> Steps:
-    """A call takes the pair of the nearest number of tokens."""
+    """Give a call the pair of the nearest number of tokens."""
     between = [(one.tokens + two.tokens) // 2 for one, two in pairwise(borrowed)]
     return Steps((*between, ENDLESS), tuple(one.pair for one in borrowed))

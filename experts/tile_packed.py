@@ -46,9 +46,10 @@ def halves(tile: Tile) -> int:
 
 
 def registers(tile: Tile, gemm: int, *, in_lanes: bool) -> int:
-    """The most of a thread of GEMM 1 or 2: with 128 sixteen warps are at work on a multiprocessor,
-    with 80 there are 24, with 64 there are 32. Fewer are for tiles of 8 columns, of which more
-    programs are to be there at once.
+    """Return the most registers of a thread of GEMM 1 or 2.
+
+    With 128 sixteen warps are at work on a multiprocessor, with 80 there are 24, with 64 there are
+    32. Fewer are for tiles of 8 columns, of which more programs are to be there at once.
 
     in_lanes: compat.WORDS_STAY_IN_LANES. Where they do not, each of these bounds spills: a thread
     may take all that one program's threads can have, which is said because ptxas, left to itself,
@@ -64,7 +65,7 @@ def registers(tile: Tile, gemm: int, *, in_lanes: bool) -> int:
 
 
 def most_tokens(problem: Problem) -> int:
-    """The most tokens of a call that takes this path without a tuned file.
+    """Return the most tokens of a call that takes this path without a tuned file.
 
     Tokens read the weights of an expert they share once each. Measured on one H200 (2026-11-22,
     triton 3.6.0, Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, 1 to 16 tokens): ahead of the
@@ -78,7 +79,7 @@ _PROGRAMS = 132  # one on each multiprocessor
 
 
 def default(problem: Problem, tokens: int = 1) -> TilePair:
-    """The tiles without a tuned file for a call of `tokens` tokens.
+    """Return the tiles without a tuned file for a call of `tokens` tokens.
 
     Measured as said above, and on the shapes of Qwen3-235B and Qwen2-57B: the fastest or within 4 %
     of it, and none spills 16 bytes or more.

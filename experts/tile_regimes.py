@@ -60,13 +60,13 @@ class Steps:
         return Steps((last, *self.lasts[kept:]), (before, *self.pairs[kept:]))
 
     def until(self, last: int, then: TilePair) -> "Steps":
-        """These steps up to calls of `last` tokens, behind them always `then`."""
+        """Take these steps up to calls of `last` tokens, and always `then` behind them."""
         lasts = [end for end in self.lasts if end < last]
         pairs = [*self.pairs[: len(lasts)], self.choose(last), then]
         return Steps((*lasts, last, ENDLESS), tuple(pairs))
 
     def within(self, paths: tuple[str, ...], other: "Steps") -> "Steps":
-        """These steps, with those of `other` wherever a pair takes a path outside `paths`."""
+        """Take these steps, or those of `other` wherever a pair takes a path outside `paths`."""
         lasts = sorted({*self.lasts, *other.lasts})
         pairs = [self.choose(last) for last in lasts]
         chosen = (
@@ -163,12 +163,12 @@ def _table(problem: Problem) -> tuple[_Row, ...]:
 
 
 def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) -> Steps:
-    """The tiles of `problem` on `device`, by paths among `paths`, ALIGNED at least.
+    """Return the tiles of `problem` on `device`, by paths among `paths`, ALIGNED at least.
 
     block_k is halved (down to 128) if that makes it divide the depth of the product, which spares
     the masks along it, or if the depth has few steps, which also get fewer stages; a tile too large
     for the scheme's groups or the device is made smaller.
-    ConfigurationError where the scheme's groups allow no tile.
+    Raise ConfigurationError where the scheme's groups allow no tile.
     """
     lasts, pairs = [], []
     for row in _table(problem):

@@ -112,7 +112,7 @@ class TileSpace(Tunable):
         return pair.path in self.paths and all(self._sound(*each, pair.path) for each in tiles)
 
     def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
-        """The best GEMM 1 with the best GEMM 2 of the same path and block_m, and near ones."""
+        """Pair the best GEMM 1 with the best GEMM 2 of the same path and block_m, and near ones."""
         model = Additive(took)
         kinds = sorted(model.kinds(), key=model.least)[:_GROUPS_KEPT]
         pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _TILES_KEPT)]

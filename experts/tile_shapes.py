@@ -100,7 +100,10 @@ class Device:
 
     @classmethod
     def of(cls, machine: Machine) -> "Device":
-        """The machine's GPU; without one the limits of sm_90, for which kernels are compiled."""
+        """Describe the machine's GPU; without one, take the limits of sm_90.
+
+        Kernels are compiled for sm_90.
+        """
         if machine.arch is None:
             return cls()
         shared = _SHARED.get(machine.arch, _LEAST_SHARED)
@@ -237,7 +240,9 @@ def require(tile: Tile, gemm: Gemm, device: Device, origin: str) -> Tile:
 
 
 def clamped(tile: Tile, gemm: Gemm, device: Device) -> Tile:
-    """The nearest tile that fits: a divisor of the group, then fewer stages, then smaller blocks.
+    """Return the nearest tile that fits.
+
+    To fit, it takes a divisor of the group, then fewer stages, then smaller blocks.
 
     For tiles with usable numbers. Where nothing fits the least tile tried is returned: `require`
     says why it cannot be launched.

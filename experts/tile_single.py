@@ -44,7 +44,7 @@ def serves(problem: Problem) -> bool:
 
 
 def most_tokens(problem: Problem) -> int:
-    """The most tokens of a call that takes this path without a tuned file.
+    """Return the most tokens of a call that takes this path without a tuned file.
 
     Tokens read the weights of an expert they share once each, so that it pays while few do; the
     aligned path's products of 8 bits catch up sooner.
@@ -63,7 +63,7 @@ def unbounded(gemm: Gemm) -> Gemm:
 
 
 def defaults(problem: Problem) -> Iterator[tuple[int, TilePair]]:
-    """The tiles without a tuned file: the most tokens each pair is for, ascending."""
+    """Yield the tiles without a tuned file: the most tokens each pair is for, ascending."""
     most = most_tokens(problem)
     pairs = [default(problem, tokens) for tokens in range(1, most + 1)]
     for tokens, (pair, after) in enumerate(zip(pairs, [*pairs[1:], None], strict=True), 1):
@@ -72,7 +72,7 @@ def defaults(problem: Problem) -> Iterator[tuple[int, TilePair]]:
 
 
 def default(problem: Problem, tokens: int = 1) -> TilePair:
-    """The tiles without a tuned file for a call of `tokens` tokens."""
+    """Return the tiles without a tuned file for a call of `tokens` tokens."""
     if problem.scheme.packed:
         return tile_packed.default(problem, tokens)
     narrow = problem.scheme.quantised

@@ -124,8 +124,10 @@ class TileStore:
         return Source(steps_of(lent), "neighbours", whose=whose, looked_in=tuple(looked_in))
 
     def _known(self, problem: Problem) -> list[Known]:
-        """The packaged layers for this device and number format; none for a problem whose rows
-        start elsewhere than theirs do."""
+        """Return the packaged layers for this device and number format.
+
+        There are none for a problem whose rows start elsewhere than theirs do.
+        """
         if not self.device.name or not aligned(problem):
             return []
         wanted, known = TileKey.of(problem, self.device.name), list[Known]()
@@ -179,7 +181,7 @@ def _warn(text: str) -> None:
 
 
 def _with_down(path: Path) -> Recipe:
-    """The recipe of a file, with GEMM 2 from SGLang's file beside it if there is one."""
+    """Read the recipe of a file, with GEMM 2 from SGLang's file beside it if there is one."""
     recipe = read_recipe(path)
     down = path.with_name(path.name.removesuffix(".json") + "_down.json")
     if recipe.strict or not down.exists():
@@ -207,12 +209,15 @@ def _other_layer(recipe: Recipe, problem: Problem) -> Iterator[str]:
 
 
 def nearest(keys: Sequence[int], tokens: int) -> int:
-    """The key nearest to `tokens`; of two equally near ones the smaller."""
+    """Return the key nearest to `tokens`; of two equally near ones the smaller."""
     return min(keys, key=lambda key: (abs(key - tokens), key))
 
 
 def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
-    """The recipe's tiles for `problem`; ConfigurationError if they cannot be launched."""
+    """Return the recipe's tiles for `problem`.
+
+    Raise ConfigurationError if they cannot be launched.
+    """
     first, second = gemms(problem)
     # A few tokens' path reads weights once for every pair: what was tuned for fewer tokens than
     # it pays for says nothing about more.
@@ -279,7 +284,7 @@ def _fitted(tile: Tile, gemm: Gemm, device: Device, strict: bool, where: str) ->
 
 
 def _few(notes: list[str]) -> tuple[str, ...]:
-    """The first note, and how many there are like it."""
+    """Return the first note, and how many there are like it."""
     if len(notes) <= 1:
         return tuple(notes)
     return (f"{notes[0]}, and {len(notes) - 1} more like it",)

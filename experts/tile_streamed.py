@@ -45,7 +45,9 @@ def _one_scale_a_half(problem: Problem) -> bool:
 
 
 def most_tokens(problem: Problem) -> int:
-    """The most tokens of a call that takes this path without a tuned file; 0 if none should.
+    """Return the most tokens of a call that takes this path without a tuned file.
+
+    Return 0 if no call should.
 
     Tokens read the weights of an expert they share once each. Measured on one H200 (2026-11-22,
     triton 3.6.0): 1 to 8 tokens on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, where it is
@@ -84,7 +86,7 @@ def _places(block_k: int, gemm: Gemm, device: Device) -> int:
 
 
 def default(problem: Problem, device: Device) -> TilePair:
-    """The tiles without a tuned file: the deepest places of which there are enough."""
+    """Return the tiles without a tuned file: the deepest places of which there are enough."""
     first, second = (_tile(gemm, device) for gemm in gemms(problem))
     return TilePair(first, second, STREAMED)
 

@@ -121,7 +121,7 @@ def explain(
 
 
 def _in_their_place(problem: Problem, tokens: int, pair: TilePair) -> list[str]:
-    """What is launched where the kernel of few rows takes the place of `pair`."""
+    """Say what is launched where the kernel of few rows takes the place of `pair`."""
     shapes = tile_few_rows.launched(problem, tokens, pair)
     if shapes is None:
         return []
@@ -158,21 +158,21 @@ def reread() -> None:
 
 
 def this_store() -> TileStore:
-    """The folders and the GPU of this machine, or the GPU of `on_device`."""
+    """Return the folders and the GPU of this machine, or the GPU of `on_device`."""
     store, device = _machine_s_store(), _device.get()
     return store if device is None else replace(store, device=device)
 
 
 @cache
 def _machine_s_store() -> TileStore:
-    """Looked at once. The first GPU stands for all."""
+    """Look at this machine once; its first GPU stands for all."""
     own = read_settings().config_dir
     folders = ((PACKAGED, _PACKAGED),) if own is None else (("user", own), (PACKAGED, _PACKAGED))
     return TileStore(folders, Device.of(current_machine()), triton_version())
 
 
 def triton_version() -> str | None:
-    """The installed triton's, without importing it."""
+    """Return the installed triton's version, without importing it."""
     try:
         return version("triton")
     except PackageNotFoundError:

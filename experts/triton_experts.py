@@ -97,7 +97,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         return room_for(self.problem, shape, kinds)
 
     def _choices(self) -> tuple[tuple[str, ...], ...]:
-        """The paths among which a call chooses, whether TMA takes its tensors or not."""
+        """Return the paths among which a call chooses, whether TMA takes its tensors or not."""
         large = (PERMUTED, DEQUANTISED)
         lacking = ((), large, (STREAMED, *large))
         choices = (tuple(p for p in self._paths if p not in out) for out in lacking)
@@ -122,7 +122,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         self._paths[tiles.path].run(PathCall(tokens, weights, workspace, output, tiles))
 
     def _tiles(self, x_TH: torch.Tensor, weights: ExpertWeights) -> TilePair:
-        """What a call of these tensors launches."""
+        """Return what a call of these tensors launches."""
         tiles = choose_tiles(self.problem, len(x_TH), tuple(self._paths))
         if self._paths[tiles.path].takes(weights, x_TH):
             return tiles
@@ -136,7 +136,7 @@ def paths_of(problem: Problem) -> tuple[str, ...]:
 
 
 def _paths(problem: Problem) -> dict[str, Path]:
-    """The paths that can serve `problem` here, by name."""
+    """Return the paths that can serve `problem` here, by name."""
     paths: list[Path] = [AlignedPath(problem)]
     if problem.batch_invariant:  # the others are for some numbers of tokens
         return {ALIGNED: paths[0]}

@@ -46,7 +46,7 @@ def lie_ready(weights: ExpertWeights) -> bool:
 
 
 def specs(problem: Problem, pairs: int) -> dict[str, BufferSpec]:
-    """The buffers to align any call of up to `pairs` pairs, in blocks of either size."""
+    """Return the buffers to align any call of up to `pairs` pairs, in blocks of either size."""
     least, most = (align_specs(pairs, rows, problem.e) for rows in (LEAST_M, FEW))
     return {name: max(least[name], most[name], key=attrgetter("numel")) for name in most}
 

@@ -140,19 +140,25 @@ def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
 
 
 def word_format(scheme: QuantScheme) -> str:
-    """What kernels call the format of quantised weights."""
+    """Return what kernels call the format of quantised weights."""
     if scheme.weight != "float4_e2m1":
         return "integer"
     return "e2m1_repacked" if scheme.repacked else "e2m1"
 
 
 def fit_block_k(block_k: int, group_k: int) -> int:
-    """The depth of one step: the largest power of two up to block_k that divides the group."""
+    """Return the depth of one step.
+
+    It is the largest power of two up to block_k that divides the group.
+    """
     return block_k if group_k == 0 else math.gcd(block_k, group_k)
 
 
 def group_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
-    """A step is at least 32 deep and within one group, so groups are multiples of 32."""
+    """Reject groups that are not multiples of 32.
+
+    A step is at least 32 deep and within one group.
+    """
     found = []
     for what, depth in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
         _, group_k = scale_group(problem.scheme, depth)

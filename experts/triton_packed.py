@@ -118,8 +118,10 @@ class PackedPath:
 
 
 def _arguments(product: Product, tile: Tile, slots: int, halves: int = 1) -> dict[str, object]:
-    """What both kernels take of a product. slots: pairs whose products a program adds up.
-    halves: of a block, as HALVES of the kernels."""
+    """Return what both kernels take of a product.
+
+    slots: pairs whose products a program adds up. halves: of a block, as HALVES of the kernels.
+    """
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
     chunks = max(1, tile_packed.chunks(tile, group) // halves)

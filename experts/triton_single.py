@@ -103,7 +103,7 @@ class SinglePath:
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """What GEMM 1's launch does: x that comes unquantised is quantised in it."""
+        """Name what GEMM 1's launch does: x that comes unquantised is quantised in it."""
         quantises = self.problem.scheme.quantises_activations and call.tokens.scale is None
         return stages.fused(stages.QUANTISE_INPUT, stages.GEMM1) if quantises else stages.GEMM1
 
@@ -165,7 +165,7 @@ class SinglePath:
 
 
 def _row_scale(scheme: QuantScheme, depth: int) -> str:
-    """What one scale of rows of `depth` values covers, as the kernels name it."""
+    """Return what one scale of rows of `depth` values covers, as the kernels name it."""
     if scheme.static:
         return "static"
     granularity = scheme.activation_granularity
@@ -187,7 +187,7 @@ def input_scales(
 
 
 def _arguments(product: Product, tile: Tile, columns: int) -> dict[str, object]:
-    """What both kernels take of a product; columns: BLOCK_N."""
+    """Return what both kernels take of a product; columns: BLOCK_N."""
     scheme, w = product.scheme, product.w
     scale = w if product.scale is None else product.scale
     zero = w if product.zero_point is None else product.zero_point

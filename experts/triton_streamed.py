@@ -105,7 +105,7 @@ class StreamedPath:
             )
 
     def _first_stage(self, call: PathCall) -> str:
-        """What GEMM 1's launch does: x that comes unquantised is quantised in it."""
+        """Name what GEMM 1's launch does: x that comes unquantised is quantised in it."""
         given = call.tokens.scale is not None
         return stages.GEMM1 if given else stages.fused(stages.QUANTISE_INPUT, stages.GEMM1)
 

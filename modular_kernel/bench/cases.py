@@ -47,7 +47,7 @@ class Cell:
 
 
 def operands(problem: Problem, scheme: QuantScheme) -> str:
-    """What the products multiply, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
+    """Name what the products multiply, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
 
     Layers compete if they are alike in this, whatever their scales cover.
     """
@@ -66,7 +66,9 @@ class Input:
 
 
 def make_weights(problem: Problem, device: torch.device, index: int = 0) -> ExpertWeights:
-    """Normal values over the root of the fan-in. index: of the set; every set is another.
+    """Draw normal values over the root of the fan-in.
+
+    index: of the set; every set is another.
 
     Drawn expert by expert: a float32 copy of all experts need not fit.
     """
@@ -88,7 +90,7 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
 
 
 def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
-    """An expert_map with experts [0, e) here and the others elsewhere, if there is to be one."""
+    """Map experts [0, e) here and the others elsewhere, if there is to be an expert_map."""
     if not problem.expert_map:
         return None
     ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
@@ -96,7 +98,10 @@ def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
 
 
 def make_input(cell: Cell, device: torch.device, index: int) -> Input:
-    """Normal x and the cell's routing. index: of the input; every input is another."""
+    """Draw normal x and the cell's routing.
+
+    index: of the input; every input is another.
+    """
     problem = cell.problem
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)

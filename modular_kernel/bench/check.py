@@ -63,7 +63,7 @@ def inputs_to_check(problem: Problem) -> int:
 
 
 def answer_to(cell: Cell, given: Input, weights: ExpertWeights, scheme: QuantScheme) -> Answer:
-    """What a layer of `scheme` must return for `given`, on a few rows from first to last."""
+    """Compute what a layer of `scheme` must return for `given`, on a few rows, first to last."""
     tokens, device = cell.problem.tokens, given.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=device).long()
     x_TH = given.x_TH[rows]
@@ -100,7 +100,7 @@ def check_calls(checks: Sequence[tuple[Call, Answer]], problem: Problem) -> Chec
 
 
 def check_again(out: torch.Tensor, answer: Answer, before: Checked, problem: Problem) -> Finding:
-    """What the last call of `before` returned later, beside what it returned then."""
+    """Compare what the last call of `before` returned with what the same tensor holds now."""
     bound = before.finding.bound
     wrong = _wrong_form(out, problem)
     if wrong:
@@ -113,7 +113,7 @@ def check_again(out: torch.Tensor, answer: Answer, before: Checked, problem: Pro
 
 
 def _wrong_form(out: torch.Tensor, problem: Problem) -> str:
-    """What no tolerance makes up for; "" if there is nothing."""
+    """Say what no tolerance makes up for; "" if there is nothing."""
     if tuple(out.shape) != problem.output_shape or out.dtype != problem.dtype:
         got = f"{tuple(out.shape)} {out.dtype}"
         return f"output is {got}, should be {problem.output_shape} {problem.dtype}"
@@ -126,7 +126,7 @@ def _wrong_form(out: torch.Tensor, problem: Problem) -> str:
 def _touched(
     weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> tuple[ExpertWeights, Problem]:
-    """The weights of the experts that the routing names, and the problem that has only those."""
+    """Return the weights of the experts that the routing names, and the problem of only those."""
     ids: torch.Tensor = torch.unique(routing.topk_ids_TK.long())
     ids = ids[(ids >= 0) & (ids < problem.experts)]
     local = ids if weights.expert_map is None else weights.expert_map.long()[ids]

@@ -41,7 +41,7 @@ class Cell:
     quant: str = "none"
 
     def problem(self, rank: int, *, graph: bool = False) -> Problem:
-        """The layer of one rank, of `capacity` tokens."""
+        """Return the layer of one rank, of `capacity` tokens."""
         return Problem(
             tokens=self.capacity,
             hidden=self.hidden,
@@ -72,12 +72,15 @@ class Cell:
         return self.hidden + 4 * -(-self.hidden // group)
 
     def routing(self, rank: int) -> Routing:
-        """A rank's, on the CPU: the same bits on every machine; weights of a token sum to 1."""
+        """Draw a rank's routing on the CPU.
+
+        The bits are the same on every machine; weights of a token sum to 1.
+        """
         generator = torch.Generator().manual_seed(1_000 * self.tokens + rank)
         return draw(self.problem(rank).with_tokens(self.tokens), RoutingKind("uniform"), generator)
 
     def x_TH(self, rank: int, device: torch.device) -> torch.Tensor:
-        """A rank's tokens, (T, H) bfloat16."""
+        """Draw a rank's tokens, (T, H) bfloat16."""
         generator = torch.Generator(device).manual_seed(1_000 * self.tokens + rank)
         values = torch.randn(self.tokens, self.hidden, device=device, generator=generator)
         return values.bfloat16()
@@ -179,10 +182,13 @@ class Transport(ABC):
 
     @abstractmethod
     def combine(self) -> torch.Tensor:
-        """The sums of this rank's tokens, (T, H) bfloat16, or what `expected` says."""
+        """Return the sums of this rank's tokens, (T, H) bfloat16, or what `expected` says."""
 
     def expected(self, given: Given) -> torch.Tensor:
-        """What `combine` must return: x, unless the transport leaves adding up to its caller."""
+        """Return what `combine` must return.
+
+        That is x, unless the transport leaves adding up to its caller.
+        """
         return given.x_TH
 
     def settle(self) -> None:  # noqa: B027  most find out at once
@@ -193,7 +199,10 @@ class Transport(ABC):
 
 
 def distance(out: torch.Tensor, x_TH: torch.Tensor) -> float:
-    """The largest relative distance of a row from x's; infinite if not finite or another shape."""
+    """Return the largest relative distance of a row from x's.
+
+    It is infinite if a value is not finite, or the shape is another.
+    """
     if out.shape != x_TH.shape or not bool(out.isfinite().all()):
         return float("inf")
     if not x_TH.numel():

@@ -138,7 +138,7 @@ class PartTransport(Transport):
 
 
 def _reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndReduce]:
-    """What identity experts leave to this part, and the catalogue's reducer of that kind."""
+    """Return what identity experts leave to this part, and the catalogue's reducer of that kind."""
     kind = next((kind for kind in _PREFERRED if kind in cls.requires.reduces), Reduce.DELEGATE)
     made: list[Any] = [part.cls for part in load_catalog().parts if part.kind == "topk_reduce"]
     for reducer in made:

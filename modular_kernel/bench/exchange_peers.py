@@ -7,7 +7,9 @@ from modular_kernel.bench.peer_files import load_file
 
 
 def load_peers(path: Path) -> list[Transport]:
-    """What `transports()` of the file returns, made anew; an error that names the file else.
+    """Return what `transports()` of the file returns, made anew.
+
+    Raise an error that names the file if it cannot.
 
     Called in the process that lists them and on every rank, so importing the file, and making the
     transports, should import no library: `open` does.

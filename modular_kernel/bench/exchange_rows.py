@@ -94,7 +94,7 @@ def row_of(
 
 
 def _how_little_it_says(note: str) -> int:
-    """A rank that died comes before one that raised, and that before those that waited for it."""
+    """Order notes: a rank that died comes first, then one that raised, then those that waited."""
     if "died: " in note:
         return 0
     return 2 if note.startswith(("no answer", "another rank")) else 1
@@ -113,7 +113,7 @@ class ExchangeReport:
 
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
-        """What `to_json` wrote; ConfigurationError for anything else."""
+        """Read what `to_json` wrote; raise ConfigurationError for anything else."""
         record = json.loads(text)
         found = record.get("schema") if isinstance(record, dict) else None
         if found != SCHEMA:
@@ -127,13 +127,16 @@ class ExchangeReport:
         part.replace(path)
 
     def with_rows_of(self, others: Iterable["ExchangeReport"]) -> "ExchangeReport":
-        """This one's environment, everybody's rows: what ran in processes of other libraries."""
+        """Return this one's environment with everybody's rows.
+
+        Rows of the others ran in processes of other libraries.
+        """
         rows = [*self.rows, *(row for other in others for row in other.rows)]
         return ExchangeReport(self.environment, tuple(rows))
 
 
 def _finite(value: Any) -> Any:
-    """A distance may be infinite, which JSON has no word for."""
+    """Replace an infinite distance by None: JSON has no word for infinity."""
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     if isinstance(value, dict):
@@ -150,7 +153,7 @@ OPTIONAL = ("mode", "quant", "GB/s", "floor", "error", "note")
 
 
 def cells_of(row: ExchangeRow) -> list[str]:
-    """A row as text, in the order of the columns."""
+    """Return a row as text, in the order of the columns."""
     fate = row.status.upper() if row.status in (WRONG, FAILED) else row.status
     first = _number(row.dispatch_us) if row.status == OK else fate
     return [
@@ -163,7 +166,7 @@ def cells_of(row: ExchangeRow) -> list[str]:
 
 
 def one_line(row: ExchangeRow) -> str:
-    """A row for a log, with its units."""
+    """Return a row for a log, with its units."""
     head = f"{row.transport} T={row.tokens} {row.quant}:"
     if row.status != OK:
         return f"{head} {row.status}, {row.note[:160]}"
@@ -204,7 +207,7 @@ def _three(row: ExchangeRow) -> str:
 
 
 def markdown(report: ExchangeReport) -> str:
-    """A document: where it was measured, a table for each quant, and what did not run."""
+    """Write a document: where it was measured, a table for each quant, and what did not run."""
     env = report.environment
     versions = ", ".join(f"{k} {v}" for k, v in env.get("versions", {}).items() if v)
     lines = [

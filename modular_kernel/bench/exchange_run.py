@@ -83,7 +83,10 @@ def run(
     repeats: Repeats,
     deadline_s: float | None = None,
 ) -> Iterator[tuple[ExchangeRow, ...]]:
-    """The rows of each offer in turn; those of one whose turn came after `deadline_s`, skipped."""
+    """Yield the rows of each offer in turn.
+
+    An offer whose turn came after `deadline_s` is skipped.
+    """
     started, pool = time.monotonic(), new_pool()
     try:
         for offer in offers:
@@ -138,14 +141,14 @@ def _rows(offer: Offer, pool: Ranks, link: Link, repeats: Repeats) -> tuple[Exch
 
 
 def _gist(error: ModularKernelError) -> str:
-    """The rank that died, if one did; else the end of a traceback."""
+    """Name the rank that died, if one did; else return the end of a traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     died = [line for line in lines if "died: " in line]
     return (died or lines[-1:] or [type(error).__name__])[0][:300]
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
-    """What a rank told of each cell first."""
+    """Read what a rank told of each cell first."""
     found: dict[int, dict[str, Any]] = {}
     if not path.exists():
         return found
@@ -188,7 +191,7 @@ class Teller:
         self._file.flush()
 
     def failed(self, note: str, error: float | None = None) -> dict[str, Any]:
-        """The row of a cell that failed, told at once if this rank knows why."""
+        """Return the row of a cell that failed, told at once if this rank knows why."""
         told = {"status": FAILED, "note": note or "another rank failed", "error": error}
         if note:
             self.tell(told)
@@ -263,7 +266,10 @@ def _batch(
 def _cell(
     transport: Transport, cell: Cell, place: Place, task: Task, teller: Teller
 ) -> dict[str, Any]:
-    """Checked, then timed. Ranks agree after each step, so a rank that fails is not waited for."""
+    """Check the transport, then time it.
+
+    Ranks agree after each step, so a rank that fails is not waited for.
+    """
     note, error, times = "", float("inf"), None
     given = Given.of(cell, 0 if transport.replicated else place.rank, place.device)
     try:

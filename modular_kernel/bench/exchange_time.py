@@ -93,7 +93,7 @@ def _capture(transport: Transport, given: Given) -> _Graphs | None:
 
 
 def _replayed(transport: Transport, given: Given, graphs: _Graphs) -> float:
-    """The distance from x after a replay of each half, with the identity in between."""
+    """Return the distance from x after a replay of each half, with the identity in between."""
     transport.arrived = graphs.arrived
     graphs.dispatch()
     transport.identity()
@@ -153,7 +153,9 @@ def _eager(transport: Transport, place: Place, repeats: Repeats) -> Times:
 
 
 def event_gap_us(device: torch.device) -> float | None:
-    """What a graph of one trivial kernel takes between two events; None without graphs.
+    """Return the time in us of a graph of one trivial kernel between two events.
+
+    Return None without graphs.
 
     Every half's time holds about as much that is not the exchange's.
     """

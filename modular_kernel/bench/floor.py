@@ -96,7 +96,7 @@ def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Wor
 
 
 def operand_type(problem: Problem, scheme: QuantScheme) -> str:
-    """What the products multiply: the type whose peak bounds them.
+    """Name what the products multiply: the type whose peak bounds them.
 
     4-bit activations count at the fp8 rate, the highest that is measured.
     """
@@ -174,7 +174,7 @@ def _operand(name: str, device: torch.device, size: int) -> torch.Tensor:
 
 
 def _product(name: str, device: torch.device) -> Product:
-    """a (M, K) and b (N, K) -> a b^T (M, N)."""
+    """Return the product a (M, K) and b (N, K) -> a b^T (M, N)."""
     if name == _FP8:
         one = torch.ones((), device=device)
 

@@ -76,7 +76,7 @@ class Layer(ABC):
 
     @abstractmethod
     def call(self, x_TH: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """The layer's output, (T, H) in x's dtype. Timed."""
+        """Return the layer's output, (T, H) in x's dtype; this is timed."""
 
 
 @dataclass(frozen=True)
@@ -212,12 +212,15 @@ def pair_offers(
 
 
 def baseline_offers() -> list[Offer]:
-    """What this package brings to compare with."""
+    """Return what this package brings to compare with."""
     return [Offer(TorchGroupedMm.name, TorchGroupedMm.quant, BASELINE, TorchGroupedMm)]
 
 
 def peer_offers(path: Path) -> list[Offer]:
-    """The layers of a user's file; an error that names the file if there are none to be had."""
+    """Load the layers of a user's file.
+
+    Raise an error that names the file if there are none to be had.
+    """
     layers, made = load_file(path, "layers", Layer)
     return [
         Offer(layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, layers, index))

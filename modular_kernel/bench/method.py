@@ -123,7 +123,7 @@ def _all(calls: Sequence[Call]) -> torch.Tensor:
 
 
 def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
-    """A CUDA graph for each group of calls, or None if one cannot be captured.
+    """Capture a CUDA graph for each group of calls; return None if one cannot be captured.
 
     A graph keeps its calls: what they hold, such as a plan's buffers, is where it reads and writes.
     """
@@ -148,7 +148,7 @@ def capture(groups: Sequence[Sequence[Call]]) -> list[Call] | None:
 
 
 def _generator() -> torch.Generator:
-    """What `torch.rand` draws from on the current GPU; a capture takes hold of it."""
+    """Return what `torch.rand` draws from on the current GPU; a capture takes hold of it."""
     return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
@@ -158,7 +158,7 @@ def _replay(graph: torch.cuda.CUDAGraph, last: torch.Tensor, _kept: Sequence[Cal
 
 
 def wiper_of(device: torch.device) -> Callable[[], object] | None:
-    """Overwrites the L2 cache; None where there is none to overwrite."""
+    """Return what overwrites the L2 cache; None where there is none to overwrite."""
     size = _COLD * l2_bytes(device)
     return torch.empty(size, dtype=torch.uint8, device=device).zero_ if size else None
 
@@ -251,7 +251,10 @@ class HostCost:
 
 
 def host_cost(call: Call, device: torch.device) -> HostCost | None:
-    """What an eager call costs the host, the GPU being idle; None on a CPU, which computes too."""
+    """Measure what an eager call costs the host, the GPU being idle.
+
+    Return None on a CPU, which computes too.
+    """
     if device.type != "cuda":
         return None
     call()

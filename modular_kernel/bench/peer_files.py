@@ -9,9 +9,9 @@ from modular_kernel.errors import BrokenPartError, ConfigurationError
 
 
 def load_file(path: Path, name: str, kind: type) -> tuple[Callable[[], list[Any]], list[Any]]:
-    """The file's function `name`, and what it returned once: a list of `kind`.
+    """Return the file's function `name`, and what it returned once: a list of `kind`.
 
-    An error that names the file if there is no such list to be had.
+    Raise an error that names the file if there is no such list to be had.
     """
     what = f"--peer {path}"
     spec = importlib.util.spec_from_file_location(f"mk_peer_{path.stem}", path)

@@ -82,7 +82,7 @@ class Load:
 
 
 def load_of(routing: Routing, problem: Problem, expert_map: torch.Tensor | None = None) -> Load:
-    """Counted on the host."""
+    """Count the load of a routing on the host."""
     ids = routing.topk_ids_TK.flatten().long()
     ids = ids[(ids >= 0) & (ids < problem.experts)]
     if expert_map is not None:

@@ -100,7 +100,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> "Report":
-        """What `to_json` wrote; ConfigurationError for anything else."""
+        """Read what `to_json` wrote; raise ConfigurationError for anything else."""
         record = json.loads(text)
         found = record.get("schema") if isinstance(record, dict) else None
         if found != SCHEMA:
@@ -117,13 +117,13 @@ class Report:
 
 
 def best(rows: Iterable[Row], *, ours: bool) -> float | None:
-    """The least time among the rows that compete and are ours, or are not."""
+    """Return the least time among the rows that compete and are ours, or are not."""
     times = [row.us for row in rows if row.competes and (row.origin == OURS) is ours]
     return min((us for us in times if us is not None), default=None)
 
 
 def ranked(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows with their distance from the best peer of their group filled in."""
+    """Fill in each row's distance from the best peer of its group."""
     rows = tuple(rows)
     groups: dict[tuple[str, int, str, str], list[Row]] = {}
     for row in rows:

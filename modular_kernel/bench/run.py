@@ -193,7 +193,10 @@ class _Run:
             torch.cuda.empty_cache()
 
     def _device_works(self) -> bool:
-        """An illegal access ends every later call of the process."""
+        """Return whether the GPU still works.
+
+        An illegal access ends every later call of the process.
+        """
         try:
             torch.ones(1, device=self.device).sum().item()
         except RuntimeError:
@@ -265,7 +268,7 @@ class _Run:
         return self.answers[key]
 
     def _measured(self, row: Row, cell: Cell, team: _Team) -> Row:
-        """The row, checked and, if it is right, timed."""
+        """Check the row and, if it is right, time it."""
         scheme, trial = QuantScheme.parse(team.offer.quant), self._trial(cell, team)
         work = work_of(cell.problem, scheme, trial.loads)
         floor = floor_of(work, cell.problem, scheme, self.peaks)
@@ -355,7 +358,7 @@ def _checked_inputs(calls: int, least: int) -> list[int]:
 
 
 def blank_row(cell: Cell, offer: Offer) -> Row:
-    """The row before anything was measured."""
+    """Return the row before anything was measured."""
     problem = cell.problem
     return Row(
         shape=cell.shape,

@@ -77,7 +77,7 @@ class StageWork:
 def stage_works(
     names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
 ) -> dict[str, StageWork]:
-    """The work of every stage of a call that the table above knows; `names`: all its stages."""
+    """Return the work of every stage of a call that the table knows; `names`: all its stages."""
     table = _table(names, problem, scheme, load)
     known = [name for name in names if all(part in table for part in stages.parts(name))]
     return {name: _joined([table[part] for part in stages.parts(name)]) for name in known}

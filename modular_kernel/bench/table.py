@@ -30,7 +30,7 @@ METHOD = """\
 
 
 def label(row: Row) -> str:
-    """The layer as a column's head: with its scheme, if it has one."""
+    """Name the layer as a column's head: with its scheme, if it has one."""
     return row.layer if row.quant == "none" else f"{row.layer} {row.quant}"
 
 
@@ -64,7 +64,7 @@ def time_or_fate(row: Row) -> str:
 
 
 def one_line(row: Row) -> str:
-    """A row for a log."""
+    """Return a row for a log."""
     head = f"{row.shape} T={row.tokens} {row.routing} {label(row)}:"
     if not row.timed:
         return f"{head} {time_or_fate(row)}, {row.note}"
@@ -108,7 +108,7 @@ def _where(report: Report) -> list[str]:
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
-    """A line for each cell, a column for each layer."""
+    """Return a table: a line for each cell, a column for each layer."""
     names = list(dict.fromkeys(label(row) for row in rows if row.status != status.REFUSED))
     head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
     lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
