@@ -142,7 +142,10 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         router_TK: torch.Tensor,
         call: Call,
     ) -> Quantised:
-        """The tokens; times their router weight first if that goes on the input (K = 1)."""
+        """Quantise the tokens.
+
+        They are times their router weight first if that goes on the input (K = 1).
+        """
         problem, scheme = self.problem, self.problem.scheme
         out = take_quantised(call.workspace, "x", scheme, (x_TH.shape[0], problem.hidden))
         if problem.apply_router_weight_on_input:

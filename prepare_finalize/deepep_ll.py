@@ -154,7 +154,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
             out.copy_(into)
 
     def _arrived(self, arrival: Arrival, weights: ExpertWeights, call: Call) -> BatchedTokens:
-        """The rows as experts take them, quantised if they are to be."""
+        """Return the rows as experts take them, quantised if they are to be."""
         problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
         if arrival.scale_eCG is not None:
             return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)

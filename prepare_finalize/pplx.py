@@ -193,7 +193,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         self.manager.give_back(exchange)
 
     def _pairs(self, routing: Routing, call: Call) -> Pairs:
-        """The pairs of a call, and where their places and weights are written."""
+        """Return the pairs of a call, and where their places and weights are written."""
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
         return Pairs(
             routing,
@@ -214,7 +214,10 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         return take("expert_counts", (shape.experts,)), x_SCH, scales
 
     def _sent_scale(self, scale: torch.Tensor | None, call: Call) -> torch.Tensor | None:
-        """The scales of the rows, in as many columns as make whole units of the library's."""
+        """Return the scales of the rows as they are sent.
+
+        They have as many columns as make whole units of the library's.
+        """
         columns = self._shape.scale_bytes // 4
         if not columns:
             return None
@@ -237,8 +240,10 @@ def _row_bytes(problem: Problem) -> tuple[int, int]:
 
 
 def sinks_of(problem: Problem) -> int:
-    """A rank's sinks: as many as let all K pairs of a token be skipped, each to a place of its
-    own."""
+    """Return how many sinks a rank has.
+
+    They let all K pairs of a token be skipped, each to a place of its own.
+    """
     return ceil(problem.top_k / problem.parallel.world_size)
 
 

@@ -61,7 +61,10 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     def _agreed(
         self, x_TH: torch.Tensor, routing: Routing, call: Call
     ) -> tuple[Agreement, torch.Tensor, torch.Tensor]:
-        """What ranks told each other, and the slots (int32) and weights of the pairs here."""
+        """Return what ranks told each other, and the slots and weights of the pairs here.
+
+        Slots are int32.
+        """
         nothing = [0] * self.manager.world_size
         agreed = agree(
             self.layer,

@@ -71,7 +71,7 @@ class Slot:
 
 
 def sections(problem: Problem) -> dict[str, Section]:
-    """What of a slot is in the heap, by the fields' names."""
+    """Return what of a slot is in the heap, by the fields' names."""
     scheme, world = problem.scheme, problem.parallel.world_size
     rows, hidden, k = world * problem.tokens, problem.hidden, problem.top_k
     quantised = scheme.quantises_activations
@@ -113,7 +113,7 @@ class Exchange:
     tokens: int
 
     def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
-        """What all kernels take."""
+        """Return what all kernels take."""
         world = self.manager.world_size
         return {
             "flags_ptr": flags,

@@ -207,7 +207,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
 
 
 def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
-    """A slot before its first call: no flag is up, and no row has an expert."""
+    """Make a slot before its first call: no flag is up, and no row has an expert."""
     views["arrived_W"].zero_()
     views["summed_W"].zero_()
     views["ids_RK"].fill_(-1)
@@ -219,7 +219,7 @@ def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
 
 
 def _meaning(problem: Problem) -> str:
-    """What ranks must have in common: the layer, and where its experts are."""
+    """Say what ranks must have in common: the layer, and where its experts are."""
     first = replace(problem.parallel, rank=0)
     shared = replace(problem, parallel=first, local_experts=None)
     return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

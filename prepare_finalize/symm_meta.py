@@ -33,7 +33,7 @@ def problems() -> tuple[Problem, ...]:
 
 
 def launch_all(problem: Problem) -> None:
-    """A dispatch that waits, one that does not and its arrival, and the combine of a rank."""
+    """Launch a dispatch that waits, one that does not and its arrival, and a rank's combine."""
     views: dict[str, Any] = {
         name: _empty(*section.shape, dtype=section.dtype)
         for name, section in sections(problem).items()

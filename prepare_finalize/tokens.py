@@ -29,7 +29,10 @@ def one_scale_for_all(problem: Problem) -> bool:
 
 
 def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
-    """The buffers of `quantise_tokens`; none where the scheme leaves activations as they are."""
+    """Return the buffers of `quantise_tokens`.
+
+    There are none where the scheme leaves activations as they are.
+    """
     if not problem.scheme.quantises_activations:
         return {}
     return quantise_specs("x", problem.scheme, tokens, problem.hidden)
@@ -43,7 +46,9 @@ def quantise_tokens(
     call: Call,
     largest: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The tokens as they are dispatched and their scales: as they are and None if unquantised.
+    """Return the tokens as they are dispatched, and their scales.
+
+    Unquantised tokens are returned as they are, with None for scales.
 
     Takes the buffers of `token_specs`. largest: the greatest magnitude among the
     tokens of all ranks, where one scale serves them all.
@@ -125,7 +130,9 @@ def reduced_rows(
     call: Call,
     reduce: TopKWeightAndReduce,
 ) -> torch.Tensor:
-    """What a rank sends back for the rows that came to it: (R, H), weighted and summed here.
+    """Return what a rank sends back for the rows that came to it: (R, H), summed here.
+
+    The rows are weighted before they are summed.
 
     Takes the buffer "rows_sum" unless the experts left nothing to do.
     """

@@ -125,7 +125,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, All2AllHandle]:
-        """The rows that arrived, as experts take them, and what `sum_rows` needs of that."""
+        """Return the rows that arrived, as experts take them, and what `sum_rows` needs of that."""
         return tokens, handle
 
     def sum_rows(

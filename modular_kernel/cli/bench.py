@@ -158,7 +158,7 @@ class _Cells:
         self.tokens("")
 
     def names(self) -> list[str]:
-        """The models asked for; one empty name for a layer given by its sizes."""
+        """Return the models asked for; one empty name for a layer given by its sizes."""
         if self.options.model is None:
             return [""]
         names: list[str] = []
@@ -179,14 +179,14 @@ class _Cells:
         return token_numbers(text)
 
     def quants(self) -> list[str]:
-        """The schemes asked for; else those of the files, and none for what is no file."""
+        """Return the schemes asked for; else those of the files, and none for what is no file."""
         if self.options.quant is not None:
             return schemes(self.options.quant)
         found = [facts(name).get("quant", "none") if name else "none" for name in self.names()]
         return list(dict.fromkeys(str(quant) for quant in found))
 
     def problem(self, name: str) -> "Problem":
-        """The unquantised problem of a model or of the sizes given."""
+        """Return the unquantised problem of a model or of the sizes given."""
         return replace(self.options, quant="none", model=name or None).problem()
 
     def cells(self) -> "Iterator[Cell]":

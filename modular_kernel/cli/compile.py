@@ -71,7 +71,10 @@ def _print_text(done: "Compiled", *, check: bool) -> None:
 
 
 def _instructions(row: "Row", *, check: bool) -> str:
-    """Counts of a kernel; where a check is all that is asked for, of one that it has counted."""
+    """Write a kernel's counts of instructions.
+
+    Where a check is all that is asked for, they are those of a kernel that it has counted.
+    """
     from modular_kernel.testing.compile import Instructions
 
     counts = row.record.instructions

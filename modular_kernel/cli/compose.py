@@ -124,7 +124,7 @@ def compose(
 def _on_rank(
     rank: int, _world: int, group: Any, problem: "Problem", machine: "Machine", terms: "Terms"
 ) -> "Choice":
-    """What one rank of the pool does; all return the same choice."""
+    """Do what one rank of the pool does; all return the same choice."""
     from modular_kernel.choose.choosing import choose
 
     mine = replace(problem, parallel=replace(problem.parallel, rank=rank))

@@ -26,7 +26,7 @@ def teller(problem: "Problem") -> "Callable[[Bucket], None]":
 
 
 def print_text(choice: "Choice", took: float) -> None:
-    """The choice, and everything about it that a reader should know."""
+    """Print the choice, and everything about it that a reader should know."""
     candidates = choice.candidates
     valid = len(candidates.order)
     count = valid + len(candidates.refused)

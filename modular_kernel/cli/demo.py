@@ -223,7 +223,7 @@ def _available(prepare_finalize: str, experts: str, machine: "Machine") -> bool:
 
 
 def baseline(model: Model) -> Baseline:
-    """What the model's own experts compute, exactly and in its dtype."""
+    """Compute what the model's own experts compute, exactly and in its dtype."""
     import torch
 
     generator = torch.Generator().manual_seed(1)
@@ -239,7 +239,10 @@ def baseline(model: Model) -> Baseline:
 
 
 def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens | None) -> Row:
-    """The model of `base` on the experts implementation of that name; put back afterwards."""
+    """Run the model of `base` on `implementation`, and compare.
+
+    The model's own experts are put back afterwards.
+    """
     import torch
 
     from modular_kernel.integrations.transformers import registration
@@ -279,7 +282,7 @@ def logits(model: Model, ids: "torch.Tensor") -> "torch.Tensor":
 
 
 def greedy_tokens(base: Baseline, count: int = NEW_TOKENS) -> Tokens:
-    """What the model decodes by itself after a prompt: one prefill, then token by token."""
+    """Return what the model decodes by itself after a prompt: one prefill, then token by token."""
     prompt = base.ids[:1, :PROMPT_TOKENS]
     found = base.model.generate(prompt, max_new_tokens=count, do_sample=False)
     return tuple(found[0, PROMPT_TOKENS:].tolist())

@@ -120,7 +120,7 @@ def _nccl() -> str | None:
 
 
 def _nvidia_smi(*words: str) -> str | None:
-    """What nvidia-smi prints; None where it is absent or fails."""
+    """Return what nvidia-smi prints; None where it is absent or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

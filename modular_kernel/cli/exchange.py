@@ -63,7 +63,7 @@ G = TypeVar("G", "Sizes", "Manner")
 
 
 def _filled(options: G, device: str) -> G:
-    """The options, with what is usual on that device where none were given."""
+    """Fill the options that were not given with what is usual on that device."""
     usual = _ON_GPUS if device == "cuda" else _ON_A_CPU
     names = {f.name for f in fields(options)} & usual.keys()
     return replace(options, **{n: usual[n] for n in names if getattr(options, n) is None})

@@ -65,7 +65,7 @@ def _has_cuda_driver() -> bool:
 
 
 def chosen_machine(arch: str | None, device: str | None, packages: str | None) -> "Machine":
-    """This machine, or the one described where any option is given.
+    """Return this machine, or the one described where any option is given.
 
     packages: comma-separated; those importable here if None.
     """

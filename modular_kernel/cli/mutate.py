@@ -123,7 +123,10 @@ def run_mutation(
 
 
 def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: str | None) -> bool:
-    """Returns whether the mutants, put in together, may be called equivalent: no bit differs."""
+    """Print the bits found; return whether the mutants may be called equivalent.
+
+    They were put in together, and are equivalent if no bit differs.
+    """
     from modular_kernel.testing.cases import command
     from modular_kernel.testing.mutation.bits import compare_bits
 
@@ -143,7 +146,10 @@ def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: s
 
 
 def _print_code(idents: list[str], part: str, *, as_json: str | None) -> bool:
-    """Returns whether the mutants, put in together, leave the code of every kernel as it is."""
+    """Print the forms found; return whether the mutants leave all code of kernels as it is.
+
+    They were put in together.
+    """
     from modular_kernel.catalog import load_catalog
     from modular_kernel.testing.mutation.same_code import same_code
     from modular_kernel.testing.mutation.score import mutant_of, mutants_in

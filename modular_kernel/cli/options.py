@@ -91,7 +91,10 @@ class ProblemOptions:
     lora: Annotated[bool, _option("Must take LoRA adapters.", "--lora")] = False
 
     def problem(self) -> "Problem":
-        """The problem these options describe; ConfigurationError names the first bad one."""
+        """Return the problem these options describe.
+
+        ConfigurationError names the first bad option.
+        """
         from modular_kernel.types import Parallel, Problem
 
         values: dict[str, Any] = DEFAULTS | (facts(self.model) if self.model else {})

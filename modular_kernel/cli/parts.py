@@ -48,7 +48,7 @@ def list_parts(as_json: AsJson = None) -> None:
 
 
 def _requires(part: "Part") -> "Requirements | None":
-    """What the part declares; a TopKWeightAndReduce declares nothing."""
+    """Return what the part declares; a TopKWeightAndReduce declares nothing."""
     requires: Requirements | None = getattr(part.cls, "requires", None)
     return requires
 

@@ -137,7 +137,7 @@ def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Mac
 
 
 def file_stem(what: str, problem: "Problem") -> str:
-    """The beginning of a file name: one of its own for everything that is profiled."""
+    """Begin a file name: one of its own for everything that is profiled."""
     case = f"{what.replace(' ', '')}-{problem}"
     name = re.sub(r"[^A-Za-z0-9._=-]", "_", case)
     if name != case or len(name) > _LONGEST_NAME:
@@ -166,7 +166,7 @@ class _Files:
         return self.out / f"{file_stem(names, self.problem)}.profile.{kind}"
 
     def write(self, found: "Profile", record: dict[str, Any]) -> None:
-        """The report as JSON and as HTML."""
+        """Write the report as JSON and as HTML."""
         from modular_kernel.profiling.html import page
 
         text = json.dumps(output.plain(record), indent=1)
@@ -175,7 +175,7 @@ class _Files:
 
 
 def _recorded(job: "Job", host: Host) -> "list[RankRecord]":
-    """What every rank measured."""
+    """Return what every rank measured."""
     from modular_kernel.profiling.record import record_rank
 
     if host.pool is None:
@@ -184,7 +184,7 @@ def _recorded(job: "Job", host: Host) -> "list[RankRecord]":
 
 
 def _read(job: "Job", records: "list[RankRecord]", files: _Files) -> "Profile":
-    """The traces read back, checked and merged, and the profile that they make."""
+    """Read the traces back, check and merge them, and return the profile that they make."""
     from modular_kernel.profiling.chrome import merged, read_trace
     from modular_kernel.profiling.report import profile_of
 
@@ -203,7 +203,7 @@ def _read(job: "Job", records: "list[RankRecord]", files: _Files) -> "Profile":
 
 
 def _show(found: "Profile", files: _Files) -> None:
-    """The tables, what stands out of them, and where everything was written."""
+    """Print the tables, what stands out of them, and where everything was written."""
     from modular_kernel.profiling import words
 
     for name, text in words.facts(found):

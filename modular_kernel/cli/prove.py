@@ -185,7 +185,10 @@ def _single_case(
 def _jobs(
     host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
 ) -> list[Job]:
-    """A job for each pair that the names leave and that has a case; a named pair must have one."""
+    """List a job for each pair that the names leave and that has a case.
+
+    A named pair must have one.
+    """
     from modular_kernel.catalog import load_catalog
 
     catalog = load_catalog()

@@ -81,7 +81,7 @@ class Host:
 
 @contextmanager
 def host_of(world_size: int | None, backend: str | None) -> Iterator[Host]:
-    """This machine with a pool of `world_size` ranks, if that is more than one; then closed.
+    """Have this machine, with a pool of `world_size` ranks if that is more than one; then close it.
 
     backend: None takes GPUs where there are enough of them, and says so where there are not.
     """
@@ -115,7 +115,10 @@ def pool_of(world_size: int, backend: str | None) -> "RankPool":
 
 
 def over_ranks(case: "Case", rank_tokens: str | None) -> "RankCase":
-    """The case, each rank with its tokens: as many as the problem has, or as the text says."""
+    """Give each rank of the case its tokens.
+
+    They are as many as the problem has, or as the text says.
+    """
     from modular_kernel.testing.cases_ranks import RankCase
 
     problem = case.problem

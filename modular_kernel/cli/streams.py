@@ -40,7 +40,7 @@ class _Stream:
         return self._stream is not None and not self._stream.closed and self._stream.isatty()
 
     def _failed(self, error: Exception) -> None:
-        """A note that cannot be written is dropped."""
+        """Drop a note that cannot be written."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

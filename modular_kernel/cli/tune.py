@@ -66,7 +66,7 @@ class Search:
     ] = None
 
     def tokens(self, options: ProblemOptions) -> tuple[int, ...]:
-        """The numbers of tokens asked for, or all."""
+        """Return the numbers of tokens asked for, or all."""
         if self.tokens_list is None:
             return _TOKENS if options.tokens is None else (options.tokens,)
         return token_numbers(self.tokens_list)
@@ -130,7 +130,10 @@ def tune(
 
 
 def _problems(options: ProblemOptions) -> "list[tuple[str, Problem]]":
-    """The layers that --model names, or the one of the other options, in every scheme asked for."""
+    """List the layers that --model names, or the one of the other options.
+
+    Each is in every scheme asked for.
+    """
     names: list[str | None] = [None]
     if options.model is not None:
         words = options.model.split(",")
@@ -185,7 +188,10 @@ def _valid(
 
 
 def _pair(problem: "Problem", machine: "Machine", pf: str | None, experts: str | None) -> "Pair":
-    """The first valid pair that the names leave; IncompatibleError with all reasons if none is."""
+    """Return the first valid pair that the names leave.
+
+    Raise IncompatibleError with all reasons if none is.
+    """
     from modular_kernel.catalog import check, load_catalog
     from modular_kernel.tuning.compiled import Pair
 
@@ -274,7 +280,10 @@ class _Share:
 def _tune_layer(
     layer: Layer, search: Search, share: _Share, compiler: "Compiler", bar: Bar
 ) -> "list[Tuned]":
-    """What was tuned: the first of the layer's numbers of tokens, as far as the budget went."""
+    """Tune the first of the layer's numbers of tokens, as far as the budget goes.
+
+    Return what was tuned.
+    """
     from modular_kernel.tuning.measured import Measured
     from modular_kernel.tuning.search import Job, tune
 

@@ -21,7 +21,7 @@ Trace = dict[str, Any]
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file; ConfigurationError if it is no Chrome trace."""
+    """Read the trace in a file; raise ConfigurationError if it is no Chrome trace."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -35,7 +35,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def faults(trace: object) -> list[str]:
-    """What of a parsed trace is not as the format says; nothing if all is."""
+    """List what of a parsed trace is not as the format says; nothing if all is."""
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["no object with a list of traceEvents"]
     found = []
@@ -107,7 +107,7 @@ def _of_rank(events: Sequence[Event], rank: int, name: str, later_us: float) -> 
 
 
 def _labels(events: Sequence[Event]) -> dict[tuple[str, str], str]:
-    """What threads, and under "" as a thread processes, are called."""
+    """Return what threads, and under "" as a thread processes, are called."""
     found = {}
     for event in events:
         if event["ph"] != "M":

@@ -120,7 +120,10 @@ def calls_of(events: Sequence[Event], *, on_gpu: bool) -> list[CallTimes]:
 
 
 def middle(calls: Sequence[CallTimes]) -> CallTimes:
-    """The call with the median span: stages of one call add up, medians of stages need not."""
+    """Return the call with the median span.
+
+    Stages of one call add up; medians of stages need not.
+    """
     if not calls:
         need = f"a range {stages.CALL} around each call"
         raise ConfigurationError("trace", got="no call in it", need=need)
@@ -179,7 +182,10 @@ def _work(events: Iterable[Event], ranges: Sequence[_Range]) -> list[_Work]:
 
 
 def _innermost(ranges: Sequence[_Range], moment: float, thread: tuple[Any, Any]) -> _Range | None:
-    """The last range entered and not left; of another thread only if none of its own is open."""
+    """Return the last range entered and not left.
+
+    One of another thread is taken only if none of its own is open.
+    """
     holding = [each for each in ranges if each.start <= moment <= each.end]
     own = [each for each in holding if each.thread == thread]
     in_calls = own or [each for each in holding if each.call is not None]

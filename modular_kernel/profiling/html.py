@@ -33,7 +33,7 @@ svg .label { text-anchor: end; } svg .floor { stroke: var(--ink); stroke-width: 
 
 
 def page(profile: Profile) -> str:
-    """The whole document."""
+    """Write the whole document."""
     title = " against ".join(pair.pairing for pair in profile.pairs)
     body = [
         f"<h1>{escape(title)}</h1>",

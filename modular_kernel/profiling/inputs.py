@@ -29,7 +29,9 @@ class Inputs:
 def make_inputs(
     problem: Problem, device: torch.device, kind: RoutingKind, *, replicated: bool
 ) -> Inputs:
-    """Normal x, weights over the root of the fan-in, routing of a kind; the same in every run.
+    """Draw normal x, weights over the root of the fan-in, and routing of a kind.
+
+    They are the same in every run.
 
     problem: the rank's own. replicated: every rank passes the same tokens. ConfigurationError for
     a problem without tokens.

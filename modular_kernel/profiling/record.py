@@ -179,7 +179,7 @@ class _Bench:
         self.clock = clock_of(device)
 
     def run(self) -> tuple[tuple[Recorded, ...], list[torch.Tensor]]:
-        """What was recorded of each pairing, and its output."""
+        """Record each pairing; return what was recorded, and its output."""
         made = [self._made(*pair) for pair in self.job.pairs]
         outputs = [output for _, _, output in made]
         calls = [partial(self._call, plan) for plan, _, _ in made]
@@ -208,7 +208,10 @@ class _Bench:
         return torch_twins(wanted=not needs_triton(*parts))
 
     def _made(self, pf: str, experts: str) -> tuple[Plan, Memory, torch.Tensor]:
-        """A plan after calls that compile and load everything, and what the first one returned."""
+        """Return a plan after calls that compile and load everything.
+
+        With it come its memory and what the first call returned.
+        """
         before = self._allocated(reset=True)
         kernel = make_kernel(pf, experts, self.problem, group=self.group, machine=self.job.machine)
         plan, given = kernel.plan(), self.inputs
@@ -297,7 +300,10 @@ class _Bench:
         return self._largest(self.clock.ms(start, end)) / 1e3
 
     def _trace(self, plan: Plan, load: _Load, path: Path) -> None:
-        """A Chrome trace of some eager calls. The step before it pays for the profiler itself."""
+        """Write a Chrome trace of some eager calls.
+
+        The step before it pays for the profiler itself.
+        """
         call, pause = partial(self._call, plan), self._pause(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
         with torch.profiler.profile(
@@ -311,7 +317,7 @@ class _Bench:
                 profiler.step()
 
     def _queue(self, call: Callable[[], torch.Tensor], load: _Load, pause: float) -> None:
-        """The calls to trace, behind a time of the GPU in which the host queues them all."""
+        """Make the calls to trace, behind a time of the GPU in which the host queues them all."""
         for _ in range(_BARRIERS):
             with record_function(BARRIER):
                 self._barrier()

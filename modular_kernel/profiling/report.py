@@ -215,7 +215,7 @@ def _layer_floor(record: RankRecord, problem: Problem) -> Floor:
 
 
 def _missing(pairs: Sequence[PairProfile], machine: Machine, link: float | None) -> list[str]:
-    """What a reader might look for in vain."""
+    """List what a reader might look for in vain."""
     found = []
     if machine.device != "cuda":
         found.append(

@@ -84,7 +84,7 @@ def against(first: RankProfile, second: RankProfile) -> str:
 
 
 def timeline(call: CallTimes) -> str:
-    """The call on the host and on the device, each from its own first moment."""
+    """Draw the call on the host and on the device, each from its own first moment."""
     lanes = [("host", [span for span in call.ranges if span.stage != stages.CALL])]
     if call.work:
         lanes.append(("device", list(call.work)))

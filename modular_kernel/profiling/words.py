@@ -20,7 +20,7 @@ COMPARED = ("stage", "A us", "B us", "B - A us", "B / A")
 
 
 def name_of(row: StageRow) -> str:
-    """What the row is called: "(rest of experts)" for what is in no stage."""
+    """Return what the row is called: "(rest of experts)" for what is in no stage."""
     if row.stage == NOWHERE:
         return "(launch unknown)"
     plain = row.stage.removeprefix(stages.PREFIX)
@@ -75,7 +75,7 @@ def number(value: float | None) -> str:
 
 
 def sentences(pair: PairProfile) -> list[str]:
-    """What stands out of a pairing, on its slowest rank."""
+    """Say what stands out of a pairing, on its slowest rank."""
     rank = pair.slowest
     where = f" (rank {rank.rank}, the slowest of {len(pair.ranks)})" if len(pair.ranks) > 1 else ""
     return [line for line in (

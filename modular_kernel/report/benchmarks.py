@@ -69,7 +69,7 @@ def _origin(report: Report) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> Table:
-    """A row for each shape and number of tokens, a column for each layer."""
+    """Return a table: a row for each shape and number of tokens, a column for each layer."""
     names = list(dict.fromkeys(label(row) for row in rows))
     columns = ["shape", "T", "floor", *names, *_RATIOS]
     lines = []

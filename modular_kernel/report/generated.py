@@ -61,7 +61,7 @@ def _parts(catalog: Catalog) -> list[str]:
 
 
 def stale(catalog: Catalog, docs: Path) -> list[Stale]:
-    """What `write` would change, by path."""
+    """List what `write` would change, by path."""
     return _compared(generated(catalog, docs), docs)
 
 

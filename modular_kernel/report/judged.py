@@ -80,14 +80,17 @@ class Reason:
 
 
 def built_in(catalog: Catalog) -> Catalog:
-    """The parts of this distribution alone: what else is installed must not change the docs."""
+    """Return the parts of this distribution alone.
+
+    What else is installed must not change the docs.
+    """
     return Catalog(tuple(p for p in catalog.parts if p.origin.startswith(_DISTRIBUTION)))
 
 
 def furnished(
     machine: Machine, *parts: type[PrepareAndFinalize | PermuteExpertsUnpermute]
 ) -> Machine:
-    """The machine with all the packages that these parts ask for, and none besides.
+    """Return the machine with all the packages that these parts ask for, and none besides.
 
     Two parts may want packages that exclude each other, so there is no machine with all of them.
     """
@@ -119,7 +122,7 @@ def judged_matrix(
 
 
 def _ranks(problem: Problem, quant: str, world_size: int) -> list[Problem]:
-    """The problem as each rank sees it."""
+    """Return the problem as each rank sees it."""
     ranks = [Parallel(world_size, "linear", rank) for rank in range(world_size)]
     return [replace(problem, quant=quant, parallel=parallel) for parallel in ranks]
 
@@ -154,7 +157,7 @@ Rectangle = tuple[tuple[tuple[str, str], ...], tuple[int, ...], tuple[str, ...]]
 
 
 def _rectangles(at: dict[tuple[tuple[str, str], int], list[str]]) -> list[Rectangle]:
-    """The places as products of pairs, ranks and schemes."""
+    """Group the places into products of pairs, ranks and schemes."""
     pairs_of: dict[tuple[tuple[str, ...], int], list[tuple[str, str]]] = {}
     for (pair, size), quants in at.items():
         pairs_of.setdefault((tuple(quants), size), []).append(pair)

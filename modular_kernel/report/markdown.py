@@ -19,7 +19,10 @@ _NOTICE = "<!-- Made by `mk report --write`: change what it is made from, not th
 
 
 def markdown(document: Document, *, figures: str) -> str:
-    """The whole file. figures: the folder of drawings, as seen from the file."""
+    """Write the whole file.
+
+    figures: the folder of drawings, as seen from the file.
+    """
     return "\n\n".join([_NOTICE, *(_block(block, figures) for block in document)]) + "\n"
 
 
@@ -40,7 +43,7 @@ def _block(block: Block, figures: str) -> str:
 
 
 def _wrapped(text: str, *, indent: str = "") -> str:
-    """A word is never broken: it may be a name or a path."""
+    """Wrap the text and never break a word: it may be a name or a path."""
     return fill(
         text,
         _WIDTH,

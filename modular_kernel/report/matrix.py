@@ -223,7 +223,7 @@ def _between(matrix: Matrix, named: list[tuple[str, ...]]) -> str:
 
 
 def _where(matrix: Matrix, reason: Reason) -> str:
-    """What part of the matrix a reason holds for; nothing if all that its parties are in."""
+    """Say what part of the matrix a reason holds for; nothing if all that its parties are in."""
     parts = {name for pair in matrix.pairs for name in pair}
     named = parts & set(reason.rejection.parties)
     words = []

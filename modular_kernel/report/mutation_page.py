@@ -67,7 +67,7 @@ def mutation_document(
 
 
 def _missing(scores: tuple[Record, ...], parts: Sequence[str]) -> tuple[Block, ...]:
-    """The parts that have no score."""
+    """List the parts that have no score."""
     measured = {score["part"] for score in scores}
     names = [f"`{name}`" for name in parts if name not in measured]
     if not names:
@@ -80,7 +80,7 @@ def _said(known: dict[str, str], key: str) -> tuple[Block, ...]:
 
 
 def _written(path: Path, known: dict[str, str]) -> tuple[Block, ...]:
-    """What becomes of defects written by hand, by level."""
+    """Say what becomes of defects written by hand, by level."""
     if not path.is_file():
         return ()
     found: dict[str, Record] = json.loads(path.read_text(encoding="utf-8"))

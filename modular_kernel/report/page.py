@@ -40,7 +40,7 @@ _CODE = re.compile(r"(`[^`]+`)")
 
 
 def page(title: str, document: Document) -> str:
-    """The whole file, with a table of contents."""
+    """Write the whole file, with a table of contents."""
     contents, body = [], []
     for number, block in enumerate(document):
         body.append(_block(block, _anchor(number)))
@@ -91,7 +91,7 @@ def _cells(table: Table, row: Sequence[str]) -> str:
 
 
 def _verdict(text: str) -> str:
-    """The colour of a cell that says whether something is possible."""
+    """Return the colour of a cell that says whether something is possible."""
     first = text.partition(":")[0]
     return {"yes": "yes", "no": "no"}.get(first, "")
 

@@ -49,7 +49,7 @@ def _read(path: Path) -> Report | None:
 
 
 def _of_layers(found: dict[str, Any]) -> Report:
-    """A row for each layer in a cell; ours are named mk_*."""
+    """Read a row for each layer in a cell; ours are named mk_*."""
     shapes = found.get("shapes", {})
     device = found["device"]
     environment = {**device, "device": device["name"], "date": found["date"]}
@@ -83,7 +83,7 @@ def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
 
 
 def _of_schemes(found: list[Any]) -> Report:
-    """A row for each scheme in a cell, all of them ours, without a floor."""
+    """Read a row for each scheme in a cell, all of them ours, without a floor."""
     rows = [
         Row(
             shape=cell["shape"],

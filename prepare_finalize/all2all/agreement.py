@@ -154,7 +154,10 @@ def _same(manager: TorchGroup, fields: list[list[int]], step: int) -> None:
 
 
 def _bounded(manager: TorchGroup, rest: list[list[int]], most: int, step: int) -> None:
-    """What peers say is not trusted with memory before it was looked at."""
+    """Raise CommunicationError for counts out of bounds.
+
+    What peers say is not trusted with memory before it was looked at.
+    """
     peers = [
         rank
         for rank, (tokens, *rows, _) in enumerate(rest)

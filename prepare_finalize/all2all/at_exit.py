@@ -19,7 +19,7 @@ _aside: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
 def run_aside(function: Callable[[], object]) -> threading.Thread:
-    """`function` in a thread of its own, which may be left to itself."""
+    """Run `function` in a thread of its own, which may be left to itself."""
     thread = threading.Thread(target=function, daemon=True)
     _aside.add(thread)
     thread.start()

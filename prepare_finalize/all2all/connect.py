@@ -33,9 +33,9 @@ def deadline_of(deadline_s: Any) -> float:
 
 
 def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
-    """A communicator of its own over `store`: gloo for "cpu", NCCL for "cuda".
+    """Open a communicator of its own over `store`: gloo for "cpu", NCCL for "cuda".
 
-    RuntimeError if a rank stays away for `deadline_s`; over NCCL at least half a minute.
+    Raise RuntimeError if a rank stays away for `deadline_s`; over NCCL at least half a minute.
     """
     if device == "cpu":
         return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
@@ -54,7 +54,10 @@ def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: f
 
 
 def in_time(function: Callable[[], R], seconds: float) -> R:
-    """What `function` returns, or RuntimeError after `seconds`; it is left to itself then."""
+    """Return what `function` returns, or raise RuntimeError after `seconds`.
+
+    The function is left to itself then.
+    """
     results: list[R] = []
     errors: list[RuntimeError] = []
 
@@ -73,7 +76,7 @@ def in_time(function: Callable[[], R], seconds: float) -> R:
 
 
 def meeting_place(store: Store, rank: int, world_size: int) -> str:
-    """The keys under which ranks meet that now make a manager; each of them finds the same.
+    """Return the keys under which ranks that now make a manager meet; each finds the same.
 
     Ranks count their attempts. A rank that missed one, because it was refused before it came so
     far, joins the latest of the others, unless that has failed.
@@ -97,7 +100,10 @@ def _number(key: str, value: bytes) -> int:
 
 
 def store_at_new_place(group: dist.ProcessGroup, deadline_s: float) -> Store:
-    """The group's store below the keys of a new meeting; RuntimeError without an answer in time."""
+    """Return the group's store below the keys of a new meeting.
+
+    Raise RuntimeError without an answer in time.
+    """
     store = distributed_c10d._get_process_group_store(group)
     place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
     return PrefixStore(place, store)
@@ -122,7 +128,10 @@ def member_group(group: object | None) -> dist.ProcessGroup:
 
 
 def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
-    """The device type that the group's backends serve, a GPU first; ConfigurationError if none."""
+    """Return the device type that the group's backends serve, a GPU first.
+
+    Raise ConfigurationError if there is none.
+    """
     config = dist.get_backend_config(group)
     backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
     served = [device for device in ("cuda", "cpu") if backends.get(device) == BACKENDS[device]]

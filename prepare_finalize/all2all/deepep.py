@@ -44,8 +44,10 @@ _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
 
 
 def load_deepep(generation: int) -> Any:
-    """The module deep_ep. generation: 1 (Buffer) or 2 (ElasticBuffer). ConfigurationError if it is
-    absent, cannot be loaded, or is of the other generation."""
+    """Import the module deep_ep of a generation: 1 (Buffer) or 2 (ElasticBuffer).
+
+    Raise ConfigurationError if it is absent, cannot be loaded, or is of the other generation.
+    """
     wanted, need = _GENERATIONS[generation]
     try:
         library = import_module("deep_ep")
@@ -134,17 +136,22 @@ class DeepEPGroup:
         self._meeting.agree(facts)
 
     def high_throughput(self, hidden: int) -> "HighThroughput":
-        """The buffer of the kernels for many tokens, for rows of `hidden` bfloat16 values."""
+        """Return the buffer of the kernels for many tokens.
+
+        Its rows are of `hidden` bfloat16 values.
+        """
         return self._kept(("high throughput", hidden), lambda: self._make_high_throughput(hidden))
 
     def low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
-        """The buffer of the kernels for few tokens: at most `tokens` of a rank, with `experts` of
-        the model, as many on each rank."""
+        """Return the buffer of the kernels for few tokens.
+
+        It serves at most `tokens` of a rank, with `experts` of the model, as many on each rank.
+        """
         sizes = tokens, hidden, experts
         return self._kept(("low latency", *sizes), lambda: self._make_low_latency(*sizes))
 
     def elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
-        """The second generation's buffer, for at most `tokens` of a rank."""
+        """Return the second generation's buffer, for at most `tokens` of a rank."""
         sizes = tokens, hidden, top_k
         return self._kept(("elastic", *sizes), lambda: self._make_elastic(*sizes))
 
@@ -262,7 +269,10 @@ def no_queue_pairs(got: str) -> ConfigurationError:
 
 
 def _config(kind: Any, method: str, world_size: int, num_sms: int | None) -> Any:
-    """The library's configuration, with `num_sms` if given: it takes that from its class."""
+    """Return the library's configuration, with `num_sms` if given.
+
+    The library takes `num_sms` from the configuration's class.
+    """
     before = kind.num_sms
     try:
         if num_sms is not None:

@@ -86,7 +86,7 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
         return self.world_size * self.slots
 
     def pair_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """The buffers of `pairs`."""
+        """Return the buffers of `pairs`."""
         shape = (tokens, self.problem.top_k)
         return {
             "pair_numbers": BufferSpec(shape, self.ids_dtype),
@@ -94,7 +94,7 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
         }
 
     def pairs(self, routing: Routing, call: Call, *, join: bool, factor: float = 1.0) -> Pairs:
-        """The pairs of a call, and where their numbers and weights are written."""
+        """Return the pairs of a call, and where their numbers and weights are written."""
         ids_TK, take = routing.topk_ids_TK, call.workspace.take
         return Pairs(
             routing,
@@ -114,7 +114,7 @@ class DeepEPRowsPart(DeepEPPart):
     makes_output = True
 
     def row_specs(self, tokens: int, rows: int) -> dict[str, BufferSpec]:
-        """The buffers of a part that quantises its tokens, and sums the `rows` that come."""
+        """Return the buffers of a part that quantises its tokens, and sums the `rows` that come."""
         problem = self.problem
         return {
             **token_specs(problem, tokens),
@@ -145,7 +145,7 @@ class DeepEPRowsPart(DeepEPPart):
 
 
 def _shared(part: str, problem: Problem) -> dict[str, object]:
-    """What ranks must have in common, by name."""
+    """Return what ranks must have in common, by name."""
     names = (
         "tokens",
         "hidden",

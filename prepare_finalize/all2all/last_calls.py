@@ -98,7 +98,7 @@ class FailureBoard:
 
 
 def _record(told: bytes) -> dict[str, Any] | None:
-    """What a rank posted; None where somebody else has written there."""
+    """Read what a rank posted; None where somebody else has written there."""
     try:
         record = json.loads(told)
     except ValueError:
@@ -117,7 +117,7 @@ def failure_key(rank: int) -> str:
 def culprits(
     rank: int, world_size: int, failed: Mapping[int, Mapping[str, Any]], deadline_s: float
 ) -> tuple[tuple[int, ...], str]:
-    """The ranks to look at, and why, by what every rank published after a failure.
+    """Return the ranks to look at, and why, by what every rank published after a failure.
 
     First those that broke off a call; then those that published nothing; then those in an earlier
     exchange than others; then those that came to it late. If that is this rank alone, those that

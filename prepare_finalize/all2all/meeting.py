@@ -25,7 +25,10 @@ class Meeting:
         self._deadline_s, self._round = deadline_s, 0
 
     def tell(self, facts: Facts) -> tuple[dict[str, str], ...]:
-        """What every rank told, by rank, as text. CommunicationError names who stayed away."""
+        """Tell `facts`; return what every rank told, by rank, as text.
+
+        CommunicationError names who stayed away.
+        """
         self._round += 1
         until = time.monotonic() + self._deadline_s
         told = json.dumps({name: str(value) for name, value in facts.items()})

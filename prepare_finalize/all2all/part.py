@@ -106,14 +106,16 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             self.manager.destroy()
 
     def tables(self, device: torch.device) -> PlacementTables:
-        """The placement on `device`."""
+        """Return the placement on `device`."""
         if device not in self._tables:
             self._tables[device] = self.problem.placement.tables(device)
         return self._tables[device]
 
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
-        """The numbers of experts, and of sinks, for ids on `device`: ranks take turns with the
-        copies of an expert."""
+        """Assign numbers to experts, and to sinks, for ids on `device`.
+
+        Ranks take turns with the copies of an expert.
+        """
         return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
 
     def prepare(
@@ -153,7 +155,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         return not (quantises(self.problem, call) and one_scale_for_all(self.problem))
 
     def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
-        """This rank's share of what one scale for all ranks' tokens is computed from, (1,)."""
+        """Return this rank's share of what one scale for all ranks' tokens is made from, (1,)."""
         if self.largest_is_local(call):
             return None
         if x_TH.numel() == 0:
@@ -272,7 +274,7 @@ class RowBuffers:
         self.problem = problem
 
     def layout(self, *, quantised: bool) -> RowLayout:
-        """What a row holds; scales only where each row has its own."""
+        """Return what a row holds; scales only where each row has its own."""
         problem, scales = self.problem, 0
         if quantised and problem.scheme.activation_granularity != "tensor":
             scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
@@ -291,7 +293,10 @@ class RowBuffers:
         return max(plain, self.layout(quantised=True).nbytes)
 
     def specs(self, rows: int) -> dict[str, BufferSpec]:
-        """The buffers of `unpack`, of the experts' sums and of the combine, for `rows` arriving."""
+        """Return the buffers of `unpack`, the experts' sums and the combine.
+
+        They are for `rows` arriving.
+        """
         problem = self.problem
         hidden, k = problem.hidden, problem.top_k
         specs = {
@@ -307,7 +312,7 @@ class RowBuffers:
         return specs
 
     def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "Unpacked":
-        """The sections of packed rows, one block behind another, each contiguous."""
+        """Return the sections of packed rows, one block behind another, each contiguous."""
         quantised = quantises(self.problem, call)
         layout, rows = self.layout(quantised=quantised), sum(map(len, blocks))
         hidden, k = self.problem.hidden, self.problem.top_k

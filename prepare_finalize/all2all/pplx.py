@@ -56,7 +56,7 @@ class PplxShape:
     scale_bytes: int
 
     def device_bytes(self, world_size: int) -> int:
-        """What the library allocates on each rank, its small tables apart."""
+        """Return the bytes that the library allocates on each rank, its small tables apart."""
         dispatched = -(-(self.row_bytes + self.scale_bytes + 4) // 16) * 16
         row = max(dispatched, 4 * self.hidden)
         return self.max_tokens * (self.slots // world_size) * row * world_size
@@ -152,7 +152,7 @@ class PplxGroup:
         return exchange
 
     def give_back(self, exchange: PplxExchange) -> None:
-        """The call that took it has combined."""
+        """Free the exchange: the call that took it has combined."""
         exchange.busy = False
 
     def destroy(self) -> None:
@@ -176,7 +176,7 @@ class PplxGroup:
             self._communicator.close()
 
     def _connect(self, store: Any, deadline_s: float) -> None:
-        """A gloo group that the library finds by name."""
+        """Make a gloo group that the library finds by name."""
         try:
             backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
         except RuntimeError as error:
@@ -223,7 +223,10 @@ class PplxGroup:
 
 
 def load_library() -> Any:
-    """The package pplx_kernels; ConfigurationError with the reason if it cannot be used."""
+    """Import the package pplx_kernels.
+
+    Raise ConfigurationError with the reason if it cannot be used.
+    """
     try:
         import pplx_kernels
     except ImportError as error:

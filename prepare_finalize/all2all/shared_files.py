@@ -13,7 +13,9 @@ _IN_MEMORY = Path("/dev/shm")
 
 
 def share_file(meeting: Meeting, rank: int, nbytes: int, value: int) -> list[torch.Tensor]:
-    """A block of each rank, (nbytes,) uint8 filled with `value`, mapped here; by rank. Collective.
+    """Share a block of each rank, (nbytes,) uint8 filled with `value`.
+
+    Collective. The blocks are mapped here, and returned by rank.
 
     The files are gone when this returns; the memory lives as long as the tensors.
     """

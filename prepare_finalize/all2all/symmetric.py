@@ -59,7 +59,7 @@ class Heap:
     kept: tuple[object, ...]  # what must live as long as the mappings
 
     def sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
-        """Views of consecutive sections from byte `start` on."""
+        """Return views of consecutive sections from byte `start` on."""
         views = {}
         for name, section in layout.items():
             raw = self.bytes_N[start : start + section.nbytes]
@@ -113,7 +113,9 @@ class SymmetricGroup:
         return int(self.deadline_s * 1e9)
 
     def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], None]) -> Heap:
-        """New memory, all bytes 0xFF. Collective; ranks must pass equal nbytes and meaning.
+        """Allocate new memory, all bytes 0xFF.
+
+        Collective; ranks must pass equal nbytes and meaning.
 
         meaning: what the memory is for. begin: writes what must be there before another rank may
         write. CommunicationError on every rank if ranks disagree, or stay away for the deadline.
@@ -161,7 +163,7 @@ class SymmetricGroup:
         check_served(device, self.device)
 
     def next_step(self) -> int:
-        """Number of the call that begins now; every rank counts alike."""
+        """Return the number of the call that begins now; every rank counts alike."""
         self.check_open()
         self.step += 1
         return self.step
@@ -182,7 +184,7 @@ class SymmetricGroup:
         self.check_open()
 
     def _from(self, word: int) -> CommunicationError:
-        """What kernels/signals.py wrote: phase, missing ranks as bits, and a number."""
+        """Explain what kernels/signals.py wrote: phase, missing ranks as bits, and a number."""
         bits = (word >> 32) & 0xFFFFFF
         peers = [rank for rank in range(self.world_size) if bits >> rank & 1]
         got = f"no flag of call {word & 0xFFFFFFFF} from rank(s) {', '.join(map(str, peers))}"

@@ -120,13 +120,15 @@ class TorchGroup:
         check_served(device, self.device)
 
     def next_layer(self) -> int:
-        """Number of the part that is made now; every rank makes them in one order."""
+        """Return the number of the part that is made now; every rank makes them in one order."""
         self.layers += 1
         return self.layers
 
     def next_step(self, layer: int = 0, call: int = 0) -> int:
-        """Number of the call that begins now; every rank counts alike. layer, call: what errors
-        name it by."""
+        """Return the number of the call that begins now; every rank counts alike.
+
+        layer, call: what errors name it by.
+        """
         self._check_open()
         self.step += 1
         self._called[self.step] = layer, call
@@ -167,7 +169,7 @@ class TorchGroup:
         )
 
     def tell(self, given: torch.Tensor, *, step: int, why: str) -> None:
-        """This rank's share of an all-gather of counts that it does not wait for."""
+        """Give this rank's share to an all-gather of counts, and do not wait for it."""
         out = given.new_empty(self.world_size * given.numel())
         self._told = self.all_gather(out, given, step=step, phase="counts")
         self.last_calls.end(self._told.record, f"refused: {why}")
@@ -187,7 +189,7 @@ class TorchGroup:
     def disagreement(
         self, got: str, need: str, *, step: int, peers: Sequence[int]
     ) -> CommunicationError:
-        """What a rank raises that learnt from the counts that the call cannot go on.
+        """Return the error of a rank that learnt from the counts that the call cannot go on.
 
         Every rank learns the same, so nobody waits and the manager goes on serving.
         """
@@ -206,7 +208,7 @@ class TorchGroup:
         return error
 
     def write_last_calls(self, path: str | Path) -> None:
-        """This rank's last exchanges as JSON lines."""
+        """Write this rank's last exchanges as JSON lines."""
         self.last_calls.write(path)
 
     def destroy(self) -> None:
@@ -318,6 +320,6 @@ class Exchange:
 
 
 def in_short(error: RuntimeError) -> str:
-    """The first sentence, without the place in torch's sources."""
+    """Return the first sentence, without the place in torch's sources."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]
