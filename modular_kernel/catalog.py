@@ -91,7 +91,7 @@ class Catalog:
     broken: tuple[Broken, ...] = ()
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """Names of one kind that stand for exactly one class, in the order found."""
+        """Return the names of one kind that stand for exactly one class, in the order found."""
         names = [part.name for part in self.parts if part.kind == kind]
         return tuple(name for name in dict.fromkeys(names) if names.count(name) == 1)
 
@@ -221,7 +221,7 @@ def _offer(entry: EntryPoint) -> Offer:
 
 
 def packages_of(catalog: Catalog) -> frozenset[str]:
-    """Every optional package that some part requires."""
+    """Return every optional package that some part requires."""
     declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
     return frozenset(p for requires in declared if requires for p in requires.packages)
 

@@ -57,12 +57,15 @@ class Judged:
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        """Rules of this part alone that `requires` has no word for; the rule is named after it."""
+        """Return rejections by rules that `requires` has no word for.
+
+        Such a rule is this part's alone, and is named after it.
+        """
         return ()
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        """Inside it, in this thread, choose launches as on `machine`, which need not be here."""
+        """Have launches chosen, in this thread, as on `machine`, which need not be here."""
         return nullcontext()
 
     @classmethod
@@ -110,16 +113,18 @@ class PrepareAndFinalize(Judged, ABC):
         return self.requires.topk_indices_dtype
 
     def max_num_tokens_per_rank(self) -> int | None:
-        """Most tokens one call may pass, CapacityError above; None if the part has no bound of its
-        own, so that only the kernel's problem.tokens holds."""
+        """Return the most tokens one call may pass, CapacityError above.
+
+        None if the part has no bound of its own, so that only the kernel's problem.tokens holds.
+        """
         return self.requires.max_tokens
 
     def num_dispatchers(self) -> int:
-        """Ranks whose tokens may arrive here."""
+        """Return the number of ranks whose tokens may arrive here."""
         return self.problem.parallel.world_size
 
     def has_prepare_no_receive(self) -> bool:
-        """Whether `prepare_no_receive` is implemented."""
+        """Tell whether `prepare_no_receive` is implemented."""
         return self.requires.asynchronous
 
     @abstractmethod
@@ -131,7 +136,7 @@ class PrepareAndFinalize(Judged, ABC):
 
     @abstractmethod
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
-        """Buffers that prepare and finalize take from the workspace, by name."""
+        """Return the buffers that prepare and finalize take from the workspace, by name."""
 
     @abstractmethod
     def prepare(
@@ -150,19 +155,24 @@ class PrepareAndFinalize(Judged, ABC):
         raise UnsupportedError("prepare_no_receive", got=name, need="a part declared asynchronous")
 
     def expert_output(self, handle: Handle) -> torch.Tensor:
-        """Where the experts of this call write their sums, if `keeps_expert_output`."""
+        """Return where the experts of this call write their sums, if `keeps_expert_output`."""
         name = type(self).__name__
         need = "a part that keeps the experts' output"
         raise UnsupportedError("expert_output", got=name, need=need)
 
     def refuse(self, error: Exception) -> None:  # most have nobody to tell
-        """Tell the other ranks, without waiting for them, that this one refuses its call with
-        `error`: nothing of the call was exchanged. They raise CommunicationError, and all serve on.
+        """Tell the other ranks, without waiting for them, that this one refuses its call.
+
+        Because of `error` nothing of the call was exchanged. They raise CommunicationError, and all
+        serve on.
         """
 
     def abandon(self, error: Exception) -> None:  # most have nobody to tell
-        """Serve no more, and let the other ranks see it: a call that was begun with them will not
-        be finished because of `error`. Not for a CommunicationError: all ranks know of that."""
+        """Serve no more, and let the other ranks see it.
+
+        A call that was begun with them will not be finished because of `error`. Not for a
+        CommunicationError: all ranks know of that.
+        """
 
     def check(self) -> None:  # most have raised already
         """Wait for the device, and raise what went wrong there in calls that have returned."""
@@ -176,15 +186,20 @@ class PrepareAndFinalize(Judged, ABC):
         reduce: TopKWeightAndReduce,
         out: torch.Tensor,
     ) -> None:
-        """Combine into `out` (T, H) or (T, K, H), applying `reduce`, or a substitute if it
-        delegates. `handle` must come from the prepare of the same call."""
+        """Combine into `out` (T, H) or (T, K, H), applying `reduce`.
+
+        A part applies a substitute if `reduce` delegates. `handle` must come from the prepare of
+        the same call.
+        """
 
     def combined(
         self, expert_output: torch.Tensor, *, handle: Handle, reduce: TopKWeightAndReduce
     ) -> torch.Tensor:
-        """As `finalize`, but returns a tensor that nobody else has, for a part whose library
-        allocates its results: where the caller named no `out`, that spares a copy. Only of parts
-        with `makes_output`."""
+        """Combine as `finalize` does, but return a tensor that nobody else has.
+
+        For a part whose library allocates its results: where the caller named no `out`, that spares
+        a copy. Only of parts with `makes_output`.
+        """
         need = "a part that makes its output"
         raise UnsupportedError("combined", got=type(self).__name__, need=need)
 
@@ -199,7 +214,7 @@ class PermuteExpertsUnpermute(Judged, ABC):
 
     @classmethod
     def tunable(cls, problem: Problem) -> Tunable | None:
-        """Its launches as a search space for `mk tune`; None if there is nothing to choose."""
+        """Return the launches as a search space for `mk tune`; None if nothing is to choose."""
         return None
 
     @property
@@ -208,28 +223,30 @@ class PermuteExpertsUnpermute(Judged, ABC):
         return self.requires.activation_format, self.requires.activation_format
 
     def supports_chunking(self) -> bool:
-        """Whether a call may be split along its tokens."""
+        """Tell whether a call may be split along its tokens."""
         return self.requires.chunking
 
     def supports_expert_map(self) -> bool:
-        """Whether `apply` understands ExpertWeights.expert_map."""
+        """Tell whether `apply` understands ExpertWeights.expert_map."""
         return self.requires.expert_map
 
     def takes_unquantised(self, shape: DispatchShape) -> bool:
-        """Whether a dispatch of at most `shape` may come unquantised, for these experts to
-        quantise it themselves. `apply` must also take it quantised unless `requires` says so."""
+        """Tell whether these experts may quantise a dispatch of at most `shape` themselves.
+
+        It then comes unquantised. `apply` must also take it quantised unless `requires` says so.
+        """
         return self.requires.quantises_input
 
     @abstractmethod
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
-        """Buffers and output for a dispatch of at most `shape`; monotone in it."""
+        """Return the buffers and output for a dispatch of at most `shape`; monotone in it."""
 
     @abstractmethod
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         """Return what finalize has to apply to the output; NoOp if nothing is left to do."""
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        """Where a call of these tensors rounds; None if the part does not say.
+        """Return where a call of these tensors rounds; None if the part does not say.
 
         x_TH: (T, H) tokens of one call, or of one chunk of it. What is declared is proven by
         `mk test`: with a rounding more, or less, values differ from the declared recipe's.

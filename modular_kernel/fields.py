@@ -52,7 +52,7 @@ Count = Annotated[int, Between(1, MOST)]
 
 
 def check_fields(record: Any, of: str = "") -> None:
-    """Every field of a dataclass instance is as its annotation says.
+    """Check that every field of a dataclass instance is as its annotation says.
 
     of: what to put before a field's name. Raises the ConfigurationError of the first that is not.
     """
@@ -75,7 +75,7 @@ def expect(what: str, value: object, kind: Any) -> None:
 
 
 def shown(value: object) -> object:
-    """`value` for a message: short, and without reading what a tensor holds."""
+    """Show `value` in a message: short, and without reading what a tensor holds."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an int of {value.bit_length()} bits"
     if value is None or isinstance(value, bool | int | float | Enum):
@@ -97,7 +97,7 @@ def _declared(cls: Any) -> tuple[tuple[str, Test, str], ...]:
 
 @cache
 def _test(kind: Any) -> tuple[Test, str]:
-    """Whether a value is of `kind`, and the words for it."""
+    """Return whether a value is of `kind`, and the words for it."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _limited(*args)

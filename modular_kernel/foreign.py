@@ -57,7 +57,7 @@ def loaded_within(load: Callable[[], object], seconds: float, whose: str) -> obj
 
 
 def _innermost(ident: int | None) -> str:
-    """Where a thread is, outside the machinery of imports."""
+    """Return where a thread is, outside the machinery of imports."""
     frame = sys._current_frames().get(ident or 0)
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back

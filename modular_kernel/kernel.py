@@ -220,7 +220,7 @@ class FusedMoEModularKernel:
             validate.check_expert_map(weights, self.problem)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Every buffer a call of `tokens` tokens takes, from both parts."""
+        """Return every buffer that a call of `tokens` tokens takes, from both parts."""
         own = self.prepare_finalize.workspace_shapes(tokens)
         shape = self.prepare_finalize.dispatch_shape(tokens)
         chunk = self.problem.chunk_tokens
@@ -233,7 +233,7 @@ class FusedMoEModularKernel:
         return specs
 
     def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Where a call writes; None if the part makes its output."""
+        """Return where a call writes; None if the part makes its output."""
         if self.problem.inplace:
             return x_TH
         if out is not None or self.prepare_finalize.makes_output:
@@ -249,8 +249,10 @@ class FusedMoEModularKernel:
         return self._invalid_ids
 
     def _defers_quant(self, tokens: int) -> bool:
-        """Whether activations travel unquantised: the experts need it, or do it better in a call
-        that is not split."""
+        """Tell whether activations travel unquantised.
+
+        They do if the experts need it, or do it better in a call that is not split.
+        """
         if self.experts.requires.quantises_input:
             return True
         part, chunk = self.prepare_finalize, self.problem.chunk_tokens
@@ -276,8 +278,11 @@ class FusedMoEModularKernel:
         *,
         at_once: bool = False,
     ) -> "Pending":
-        """`start` for tensors that were checked, with the buffers to use. out: None if the part
-        makes its output. at_once: the call is finished before anything else is launched."""
+        """Start a call as `start` does, with tensors that were checked and the buffers to use.
+
+        out: None if the part makes its output. at_once: the call is finished before anything else
+        is launched.
+        """
         call = Call(
             workspace,
             self.count_invalid_ids_on(x_TH.device),

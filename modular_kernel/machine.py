@@ -16,7 +16,7 @@ _twins: ContextVar[bool] = ContextVar("torch_twins", default=False)
 
 
 def importable(packages: Iterable[str]) -> frozenset[str]:
-    """Those of `packages` that can be found, without importing them."""
+    """Return those of `packages` that can be found, without importing them."""
     found = set()
     for package in packages:
         try:
@@ -28,7 +28,7 @@ def importable(packages: Iterable[str]) -> frozenset[str]:
 
 
 def interpreted_since_import() -> bool | None:
-    """Whether triton was imported with its interpreter on; None if it is not imported yet.
+    """Tell whether triton was imported with its interpreter on; None if not imported yet.
 
     triton reads the variable while its own functions are defined, so that a later change leaves a
     process with functions of both kinds, which cannot call each other.

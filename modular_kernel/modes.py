@@ -54,5 +54,5 @@ def _no_autocast() -> Any:
 
 
 def kept() -> torch.inference_mode:
-    """Inside, tensors are made that outlive the caller's inference mode: to be written without."""
+    """Have tensors made that outlive the caller's inference mode: to be written without."""
     return torch.inference_mode(mode=False)

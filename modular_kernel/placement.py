@@ -49,7 +49,7 @@ class Placement:
 
     @classmethod
     def linear(cls, experts: int, world_size: int) -> "Placement":
-        """Blocks in the order of ranks; the first experts % world_size ranks hold one more."""
+        """Place blocks in the order of ranks; the first experts % world_size hold one more."""
         _check_sizes(experts, world_size)
         each, more = divmod(experts, world_size)
         starts = [rank * each + min(rank, more) for rank in range(world_size + 1)]
@@ -57,14 +57,17 @@ class Placement:
 
     @classmethod
     def round_robin(cls, experts: int, world_size: int) -> "Placement":
-        """Expert i lives on rank i % world_size."""
+        """Place expert i on rank i % world_size."""
         _check_sizes(experts, world_size)
         ranks = range(world_size)
         return cls(tuple(tuple(range(rank, experts, world_size)) for rank in ranks))
 
     @classmethod
     def of_table(cls, table: Sequence[tuple[int, int]], world_size: int) -> "Placement":
-        """From (rank, slot) of each expert. Slots of a rank are 0, 1, ... without gaps."""
+        """Make a placement from (rank, slot) of each expert.
+
+        Slots of a rank are 0, 1, ... without gaps.
+        """
         expect("placement: ranks", world_size, Experts)
         rows = tuple(map(tuple, table))
         expect("placement: rank and slot of each expert", rows, tuple[tuple[int, int], ...])
@@ -120,7 +123,7 @@ class Placement:
         return tuple(map(tuple, found))
 
     def expert_map(self, rank: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """(experts,) int32: the slot of each expert on `rank`, -1 where it is not there.
+        """Return (experts,) int32: the slot of each expert on `rank`, -1 where it is not there.
 
         With copies several ranks name an expert, and each would compute it: see `pairs_to_slots`.
         """

@@ -68,7 +68,7 @@ class Plan:
         *,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As FusedMoEModularKernel.__call__, for T <= the plan's tokens (CapacityError else).
+        """Run a call as the kernel does, for T <= the plan's tokens (CapacityError else).
 
         StateError if called from within a call of the same plan.
         """
@@ -124,7 +124,7 @@ class Plan:
         return output
 
     def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Where a call writes; None if it is the plan's own and no call had x's shape."""
+        """Return where a call writes; None if it is the plan's own and no call had x's shape."""
         if self.problem.inplace:
             return x_TH
         return self._own.rows.get(x_TH.shape) if out is None else out
@@ -265,7 +265,7 @@ class _Outputs(threading.local):
         self._start, self._stop = replay.span(self.whole)
 
     def holds(self, pointers: Sequence[int]) -> bool:
-        """Whether one of them leads into it."""
+        """Tell whether one of them leads into it."""
         start, stop = self._start, self._stop
         for pointer in pointers:  # noqa: SIM110  in every call, so without a generator
             if start <= pointer < stop:

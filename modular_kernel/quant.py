@@ -77,14 +77,14 @@ def values_at_once(scheme: QuantScheme) -> int:
 
 
 def unpackable(problem: Problem) -> tuple[str, ...]:
-    """Which of "hidden" and "intermediate" are no multiple of `values_at_once`."""
+    """Return which of "hidden" and "intermediate" are no multiple of `values_at_once`."""
     step = values_at_once(problem.scheme)
     return tuple(name for name in ("hidden", "intermediate") if getattr(problem, name) % step)
 
 
 @cache
 def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
-    """Spec of every field of ExpertWeights that the scheme has; all others must be None.
+    """Return the spec of every field of ExpertWeights that the scheme has; others must be None.
 
     Biases and expert_map are not among them. ConfigurationError if the problem cannot be stored.
     """
@@ -208,19 +208,19 @@ def dequantise(
 
 
 def _unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """uint8 with two values a byte along `dim`, the low nibble first -> one value a byte."""
+    """Unpack uint8 with two values a byte along `dim`, the low nibble first: one value a byte."""
     return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
 
 
 def _from_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """2^(s - 127) in float32, by its bits: exact, subnormal for 0, NaN for 255."""
+    """Return 2^(s - 127) in float32, by its bits: exact, subnormal for 0, NaN for 255."""
     exponent = scale.int()
     bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
 def _spread(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
-    """One value a tile -> one a weight: broadcastable to (e, rows, depth)."""
+    """Spread one value a tile to one a weight: broadcastable to (e, rows, depth)."""
     if scheme.granularity == "tensor":
         return tiles[:, None, None]
     if scheme.granularity == "channel":
@@ -273,7 +273,7 @@ def quantise_weights(
 def _quantise_in_pieces(
     w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
 ) -> list[torch.Tensor | None]:
-    """As _quantise, of weights of any floating dtype, some experts at a time."""
+    """Quantise as _quantise does weights of any floating dtype, some experts at a time."""
     step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
     whole: list[torch.Tensor | None] = []
     for start in range(0, len(w_eNK), step):
@@ -343,7 +343,7 @@ def _quantise_mxfp4(
 
 
 def _extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest and smallest weight of each tile, the zeros past a ragged end included."""
+    """Return the largest and smallest weight of each tile, zeros past a ragged end included."""
     e, rows, depth = w_eNK.shape
     if scheme.granularity == "tensor":
         return w_eNK.amax((1, 2)), w_eNK.amin((1, 2))
@@ -358,7 +358,7 @@ def _extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, t
 
 
 def _pack(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """One nibble a byte -> two along `dim`, the even one low."""
+    """Pack one nibble a byte to two along `dim`, the even one low."""
     shape = values.shape
     pairs = values.reshape(*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
     return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)

@@ -47,7 +47,7 @@ def as_nibbles(w_eNK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch
 
 
 def _pack_words(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Words of four pairs in FIELDS; all int64."""
+    """Pack words of four pairs in FIELDS; all int64."""
     p0, p1, p2, p3 = pairs
     w = p0 | p1 >> 3
     w |= ((p3 ^ w << 2) & _REST) << 3
@@ -68,14 +68,14 @@ def unpack_words(w: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _split_nibbles(w: torch.Tensor) -> list[torch.Tensor]:
-    """Words of nibbles to pairs in FIELDS."""
+    """Split words of nibbles to pairs in FIELDS."""
     bytes_of = [(w >> 8 * i) & 0xFF for i in range(_BYTES)]
     codes = [(b & 0xF) | (b & 0xF0) << 12 for b in bytes_of]
     return [(c & 0x00080008) << 12 | (c & 0x00070007) << 6 for c in codes]
 
 
 def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
-    """Pairs in FIELDS to words of nibbles."""
+    """Join pairs in FIELDS to words of nibbles."""
     w = torch.zeros_like(pairs[0])
     for i, pair in enumerate(pairs):
         code = (pair & _SIGN) >> 12 | (pair & _REST) >> 6
@@ -86,7 +86,7 @@ def _join_nibbles(pairs: list[torch.Tensor]) -> torch.Tensor:
 def _rewritten(
     w_eNK: torch.Tensor, out: torch.Tensor | None, words_of: _Words, pairs_of: _Pairs
 ) -> torch.Tensor:
-    """words_of(pairs_of(words)) of every word, some experts at a time."""
+    """Return words_of(pairs_of(words)) of every word, some experts at a time."""
     if w_eNK.dtype is not torch.uint8:
         raise DtypeError("w", got=dtype_name(w_eNK.dtype), need="uint8")
     if w_eNK.dim() != 3 or w_eNK.shape[2] % _BYTES:

@@ -42,7 +42,7 @@ class Tape:
     kept: tuple[torch.Tensor, ...]
 
     def watched(self) -> bool:
-        """Whether a profiler would miss these launches: they go past triton's hooks."""
+        """Tell whether a profiler would miss these launches: they go past triton's hooks."""
         for watched in self.watches:  # noqa: SIM110  in every call, so without a generator
             if watched():
                 return True
@@ -138,7 +138,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of a tensor's first byte and of the byte behind its last."""
+    """Return the addresses of a tensor's first byte and of the byte behind its last."""
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
@@ -149,7 +149,7 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the bytes from first to last element of two tensors meet."""
+    """Tell whether the bytes from first to last element of two tensors meet."""
     (a_start, a_stop), (b_start, b_stop) = span(a), span(b)
     return max(a_start, b_start) < min(a_stop, b_stop)
 
@@ -222,7 +222,7 @@ class Tapes:
         return self._tapes.get(kind)
 
     def wants(self, kind: Hashable) -> bool:
-        """Whether a call of this kind was never recorded, nor refused."""
+        """Tell whether a call of this kind was never recorded, nor refused."""
         return kind not in self._tapes
 
     def keep(self, kind: Hashable, tape: Tape | None) -> None:

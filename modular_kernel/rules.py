@@ -376,7 +376,7 @@ def judge(
 
 
 def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Rejection, ...]:
-    """Why one part cannot run on `machine` whatever it is paired with; empty if it can."""
+    """Say why one part cannot run on `machine` whatever it is paired with; empty if it can."""
     any_problem = Problem(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1)
     fmt = requires.activation_format
     pf = PrepareFinalizeRequirements(activation_format=fmt, reduces=frozenset(Reduce))

@@ -59,7 +59,7 @@ class QuantScheme:
 
     @classmethod
     def parse(cls, text: "str | QuantScheme") -> "QuantScheme":
-        """From `name[:option=value,...]`, as `str()` prints it.
+        """Read a scheme from `name[:option=value,...]`, as `str()` prints it.
 
         Options: block=NxK (block schemes), group=G and zero_points=true (integer group schemes),
         static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).

@@ -68,14 +68,17 @@ def c_compiler() -> str | None:
 
 
 def unknown_variables() -> dict[str, str]:
-    """Variables beginning with MK_ that mean nothing here, each with the nearest known or ""."""
+    """Return variables beginning with MK_ that mean nothing here.
+
+    Each comes with the nearest known one, or "".
+    """
     unknown = [v for v in os.environ if v.startswith("MK_") and v not in VARIABLES]
     near = {v: difflib.get_close_matches(v, VARIABLES, n=1, cutoff=0.6) for v in sorted(unknown)}
     return {v: found[0] if found else "" for v, found in near.items()}
 
 
 def _seconds(name: str, default: float) -> float:
-    """ConfigurationError unless the variable, if set, is a finite number above 0."""
+    """Raise ConfigurationError unless the variable, if set, is a finite number above 0."""
     text = os.environ.get(name) or str(default)
     try:
         seconds = float(text)
@@ -87,14 +90,16 @@ def _seconds(name: str, default: float) -> float:
 
 
 def nvshmem_asks_for_ibgda() -> bool:
-    """Whether NVSHMEM is told to reach peers over InfiniBand from the GPU. Libraries set the
-    variable while they are in use, so it is read at every call."""
+    """Tell whether NVSHMEM is told to reach peers over InfiniBand from the GPU.
+
+    Libraries set the variable while they are in use, so it is read at every call.
+    """
     return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Within it MK_DEADLINE_S is `seconds`: for managers that parts make by themselves."""
+    """Have MK_DEADLINE_S be `seconds` within: for managers that parts make by themselves."""
     before = os.environ.get("MK_DEADLINE_S")
     os.environ["MK_DEADLINE_S"] = str(seconds)
     try:

@@ -51,7 +51,7 @@ def parts(name: str) -> tuple[str, ...]:
 
 
 def among(name: str, wanted: Sequence[str]) -> str | None:
-    """Which of the stages `wanted` this one is, alone or fused with others; None if none."""
+    """Say which of the stages `wanted` this one is, alone or fused with others; None if none."""
     return next((part for part in parts(name) if part in wanted), None)
 
 
@@ -63,7 +63,7 @@ QUANTISE_DISPATCH = fused(QUANTISE_INPUT, DISPATCH)
 
 
 def profiling() -> bool:
-    """Whether torch's profiler is running."""
+    """Tell whether torch's profiler is running."""
     return torch.autograd.profiler._is_profiler_enabled
 
 
@@ -80,7 +80,7 @@ def stage(name: str) -> AbstractContextManager[object]:
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Inside the block, in this thread, a stage is entered as `watcher(name)`.
+    """Have a stage entered as `watcher(name)` inside the block, in this thread.
 
     For calls that run their stages: a plan's replay does not, a kernel's own call does.
     """

@@ -69,8 +69,10 @@ def packages() -> State:
 
 
 def compiler() -> State:
-    """Say whether there is a C compiler, which triton builds launchers with: "found" or
-    "missing"."""
+    """Say whether there is a C compiler, "found" or "missing".
+
+    Triton builds launchers with it.
+    """
     if c_compiler() is not None:
         return State("C compiler", "found")
     why = "neither CC, nor gcc, nor clang: triton builds no launchers, and plans replay none"

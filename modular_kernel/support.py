@@ -155,7 +155,7 @@ class Pairing:
     machine: Machine
 
     def each(self) -> tuple[tuple[str, Requirements], ...]:
-        """Both parts, for rules that judge them alike."""
+        """Yield both parts, for rules that judge them alike."""
         return (self.pf_name, self.pf), (self.ex_name, self.ex)
 
     @property
@@ -202,8 +202,11 @@ class Verdict:
 
 
 def told(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...]:
-    """Return a part's own rejections; where its code raises or returns another thing, one that says
-    so: a fault in one package leaves every other pairing judged."""
+    """Return a part's own rejections.
+
+    Where its code raises or returns another thing, one that says so: a fault in one package leaves
+    every other pairing judged.
+    """
     try:
         found = tuple(ask())
     except Exception as error:  # noqa: BLE001  another package's code

@@ -87,7 +87,7 @@ class ContiguousTokens:
     scale: torch.Tensor | None = None
 
     def rows(self, start: int, stop: int) -> "ContiguousTokens":
-        """Tokens [start, stop)."""
+        """Return tokens [start, stop)."""
         weights_TK = self.routing.topk_weights_TK
         part = replace(
             self.routing,

@@ -55,7 +55,7 @@ class Tunable(ABC):
 
     @abstractmethod
     def candidates(self, tokens: int) -> Sequence[Choice]:
-        """Choices worth a try, all different, the likeliest first."""
+        """Return choices worth a try, all different, the likeliest first."""
 
     @abstractmethod
     def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
@@ -71,7 +71,7 @@ class Tunable(ABC):
 
     @abstractmethod
     def as_json(self, choice: Choice) -> Mapping[str, object]:
-        """`choice` as a record keeps it."""
+        """Return `choice` as a record keeps it."""
 
     @abstractmethod
     def saved(self, folder: Path) -> Mapping[int, Best]:

@@ -21,12 +21,12 @@ _DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
+    """Name a dtype: `torch.bfloat16` is "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def parse_dtype(value: object) -> torch.dtype:
-    """One of DTYPES, from itself or from its name ("bf16", ...); ConfigurationError else."""
+    """Return one of DTYPES, by itself or by its name ("bf16", ...); ConfigurationError else."""
     if isinstance(value, torch.dtype):
         value = dtype_name(value)
     name = _DTYPE_ALIASES.get(value, value) if isinstance(value, str) else ""
@@ -121,7 +121,7 @@ class ActivationSpec:
 
     @classmethod
     def parse(cls, text: "str | ActivationSpec") -> "ActivationSpec":
-        """From `kind[:option=value,...]`, as `str()` prints it.
+        """Read an activation from `kind[:option=value,...]`, as `str()` prints it.
 
         `swiglu_oai` alone means gpt-oss's alpha 1.702, limit 7 and interleaved rows; the two
         clamp rules alone mean limit 7.
@@ -180,7 +180,7 @@ class Parallel:
             raise ConfigurationError("placement", got=f"{placed} ranks", need=f"{self.world_size}")
 
     def place(self, experts: int) -> Placement:
-        """Where `experts` experts live; ConfigurationError if that is not possible."""
+        """Return where `experts` experts live; ConfigurationError if that is not possible."""
         if not isinstance(self.placement, Placement):
             return _in_blocks(experts, self.world_size)
         if self.placement.experts != experts:

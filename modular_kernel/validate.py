@@ -50,7 +50,7 @@ def _memory(what: str, tensor: torch.Tensor) -> None:
 
 
 def rows_of(x_TH: object) -> int:
-    """T of a call's tokens, if x is a dense (T, H) at all."""
+    """Return T of a call's tokens, if x is a dense (T, H) at all."""
     dense("x", x_TH)
     assert isinstance(x_TH, torch.Tensor)
     if x_TH.dim() != 2:
@@ -95,7 +95,10 @@ def _device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
 
 
 def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
-    """x must be (T, H) with T <= problem.tokens, of the problem's dtype, on the kernel's device."""
+    """Check that x is (T, H) of the problem's dtype, on the kernel's device.
+
+    T must be at most problem.tokens.
+    """
     if x_TH.dim() != 2 or x_TH.shape[1] != problem.hidden:
         raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {problem.hidden}")
     if x_TH.device.type != device_type:
@@ -115,7 +118,7 @@ def check_routing(
     problem: Problem,
     ids_dtype: torch.dtype | None = None,
 ) -> None:
-    """Weights float32 and ids integer, both (T, K), contiguous, beside x."""
+    """Check that weights are float32 and ids integer, both (T, K), contiguous, beside x."""
     need = (x_TH.shape[0], problem.top_k)
     for what, tensor in (
         ("topk_weights", routing.topk_weights_TK),
@@ -162,7 +165,7 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
 
 
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
-    """w1, w2, their scales, biases and expert_map exactly as the problem declares.
+    """Check w1, w2, scales, biases and expert_map to be exactly as the problem declares.
 
     Unquantised w1 is (e, N, H) and w2 (e, H, I); `modular_kernel.quant` knows the other schemes.
     """
@@ -222,7 +225,7 @@ def _optional(
 
 
 def check_out(out: torch.Tensor, x_TH: torch.Tensor, problem: Problem) -> None:
-    """out must be contiguous (T, H), or (T, K, H), like x otherwise; not for inplace problems."""
+    """Check that out is contiguous (T, H), or (T, K, H), else like x; not for inplace problems."""
     if problem.inplace and out is not x_TH:
         raise ConfigurationError("out", got="a tensor", need="None: inplace writes to x")
     tokens = x_TH.shape[0]
@@ -258,7 +261,7 @@ def check_apart(
 
 
 def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a gradient of one of them would be lost: recorded backwards, or carried forward."""
+    """Tell whether a gradient would be lost: recorded backwards, or carried forward."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor.requires_grad:
@@ -272,7 +275,7 @@ def wants_gradient(tensors: Iterable[torch.Tensor]) -> bool:
 def check_no_grad(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, out: torch.Tensor | None
 ) -> None:
-    """Kernels are forward only: refuse, rather than lose, a gradient."""
+    """Refuse, rather than lose, a gradient: kernels are forward only."""
     call = {"x": x_TH, "topk_weights": routing.topk_weights_TK, "out": out}
     given = {name: t for name, t in (call | vars(weights)).items() if t is not None}
     if not wants_gradient(given.values()):

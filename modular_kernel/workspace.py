@@ -61,7 +61,7 @@ class WorkspaceShapes:
     extra: Mapping[str, BufferSpec] = field(default_factory=dict)
 
     def buffers(self) -> dict[str, BufferSpec]:
-        """Every buffer but the output, by name."""
+        """Return every buffer but the output, by name."""
         return {"workspace13": self.workspace13, "workspace2": self.workspace2, **self.extra}
 
 
@@ -92,7 +92,7 @@ def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, int], 
 
 
 def workspace_bytes(specs: Mapping[str, BufferSpec]) -> int:
-    """Bytes that a Workspace of these buffers takes."""
+    """Return the bytes that a Workspace of these buffers takes."""
     return _layout(specs, 0)[1]
 
 
@@ -215,7 +215,7 @@ class _Shared:
             self._fill(begins)
 
     def overrun(self, replayed: bool) -> list[str]:
-        """Names of buffers after which something was written."""
+        """Return the names of buffers after which something was written."""
         zones = {n: gap for n, gap in self._gaps.items() if n not in self._kept}
         if not replayed:
             living = {n: self._gaps[n] for n in self._kept if n not in self._dead}

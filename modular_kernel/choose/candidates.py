@@ -31,8 +31,11 @@ class Candidates:
 def find(
     problem: Problem, machine: Machine, tokens: Sequence[int], *, replicated: bool = False
 ) -> Candidates:
-    """Judge every pairing. replicated: every rank passes the same tokens (with several ranks only);
-    parts of the other kind compute another layer and are refused."""
+    """Judge every pairing.
+
+    replicated: every rank passes the same tokens (with several ranks only); parts of the other kind
+    compute another layer and are refused.
+    """
     verdicts = {t: _verdicts(problem.with_tokens(t), machine, replicated) for t in tokens}
     valid = {t: tuple(_pair(v) for v in found if v.ok) for t, found in verdicts.items()}
     ever = dict.fromkeys(pair for t in sorted(valid, reverse=True) for pair in valid[t])

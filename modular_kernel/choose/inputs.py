@@ -36,7 +36,7 @@ def plain(problem: Problem) -> Problem:
 
 
 def weight_bytes(problem: Problem) -> float:
-    """Of this rank's experts, as drawn and as quantised beside that."""
+    """Return the bytes of this rank's experts, as drawn and as quantised beside that."""
     drawn = problem.e * expert_bytes(problem, QuantScheme.parse("none"))
     if not problem.scheme.quantised:
         return drawn

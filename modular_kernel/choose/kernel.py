@@ -66,7 +66,7 @@ class ComposedKernel:
         out: torch.Tensor | None = None,
         most_tokens: int | None = None,
     ) -> torch.Tensor:
-        """As FusedMoEModularKernel.__call__."""
+        """Run a call as FusedMoEModularKernel.__call__ does."""
         stretch = self.stretches[self._switch.place(rows_of(x_TH), most_tokens)]
         return stretch.kernel(x_TH, weights, routing, out=out)
 
@@ -114,13 +114,14 @@ class ComposedPlan:
         out: torch.Tensor | None = None,
         most_tokens: int | None = None,
     ) -> torch.Tensor:
-        """As Plan.__call__. most_tokens: see ComposedKernel."""
+        """Run a call as Plan.__call__ does. most_tokens: see ComposedKernel."""
         plan = self.plans[self._switch.place(rows_of(x_TH), most_tokens)]
         return plan(x_TH, weights, routing, out=out)
 
     def warm_up(self, weights: ExpertWeights, tokens: Iterable[int] | None = None) -> int:
-        """Call the plan once for each number of tokens, so that serving compiles nothing; returns
-        how many calls that were.
+        """Call the plan once for each number of tokens, so that serving compiles nothing.
+
+        Returns how many calls that were.
 
         tokens: None takes numbers at which kernels are chosen, specialised or sized differently, at
         every scale. Collective over ranks.
@@ -159,8 +160,10 @@ class Switch:
 
 
 def warm_tokens(most: int) -> tuple[int, ...]:
-    """Powers of two, one and a half times those, and one more than each: multiples of 16 and odd
-    numbers of every magnitude."""
+    """Return powers of two, one and a half times those, and one more than each.
+
+    These are multiples of 16 and odd numbers of every magnitude.
+    """
     found = {most}
     power = 1
     while power <= most:
@@ -170,7 +173,7 @@ def warm_tokens(most: int) -> tuple[int, ...]:
 
 
 def build(choice: Choice, machine: Machine, group: object | None) -> ComposedKernel:
-    """Every kernel that the choice names, each for as many tokens as it has to serve.
+    """Build every kernel that the choice names, each for as many tokens as it has to serve.
 
     One kernel a pairing, except where a part's work follows its problem's tokens, not the call's
     (rows in fixed places): then one for each bucket. Collective over ranks.

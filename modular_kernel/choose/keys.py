@@ -55,7 +55,7 @@ def versions(machine: Machine) -> Facts:
 
 
 def digest(facts: Facts) -> str:
-    """Names a file; the facts themselves are in it and are compared."""
+    """Name a file; the facts themselves are in it and are compared."""
     return _digest(repr(sorted(facts.items())))
 
 

@@ -9,7 +9,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Of the device; of a CPU's, what the system and the control group leave. None if unknown."""
+    """Return the free bytes of the device; None if unknown.
+
+    Of a CPU's, what the system and the control group leave.
+    """
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + int(cached)
@@ -41,5 +44,5 @@ def _group() -> int | None:
 
 
 def gigabytes(count: float) -> str:
-    """For a message."""
+    """Show bytes in a message."""
     return f"{count / 1e9:.1f} GB"

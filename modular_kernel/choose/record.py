@@ -18,7 +18,7 @@ Pair = tuple[str, str]  # names of a PrepareAndFinalize and of an experts part
 
 
 def named(pair: Pair) -> str:
-    """As every verb prints a pairing."""
+    """Name a pairing as every verb prints it."""
     return f"{pair[0]} x {pair[1]}"
 
 

@@ -25,7 +25,7 @@ def activation_constants(spec: ActivationSpec) -> dict[str, object]:
 
 
 def gated_activation(x_RN: torch.Tensor, spec: ActivationSpec, out_RI: torch.Tensor) -> None:
-    """out_RI = act(x_RN), computed in float32 and rounded once; gated or not, as `spec` says.
+    """Write out_RI = act(x_RN), computed in float32 and rounded once; gated or not, as `spec` says.
 
     x_RN (R, N) and out_RI (R, I), values of a row side by side, N = 2I if gated, else I.
     """

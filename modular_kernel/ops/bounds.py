@@ -56,7 +56,7 @@ class Bounds:
         return self._places[at] + (pointers - self._first[at]).astype(np.int64)
 
     def check(self, pointers: Any, lanes: Any, nbytes: int) -> None:
-        """CorruptionError unless all elements at `pointers` whose `lanes` are on lie inside.
+        """Raise CorruptionError unless all elements at `pointers` whose `lanes` are on lie inside.
 
         pointers, lanes: numpy arrays of one shape; nbytes: of an element.
         """

@@ -49,8 +49,10 @@ _OVERSIZED_SHARED = 228 * 1024
 
 
 def for_programs(count: int) -> dict[str, str]:
-    """Launch options of a kernel of which `count` programs share a multiprocessor: registers are
-    allocated for so many and no more, where the release does not see to it by itself."""
+    """Return launch options of a kernel of which `count` programs share a multiprocessor.
+
+    Registers are allocated for so many and no more, where the release does not see to it by itself.
+    """
     if RELEASE not in _TOO_MANY_PROGRAMS or triton.knobs.runtime.interpret:
         return {}
     asked = triton.knobs.nvidia.ptxas_options  # PTXAS_OPTIONS, which ours would replace
@@ -58,7 +60,7 @@ def for_programs(count: int) -> dict[str, str]:
 
 
 def unreplayed(metadata: Foreign) -> str:
-    """Why a kernel's launch cannot be done again without triton's own code; "" if it can.
+    """Say why a launch cannot be done again without triton's own code; "" if it can.
 
     metadata: that of a compiled kernel.
     """

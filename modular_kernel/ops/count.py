@@ -18,7 +18,7 @@ _SCAN_BLOCK = 1024
 
 
 def next_power_of_2(value: int) -> int:
-    """Least power of two >= value; 1 for value < 1."""
+    """Return the least power of two >= value; 1 for value < 1."""
     return 1 << max(0, value - 1).bit_length()
 
 
@@ -48,7 +48,7 @@ def counts_spec(numel: int, num_local: int) -> BufferSpec:
 
 
 def num_chunks(numel: int) -> int:
-    """Chunks of CHUNK pairs; at least one."""
+    """Return the number of chunks of CHUNK pairs; at least one."""
     return max(1, -(-numel // CHUNK))
 
 

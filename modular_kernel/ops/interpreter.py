@@ -73,7 +73,7 @@ _INTERPRETED = interpreted_since_import()  # a variable set later changes no fun
 
 
 def active() -> bool:
-    """Whether `@triton.jit` interprets kernels on the CPU in this process."""
+    """Tell whether `@triton.jit` interprets kernels on the CPU in this process."""
     return bool(triton.knobs.runtime.interpret and _INTERPRETED)
 
 

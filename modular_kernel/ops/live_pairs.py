@@ -21,8 +21,10 @@ def live_pairs(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Write ids and weights as experts take them: -1 and 0 in the rows from `count` on, which hold
-    anything, and weight 0 wherever an id is negative.
+    """Write ids and weights as experts take them, of the first `count` rows.
+
+    Rows from `count` on, which hold anything, get -1 and 0; weight 0 goes wherever an id is
+    negative.
 
     ids_RK: (R, K) integers; weights_RK: (R, K) float32; count: one integer, on the same device.
     out_ids_RK: int32, out_weights_RK: float32. All (R, K) contiguous. One launch on a GPU; none

@@ -92,7 +92,7 @@ def toward_zero(exact: Array, rounded: Array) -> Array:
 
 
 def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
-    """`x * y + z` of float32 or narrower, rounded once to `storage`.
+    """Return `x * y + z` of float32 or narrower, rounded once to `storage`.
 
     The product is exact in float64. Rounding the sum to odd there keeps the one bit of information
     that the second rounding needs to come out as if it were the only one.
@@ -136,13 +136,19 @@ def erf(data: Array) -> Array:
 
 
 def argmax(data: Array, **axis: Foreign) -> Foreign:
-    """Leftmost index of the maximum; NaN never wins, and among NaN alone the first does."""
+    """Return the leftmost index of the maximum.
+
+    NaN never wins, and among NaN alone the first does.
+    """
     number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), -np.inf, data)
     return np.argmax(number, **axis)
 
 
 def argmin(data: Array, **axis: Foreign) -> Foreign:
-    """Leftmost index of the minimum; NaN never wins, and among NaN alone the first does."""
+    """Return the leftmost index of the minimum.
+
+    NaN never wins, and among NaN alone the first does.
+    """
     number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), np.inf, data)
     return np.argmin(number, **axis)
 

@@ -11,7 +11,7 @@ if HAS_TRITON:
 
 
 def overlap() -> dict[str, object]:
-    """Arguments of a launch of such a kernel: none in the interpreter and before sm_90."""
+    """Return the arguments of such a kernel's launch: none in the interpreter and before sm_90."""
     if not HAS_TRITON or triton.knobs.runtime.interpret:
         return {}
     target = triton.runtime.driver.active.get_current_target()

@@ -13,7 +13,7 @@ _MAX_BLOCK_H = 1024
 
 
 def hidden_block(hidden: int) -> int:
-    """Columns per program of the row-moving kernels."""
+    """Return the columns per program of the row-moving kernels."""
     return min(_MAX_BLOCK_H, next_power_of_2(hidden))
 
 

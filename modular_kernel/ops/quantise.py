@@ -64,7 +64,7 @@ class Quantised:
 
 
 def quantise_rejections(part: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-    """Why `quantise_rows` could not serve `part` there; empty if it can."""
+    """Say why `quantise_rows` could not serve `part` there; empty if it can."""
     fp8 = problem.scheme.activation == "float8_e4m3fn"
     if not fp8 or machine.arch is None or machine.arch >= (8, 9):
         return ()
@@ -91,7 +91,7 @@ def quantise_specs(
 
 
 def scale_shape(scheme: QuantScheme, rows: int, columns: int) -> tuple[int, ...]:
-    """Shape of the scales of (rows, columns) activations."""
+    """Return the shape of the scales of (rows, columns) activations."""
     if scheme.activation_granularity == "tensor":
         return (1,)
     return (rows, -(-columns // _group(scheme, columns)))
@@ -303,7 +303,7 @@ def tile_arguments(
 
 
 def dequantise_rows(q_RK: torch.Tensor, scale: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """float32 (R, K): q * scale, with scales as in `Quantised`."""
+    """Return float32 (R, K): q * scale, with scales as in `Quantised`."""
     if scheme.activation_granularity == "group":
         columns = q_RK.shape[1]
         scale = scale.repeat_interleave(min(_group(scheme, columns), columns), 1)[:, :columns]

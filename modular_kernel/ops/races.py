@@ -45,8 +45,10 @@ class Races:
         self._released: dict[int, set[int]] = {}  # by address: those whose past it tells
 
     def touch(self, access: Access, pointers: Any, program: int) -> Iterator[str]:
-        """Note that `program` touches the elements at `pointers` (numpy, 1-d, inside the bounds);
-        yields what that races with, for each way of touching the first argument concerned."""
+        """Note that `program` touches the elements at `pointers` (numpy, 1-d, inside the bounds).
+
+        Yields what that races with, for each way of touching the first argument concerned.
+        """
         at = self._bounds.places(pointers)
         for rival in _RIVALS[access]:
             others = self._by[rival][at]

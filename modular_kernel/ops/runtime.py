@@ -15,13 +15,13 @@ if HAS_INTERPRETER:
 
 
 def make_honest() -> None:
-    """Where Triton's interpreter is active, have it give the numbers a GPU gives."""
+    """Have Triton's interpreter give the numbers a GPU gives, where it is active."""
     if HAS_INTERPRETER and interpreter.active():
         interpreter.install()
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
-    """Whether operations on `tensor` launch Triton kernels.
+    """Tell whether operations on `tensor` launch Triton kernels.
 
     On a GPU always, where triton is installed; on a CPU where Triton's interpreter is active, in
     which case it is first made numerically honest. A meta tensor counts as a GPU's: the compile

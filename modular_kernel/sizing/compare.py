@@ -88,7 +88,7 @@ class Summary:
 
 
 def compare(cells: Sequence[Cell]) -> tuple[Compared, ...]:
-    """Each cell with what the model says."""
+    """Return each cell with what the model says."""
     return tuple(Compared(cell, _predicted(cell) * 1e6) for cell in cells)
 
 
@@ -113,7 +113,7 @@ def _predicted(cell: Cell) -> float:
 
 
 def summaries(found: Sequence[Compared]) -> list[Summary]:
-    """By number of GPUs, fitted cells apart from predicted ones."""
+    """Return summaries by number of GPUs, fitted cells apart from predicted ones."""
     groups: dict[str, list[Compared]] = {}
     for one in found:
         world = one.cell.problem.parallel.world_size

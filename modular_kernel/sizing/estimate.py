@@ -65,8 +65,10 @@ def in_world(problem: Problem, world_size: int) -> Problem:
 def size(
     problem: Problem, cluster: Cluster, *, routing: str = "uniform", others: bool = False
 ) -> Sized:
-    """Every pairing for problem.tokens tokens on each of its ranks. others: exchanges of libraries
-    by themselves, too."""
+    """Estimate every pairing for problem.tokens tokens on each of its ranks.
+
+    others: exchanges of libraries by themselves, too.
+    """
     machine = _described(cluster)
     kind, found, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
     for verdict in check_all(problem, machine):

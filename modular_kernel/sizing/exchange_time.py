@@ -99,7 +99,10 @@ class ExchangeTime:
 
 
 def row_bytes(problem: Problem, traffic: Traffic) -> float:
-    """Of one dispatched row: activations and their scales; ids and weights are left out."""
+    """Return the bytes of one dispatched row.
+
+    Activations and their scales count; ids and weights are left out.
+    """
     scheme: QuantScheme = problem.scheme
     if not traffic.quantised or not scheme.quantises_activations:
         return problem.hidden * problem.dtype.itemsize
@@ -110,7 +113,7 @@ def row_bytes(problem: Problem, traffic: Traffic) -> float:
 def exchange_time(
     problem: Problem, traffic: Traffic, load: RankLoad, cluster: Cluster
 ) -> ExchangeTime:
-    """For problem.tokens tokens on each of problem.parallel.world_size ranks."""
+    """Return the times for problem.tokens tokens on each of problem.parallel.world_size ranks."""
     world = problem.parallel.world_size
     if world == 1:
         return ExchangeTime(0.0, 0.0, 0.0, 0.0)

@@ -62,7 +62,7 @@ class ExpertsTime:
 
 
 def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
-    """Of a scheme, and whether it was measured or is that of the nearest."""
+    """Return the efficiency of a scheme, and whether it was measured or is that of the nearest."""
     if scheme.name in MEASURED:
         return MEASURED[scheme.name], f"measured: {scheme.name}"
     nearest = "fp8_w8a8_channel" if scheme.activation != "none" else "none"
@@ -70,7 +70,7 @@ def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
 
 
 def experts_time(problem: Problem, load: RankLoad, gpu: Gpu) -> ExpertsTime:
-    """Of the rank with that load. problem.tokens: of one rank."""
+    """Return the time of the rank with that load. problem.tokens: of one rank."""
     scheme = problem.scheme
     used, source = efficiency(scheme)
     elements = (problem.w1_rows + problem.intermediate) * problem.hidden

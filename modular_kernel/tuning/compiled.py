@@ -62,7 +62,10 @@ class Task:
 
 
 def compile_choice(task: Task, choice: Choice) -> str:
-    """Why `choice` is not worth a launch: spilled registers, too much memory, an error; or ""."""
+    """Say why `choice` is not worth a launch; "" if it is.
+
+    It spills registers, takes too much memory, or is an error.
+    """
     from modular_kernel.testing.compile import check
 
     pair, problem = task.pair, task.problem
@@ -92,7 +95,7 @@ def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecor
 
 
 def meta_inputs(problem: Problem) -> tuple[torch.Tensor, ExpertWeights, Routing]:
-    """x, weights and routing of a call, of the right shapes, on the meta device."""
+    """Return x, weights and routing of a call, of the right shapes, on the meta device."""
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=_META)

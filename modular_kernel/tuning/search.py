@@ -32,7 +32,7 @@ class Bench(ABC):
 
     @abstractmethod
     def refusal(self, tokens: int, choice: Choice) -> Refusal | None:
-        """Why `choice` does not compile, or to something not worth a launch; waits for that."""
+        """Say why `choice` does not compile, or to something not worth a launch; wait for that."""
 
     @abstractmethod
     def screen(self, tokens: int, choice: Choice) -> Took | Refusal:
@@ -40,7 +40,7 @@ class Bench(ABC):
 
     @abstractmethod
     def compare(self, tokens: int, choices: Sequence[Choice]) -> Mapping[Choice, float | Refusal]:
-        """Seconds of a call of each choice that gives right numbers, timed by turns."""
+        """Return the seconds of a call of each choice that gives right numbers, timed by turns."""
 
 
 @dataclass(frozen=True)

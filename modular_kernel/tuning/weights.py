@@ -16,7 +16,7 @@ _SEED = 11
 
 
 def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
-    """Weights of `problem` in its own scheme."""
+    """Draw weights of `problem` in its own scheme."""
     drawn = min(_DRAWN, problem.e)
     few = replace(problem, local_experts=drawn, expert_map=True)
     made = quantised(make_weights(replace(few, quant="none"), device), few)
@@ -40,8 +40,10 @@ def _copied(drawn: torch.Tensor, copies: torch.Tensor) -> torch.Tensor:
 
 
 def _rescale(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Every expert by a number of its own from 1/2 to 1, or by a power of two where it is stored
-    as an exponent."""
+    """Scale every expert by a number of its own.
+
+    It is from 1/2 to 1, or a power of two where it is stored as an exponent.
+    """
     shape = (tensor.shape[0], *[1] * (tensor.dim() - 1))
     draw = torch.rand(shape, device=tensor.device, generator=generator)
     if tensor.dtype is torch.uint8:
