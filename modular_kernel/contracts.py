@@ -65,7 +65,7 @@ class Judged:
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        """Have launches chosen, in this thread, as on `machine`, which need not be here."""
+        """Have launches chosen inside, in this thread, as on `machine`, which need not be here."""
         return nullcontext()
 
     @classmethod
@@ -163,8 +163,8 @@ class PrepareAndFinalize(Judged, ABC):
     def refuse(self, error: Exception) -> None:  # most have nobody to tell
         """Tell the other ranks, without waiting for them, that this one refuses its call.
 
-        Because of `error` nothing of the call was exchanged. They raise CommunicationError, and all
-        serve on.
+        It does so with `error`: nothing of the call was exchanged. They raise CommunicationError,
+        and all serve on.
         """
 
     def abandon(self, error: Exception) -> None:  # most have nobody to tell

@@ -21,7 +21,7 @@ def live_pairs(
     out_ids_RK: torch.Tensor,
     out_weights_RK: torch.Tensor,
 ) -> None:
-    """Write ids and weights as experts take them, of the first `count` rows.
+    """Write ids and weights as experts take them; only the first `count` rows stay live.
 
     Rows from `count` on, which hold anything, get -1 and 0; weight 0 goes wherever an id is
     negative.

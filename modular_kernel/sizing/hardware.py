@@ -64,7 +64,7 @@ class Cluster:
             raise ConfigurationError("ranks of a host", got=self.per_host, need="1 to 1024")
 
     def peers(self, world_size: int) -> tuple[int, int]:
-        """Return the numbers of other ranks in this host, and of ranks in other hosts."""
+        """Count the other ranks in this host, and the ranks in other hosts."""
         here = min(self.per_host, world_size)
         return here - 1, world_size - here
 

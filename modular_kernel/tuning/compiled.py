@@ -64,7 +64,7 @@ class Task:
 def compile_choice(task: Task, choice: Choice) -> str:
     """Say why `choice` is not worth a launch; "" if it is.
 
-    It spills registers, takes too much memory, or is an error.
+    Reasons are spilled registers, too much memory, or an error.
     """
     from modular_kernel.testing.compile import check
 
