@@ -34,8 +34,11 @@ _WIDE = 4096  # hidden values from which programs of GEMM 1 share the search for
 
 
 def serves(problem: Problem) -> bool:
-    """Whether the kernels of this path can compute `problem`: groups of activations are powers of
-    two, because they are cut by halves. Packed weights have kernels of their own."""
+    """Return whether the kernels of this path can compute `problem`.
+
+    Groups of activations are powers of two, because they are cut by halves. Packed weights have
+    kernels of their own.
+    """
     scheme = problem.scheme
     if scheme.packed:
         return tile_packed.serves(problem)
@@ -56,8 +59,10 @@ def most_tokens(problem: Problem) -> int:
 
 
 def unbounded(gemm: Gemm) -> Gemm:
-    """`gemm` as it bounds tiles of this path: groups do not, and those of packed weights may be
-    narrower."""
+    """Return `gemm` as it bounds tiles of this path.
+
+    Groups do not bound them, and tiles of packed weights may be narrower.
+    """
     least = tile_packed.least_block_n(gemm) if gemm.b_bits == _PACKED_BITS else gemm.least_block_n
     return replace(gemm, group_k=0, least_block_n=least)
 

@@ -55,8 +55,10 @@ def choose_tiles(problem: Problem, tokens: int, paths: tuple[str, ...] = (ALIGNE
 def regimes_up_to(
     problem: Problem, tokens: int, paths: tuple[str, ...] = (ALIGNED,)
 ) -> list[tuple[int, str, int]]:
-    """(most tokens, path, block_m) for every path and block_m that a call of at most `tokens`
-    tokens can meet."""
+    """Return (most tokens, path, block_m) for each path and block_m that a call can meet.
+
+    The call has at most `tokens` tokens.
+    """
     return list(_regimes(problem, tokens, _Where(_override.get(), _device.get(), paths)))
 
 

@@ -27,8 +27,11 @@ _ALIGNMENT = 16  # bytes of one copy
 
 
 def takes(problem: Problem, call: PathCall) -> bool:
-    """Whether rows and tiles of `call` are few, and its weights and tokens lie as the kernel reads
-    them: words of weights 16 bytes at once."""
+    """Return whether the kernel takes `call`.
+
+    Its rows and tiles are few, and its weights and tokens lie as the kernel reads them: words of
+    weights 16 bytes at once.
+    """
     return (
         few(problem, call.tokens.routing.topk_ids_TK.numel(), call.tiles)
         and call.tokens.x_TH.stride(1) == 1

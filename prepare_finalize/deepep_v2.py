@@ -135,8 +135,11 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
 
 
 def buffer_tokens(tokens: int) -> int:
-    """Tokens of a rank that a buffer for `tokens` is made for. Kernels are compiled for each such
-    number, so there are few: powers of two, then multiples of 128."""
+    """Return the tokens of a rank that a buffer for `tokens` is made for.
+
+    Kernels are compiled for each such number, so there are few: powers of two, then multiples of
+    128.
+    """
     if tokens > _STEP:
         return math.ceil(tokens / _STEP) * _STEP
     return max(_LEAST_TOKENS, 1 << max(0, tokens - 1).bit_length())

@@ -60,8 +60,11 @@ class ExchangeRow:
 def row_of(
     transport: str, origin: str, cell: Cell, told: Sequence[dict[str, Any]], link: Link
 ) -> ExchangeRow:
-    """From what each rank told of a cell: {status, note, error, dispatch_us, ...}; at: when, on a
-    clock of all ranks. Of several notes that say as much the first one told is the reason."""
+    """Make a row from what each rank told of a cell.
+
+    It told {status, note, error, dispatch_us, ...}; at: when, on a clock of all ranks. Of several
+    notes that say as much the first one told is the reason.
+    """
     came, sent = cell.remote_rows
     dispatch_bytes, combine_bytes = came * cell.row_bytes, sent * 2 * cell.hidden
     worst = max(told, key=lambda one: _SEVERITY.index(one["status"]))
@@ -184,8 +187,11 @@ def text_table(rows: Iterable[ExchangeRow]) -> tuple[tuple[str, ...], list[list[
 
 
 def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """For each quant a title, columns and cells: a line for each transport, a column for each T,
-    in each cell microseconds of dispatch, of combine and of the pair; and the floors."""
+    """Yield for each quant a title, columns and cells.
+
+    There is a line for each transport, a column for each T, in each cell microseconds of dispatch,
+    of combine and of the pair; and the floors.
+    """
     for quant in dict.fromkeys(row.quant for row in rows):
         some = [row for row in rows if row.quant == quant and row.status != REFUSED]
         sizes = sorted({row.tokens for row in some})

@@ -156,9 +156,11 @@ class DeepEPGroup:
         return self._kept(("elastic", *sizes), lambda: self._make_elastic(*sizes))
 
     def destroy(self) -> None:
-        """Free the buffers once every rank is here; whatever is asked of the manager after it is
-        refused. CommunicationError where a rank stays away: then they are kept, because that rank
-        may be writing to them."""
+        """Free the buffers once every rank is here.
+
+        Whatever is asked of the manager after it is refused. Raise CommunicationError where a rank
+        stays away: then the buffers are kept, because that rank may be writing to them.
+        """
         buffers, self._buffers = self._buffers, {}
         if self._destroyed or not buffers:
             self._destroyed = True

@@ -189,8 +189,10 @@ class AtOncePart(GroupPart[M]):
         *,
         at_once: bool,
     ) -> Receiver:
-        """Start the exchange and return what waits for it. at_once: it is called before anything
-        else is launched."""
+        """Start the exchange and return what waits for it.
+
+        at_once: it is called before anything else is launched.
+        """
 
 
 class AgreeingPart(GroupPart[TorchGroup]):
