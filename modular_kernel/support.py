@@ -189,7 +189,9 @@ class Verdict:
     def _repr_html_(self) -> str:
         """Return a table of the reasons, for notebooks."""
         cells = ([r.rule, " / ".join(r.parties), r.got, r.need, r.hint] for r in self.rejections)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(c)}</td>' for c in row)}</tr>" for row in cells)
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{escape(str(c))}</td>' for c in row)}</tr>" for row in cells
+        )
         head = "".join(f"<th>{name}</th>" for name in ("rule", "parties", "got", "need", "hint"))
         table = f"<table><tr>{head}</tr>{rows}</table>" if rows else ""
         return f"<p>{escape(str(self).splitlines()[0])}, {escape(str(self.problem))}</p>{table}"

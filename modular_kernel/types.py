@@ -299,8 +299,9 @@ class Problem:
             value = str(value) if isinstance(value, ActivationSpec) else value
             factory = each.default_factory
             if value != (each.default if factory is MISSING else factory()):
-                shown.append(f"{each.name}={value!r}")
-        return f"Problem({', '.join(shown)})"
+                text = f"Combine.{value.name}" if isinstance(value, Combine) else repr(value)
+                shown.append(f"{each.name}={text}")
+        return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def __str__(self) -> str:
         head = f"T{self.tokens}-H{self.hidden}-I{self.intermediate}-E{self.experts}-K{self.top_k}"

@@ -139,6 +139,33 @@ def test_a_file_that_cannot_be_written_is_found_first(mk: Mk, tmp_path: Path) ->
         assert f"error: --json: got {why}" in ended.err or why in ended.err
 
 
+def test_a_file_that_may_not_be_written_is_found_first(
+    mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("[]", encoding="utf-8")
+    monkeypatch.setattr(output.os, "access", lambda path, _mode: Path(path).name != kept.name)
+    ended = mk("test", *TORCH_PAIR, "--json", str(kept))
+    assert (ended.code, ended.out) == (2, "")
+    assert "read-only" in ended.err
+    assert mk("list", "--json", str(tmp_path / "other.json")).code == 0
+
+
+@pytest.mark.parametrize("words", [("check", *TORCH_PAIR), ("test", *REFUSED_PAIR)])
+def test_a_file_that_takes_no_more_is_output_that_was_lost(mk: Mk, words: tuple[str, ...]) -> None:
+    """Whatever the verdict, which is told all the same."""
+    ended = mk(*words, "--json", "/dev/full")
+    assert ended.code == 74
+    assert ended.out == mk(*words).out
+    assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
+
+
+def test_an_option_is_no_file(mk: Mk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert mk("list", "--json", "-h").out == mk("list", "-h").out
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("verb", ["bench", "exchange"])
 def test_measurements_are_printed_as_json(mk: Mk, tmp_path: Path, verb: str) -> None:
     file = tmp_path / "measured.json"
@@ -175,6 +202,16 @@ def test_what_does_not_fit_is_named_or_told_as_records(
     assert shown[:3] == ["these", f"name  {'a' * 30}", "us    1.5"]
     assert shown[3].startswith("note  words words")
     assert records(COLUMNS, ROWS, 20)[-3:] == ["name  b", "us    12.5", ""]
+
+
+def test_a_dumb_terminal_is_as_wide_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    names = [letter * 50 for letter in "abc"]
+    output.table(("x", "y", "z"), [names])
+    assert capsys.readouterr().out.split()[-3:] == names
 
 
 def test_lines_fold_between_words() -> None:

@@ -1,9 +1,11 @@
 """What people print: problems, verdicts, kernels, plans, the version."""
 
+from dataclasses import replace
 from importlib.metadata import version
 
 import modular_kernel as mk
-from modular_kernel.types import Problem  # noqa: F401  what repr names
+from modular_kernel.support import Rejection
+from modular_kernel.types import Combine, Problem  # noqa: F401  what repr names
 
 PROBLEM = mk.Problem(tokens=8, hidden=64, intermediate=128, experts=8, top_k=2, graph=True)
 CPU = mk.Machine("cpu", None, frozenset())
@@ -20,6 +22,13 @@ def test_a_problem_shows_what_is_not_usual_and_makes_an_equal_one() -> None:
     assert "quant='fp8_w8a8_block'" in repr(other)
     assert "activation='gelu'" in repr(other)
     assert eval(repr(other)) == other
+    unweighted = mk.Problem(8, 64, 128, 8, 2, combine=Combine.TOPK_UNWEIGHTED)
+    assert eval(repr(unweighted)) == unweighted
+
+
+def test_a_rule_of_others_may_give_numbers() -> None:
+    found = replace(mk.check(*PAIR, PROBLEM, CPU), rejections=(Rejection("r", (), 3, "<4"),))  # type: ignore[arg-type]
+    assert "<td>3</td><td>&lt;4</td>" in found._repr_html_()
 
 
 def test_verdicts_are_short_and_have_tables() -> None:

@@ -93,6 +93,10 @@ def _with_values(words: list[str]) -> list[str]:
     for index, word in enumerate(words):
         made.append(word)
         following = words[index + 1 : index + 2]
-        if word == "--json" and (not following or following[0].startswith("--")):
+        if word == "--json" and (not following or _is_option(following[0])):
             made.append(STDOUT)
     return made
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and word != STDOUT

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from modular_kernel.cli.streams import LOST_OUTPUT
 from modular_kernel.cli.tables import Layout, folded, layout, records
 from modular_kernel.errors import ConfigurationError, IncompatibleError, InputError
 from modular_kernel.printable import counted, printable
@@ -55,7 +57,10 @@ def plain(value: object) -> Json:
 
 
 def print_json(value: object, to: str = STDOUT) -> None:
-    """Print one JSON document on stdout, or write it to a file."""
+    """Print one JSON document on stdout, or write it to a file.
+
+    SystemExit with LOST_OUTPUT where the file takes it no more.
+    """
     text = json.dumps(plain(value), indent=2)
     if to == STDOUT:
         print(text)
@@ -63,15 +68,18 @@ def print_json(value: object, to: str = STDOUT) -> None:
     try:
         Path(to).write_text(f"{text}\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigurationError("--json", got=f"{to}: {error}", need=_WRITABLE) from error
+        note(f"error: output was lost: {to}: {error.strerror or error}")
+        raise SystemExit(LOST_OUTPUT) from None
 
 
 def answer(value: object, to: str | None, show: Callable[[], None]) -> None:
     """Give a result as text (`to` None), as JSON on stdout ("-"), or as text and JSON in a file."""
-    if to is not None:
-        print_json(value, to)
-    if to != STDOUT:
-        show()
+    try:
+        if to is not None:
+            print_json(value, to)
+    finally:
+        if to != STDOUT:
+            show()
 
 
 def check_writable(to: str | None) -> None:
@@ -84,6 +92,8 @@ def check_writable(to: str | None) -> None:
         raise ConfigurationError("--json", got=f"{to}: {error}", need=_WRITABLE) from error
     if Path(to).is_dir():
         raise ConfigurationError("--json", got=f"the folder {to}", need=_WRITABLE)
+    if not os.access(to if Path(to).exists() else Path(to).parent, os.W_OK):
+        raise ConfigurationError("--json", got=f"{to}, which is read-only", need=_WRITABLE)
 
 
 def width() -> int:
@@ -147,8 +157,10 @@ def _print_table(
         made.add_column(columns[index], overflow="fold", no_wrap=not folds)
     for row in cells:
         made.add_row(*(Text(row[i], style=_STYLES.get(row[i], "")) for i in found.columns))
-    # Rules print in brackets and parts are named by others: nothing is markup.
-    Console(width=wide, markup=False, emoji=False, highlight=False).print(made)
+    # Rules print in brackets and parts are named by others: nothing is markup. Without a height,
+    # too, rich takes a dumb terminal for one of 80 columns and cuts names.
+    console = Console(width=wide, height=25, markup=False, emoji=False, highlight=False)
+    console.print(made)
 
 
 @contextmanager
