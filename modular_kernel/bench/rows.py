@@ -111,6 +111,10 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Through a file beside it: a run that is killed leaves the last whole record."""
+        path = path.resolve()
+        if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
+            path.write_text(self.to_json() + "\n", encoding="utf-8")
+            return
         part = path.with_name(path.name + ".part")
         part.write_text(self.to_json() + "\n", encoding="utf-8")
         part.replace(path)

@@ -1,0 +1,29 @@
+"""Where records are written to."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modular_kernel.bench.exchange_rows import ExchangeReport
+from modular_kernel.bench.rows import Report
+
+
+@pytest.mark.parametrize("kind", [ExchangeReport, Report])
+def test_pipes_and_links_are_written_to_and_not_replaced(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kind, "to_json", lambda _self: "{}")
+    report = object.__new__(kind)
+    pipe, file, link = (tmp_path / name for name in ("pipe", "file", "link"))
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    link.symlink_to(file)
+    report.write(pipe)
+    report.write(link)
+    assert pipe.is_fifo()
+    assert os.read(reader, 10) == b"{}\n"
+    os.close(reader)
+    assert link.is_symlink()
+    assert file.read_text(encoding="utf-8") == "{}\n"
