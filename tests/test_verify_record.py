@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "tools" / "verify_record.py"
+RECORD = ROOT / "docs" / "verified.json"
 
 
 def run(commit: str, folder: Path, *texts: str) -> subprocess.CompletedProcess[str]:
@@ -36,3 +37,13 @@ def test_what_is_no_record_of_proofs_is_not_written(tmp_path: Path) -> None:
     done = run("0a1b2c", tmp_path, json.dumps({"ok": True}), "no case was run")
     assert done.returncode != 0
     assert done.stdout == ""
+
+
+def test_the_last_record_is_of_every_pair_and_nothing_failed() -> None:
+    written = json.loads(RECORD.read_text(encoding="utf-8"))
+    assert len(written["commit"]) == 40
+    assert written["ok"]
+    assert [run.get("world_size", 1) for run in written["runs"]] == [1, 2]
+    for found in written["runs"]:
+        assert len(found["pairs"]) >= 5
+        assert all(pair["cases"] > 20 and pair["failed"] == 0 for pair in found["pairs"])
