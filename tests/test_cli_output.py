@@ -236,3 +236,31 @@ def test_progress_without_a_terminal_comes_late_and_seldom(
     told = capsys.readouterr()
     assert told.err.splitlines() == ["5 of 40 cases in 5 s", "25 of 40 cases in 25 s"]
     assert told.out == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*PRINTED["bench"], "--markdown", "/dev/full"),
+        ("report", "--html", "/dev/full"),
+    ],
+    ids=["bench", "report"],
+)
+def test_a_document_that_is_lost_ends_with_a_status_of_its_own(
+    mk: Mk, words: tuple[str, ...]
+) -> None:
+    """Never with 1, which means refused, and never with a traceback."""
+    ended = mk(*words)
+    assert ended.code == 74
+    assert "error: output was lost: /dev/full: No space left on device\n" in ended.err
+
+
+def test_a_profile_that_is_lost_ends_with_a_status_of_its_own(mk: Mk, tmp_path: Path) -> None:
+    words = (*PRINTED["profile"], "--out", str(tmp_path))
+    assert mk(*words).code == 0
+    (report,) = tmp_path.glob("*.profile.json")
+    report.unlink()
+    report.symlink_to("/dev/full")
+    ended = mk(*words)
+    assert ended.code == 74
+    assert f"error: output was lost: {report}: No space left on device\n" in ended.err

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import make_kernel, this_machine
-from modular_kernel.errors import CapacityError
+from modular_kernel.errors import CapacityError, CommunicationError
 from modular_kernel.testing.faults_matrix import (
     Result,
     as_json,
@@ -323,6 +324,30 @@ def another_order(rank: int, world: int, group: object, fault: Fault) -> Report:
         each.finish()
     call = lambda: kernel(given.x_TH, given.weights, given.routing)  # noqa: E731
     return outcome_of(call, manager)
+
+
+def test_another_thread_that_calls_while_a_manager_fails_is_told(pool: RankPool) -> None:
+    """While the others are asked who failed, the communicator is gone already."""
+    assert pool.run(ask_while_it_fails, timeout=30)[0] == ["CommunicationError"]
+
+
+def ask_while_it_fails(rank: int, world: int, group: object) -> list[str]:
+    manager = TorchGroup(group, deadline_s=0.5)
+    if rank:
+        return []  # and comes to no exchange
+    post, found = manager._board.post, []
+
+    def asked(record: dict[str, Any], until_s: float) -> object:
+        try:
+            manager.all_reduce(torch.ones(1), step=2, phase="combine")
+        except Exception as error:  # noqa: BLE001  its type is looked at
+            found.append(type(error).__name__)
+        return post(record, until_s)
+
+    manager._board.post = asked  # type: ignore[method-assign,assignment]
+    with pytest.raises(CommunicationError):
+        manager.all_reduce(torch.ones(1), step=1, phase="combine").wait()
+    return found
 
 
 # -------------------------------------------------------------------------------- without ranks

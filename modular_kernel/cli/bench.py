@@ -270,7 +270,8 @@ def _teller(files: Files) -> Any:
             output.note(one_line(row))
         said = len(report.rows)
         if files.record is not None:
-            report.write(files.record)
+            with output.writing(files.record):
+                report.write(files.record)
 
     return tell
 
@@ -283,11 +284,13 @@ def _finish(report: "Report", files: Files) -> None:
     else:
         _print_text(report)
     if files.markdown is not None:
-        files.markdown.write_text(table.markdown(report), encoding="utf-8")
+        with output.writing(files.markdown):
+            files.markdown.write_text(table.markdown(report), encoding="utf-8")
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 
-        plot(report, files.plot)
+        with output.writing(files.plot):
+            plot(report, files.plot)
     for path in (files.record, files.markdown, files.plot):
         if path is not None:
             output.note(f"written: {path}")

@@ -193,7 +193,8 @@ def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "Exch
             _tell(rows)
             report = replace(report, rows=(*report.rows, *rows))
             if files.record is not None:
-                report.write(files.record)
+                with output.writing(files.record):
+                    report.write(files.record)
         return report
     finally:
         first.close()
@@ -272,14 +273,16 @@ def _tell(rows: "Sequence[ExchangeRow]") -> None:
 def _finish(report: "ExchangeReport", files: Files) -> None:
     from modular_kernel.bench import exchange_rows
 
-    if files.record is not None:
-        report.write(files.record)
-    if files.markdown is not None:
-        files.markdown.write_text(exchange_rows.markdown(report), encoding="utf-8")
     if files.as_json == output.STDOUT:
         print(report.to_json())
     else:
         _print_text(report)
+    if files.record is not None:
+        with output.writing(files.record):
+            report.write(files.record)
+    if files.markdown is not None:
+        with output.writing(files.markdown):
+            files.markdown.write_text(exchange_rows.markdown(report), encoding="utf-8")
 
 
 def _print_text(report: "ExchangeReport") -> None:

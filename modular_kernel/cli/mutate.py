@@ -112,13 +112,15 @@ def run_mutation(
     with output.progress(total, "mutants") as advance:
         score = mutation_score(found, count=count, only=wanted.only, told=lambda _: advance())
     record = record_of(score)
-    if wanted.save is not None:
-        wanted.save.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(record, indent=1) + "\n"
-        (wanted.save / f"{wanted.mutate}.json").write_text(text, encoding="utf-8")
     ok = noticed and not score.survivors
     told = record if wanted.only else {**calls, "ok": ok, **record}
     output.answer(told, as_json, lambda: _print_text(score))
+    if wanted.save is not None:
+        text = json.dumps(record, indent=1) + "\n"
+        path = wanted.save / f"{wanted.mutate}.json"
+        with output.writing(path):
+            wanted.save.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
     return ok
 
 

@@ -65,10 +65,17 @@ def print_json(value: object, to: str = STDOUT) -> None:
     if to == STDOUT:
         print(text)
         return
-    try:
+    with writing(to):
         Path(to).write_text(f"{text}\n", encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Write a file within it: SystemExit with LOST_OUTPUT, and one line, where that fails."""
+    try:
+        yield
     except OSError as error:
-        note(f"error: output was lost: {to}: {error.strerror or error}")
+        note(f"error: output was lost: {path}: {error.strerror or error}")
         raise SystemExit(LOST_OUTPUT) from None
 
 

@@ -170,8 +170,10 @@ class _Files:
         from modular_kernel.profiling.html import page
 
         text = json.dumps(output.plain(record), indent=1)
-        self.report("json").write_text(text, encoding="utf-8")
-        self.report("html").write_text(page(found), encoding="utf-8")
+        for kind, content in (("json", text), ("html", page(found))):
+            path = self.report(kind)
+            with output.writing(path):
+                path.write_text(content, encoding="utf-8")
 
 
 def _recorded(job: "Job", host: Host) -> "list[RankRecord]":
@@ -197,7 +199,8 @@ def _read(job: "Job", records: "list[RankRecord]", files: _Files) -> "Profile":
         names = [f"rank {each.rank}: {each.environment['device']}" for each in records]
         for index, pair in enumerate(job.pairs):
             path = files.merged(pair)
-            path.write_text(json.dumps(merged(traces[index], names)), encoding="utf-8")
+            with output.writing(path):
+                path.write_text(json.dumps(merged(traces[index], names)), encoding="utf-8")
             whole[index] = path
     return profile_of(job, records, traces, whole)
 

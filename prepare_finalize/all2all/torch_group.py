@@ -286,6 +286,10 @@ class TorchGroup:
         took = time.monotonic() - started_s
         reason = in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
+        need = f"every rank within {self.deadline_s:g} s"
+        at = record["phase"], record["step"]
+        # Other threads find this until it is known who is to blame.
+        self._failure = self._error("exchange between ranks", reason, need, *at, ())
         clear_frames(error.__traceback__)  # they may hold the communicator
         self._hang_up()
         until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)
@@ -295,11 +299,7 @@ class TorchGroup:
         if failed is not None:
             failed.setdefault(self.rank, record)
             peers, why = culprits(self.rank, self.world_size, failed, self.deadline_s)
-        got, need = (
-            f"{why}; after {took:.2f} s: {reason}",
-            f"every rank within {self.deadline_s:g} s",
-        )
-        at = record["phase"], record["step"]
+        got = f"{why}; after {took:.2f} s: {reason}"
         self._failure = self._error("exchange between ranks", got, need, *at, peers)
         return self._failure
 
