@@ -43,7 +43,7 @@ setup(
         ],
     ),
     package_data={
-        "modular_kernel": ["py.typed", "ops/*.c", "testing/mutation/*.json"],
+        "modular_kernel": ["py.typed", "ops/launch/*.c", "testing/mutation/*.json"],
         "prepare_finalize": ["py.typed"],
         "experts": ["py.typed", "configs/*.json", "configs/**/*.json"],
         "topk_reduce": ["py.typed"],

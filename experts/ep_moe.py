@@ -28,10 +28,10 @@ from modular_kernel.errors import (
     LayoutError,
     ShapeError,
 )
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.reduce import gather_weight_and_sum
-from modular_kernel.ops.runtime import use_triton
 from modular_kernel.ops.sort import most_tiles
 from modular_kernel.quant import LARGEST
 from modular_kernel.tensors import ExpertWeights

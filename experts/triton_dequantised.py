@@ -16,7 +16,7 @@ from experts.triton_path import PathCall
 from experts.triton_permuted import PermutedPath
 from experts.triton_sorted import Rows
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted, most_tiles
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights

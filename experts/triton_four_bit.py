@@ -17,8 +17,8 @@ from experts.tile_few_rows import (
 from experts.triton_gemm import Product, scale_group, word_format
 from experts.triton_path import PathCall
 from modular_kernel.ops.align import Aligned, align_specs
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec

@@ -15,9 +15,9 @@ from experts.triton_gemm import Product, first_product, scale_group, second_prod
 from experts.triton_path import PathCall
 from modular_kernel import stages
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
-from modular_kernel.ops.runtime import use_triton
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
@@ -34,7 +34,7 @@ class PackedPath:
     def __init__(self, problem: Problem) -> None:
         from experts.kernels.triton.packed_down import packed_down_kernel
         from experts.kernels.triton.packed_up import packed_up_kernel
-        from modular_kernel.ops.compat import WORDS_STAY_IN_LANES
+        from modular_kernel.ops.triton_versions import WORDS_STAY_IN_LANES
 
         assert tile_single.serves(problem)
         self.problem = problem

@@ -19,7 +19,7 @@ from experts.tile_permuted import (
 from experts.tile_shapes import PERMUTED, Tile
 from experts.triton_gemm import Product
 from experts.triton_sorted import Rows, SortedProducts
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights

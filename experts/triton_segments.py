@@ -5,7 +5,7 @@ import torch
 from experts.tile_shapes import Tile
 from experts.triton_gemm import Product
 from experts.triton_sorted import Rows, SortedProducts
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 
 

@@ -14,8 +14,8 @@ from experts.triton_path import PathCall
 from experts.triton_single import input_scales
 from modular_kernel import stages
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights

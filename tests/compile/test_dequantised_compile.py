@@ -10,7 +10,7 @@ from experts import tile_dequantised
 from experts.tile_shapes import Device
 from experts.triton_dequantised import DequantisedPath
 from modular_kernel import Problem
-from modular_kernel.testing.compile import check
+from modular_kernel.testing.compile.report import check
 
 BASE = Problem(
     tokens=600, hidden=512, intermediate=256, experts=4, top_k=2, dtype=torch.bfloat16,

@@ -10,7 +10,7 @@ from experts import tile_packed, tile_single
 from experts.tile_shapes import TilePair
 from experts.triton_packed import PackedPath
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 from modular_kernel.types import Combine
 
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)

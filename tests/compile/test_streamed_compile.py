@@ -10,7 +10,7 @@ from experts import tile_streamed
 from experts.tile_shapes import Device
 from experts.triton_streamed import StreamedPath
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 
 DEVICE = Device("sm_90", boxes=True)
 BASE = Problem(

@@ -16,7 +16,7 @@ from experts.kernels.triton.four_bit import (
 )
 from experts.kernels.triton.nibbles import counts_from_zero, lacking, opaque
 from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_rows
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 @triton.jit

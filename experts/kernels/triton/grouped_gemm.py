@@ -5,7 +5,7 @@ import triton.language as tl
 
 from experts.kernels.triton.product import product_tile
 from experts.kernels.triton.tile import finish_tile, grouped_tile_order, store_rows
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 # Numbers that change with the tokens of a call and are only compared: no kernel of their own.
