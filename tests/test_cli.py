@@ -327,8 +327,8 @@ def test_compile(
 def test_compile_checked_shows_the_instructions_that_a_check_has_counted(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from modular_kernel.testing.compile.cases import Compiled, Row
     from modular_kernel.testing.compile import report as compiling
+    from modular_kernel.testing.compile.cases import Compiled, Row
 
     absent = dict.fromkeys(compiling.FAMILIES, 0)
     monkeypatch.setattr(compiling, "_count", lambda cubin: {**absent, cubin.decode(): 7})
