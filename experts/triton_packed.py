@@ -34,7 +34,7 @@ class PackedPath:
     def __init__(self, problem: Problem) -> None:
         from experts.kernels.triton.packed_down import packed_down_kernel
         from experts.kernels.triton.packed_up import packed_up_kernel
-        from modular_kernel.ops.triton_versions import WORDS_STAY_IN_LANES
+        from modular_kernel.ops.launch.triton_versions import WORDS_STAY_IN_LANES
 
         assert tile_single.serves(problem)
         self.problem = problem

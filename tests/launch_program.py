@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from experts.kernels.gluon.boxes import boxes
 from modular_kernel import replay
-from modular_kernel.ops import triton_versions as compat
+from modular_kernel.ops.launch import triton_versions as compat
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.triton_versions import load_box
+from modular_kernel.ops.launch.triton_versions import load_box
 from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")

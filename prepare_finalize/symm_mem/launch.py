@@ -20,7 +20,7 @@ from modular_kernel.types import Problem
 from prepare_finalize.symm_mem.group import Section, SymmetricGroup
 
 if HAS_TRITON:
-    from modular_kernel.ops.triton_versions import for_programs
+    from modular_kernel.ops.launch.triton_versions import for_programs
     from prepare_finalize.symm_mem.kernels.combine import combine_kernel
     from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel, dispatch_kernel
 

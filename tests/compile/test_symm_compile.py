@@ -6,7 +6,7 @@ import pytest
 import triton
 
 from modular_kernel import Problem
-from modular_kernel.ops import triton_versions as compat
+from modular_kernel.ops.launch import triton_versions as compat
 from modular_kernel.testing.compile.report import check, record_compiles
 from prepare_finalize.symm_mem.meta import launch_all, problems
 from prepare_finalize.symm_mem.part import launch as symm_launch

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from modular_kernel.ops.triton_versions import store_box
+from modular_kernel.ops.launch.triton_versions import store_box
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from experts.kernels.gluon.gathered_rows import (
     multiply_gathered,
     tokens_of,
 )
-from modular_kernel.ops.triton_versions import load_box
+from modular_kernel.ops.launch.triton_versions import load_box
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
-from modular_kernel.ops.triton_versions import reinterpret
+from modular_kernel.ops.launch.triton_versions import reinterpret
 
 ROWS = gl.constexpr(64)  # of weights in a tile
 VECTORS = gl.constexpr(8)

@@ -25,7 +25,7 @@ from experts.kernels.gluon.streamed import (
 )
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
-from modular_kernel.ops.triton_versions import load_box
+from modular_kernel.ops.launch.triton_versions import load_box
 
 _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 

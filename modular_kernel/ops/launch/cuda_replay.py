@@ -66,7 +66,7 @@ def map_values(descriptor: Foreign, meta: Foreign) -> list[bytes] | None:
 
     None if triton keeps maps in another way than it did. meta: triton's, of this parameter.
     """
-    from modular_kernel.ops.triton_versions import encoded_map
+    from modular_kernel.ops.launch.triton_versions import encoded_map
 
     if not meta:  # the kernel makes the map itself
         return None

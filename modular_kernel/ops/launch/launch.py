@@ -23,7 +23,7 @@ if HAS_TRITON:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
     from triton.runtime.jit import JITFunction
 
-    from modular_kernel.ops import triton_versions
+    from modular_kernel.ops.launch import triton_versions
 
 # Triton ships no annotations.
 Foreign = Any

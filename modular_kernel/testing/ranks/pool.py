@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Backend = Literal["gloo", "nccl"]
 R = TypeVar("R")
 
-_PRELOAD = ["modular_kernel.testing.ranks.preload"]
+_PRELOAD = ["modular_kernel.testing.mutation.preload"]
 _STOP = b""  # instead of a task: end
 DIED, SILENT = "died", "did not answer"  # how what became of a rank begins
 
