@@ -1,6 +1,6 @@
 """Which kernels there are: every Triton or Gluon function of the installed parts that is launched.
 
-Kernels lie in `PACKAGE.kernels`, PACKAGE being that of a part, or in modular_kernel.ops.kernels,
+Kernels lie in packages called `kernels`, anywhere below the package of a part or of the operations,
 and their names end in `_kernel`; other jitted functions are called by kernels. A package or module
 of kernels whose `TARGETS` names GPUs has kernels for those alone; `LEFT_OUT` of a module says why
 no case of `mk compile` launches a kernel.
@@ -10,6 +10,7 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from triton.runtime.jit import JITFunction
@@ -32,7 +33,7 @@ class Defined:
 def defined_kernels() -> dict[str, Defined]:
     """Every kernel of the installed parts and of the operations, by name."""
     tops = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
-    packages = {"modular_kernel.ops.kernels", *(f"{top}.kernels" for top in tops)}
+    packages = (name for top in (*tops, "modular_kernel.ops") for name in _packages_of_kernels(top))
     found = {}
     for package in sorted(importable(packages)):
         for module, targets in _modules(import_module(package), ()):
@@ -42,6 +43,13 @@ def defined_kernels() -> dict[str, Defined]:
                     reason = getattr(module, "LEFT_OUT", {}).get(name, "")
                     found[name] = Defined(name, module.__name__, targets, reason)
     return found
+
+
+def _packages_of_kernels(top: str) -> Iterator[str]:
+    """Every package called `kernels` below the package `top`, found without importing any."""
+    for folder in map(Path, getattr(import_module(top), "__path__", ())):
+        for path in folder.rglob("kernels/__init__.py"):
+            yield ".".join((top, *path.parent.relative_to(folder).parts))
 
 
 def _modules(
