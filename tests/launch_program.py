@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from experts.kernels.gluon.boxes import boxes
+from experts.triton.kernels.tma_descriptors import boxes
 from modular_kernel import replay
 from modular_kernel.ops.launch import triton_versions as compat
 from modular_kernel.ops.launch.launch import launch

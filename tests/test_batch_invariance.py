@@ -7,10 +7,17 @@ import pytest
 import torch
 from tile_samples import ONE, launch, ours
 
-from experts import tile_store, triton_experts
-from experts.tile_regimes import Steps, regimes
-from experts.tile_shapes import ALIGNED, Device
-from experts.tiles import choose_tiles, explain, override_config, regimes_up_to, reread
+from experts.triton import contiguous as triton_experts
+from experts.triton.configs import lookup
+from experts.triton.configs.heuristics import Steps, regimes
+from experts.triton.configs.select import (
+    choose_tiles,
+    explain,
+    override_config,
+    regimes_up_to,
+    reread,
+)
+from experts.triton.launch_config import ALIGNED, Device
 from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.ops.launch.runtime import HAS_TRITON
@@ -124,7 +131,7 @@ def test_tiles_by_the_number_of_tokens_are_noticed(
         return regimes(problem, device, (ALIGNED,))
 
     assert _found(pair, layer, machine) == []
-    monkeypatch.setattr(tile_store, "fixed", by_tokens)
+    monkeypatch.setattr(lookup, "fixed", by_tokens)
     reread()
     try:
         assert any("rows have other bits" in line for line in _found(pair, layer, machine))
@@ -142,7 +149,7 @@ def test_a_path_by_the_number_of_tokens_is_noticed(
     monkeypatch.setattr(
         triton_experts, "_paths", lambda problem: plain(replace(problem, batch_invariant=False))
     )
-    monkeypatch.setattr(tile_store, "fixed", regimes)
+    monkeypatch.setattr(lookup, "fixed", regimes)
     reread()
     try:
         found = _found(PAIRS[0], LAYER, machine)

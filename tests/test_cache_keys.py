@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tiles
-from experts.tile_names import TileKey
-from experts.tile_shapes import ALIGNED, PERMUTED, Device
-from experts.tile_store import subfolder
+from experts.triton.configs import select as tiles
+from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.lookup import subfolder
+from experts.triton.launch_config import ALIGNED, PERMUTED, Device
 from modular_kernel import replay
 from modular_kernel.placement import Placement
 from modular_kernel.select import keys

@@ -10,8 +10,8 @@ import pytest
 import torch
 from shares import tree_hash
 
-from experts import tile_files
-from experts.tile_shapes import Tile
+from experts.triton.configs import files as tile_files
+from experts.triton.launch_config import Tile
 from modular_kernel import types, validate
 from modular_kernel.errors import InputError
 from modular_kernel.importers import groups

@@ -122,14 +122,19 @@ def test_every_mutant_is_python_and_has_an_identity_of_its_own() -> None:
 def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
     found = modules_of("TritonExperts", load_catalog())
     assert {
-        "experts.triton_experts",
-        "experts.kernels.triton.grouped_gemm",  # imported late
-        "experts.kernels.gluon.streamed",
+        "experts.triton.contiguous",
+        "experts.triton.aligned.kernels.grouped_gemm",  # imported late
+        "experts.triton.gemv_tma.kernels.pipeline",
         "modular_kernel.ops.align",
         "modular_kernel.ops.kernels.align",
         "topk_reduce.noop",
     } <= set(found)
-    assert not [m for m in found if m.startswith(("experts.tile", "experts.torch", "prepare"))]
+    assert not [
+        m
+        for m in found
+        if m.endswith(".config")
+        or m.startswith(("experts.triton.configs", "experts.torch", "prepare"))
+    ]
     with pytest.raises(ConfigurationError, match="TritonExperts"):
         modules_of("NoSuchExperts", load_catalog())
 

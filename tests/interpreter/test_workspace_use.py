@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from experts import TritonExperts
-from experts.tile_shapes import ALIGNED, SINGLE, TilePair
-from experts.tiles import choose_tiles
-from experts.triton_aligned import AlignedPath
-from experts.triton_packed import PackedPath
-from experts.triton_path import Path, PathCall
-from experts.triton_segments import SegmentProducts
-from experts.triton_single import SinglePath
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.configs.select import choose_tiles
+from experts.triton.gemv.path import SinglePath
+from experts.triton.gemv_w4.path import PackedPath
+from experts.triton.grouped.segments import SegmentProducts
+from experts.triton.launch_config import ALIGNED, SINGLE, TilePair
+from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
 from modular_kernel.interpreter.patch import watch
 from modular_kernel.interpreter.races import Access

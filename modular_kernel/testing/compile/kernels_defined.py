@@ -1,15 +1,16 @@
 """Which kernels there are: every Triton or Gluon function of the installed parts that is launched.
 
-Kernels lie in a package `kernels`, at any depth below a part's top package, or in
-modular_kernel.ops.kernels. Their names end in `_kernel`; other jitted functions are called by
-kernels. A package or module of kernels whose `TARGETS` names GPUs has kernels for those alone;
-`LEFT_OUT` of a module says why no case of `mk compile` launches a kernel.
+Kernels lie in packages called `kernels`, anywhere below the package of a part or of the operations,
+and their names end in `_kernel`; other jitted functions are called by kernels. A package or module
+of kernels whose `TARGETS` names GPUs has kernels for those alone; `LEFT_OUT` of a module says why
+no case of `mk compile` launches a kernel.
 """
 
 import pkgutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from triton.runtime.jit import JITFunction
@@ -31,9 +32,9 @@ class Defined:
 def defined_kernels() -> dict[str, Defined]:
     """Every kernel of the installed parts and of the operations, by name."""
     tops = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
-    packages = [package for top in sorted(tops) for package in _kernel_packages(top)]
+    packages = (name for top in (*tops, "modular_kernel.ops") for name in _packages_of_kernels(top))
     found = {}
-    for package in ["modular_kernel.ops.kernels", *packages]:
+    for package in sorted(packages):
         for module, targets in _modules(import_module(package), ()):
             for name, value in vars(module).items():
                 own = isinstance(value, JITFunction) and value.module == module.__name__
@@ -43,14 +44,11 @@ def defined_kernels() -> dict[str, Defined]:
     return found
 
 
-def _kernel_packages(package: str) -> Iterator[str]:
-    """Names of the packages called `kernels` below a package, outermost first."""
-    for info in pkgutil.iter_modules(getattr(import_module(package), "__path__", ())):
-        name = f"{package}.{info.name}"
-        if info.ispkg and info.name == "kernels":
-            yield name
-        elif info.ispkg:
-            yield from _kernel_packages(name)
+def _packages_of_kernels(top: str) -> Iterator[str]:
+    """Every package called `kernels` below the package `top`, found without importing any."""
+    for folder in map(Path, getattr(import_module(top), "__path__", ())):
+        for path in folder.rglob("kernels/__init__.py"):
+            yield ".".join((top, *path.parent.relative_to(folder).parts))
 
 
 def _modules(

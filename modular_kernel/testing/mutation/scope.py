@@ -20,7 +20,10 @@ _SHARED = ("modular_kernel.ops", "topk_reduce")
 
 # Modules that a part imports and that are not changed, and why.
 LEFT_OUT: tuple[tuple[str, str], ...] = (
-    ("experts.tile*", "choose tiles and paths: every choice must give right numbers"),
+    ("experts.triton.configs*", "chooses configurations: every choice must give right numbers"),
+    ("experts.triton.tuning*", "tries configurations: every choice must give right numbers"),
+    ("experts.triton.launch_config", "bounds configurations: every choice must give right numbers"),
+    ("experts.triton.*.config", "bounds configurations: every choice must give right numbers"),
     ("modular_kernel.interpreter.patch", "the CPU's stand-in for a GPU, part of the harness"),
     ("modular_kernel.interpreter.block_types", "the CPU's stand-in for a GPU, part of the harness"),
     ("modular_kernel.interpreter.dtypes", "the CPU's stand-in for a GPU, part of the harness"),

@@ -95,7 +95,7 @@ _THEIRS = {tokens: _launch(m) for tokens, m in (("1", 16), ("64", 32), ("512", 6
 
 
 def _tiles(text: str) -> Any:
-    return named("experts.tile_files:parse_recipe")(text, "a file")
+    return named("experts.triton.configs.files:parse_recipe")(text, "a file")
 
 
 def _tiles_fault(recipe: Any) -> str:
