@@ -18,7 +18,7 @@ from modular_kernel.errors import (
 from modular_kernel.ops import route as module
 from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
 from modular_kernel.routers import RouterSpec
-from modular_kernel.testing.router_oracle import disagreements
+from modular_kernel.testing.verify.router import disagreements
 
 path = kernel_and_twin(module)
 

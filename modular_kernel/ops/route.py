@@ -18,8 +18,8 @@ from modular_kernel.errors import (
     ShapeError,
 )
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.routers import RouterSpec
 from modular_kernel.tensors import Routing, dense
 from modular_kernel.types import dtype_name

@@ -23,15 +23,15 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 
 from modular_kernel import stages
-from modular_kernel.bench.environment import Environment, environment
-from modular_kernel.bench.floor import Peaks, measure_link, measure_peaks, operand_type
-from modular_kernel.bench.method import Wiper, capture, clock_of, host_cost, wiper_of
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.bench.rows import INTERPRETER
-from modular_kernel.bench.stage_floor import RankLoad
 from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import torch_twins
+from modular_kernel.measure.environment import Environment, environment
+from modular_kernel.measure.records import INTERPRETER
+from modular_kernel.measure.roofline import Peaks, measure_link, measure_peaks, operand_type
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.stage_roofline import RankLoad
+from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, wiper_of
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import Inputs, make_inputs
