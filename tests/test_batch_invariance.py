@@ -31,7 +31,7 @@ from modular_kernel.testing.verify.invariance import (
     otherwise_split,
     rows_that_differ,
 )
-from modular_kernel.testing.verify.invariance_table import Measured, as_markdown, changed_rows
+from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Machine, Parallel, Problem
 
@@ -229,9 +229,9 @@ def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
     }
     assert rows[True] == 0 < rows[False]
     found = [
-        Measured(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
-        Measured(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
-        Measured(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
+        InvarianceRow(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
     ]
     assert as_markdown(found).splitlines() == [
         "| experts | asked for | float32 |",

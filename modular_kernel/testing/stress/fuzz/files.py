@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, Outcome, attempt
+from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, attempt
 from modular_kernel.testing.stress.fuzz.outside import named
 from modular_kernel.types import Problem
 
@@ -21,7 +21,7 @@ _VALUES: tuple[Any, ...] = (
 _WORDS = ("NaN", "-Infinity", "1e999", "0x10", "[" * 2000, "'x'", "\x00", "{", "", '"\\ud800"')
 
 
-def stored_files(rng: Random) -> Outcome:
+def stored_files(rng: Random) -> FuzzOutcome:
     """A file as it is written, or with up to four things changed: read right, or a typed error."""
     kind, value, read, check = rng.choice(_KINDS)
     changes = rng.choice((0, 1, 1, 1, 2, 4))
@@ -34,12 +34,12 @@ def stored_files(rng: Random) -> Outcome:
         text = _hurt(rng, text)
     what = f"{kind}, {changes} changes{', then the text' if hurt else ''}: {text[:300]}"
     found = attempt(what, lambda: read(text))
-    if isinstance(found, Outcome):
-        return Outcome(WRONG, f"{what}: refused") if changes == 0 else found
+    if isinstance(found, FuzzOutcome):
+        return FuzzOutcome(WRONG, f"{what}: refused") if changes == 0 else found
     fault = attempt(what, lambda: check(found))
-    if isinstance(fault, Outcome):
+    if isinstance(fault, FuzzOutcome):
         return fault
-    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
 def _changed(rng: Random, value: Any) -> Any:

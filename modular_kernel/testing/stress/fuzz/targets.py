@@ -4,9 +4,9 @@ from collections.abc import Callable
 from random import Random
 
 from modular_kernel.testing.stress.fuzz import calls, composed, entries, facts, files, outside
-from modular_kernel.testing.stress.fuzz.outcome import Outcome, attempt
+from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
 
-Target = Callable[[Random], Outcome]
+Target = Callable[[Random], FuzzOutcome]
 
 # With shares out of 100.
 TARGETS: tuple[tuple[Target, int], ...] = (
@@ -31,7 +31,7 @@ NAMES = tuple(target.__name__ for target, _ in TARGETS)
 
 def outcome_of(
     seed: str, number: int, *, calls_only: bool = False, only: str = ""
-) -> tuple[str, Outcome]:
+) -> tuple[str, FuzzOutcome]:
     """The target's name and the outcome of configuration `number`.
 
     calls_only: draw from those targets that launch something, as where kernels are interpreted.
