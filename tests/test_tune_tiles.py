@@ -11,18 +11,10 @@ from tune_samples import WANTED, Fake, only, staged, tile_cost
 
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import read_recipe
-from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_tiles, this_store
 from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.launch_config import (
-    ALIGNED,
-    PERMUTED,
-    SINGLE,
-    Device,
-    TilePair,
-    gemms,
-    violations,
-)
+from experts.triton.launch_config import Device, MoEConfig, gemms, violations
 from experts.triton.tuning.candidates import ROWS, entries
 from experts.triton.tuning.space import Additive, TileSpace
 from modular_kernel.catalog import load_catalog, this_machine
@@ -39,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def model(tokens: int, pair: Choice) -> float:
-    assert isinstance(pair, TilePair)
+    assert isinstance(pair, MoEConfig)
     return 1.0 + tile_cost(pair.gemm1, WANTED[0]) + tile_cost(pair.gemm2, WANTED[1])
 
 
@@ -47,10 +39,10 @@ def model(tokens: int, pair: Choice) -> float:
 def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None:
     space = load_catalog().experts(part).tunable(MIXTRAL)
     assert isinstance(space, TileSpace)
-    assert TilePair(*WANTED) not in space.candidates(128)
+    assert MoEConfig(*WANTED, "aligned") not in space.candidates(128)
     tuned = only(space, Fake(model), tokens=(128,), folder=here)
     assert tuned.best is not None
-    assert tuned.best.choice == TilePair(*WANTED), "put together of two candidates"
+    assert tuned.best.choice == MoEConfig(*WANTED, "aligned"), "put together of two candidates"
     assert len(tuned.took) < 60
     assert tuned.file == here / "triton_3_6_0" / NAME
     recipe = read_recipe(tuned.file)
@@ -83,10 +75,10 @@ def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype
     least = 1 if dtype == "float32" or problem.scheme.packed else 4
     assert least <= len(found) <= 60
     assert len(set(found)) == len(found)
-    blocks = {pair.gemm1.block_m for pair in found if isinstance(pair, TilePair)}
-    assert blocks == {*space.blocks_m(ALIGNED, tokens), space.untuned(tokens).gemm1.block_m}  # type: ignore[attr-defined]
+    blocks = {pair.gemm1.block_m for pair in found if isinstance(pair, MoEConfig)}
+    assert blocks == {*space.blocks_m("aligned", tokens), space.untuned(tokens).gemm1.block_m}  # type: ignore[attr-defined]
     for pair in found:
-        assert isinstance(pair, TilePair)
+        assert isinstance(pair, MoEConfig)
         for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
             assert not list(violations(tile, gemm, device))
         with space.using(pair):
@@ -98,9 +90,9 @@ def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
     quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
     for quant in quants:
         problem = replace(MIXTRAL, quant=quant)
-        known, other = entries(problem, ALIGNED)
+        known, other = entries(problem, "aligned")
         assert known == other
-        assert {32, 64, 128} <= set(known) <= set(ROWS[ALIGNED])
+        assert {32, 64, 128} <= set(known) <= set(ROWS["aligned"])
         for block_m, rows in known.items():
             assert len(set(rows)) == len(rows)
             for _, _, warps, stages, *group in rows:
@@ -112,25 +104,25 @@ def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
 def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
     write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
     space = TileSpace(MIXTRAL, "X")
-    assert space.untuned(1) == regimes(MIXTRAL, this_store().device, (ALIGNED,)).choose(1)
+    assert space.untuned(1) == heuristics(MIXTRAL, this_store().device, ("aligned",)).choose(1)
     assert space.candidates(1)[0] == choose_tiles(MIXTRAL, 1), "what a file says is one too"
 
 
 def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
-    space = TileSpace(MIXTRAL, "X", (ALIGNED, SINGLE, PERMUTED))
+    space = TileSpace(MIXTRAL, "X", ("aligned", "gemv", "grouped_tma"))
 
     def paths(tokens: int) -> set[str]:
-        return {pair.path for pair in space.candidates(tokens) if isinstance(pair, TilePair)}
+        return {pair.path for pair in space.candidates(tokens) if isinstance(pair, MoEConfig)}
 
-    assert paths(1) == {ALIGNED, SINGLE}
-    assert paths(16) == {ALIGNED}
-    assert paths(4096) == {ALIGNED, PERMUTED}
+    assert paths(1) == {"aligned", "gemv"}
+    assert paths(16) == {"aligned"}
+    assert paths(4096) == {"aligned", "grouped_tma"}
     permuted = grouped_tma_config.default(MIXTRAL)
     path = space.save({8192: Best(permuted, 1.0, 1.0)}, here)
-    assert choose_tiles(MIXTRAL, 8192, (ALIGNED, PERMUTED)).path == PERMUTED
-    assert choose_tiles(MIXTRAL, 8192).path == ALIGNED
+    assert choose_tiles(MIXTRAL, 8192, ("aligned", "grouped_tma")).path == "grouped_tma"
+    assert choose_tiles(MIXTRAL, 8192).path == "aligned"
     assert space.saved(here)[8192].choice == permuted
-    assert space.as_json(ONE)["path"] == ALIGNED
+    assert space.as_json(ONE)["path"] == "aligned"
     assert path.exists()
 
 
@@ -151,10 +143,10 @@ def test_a_space_pretends_its_gpu_in_another_process(
 def test_what_was_not_timed_cannot_be_estimated() -> None:
     took = {pair: Took(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
     model_of = Additive(took)
-    assert sorted(model_of.kinds()) == [(ALIGNED, 16), (ALIGNED, 32)]
+    assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
     assert model_of.seconds(ONE) == pytest.approx(model(1, ONE))
     with pytest.raises(KeyError):
-        model_of.seconds(TilePair(*WANTED))
+        model_of.seconds(MoEConfig(*WANTED, "aligned"))
 
 
 def test_results_survive_a_run(here: Path) -> None:
