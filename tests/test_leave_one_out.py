@@ -50,7 +50,7 @@ def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType, conf
     assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
     assert by["mixtral", 16].neighbours == own["mixtral_tp2", 16]
     assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
-    assert by["dsv3_tp8", 16].origin == "regimes", "nothing is near"
+    assert by["dsv3_tp8", 16].origin == "heuristics", "nothing is near"
     assert by["dsv3_tp8", 16].neighbours == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
     assert tool.cells(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
     alone = tool.cells(["mixtral"], ["none"], [16])
@@ -108,7 +108,8 @@ def test_only_what_differs_is_timed(
     Compiler.begun.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
     one, two, wrong = (
-        MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4)) for n in NS
+        MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4), "aligned")
+        for n in NS
     )
     found = [
         tool.Cell("a", problem, one, two, one, "x"),

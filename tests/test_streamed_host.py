@@ -68,6 +68,6 @@ def test_there_is_room_for_both_ways() -> None:
         extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
     assert {"streamed_largest", "single_largest"} <= set(extra)
     assert extra["streamed_largest"].shape == (8 * 2,)
-    with on_device(replace(H200, boxes=False)):
+    with on_device(replace(H200, tma=False)):
         extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
     assert "streamed_largest" not in extra

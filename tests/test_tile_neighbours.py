@@ -97,7 +97,7 @@ def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.Monkey
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
     recipe = Recipe("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
     lender = Known(8, 2, 4096, 14336, recipe)
-    paths = {b.tokens: b.pair.path for b in borrow([lender], MIXTRAL, H200, NOTHING)}
+    paths = {b.tokens: b.config.path for b in borrow([lender], MIXTRAL, H200, NOTHING)}
     few = gemv_config.most_tokens(MIXTRAL)
     assert [t for t, path in paths.items() if path == "gemv"] == [t for t in paths if t <= few]
     own = fit(recipe, MIXTRAL, H200)
@@ -117,7 +117,9 @@ def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
     lent = gemv_w4_config.default(theirs)
-    recipe = Recipe("x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv"),))
+    recipe = Recipe(
+        "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
+    )
     lender = Known(128, 4, 2880, 2880, recipe)
     most = gemv_w4_config.most_tokens(mine)
     for number in (1, 2, most):
@@ -133,12 +135,12 @@ def test_a_call_takes_the_nearest_number_of_tokens() -> None:
     assert {t: steps.choose(t).gemm1.block_m for t in wanted} == wanted
 
 
-def test_neighbours_come_after_files_and_before_regimes(tmp_path: Path) -> None:
+def test_neighbours_come_after_files_and_before_heuristics(tmp_path: Path) -> None:
     user, shipped = tmp_path / "user", tmp_path / "shipped"
     here = store(user, shipped)
     packaged(shipped, QWEN, t1=16, t4096=128)
     source = here.source(MIXTRAL)
-    assert source.origin == "neighbours"
+    assert source.origin == "nearest"
     assert len(source.whose) == len(source.steps.lasts)
     assert set(source.whose) == {"heuristics"}, "it is far"
     packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
@@ -177,5 +179,5 @@ def test_explain_names_the_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyP
         text = explain(MIXTRAL, 8)
         far = explain(MIXTRAL, 8192)
     assert "the nearest layer with a file: E=8, K=2, H=6144, I=16384, 8 tokens" in text
-    assert "from regimes: no layer with a file is near" in far
+    assert "from heuristics: no layer with a file is near" in far
     assert "`mk tune` writes one: E=8,N=14336" in text

@@ -35,7 +35,7 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
         mode = grouped_tma_config.MODES[quant]
         assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
-    assert {p.path for p in heuristics(problem, H200, ("aligned",)).pairs} == {"aligned"}
+    assert {p.path for p in heuristics(problem, H200, ("aligned",)).configs} == {"aligned"}
 
 
 def test_who_gathers() -> None:

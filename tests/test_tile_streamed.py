@@ -35,7 +35,9 @@ def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> 
     assert steps.choose(most) == pair
     assert steps.choose(most + 1).path != "gemv_tma"
     require_config(pair, problem, H200, "regimes")
-    assert "gemv_tma" not in {p.path for p in heuristics(problem, H200, ("aligned", "gemv")).pairs}
+    assert "gemv_tma" not in {
+        p.path for p in heuristics(problem, H200, ("aligned", "gemv")).configs
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,20 @@ import pytest
 from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, launch, on_an_h200, ours, write
 from tune_samples import WANTED, Fake, only, staged, tile_cost
 
+from experts.triton.aligned.candidates import ROWS, entries
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned_w4.path import AlignedW4Path
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import read_recipe
 from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import config_violations
 from experts.triton.configs.select import choose_tiles, this_store
+from experts.triton.gemv.path import GemvPath
+from experts.triton.gemv_w4.config import GemvW4Config
 from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.launch_config import Device, MoEConfig, gemms, violations
-from experts.triton.tuning.candidates import ROWS, entries
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.paths import BASE, PATHS
 from experts.triton.tuning.space import Additive, TileSpace
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
@@ -70,35 +77,74 @@ def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
-    space, device = TileSpace(problem, "X"), this_store().device
-    found = space.candidates(tokens)
-    least = 1 if dtype == "float32" or problem.scheme.packed else 4
-    assert least <= len(found) <= 60
-    assert len(set(found)) == len(found)
-    blocks = {pair.gemm1.block_m for pair in found if isinstance(pair, MoEConfig)}
-    assert blocks == {*space.blocks_m("aligned", tokens), space.untuned(tokens).gemm1.block_m}  # type: ignore[attr-defined]
-    for pair in found:
-        assert isinstance(pair, MoEConfig)
-        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-            assert not list(violations(tile, gemm, device))
-        with space.using(pair):
-            assert choose_tiles(problem, tokens) == pair
+    device = this_store().device
+    for paths in ((BASE,), PATHS):
+        space = TileSpace(problem, "X", paths)
+        found = space.candidates(tokens)
+        least = 1 if dtype == "float32" or problem.scheme.packed else 4
+        assert least <= len(found) <= (60 if paths == (BASE,) else 110)
+        assert len(set(found)) == len(found)
+        for config in found:
+            assert isinstance(config, MoEConfig)
+            assert config.path in space.paths
+            assert not list(config_violations(config, problem, device))
+            with space.using(config):
+                assert choose_tiles(problem, tokens, space.paths) == config
+
+
+def test_blocks_that_rows_fill_are_tried(here: Path) -> None:
+    def blocks(tokens: int) -> set[int]:
+        return {c.gemm1.block_m for c in TileSpace(MIXTRAL, "X").candidates(tokens)}
+
+    assert blocks(1) == {16}
+    assert blocks(64) == {16, 32}
+    assert blocks(128) == {32, 64}
+    assert blocks(4096) == {128}
 
 
 def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
     """One that never can would be dead data."""
     quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
     for quant in quants:
-        problem = replace(MIXTRAL, quant=quant)
-        known, other = entries(problem, "aligned")
-        assert known == other
-        assert {32, 64, 128} <= set(known) <= set(ROWS["aligned"])
+        known = entries(replace(MIXTRAL, quant=quant))
+        assert {32, 64, 128} <= set(known) <= set(ROWS)
         for block_m, rows in known.items():
             assert len(set(rows)) == len(rows)
             for _, _, warps, stages, *group in rows:
                 assert warps in (1, 2, 4, 8)
                 assert 2 <= stages <= 8
                 assert all(block_m > 16 for _ in group), "short blocks have nothing to swizzle"
+
+
+def test_few_rows_of_4_bits_are_tuned_by_their_own_launches(here: Path) -> None:
+    """A file of the best says what is launched, and comes back as it was."""
+    problem = replace(MIXTRAL, quant="int4_w4a16_group")
+    space = TileSpace(problem, "TritonExperts", PATHS)
+    tried = [c for c in space.candidates(16) if c.path == "aligned_w4"]
+    assert {c.gemm1.block_m for c in tried} == {8, 16}
+    other = next(c for c in tried if c != space.untuned(16))
+    space.save({16: Best(other, 1e-5, 2e-5)}, here)
+    assert space.saved(here)[16].choice == other
+    assert choose_tiles(problem, 16, space.paths) == other
+    assert f"GEMM 2: {other.gemm2}" in space.explain(16)
+
+
+def test_a_file_of_version_1_is_continued_in_words_of_now(here: Path) -> None:
+    problem = replace(MIXTRAL, quant="int4_w4a16_group")
+    space = TileSpace(problem, "TritonExperts", PATHS)
+    path = space.save({1: Best(space.untuned(1), 1.0, 1.0)}, here)
+    facts = {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2}
+    old: dict[str, object] = ours(tokens_1=(launch(n=16, k=256),) * 2, tokens_16=(launch(),) * 2)
+    old |= {"format": "modular_kernel.tiles/1", "tuned_for": facts}
+    old["1"] |= {"path": "single", "us": 7}  # type: ignore[operator]
+    old["16"] |= {"us": 9}  # type: ignore[operator]
+    write(path, old)
+    tiles.reread()
+    found = {tokens: best.choice for tokens, best in space.saved(here).items()}
+    one = GemvW4Config(16, 256, 4, 3)
+    assert found[1] == MoEConfig(one, one, "gemv_w4")
+    assert found[16] == AlignedW4Path.default_config(problem, 16, this_store().device)
+    assert {tokens: choose_tiles(problem, tokens, space.paths) for tokens in found} == found
 
 
 def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
@@ -109,7 +155,7 @@ def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path)
 
 
 def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
-    space = TileSpace(MIXTRAL, "X", ("aligned", "gemv", "grouped_tma"))
+    space = TileSpace(MIXTRAL, "X", (AlignedPath, GemvPath, GroupedTmaPath))
 
     def paths(tokens: int) -> set[str]:
         return {pair.path for pair in space.candidates(tokens) if isinstance(pair, MoEConfig)}

@@ -31,6 +31,7 @@ from experts.triton.configs.filenames import TileKey
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.lookup import PACKAGED, TileStore, subfolder
 from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.tuning.compiled import Compiler, Pair
@@ -117,11 +118,13 @@ def _of_layer(layer: str, problem: Problem, tokens: Sequence[int], configs: Path
         for path in others:
             (inner / path.name).symlink_to(path.resolve())
         lent = TileStore(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
-    alone = heuristics(problem, H200)
+    alone, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
     made = []
     for number in tokens:
-        whose = lent.whose[lent.steps.index(number)] if lent.whose else "regimes"
-        tuned, neighbours = mine.steps.choose(number), lent.steps.choose(number)
+        whose = lent.whose[lent.steps.index(number)] if lent.whose else "heuristics"
+        tuned, neighbours = (
+            source.launched(problem, H200, paths).choose(number) for source in (mine, lent)
+        )
         here = problem.with_tokens(number)
         made.append(Cell(layer, here, tuned, neighbours, alone.choose(number), whose))
     return made

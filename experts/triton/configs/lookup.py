@@ -13,7 +13,7 @@ equally near ones those of the smaller number.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from experts.triton.configs.filenames import TileKey, names_for
 from experts.triton.configs.files import VERSION, Recipe, read_recipe
-from experts.triton.configs.former import MEANT, named_now, path_meant
+from experts.triton.configs.former import MEANT, named_now, path_meant, replaced
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.limits import require_config
 from experts.triton.configs.nearest import Known, borrow, steps_of
@@ -71,6 +71,15 @@ class Source:
     notes: tuple[str, ...] = ()
     looked_in: tuple[str, ...] = ()
     former: bool = False
+
+    def launched(self, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
+        """Return what is launched by these paths where this decides."""
+        steps = self.steps
+        if self.former:
+            steps = replaced(steps, problem, device, paths)
+        if all(config.path in paths for config in steps.configs):
+            return steps
+        return steps.within(paths, heuristics(problem, device, paths))
 
 
 @dataclass(frozen=True)

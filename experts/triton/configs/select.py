@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from experts.triton.configs.filenames import names_for
 from experts.triton.configs.files import Recipe, override_recipe
-from experts.triton.configs.former import replaced
-from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.lookup import FIXED, PACKAGED, Source, TileStore, fit, nearest
 from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, MoEConfig
@@ -95,7 +93,7 @@ def explain(
         store = replace(store, device=Device.named(device_name))
     source = fit(recipe, problem, store.device) if recipe else store.source(problem)
     said = source.steps.choose(tokens)
-    config = _within(source, problem, store.device, paths).choose(tokens)
+    config = source.launched(problem, store.device, paths).choose(tokens)
     lines = [
         f"{problem}, {tokens} tokens, on {store.device.name or 'no GPU'}",
         f"  from {_why(source, problem, tokens)}",
@@ -174,17 +172,7 @@ def _steps(problem: Problem, where: _Where) -> Steps:
     """problem: with tokens = 0, which decide nothing here."""
     store, recipe = this_store(), where.recipe
     source = store.source(problem) if recipe is None else fit(recipe, problem, store.device)
-    return _within(source, problem, store.device, where.paths)
-
-
-def _within(source: Source, problem: Problem, device: Device, paths: tuple[str, ...]) -> Steps:
-    """Return what is launched by these paths where `source` decides."""
-    steps = source.steps
-    if source.former:
-        steps = replaced(steps, problem, device, paths)
-    if all(config.path in paths for config in steps.configs):
-        return steps
-    return steps.within(paths, heuristics(problem, device, paths))
+    return source.launched(problem, store.device, where.paths)
 
 
 @lru_cache(maxsize=1 << 16)
