@@ -60,8 +60,8 @@ def from_compressed_tensors(
         check_packed(weight_zero_point, "weight_zero_point")
         unpacked = unpack_words(weight_zero_point, -2, range(per_word))
         if tuple(unpacked.shape) != shape:
-            got = tuple(weight_zero_point.shape)
-            raise ShapeError("weight_zero_point", got=got, need=f"(..., N / {per_word}, G)")
+            found = tuple(weight_zero_point.shape)
+            raise ShapeError("weight_zero_point", got=found, need=f"(..., N / {per_word}, G)")
         zeros = pack_values(unpacked.mT, bits).mT.contiguous()
     w = weight_packed.contiguous().view(torch.uint8)
     return GroupWeights(w, weight_scale.contiguous(), zeros, group, bits)
