@@ -1,7 +1,7 @@
 """Tiny matrices in the formats of published checkpoints, and the numbers they stand for.
 
-Codes and scales are drawn, never rounded from other numbers, so a matrix stands for exactly what its
-format says, in float64. Everything is packed here by hand, value by value, by the packers' own
+Codes and scales are drawn, never rounded from other numbers, so a matrix stands for exactly what
+its format says, in float64. Everything is packed here by hand, value by value, by the packers' own
 descriptions; nothing of `modular_kernel.importers` is used.
 """
 

@@ -248,7 +248,7 @@ FAMILIES: dict[str, Published] = {
 
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint that was written. w1: (E, 2I or I, H) float64, gate rows first; w2: (E, H, I)."""
+    """A checkpoint. w1: (E, 2I or I, H) float64, gate rows first; w2: (E, H, I)."""
 
     folder: Path
     config: dict[str, Any]
