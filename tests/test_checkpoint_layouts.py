@@ -1,4 +1,4 @@
-"""One table says where each family keeps its experts: in samples, and as transformers saves them."""
+"""One table says where each family keeps its experts: in samples, and as transformers saves."""
 
 import json
 from pathlib import Path
