@@ -21,7 +21,7 @@ from modular_kernel.importers.files import Tensors
 from modular_kernel.placement import Placement
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
-# Where a scale covers all of a row of activations, a share of the row has one of its own; one of all
+# Where a scale covers all of a row of activations, a share of the row has its own; one of all
 # rows is that of a rank's own rows, with fewer experts too.
 OF_ROWS, OF_ALL = ("fp8_w8a8_channel", "int8_w8a8_channel"), "fp8_w8a8_tensor"
 

@@ -132,6 +132,8 @@ def _scaled(
 
 def _fp8(scheme: QuantScheme) -> tuple[Stored, ...]:
     names = ("weight_scale_inv", "weight_scale", "scale")
+    if scheme.granularity == "tensor":
+        names = ("weight_scale", "weight_scale_inv", "scale")
     return _scaled(scheme, names, ("input_scale", "activation_scale"))
 
 
