@@ -7,6 +7,7 @@ gives a share of one as `merging.stack` takes it.
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -87,6 +88,12 @@ class Source:
             raise WeightsError(self.what, got=got, need=need)
         self._check_extra(seen)
         return {role: frozenset(found) for role, found in dtypes.items()}
+
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors of the layer's experts."""
+        keys = {self.key(place, stored) for place in self.places() for stored in self.stored()}
+        facts = [self.files.facts(key) for key in keys if key is not None]
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in facts)
 
     def _check_extra(self, seen: set[str]) -> None:
         bases = {f"{self.layer.prefix}{name}" for name in self.layer.layout.names}

@@ -17,18 +17,18 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.fields import Count, expect
-from modular_kernel.importers.boxes import Source, find_layers, find_source
-from modular_kernel.importers.files import Tensors, open_tensors
-from modular_kernel.importers.formats import Format, fit, format_of
-from modular_kernel.importers.layouts import LAYOUTS, Layout, Place
+from modular_kernel.importers.boxes import Source
+from modular_kernel.importers.examine import Examined, examine
+from modular_kernel.importers.files import open_tensors
+from modular_kernel.importers.formats import Format
+from modular_kernel.importers.layouts import Place
 from modular_kernel.importers.merging import Matrix, stack
 from modular_kernel.importers.stored import Range
 from modular_kernel.importers.tensors import static_scale
-from modular_kernel.models.config_file import config_of_file, facts_of_config
 from modular_kernel.placement import Placement
 from modular_kernel.quant import TensorSpec, weight_specs
 from modular_kernel.tensors import ExpertWeights
-from modular_kernel.types import ActivationSpec, Parallel, Problem, parse_dtype
+from modular_kernel.types import Parallel, Problem, parse_dtype
 
 _AT_ONCE = 1 << 22  # values of a matrix that are read, merged and copied in one step
 
@@ -111,36 +111,6 @@ def load_experts(  # noqa: PLR0913 (each is one question)
 
 
 @dataclass(frozen=True)
-class Examined:
-    """What a checkpoint has, before anything is read: sizes and format, and the layers it has."""
-
-    files: Tensors
-    facts: dict[str, Any]
-    format: Format
-    layers: dict[int, list[tuple[Layout, str]]]
-
-    def source(self, layer: int) -> Source:
-        """Return where the experts of a layer lie."""
-        if layer not in self.layers:
-            need = f"one with experts: {_ranges(sorted(self.layers))}"
-            raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
-        sizes = (self.facts["experts"], self.facts["hidden"], self.facts["intermediate"])
-        return find_source(self.files, self.format, self.layers[layer], sizes, self.facts["bias"])
-
-
-def examine(
-    files: Tensors, config: str | Path | None = None, prefix: str | None = None
-) -> Examined:
-    """Read the config.json of a checkpoint, and find its layers with experts by their names."""
-    folder = files.path if files.path.is_dir() else files.path.parent
-    path, read = config_of_file(str(folder / "config.json" if config is None else config))
-    facts = facts_of_config(path, read)
-    given = read.get("quantization_config", read.get("compression_config"))
-    _, layers = find_layers(files, LAYOUTS[read["model_type"]], prefix)
-    return Examined(files, facts, format_of(given, path=str(path)), layers)
-
-
-@dataclass(frozen=True)
 class _Asked:
     """What a caller gave, checked."""
 
@@ -169,17 +139,12 @@ def _load(
     device: torch.device,
 ) -> LoadedExperts:
     stored = source.check()
-    facts = dict(found.facts)
-    act = ActivationSpec.parse(facts["activation"])
-    if act.gated:
-        act = replace(act, interleaved=source.layer.layout.interleaved)
-    scheme = fit(source.format, facts["intermediate"], world=asked.tp[1], gated=act.gated)
+    facts = found.problem_fields(source, asked.tp[1])
     dtype = parse_dtype(facts.get("dtype", "bfloat16") if asked.dtype is None else asked.dtype)
-    share = facts["intermediate"] // asked.tp[1]
-    facts |= {"quant": str(scheme), "activation": act, "dtype": dtype, "intermediate": share}
+    facts["dtype"] = dtype
     held = Parallel(asked.ep[1], placement, asked.ep[0]).place(facts["experts"])
     problem = Problem(tokens=1, local_experts=len(held.slots[asked.ep[0]]), **facts)
-    rank = _Share(source, source.format.with_scheme(scheme), problem, asked.tp)
+    rank = _Share(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
     rank.check_cut()
     weights = rank.read(held.slots[asked.ep[0]], _scale_dtype(stored, dtype), device)
     read = source.files.bytes_read
@@ -333,15 +298,3 @@ def _copy(
         at = (begin + rows[0]) // step
         part_of = source[some]
         whole[name + suffix][slot, at : at + len(part_of)] = part_of
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Show numbers that follow each other by the first and the last."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
-    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
