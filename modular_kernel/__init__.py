@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import check, check_all, make_kernel
-    from modular_kernel.choose.choosing import compose
     from modular_kernel.contracts import (
         PermuteExpertsUnpermute,
         PrepareAndFinalize,
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from modular_kernel.errors import IncompatibleError, ModularKernelError
     from modular_kernel.importers.checkpoint import load_experts
     from modular_kernel.kernel import FusedMoEModularKernel
+    from modular_kernel.select.choosing import compose
     from modular_kernel.support import Rejection, Verdict
     from modular_kernel.tensors import ExpertWeights, Routing
     from modular_kernel.types import (
@@ -32,7 +32,7 @@ _HOME = {
     "check": "catalog",
     "check_all": "catalog",
     "make_kernel": "catalog",
-    "compose": "choose.choosing",
+    "compose": "select.choosing",
     "load_experts": "importers.checkpoint",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
