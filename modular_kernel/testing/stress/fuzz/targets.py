@@ -3,7 +3,15 @@
 from collections.abc import Callable
 from random import Random
 
-from modular_kernel.testing.stress.fuzz import calls, composed, entries, facts, files, outside
+from modular_kernel.testing.stress.fuzz import (
+    calls,
+    checkpoints,
+    composed,
+    entries,
+    facts,
+    files,
+    outside,
+)
 from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
 
 Target = Callable[[Random], FuzzOutcome]
@@ -11,7 +19,7 @@ Target = Callable[[Random], FuzzOutcome]
 # With shares out of 100.
 TARGETS: tuple[tuple[Target, int], ...] = (
     (calls.right_call, 18),
-    (calls.changed_call, 25),
+    (calls.changed_call, 23),
     (calls.nan_call, 5),
     (facts.problem_fields, 14),
     (facts.small_facts, 5),
@@ -21,6 +29,7 @@ TARGETS: tuple[tuple[Target, int], ...] = (
     (outside.command_line, 6),
     (composed.composed_call, 3),
     (files.stored_files, 4),
+    (checkpoints.checkpoints, 2),
     (entries.entry_points, 1),
 )
 CALLS = (calls.right_call, calls.changed_call, calls.nan_call, outside.fused_experts)
