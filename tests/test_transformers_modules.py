@@ -124,7 +124,7 @@ def module_of(
 
     flags = {"has_gate": gated, "has_bias": bias, "is_transposed": transposed}
     decorated = use_experts_implementation(**flags)(SmallExperts)
-    return decorated(SimpleNamespace(_experts_implementation="batched_mm"))
+    return decorated(SimpleNamespace(_experts_implementation="batched_mm")).eval()
 
 
 def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -177,7 +177,7 @@ def test_modules_compute_what_transformers_computes(case, pair) -> None:
     skip_if_refused(pair)
     kind, options = KNOWN[case]
     module, given = module_of(**options), inputs(19)
-    spec = activation_of(module, weights_of(module))
+    spec = activation_of(module)
     assert (spec.kind, spec.interleaved) == (kind, case == "oai")
     assert_close(call(module, register(*pair), *given), exact(module, *given))
 
@@ -230,18 +230,6 @@ def test_weights_that_change_are_seen() -> None:
     assert_close(call(module, name, *given), exact(module, *given))
 
 
-def test_runs_inside_a_compiled_model() -> None:
-    module, given = module_of(), inputs(8)
-    module.config._experts_implementation = register()
-
-    def layer(x, ids, scores):
-        return module(x * 2, ids, scores) + 1
-
-    with torch.no_grad():
-        want = layer(*given)
-        assert torch.equal(torch.compile(layer, backend="eager")(*given), want)
-
-
 REFUSED: "dict[str, dict[str, object]]" = {
     "quick_gelu": {"act": "quick_gelu"},
     "gelu_10": {"act": "gelu_10"},
@@ -260,7 +248,7 @@ def test_a_module_that_computes_something_else_is_refused(case) -> None:
         call(module_of(**REFUSED[case]), register(), *inputs(4))
 
 
-def test_norms_quantised_weights_and_gradients_are_refused() -> None:
+def test_norms_and_quantised_weights_are_refused() -> None:
     class Quantised(torch.Tensor):
         pass
 
@@ -272,10 +260,6 @@ def test_norms_quantised_weights_and_gradients_are_refused() -> None:
             call(module, register(), *inputs(4))
     with pytest.raises(DtypeError):
         call(mixed.to(torch.bfloat16), register(), *inputs(4))
-    module = module_of()
-    module.config._experts_implementation = register()
-    with pytest.raises(UnsupportedError, match="gradients"):
-        module(*inputs(4))
 
 
 # ------------------------------------------------------------------------------- registration
