@@ -62,4 +62,4 @@ def _weights(params: Sequence[torch.Tensor], fields: str) -> ExpertWeights:
         weights = weights_from([param.detach() for param in params], fields)
         found = _Bound(fields, others, places, weights)
         _bound[params[0]] = found
-    return found.weights  # type: ignore[no-any-return]
+    return found.weights

@@ -105,8 +105,10 @@ def _candidates(gated: bool, numbers: dict[str, list[float]]) -> Iterator[Activa
         return
     for interleaved in (False, True):
         for kind in GATED:
-            alphas = numbers["alpha"] if kind == "swiglu_oai" else [None]
-            limits = numbers["limit"] if kind.startswith("swiglu") else [None]
+            alphas = numbers["alpha"] if kind in ("swiglu_oai", "situ") else [None]
+            limits: list[float | None] = [*numbers["limit"]] if kind != "silu" else []
+            if not kind.startswith("swiglu"):
+                limits = [None, *limits]
             for alpha, limit in product(alphas, limits):
                 yield ActivationSpec(kind, alpha, limit, interleaved)
 
