@@ -1,13 +1,9 @@
 """Calls that need gradients, which kernels do not compute."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-if TYPE_CHECKING:
-    from modular_kernel.integrations.transformers.register import Registration
 
 Call = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -20,9 +16,7 @@ def gradients_are_needed(tensors: Sequence[torch.Tensor]) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def differentiable(
-    registration: "Registration", module: torch.nn.Module, call: Call
-) -> torch.Tensor:
-    """Run a call with gradients by transformers' own grouped matmuls."""
+def grouped_mm(module: torch.nn.Module, call: Call) -> torch.Tensor:
+    """Run a call of unquantised experts by transformers' own grouped matmuls."""
     found: torch.Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, *call)
     return found

@@ -51,7 +51,7 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
         return Layout(",".join(own.values()), getattr(module, QUANT))
     bias = ",b1,b2" if getattr(module, "has_bias", False) else ""
     turned = ":t" if getattr(module, "is_transposed", False) else ""
-    if not hasattr(module, f"{first_of(module)}_scale_inv"):
+    if not is_quantised(module):
         return Layout(f"w1{turned},w2{turned}{bias}")
     if turned:
         raise unsupported(module, "float8 weights, transposed", "(e, N, K)")
@@ -62,6 +62,11 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
 def first_of(module: torch.nn.Module) -> str:
     """Name the first projection."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def is_quantised(module: torch.nn.Module) -> bool:
+    """Tell whether its weights are anything but plain numbers."""
+    return hasattr(module, FIELDS) or hasattr(module, f"{first_of(module)}_scale_inv")
 
 
 def tensors_of(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:

@@ -11,6 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError, StateError
 from modular_kernel.integrations.expert_fields import place, weights_from
+from modular_kernel.integrations.experts_op import EXPERTS
 from modular_kernel.integrations.pairing import Pairing, layer_text
 from modular_kernel.integrations.transformers.activations import (
     Facts,
@@ -18,8 +19,9 @@ from modular_kernel.integrations.transformers.activations import (
     facts_of,
     unsupported,
 )
-from modular_kernel.integrations.transformers.gradients import differentiable, gradients_are_needed
+from modular_kernel.integrations.transformers.gradients import gradients_are_needed, grouped_mm
 from modular_kernel.integrations.transformers.modules import (
+    is_quantised,
     layout_of,
     names_of,
     problem_of,
@@ -119,13 +121,14 @@ class Registration:
         names = _names(module)
         tensors = tuple([getattr(module, name) for name in names])
         call = (hidden_states, top_k_index, top_k_weights)
-        if gradients_are_needed((hidden_states, top_k_weights, *tensors)):
-            if self.gradients == "refuse":
-                raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
-            return differentiable(self, module, call)
-        if module.training and self.gradients == "fallback":
-            # Checkpointing runs a forward twice, the first time without gradients.
-            return differentiable(self, module, call)
+        needed = gradients_are_needed((hidden_states, top_k_weights, *tensors))
+        if needed and self.gradients == "refuse":
+            raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
+        # Checkpointing of a module that trains runs a forward twice, the first time without.
+        if self.gradients == "fallback" and (needed or module.training):
+            if not _quantised(module):
+                return grouped_mm(module, call)
+            return self.forward(module, call, names, tensors, as_operator=True)
         return self.forward(module, call, names, tensors)
 
     def forward(
@@ -134,15 +137,17 @@ class Registration:
         call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         names: tuple[str, ...],
         tensors: tuple[torch.Tensor, ...],
+        *,
+        as_operator: bool = False,
     ) -> torch.Tensor:
-        """Run a call that needs no gradients."""
+        """Run a call on the pairing: as an operator, which has gradients, where that is needed."""
         x_TH, ids_TK, weights_TK = call
         # Releases without the attribute may pass the ids of other ranks' experts too.
         if getattr(module, "_is_expert_parallel", True):
             ids_TK = ids_TK.masked_fill(ids_TK >= tensors[0].shape[0], -1)
         x_TH, ids_TK = x_TH.contiguous(), ids_TK.contiguous()
         weights_TK = weights_TK.to(torch.float32).contiguous()
-        if torch.compiler.is_compiling():
+        if as_operator or torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
         return self.pairing.run(bound.layer, x_TH, bound.weights, Routing(weights_TK, ids_TK))
@@ -166,7 +171,7 @@ class Registration:
         for way, value in numbers:  # guards: another limit is another graph
             if _attribute(module, way) != value:
                 raise StateError("experts module", got=f"another {way[-1]}", need="as traced")
-        traced: torch.Tensor = torch.ops.modular_kernel.experts(
+        traced: torch.Tensor = EXPERTS(
             x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(self)
         )
         return traced
@@ -215,6 +220,11 @@ class Registration:
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _names(module: torch.nn.Module) -> tuple[str, ...]:
     return names_of(module)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _quantised(module: torch.nn.Module) -> bool:
+    return is_quantised(module)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
