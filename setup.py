@@ -43,9 +43,9 @@ setup(
         ],
     ),
     package_data={
-        "modular_kernel": ["py.typed", "ops/*.c", "testing/mutation/*.json"],
+        "modular_kernel": ["py.typed", "ops/launch/*.c", "testing/mutation/*.json"],
         "prepare_finalize": ["py.typed"],
-        "experts": ["py.typed", "configs/*.json", "configs/**/*.json"],
+        "experts": ["py.typed", "triton/configs/data/**/*.json"],
         "topk_reduce": ["py.typed"],
     },
     include_package_data=False,

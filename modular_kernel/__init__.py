@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import check, check_all, make_kernel
-    from modular_kernel.choose.choosing import compose
     from modular_kernel.contracts import (
         PermuteExpertsUnpermute,
         PrepareAndFinalize,
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     )
     from modular_kernel.errors import IncompatibleError, ModularKernelError
     from modular_kernel.kernel import FusedMoEModularKernel
+    from modular_kernel.select.choosing import compose
     from modular_kernel.support import Rejection, Verdict
     from modular_kernel.tensors import ExpertWeights, Routing
     from modular_kernel.types import (
@@ -31,7 +31,7 @@ _HOME = {
     "check": "catalog",
     "check_all": "catalog",
     "make_kernel": "catalog",
-    "compose": "choose.choosing",
+    "compose": "select.choosing",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",

@@ -7,25 +7,32 @@ import pytest
 import torch
 from tile_samples import ONE, launch, ours
 
-from experts import tile_store, triton_experts
-from experts.tile_regimes import Steps, regimes
-from experts.tile_shapes import ALIGNED, Device
-from experts.tiles import choose_tiles, explain, override_config, regimes_up_to, reread
+from experts.triton import contiguous as triton_experts
+from experts.triton.configs import lookup
+from experts.triton.configs.heuristics import Steps, regimes
+from experts.triton.configs.select import (
+    choose_tiles,
+    explain,
+    override_config,
+    regimes_up_to,
+    reread,
+)
+from experts.triton.launch_config import ALIGNED, Device
 from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops.runtime import HAS_TRITON
+from modular_kernel.ops.launch.runtime import HAS_TRITON
 from modular_kernel.testing import MUTANTS, Case, cases_for, prove
-from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import Trial
-from modular_kernel.testing.invariance import (
+from modular_kernel.testing.cases.ranks import RankCase
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.checks import Trial
+from modular_kernel.testing.verify.invariance import (
     batch_invariant,
     doubling_calls,
     otherwise_split,
     rows_that_differ,
 )
-from modular_kernel.testing.invariance_table import Measured, as_markdown, changed_rows
-from modular_kernel.testing.prove_ranks import prove_ranks
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.verify.invariance_table import Measured, as_markdown, changed_rows
+from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Machine, Parallel, Problem
 
 LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
@@ -124,7 +131,7 @@ def test_tiles_by_the_number_of_tokens_are_noticed(
         return regimes(problem, device, (ALIGNED,))
 
     assert _found(pair, layer, machine) == []
-    monkeypatch.setattr(tile_store, "fixed", by_tokens)
+    monkeypatch.setattr(lookup, "fixed", by_tokens)
     reread()
     try:
         assert any("rows have other bits" in line for line in _found(pair, layer, machine))
@@ -142,7 +149,7 @@ def test_a_path_by_the_number_of_tokens_is_noticed(
     monkeypatch.setattr(
         triton_experts, "_paths", lambda problem: plain(replace(problem, batch_invariant=False))
     )
-    monkeypatch.setattr(tile_store, "fixed", regimes)
+    monkeypatch.setattr(lookup, "fixed", regimes)
     reread()
     try:
         found = _found(PAIRS[0], LAYER, machine)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from modular_kernel.bench import run as run_module
-from modular_kernel.bench import table
-from modular_kernel.bench.cases import Cell
-from modular_kernel.bench.layers import Layer, Offer, baseline_offers, pair_offers
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.bench.rows import Report, Row, best, ranked
+from modular_kernel.bench import tables as table
+from modular_kernel.bench.candidates import Layer, Offer, baseline_offers, pair_offers
 from modular_kernel.bench.run import Job, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.measure.cases import Cell
+from modular_kernel.measure.records import Report, Row, best, ranked
+from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.reference import recipe
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing

@@ -8,11 +8,11 @@ import pytest
 from run_mk import Ended, run_mk
 
 from modular_kernel.bench import run as run_module
-from modular_kernel.bench.layers import peer_offers
-from modular_kernel.bench.rows import Report
+from modular_kernel.bench.candidates import peer_offers
 from modular_kernel.bench.run import Job
 from modular_kernel.cli import bench as verb
 from modular_kernel.errors import BrokenPartError, ConfigurationError
+from modular_kernel.measure.records import Report
 
 PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 PEAKS = {"flops": {"bfloat16": 8e14}, "copy": 4e12, "read": 4.4e12, "bandwidth": 4.8e12,
@@ -36,7 +36,7 @@ def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PEER_FILE = """
-from modular_kernel.bench.layers import Layer
+from modular_kernel.bench.candidates import Layer
 from modular_kernel.reference import recipe
 
 class Mine(Layer):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.choose import stored
-from modular_kernel.choose.cache import NOT_KEPT, Cache, Found
-from modular_kernel.choose.record import Bucket, Outcome
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.select import stored
+from modular_kernel.select.cache import NOT_KEPT, Cache, Found
+from modular_kernel.select.record import Bucket, Outcome
 
 IDENTITY = {"device": "D", "problem": "P"}
 VERSIONS = {"torch": "1", "parts": "x"}

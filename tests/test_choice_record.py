@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modular_kernel.choose.kernel import warm_tokens
-from modular_kernel.choose.record import (
+from modular_kernel.select.kernel import warm_tokens
+from modular_kernel.select.record import (
     Bucket,
     Outcome,
     Segment,

@@ -18,7 +18,7 @@ from modular_kernel.cli.host import parse_arch
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases import BASE, Case, axes, cases_for, command
+from modular_kernel.testing.cases.lists import BASE, Case, axes, cases_for, command
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from modular_kernel.choose.cache import Cache
-from modular_kernel.choose.choosing import Terms, choose, compose
-from modular_kernel.choose.inputs import Situation, make_weights
-from modular_kernel.choose.record import Bucket, Outcome
-from modular_kernel.choose.timing import Stopwatch
 from modular_kernel.composer import random_inputs
+from modular_kernel.select.cache import Cache
+from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.inputs import Situation, make_weights
+from modular_kernel.select.record import Bucket, Outcome
+from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Machine, Parallel, Problem
 
 PROBLEM = Problem(8, 64, 32, 4, 2)

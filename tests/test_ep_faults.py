@@ -15,7 +15,8 @@ from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import CapacityError, CommunicationError
-from modular_kernel.testing.faults_matrix import (
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.stress.fault_matrix import (
     Result,
     as_json,
     markdown,
@@ -25,7 +26,7 @@ from modular_kernel.testing.faults_matrix import (
     scenarios,
     summary,
 )
-from modular_kernel.testing.faults_ranks import (
+from modular_kernel.testing.stress.faults import (
     DEADLINE_S,
     SLACK_S,
     VICTIM,
@@ -34,9 +35,8 @@ from modular_kernel.testing.faults_ranks import (
     outcome,
     outcome_of,
 )
-from modular_kernel.testing.ranks import RankPool
-from prepare_finalize.all2all import TorchGroup
-from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
+from prepare_finalize import TorchGroup
+from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
 
 WORLD = 3
 LONG_S = 10.0  # a deadline that no rank waits for which is told

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.testing.faults_ranks import VICTIM, Report, outcome_of
-from modular_kernel.testing.ranks import RankPool
-from prepare_finalize.all2all import TorchGroup
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.stress.faults import VICTIM, Report, outcome_of
+from prepare_finalize import TorchGroup
 
 LONG_S = 10.0  # a deadline that no rank waits for which is told
 AT_ONCE_S = LONG_S / 2  # on a busy machine, too

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from modular_kernel.bench import exchange_parts
-from modular_kernel.bench.exchange import (
+from modular_kernel.bench.all2all import parts as exchange_parts
+from modular_kernel.bench.all2all.cases import (
     BF16_BOUND,
     Cell,
     Given,
@@ -17,15 +17,15 @@ from modular_kernel.bench.exchange import (
     dequantised,
     distance,
 )
-from modular_kernel.bench.exchange_parts import PartTransport
-from modular_kernel.bench.exchange_peers import load_peers
-from modular_kernel.bench.exchange_rows import ExchangeReport, ExchangeRow, markdown, row_of
-from modular_kernel.bench.exchange_run import Offer, Repeats, run
+from modular_kernel.bench.all2all.parts import PartTransport
+from modular_kernel.bench.all2all.peers import load_peers
+from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow, markdown, row_of
+from modular_kernel.bench.all2all.run import Offer, Repeats, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import IdSpace, Machine, Reduce
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +35,7 @@ REPEATS = Repeats(2, 2)
 PEERS = """
 import os, time, torch
 import torch.distributed as dist
-from modular_kernel.bench.exchange import Transport
+from modular_kernel.bench.all2all.cases import Transport
 
 class Whole(Transport):
     '''All rows to everybody; every rank has the sum of its own anyway.'''

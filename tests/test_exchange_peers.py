@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.bench.exchange import Cell, Link
-from modular_kernel.bench.exchange_rows import ExchangeRow
-from modular_kernel.bench.exchange_run import Offer, Repeats, run
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.bench.all2all.cases import Cell, Link
+from modular_kernel.bench.all2all.records import ExchangeRow
+from modular_kernel.bench.all2all.run import Offer, Repeats, run
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import Machine
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from modular_kernel.bench import exchange_time
-from modular_kernel.bench.exchange import Cell, Given, Place, Transport
-from modular_kernel.bench.exchange_time import Repeats, time_transport
+from modular_kernel.bench.all2all import timing as exchange_time
+from modular_kernel.bench.all2all.cases import Cell, Given, Place, Transport
+from modular_kernel.bench.all2all.timing import Repeats, time_transport
 
 
 class Clock:

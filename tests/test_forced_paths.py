@@ -6,16 +6,18 @@ from types import ModuleType
 
 import pytest
 
-from experts import tile_dequantised, tile_permuted, tile_streamed
-from experts.tile_shapes import DEQUANTISED, PERMUTED, STREAMED, Device
-from experts.tiles import choose_tiles, on_device, override_config
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import choose_tiles, on_device, override_config
+from experts.triton.contiguous import paths_of
+from experts.triton.dequantised import config as dequantised_config
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.launch_config import DEQUANTISED, PERMUTED, STREAMED, Device
 from modular_kernel.types import Machine
 
 DEFAULTS = {
-    STREAMED: lambda problem: tile_streamed.default(problem, H100),
-    PERMUTED: tile_permuted.default,
-    DEQUANTISED: tile_dequantised.default,
+    STREAMED: lambda problem: gemv_tma_config.default(problem, H100),
+    PERMUTED: grouped_tma_config.default,
+    DEQUANTISED: dequantised_config.default,
 }
 HERE = Path(__file__).parent
 H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tile_few_rows, triton_four_bit
-from experts.batched_triton import BatchedTritonExperts
-from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, Device
-from experts.tiles import choose_tiles, override_config
-from experts.triton_experts import TritonExperts
+from experts.triton.aligned_w4 import config as aligned_w4_config
+from experts.triton.aligned_w4 import path as aligned_w4
+from experts.triton.batched import BatchedTritonExperts
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.contiguous import TritonExperts
+from experts.triton.launch_config import ALIGNED, Device
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.quant import quantise_weights
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
@@ -66,7 +67,7 @@ def test_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocks = set[int]()
-    monkeypatch.setattr(triton_four_bit, "multiply", _noting(blocks))
+    monkeypatch.setattr(aligned_w4, "multiply", _noting(blocks))
     problem = replace(_BASE, **changes)
     case = Case(_NO_EP, "TritonExperts", problem, routing)
     # Few tokens have a path of their own, without this kernel.
@@ -77,9 +78,9 @@ def test_proven(
 
 
 def _noting(blocks: set[int]) -> Callable[..., None]:
-    multiply = triton_four_bit.multiply
+    multiply = aligned_w4.multiply
 
-    def noting(*args: Any, spread: tile_few_rows.Spread, **named: Any) -> None:
+    def noting(*args: Any, spread: aligned_w4_config.Spread, **named: Any) -> None:
         blocks.add(spread.block_m)
         multiply(*args, spread=spread, **named)
 
@@ -87,9 +88,9 @@ def _noting(blocks: set[int]) -> Callable[..., None]:
 
 
 def test_who_is_served() -> None:
-    assert tile_few_rows.serves(_BASE)
-    assert tile_few_rows.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
-    assert tile_few_rows.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
+    assert aligned_w4_config.serves(_BASE)
+    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
+    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
     for changes in (
         {"batch_invariant": True},
         {"quant": "none"},
@@ -98,7 +99,7 @@ def test_who_is_served() -> None:
         {"hidden": 176},  # 5.5 products of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
     ):
-        assert not tile_few_rows.serves(replace(_BASE, **changes)), changes
+        assert not aligned_w4_config.serves(replace(_BASE, **changes)), changes
 
 
 def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +109,7 @@ def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPa
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     weights = quantise_weights(plain, problem)
     blocks = set[int]()
-    monkeypatch.setattr(triton_four_bit, "multiply", _noting(blocks))
+    monkeypatch.setattr(aligned_w4, "multiply", _noting(blocks))
     expected = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, weights, routing)
     assert blocks == {8}
     blocks.clear()
@@ -122,14 +123,14 @@ def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPa
 
 def test_more_rows_take_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert tile_few_rows.block_m(mixtral, pairs=1) == 8
-    assert tile_few_rows.block_m(mixtral, pairs=48) == 8
-    assert tile_few_rows.block_m(mixtral, pairs=49) == 16
+    assert aligned_w4_config.block_m(mixtral, pairs=1) == 8
+    assert aligned_w4_config.block_m(mixtral, pairs=48) == 8
+    assert aligned_w4_config.block_m(mixtral, pairs=49) == 16
 
 
 def test_experts_that_have_a_row() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    spread = tile_few_rows.Spread.of
+    spread = aligned_w4_config.Spread.of
     assert spread(mixtral, pairs=2).experts == pytest.approx(2)
     assert spread(mixtral, pairs=4).experts == pytest.approx(3.5)
     half = replace(mixtral, expert_map=True, local_experts=4)
@@ -140,13 +141,13 @@ def test_experts_that_have_a_row() -> None:
 def test_explain_says_what_is_launched() -> None:
     problem = replace(_BASE, tokens=7, hidden=256, intermediate=384)
     tiles = choose_tiles(problem, 7)
-    shapes = tile_few_rows.launched(problem, 7, tiles)
+    shapes = aligned_w4_config.launched(problem, 7, tiles)
     assert shapes is not None
     text = TritonExperts.tunable(problem).explain(7)
     assert "not launched" in text
     for index, shape in enumerate(shapes, 1):
         assert f"GEMM {index}: block_m=8 {shape}" in text
-    assert tile_few_rows.launched(problem, 70, choose_tiles(problem, 70)) is None
+    assert aligned_w4_config.launched(problem, 70, choose_tiles(problem, 70)) is None
     assert "not launched" not in TritonExperts.tunable(problem).explain(70)
     assert "not launched" not in BatchedTritonExperts.tunable(problem).explain(7)
 
@@ -161,18 +162,20 @@ def test_how_many_rows_it_takes() -> None:
     )
     sixteen = regimes(mixtral, Device(), (ALIGNED,)).choose(40)
     assert sixteen.gemm1.block_m == 16
-    assert tile_few_rows.few(mixtral, 12 * 8, sixteen)
-    assert not tile_few_rows.few(mixtral, 12 * 8 + 1, sixteen)
-    assert tile_few_rows.few(mxfp4, 1 << 20, low)
-    assert not tile_few_rows.few(mxfp4, 1, high)
+    assert aligned_w4_config.few(mixtral, 12 * 8, sixteen)
+    assert not aligned_w4_config.few(mixtral, 12 * 8 + 1, sixteen)
+    assert aligned_w4_config.few(mxfp4, 1 << 20, low)
+    assert not aligned_w4_config.few(mxfp4, 1, high)
 
 
 def test_blocks_do_not_depend_on_tokens_where_nothing_may() -> None:
     layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
-    rows = tile_few_rows.FewRows.both(layer)
+    rows = aligned_w4_config.FewRows.both(layer)
     found = {
-        tuple(tile_few_rows.shape(one, tile_few_rows.Spread.of(layer, pairs)) for one in rows)
+        tuple(
+            aligned_w4_config.shape(one, aligned_w4_config.Spread.of(layer, pairs)) for one in rows
+        )
         for pairs in (1, 4, 64, 4096)
     }
     assert len(found) == 1
-    assert {tile_few_rows.block_m(layer, pairs) for pairs in (1, 4096)} == {16}
+    assert {aligned_w4_config.block_m(layer, pairs) for pairs in (1, 4096)} == {16}

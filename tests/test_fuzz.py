@@ -10,17 +10,17 @@ import pytest
 import torch
 from shares import tree_hash
 
-from experts import tile_files
-from experts.tile_shapes import Tile
+from experts.triton.configs import files as tile_files
+from experts.triton.launch_config import Tile
 from modular_kernel import types, validate
-from modular_kernel.choose import choosing, stored
 from modular_kernel.errors import InputError
 from modular_kernel.importers import groups
 from modular_kernel.models import config_file
 from modular_kernel.ops import mlp
-from modular_kernel.testing.fuzz import calls, composed, draw, facts, files, outside, runs
-from modular_kernel.testing.fuzz.__main__ import main, summary
-from modular_kernel.testing.fuzz.outcome import (
+from modular_kernel.select import choosing, stored
+from modular_kernel.testing.stress.fuzz import calls, composed, draw, facts, files, outside, runs
+from modular_kernel.testing.stress.fuzz.__main__ import main, summary
+from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
     BAD,
     CRASH,
@@ -31,7 +31,7 @@ from modular_kernel.testing.fuzz.outcome import (
     WRONG,
     attempt,
 )
-from modular_kernel.testing.fuzz.targets import TARGETS, Target, outcome_of
+from modular_kernel.testing.stress.fuzz.targets import TARGETS, Target, outcome_of
 from modular_kernel.types import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
@@ -187,7 +187,7 @@ def test_a_crash_and_a_hang_are_counted_and_passed(
     assert report.counts == {RIGHT: 3, CRASH: 1, HANG: 1}
     assert [(found.number, found.kind) for found in report.findings] == [(1, CRASH), (3, HANG)]
     told = summary([report])
-    assert "    python -m modular_kernel.testing.fuzz --seed s --only 1" in told
+    assert "    python -m modular_kernel.testing.stress.fuzz --seed s --only 1" in told
     assert told[-1].startswith("stub: 3 right, 0 typed error")
 
 

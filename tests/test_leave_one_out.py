@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from experts.tile_shapes import Tile, TilePair
+from experts.triton.launch_config import Tile, TilePair
 from modular_kernel.tuning.search import Refusal
 from modular_kernel.types import Problem
 

@@ -6,14 +6,14 @@ import pytest
 from tile_samples import MACHINE
 
 import experts
-from experts.tile_files import Recipe, read_recipe
-from experts.tile_names import TileKey
-from experts.tile_shapes import Device
-from experts.tile_store import TileStore, fit
+from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.files import Recipe, read_recipe
+from experts.triton.configs.lookup import TileStore, fit
+from experts.triton.launch_config import Device
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.types import Problem
 
-FOLDER = Path(experts.__file__).parent / "configs"
+FOLDER = Path(experts.__file__).parent / "triton" / "configs" / "data"
 FILES = sorted(FOLDER.glob("*/*.json"))
 DEVICE = Device.of(MACHINE)
 SCHEMES = ("none", "fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16")

@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tile_packed, tile_single
-from experts.tile_regimes import regimes
-from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
-from experts.tiles import choose_tiles, override_config
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.gemv import config as gemv_config
+from experts.triton.gemv_w4 import config as gemv_w4_config
+from experts.triton.launch_config import SINGLE, Device, Tile, TilePair, gemms, violations
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.quant import quantise_weights
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
@@ -164,29 +165,29 @@ def test_exponents_at_both_ends(path: str) -> None:
 
 
 def test_who_is_served() -> None:
-    assert tile_single.serves(_BASE)
-    assert tile_single.serves(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
+    assert gemv_config.serves(_BASE)
+    assert gemv_config.serves(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
     for changes in (
         {"dtype": torch.float32},
         {"hidden": 176},  # 5.5 lanes of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
         {"top_k": 65, "experts": 80},
     ):
-        assert not tile_single.serves(replace(_BASE, **changes)), changes
+        assert not gemv_config.serves(replace(_BASE, **changes)), changes
 
 
 def test_few_tokens_take_it() -> None:
     for quant in (_INT4, f"{_INT4}:{_ZEROS}", _MXFP4):
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
-            most = tile_single.most_tokens(problem)
+            most = gemv_config.most_tokens(problem)
             steps = regimes(problem, Device(), _PATHS)  # files of a device would say otherwise
             assert steps.choose(most + 1).path == "aligned"
             for tokens in range(1, most + 1):
                 pair = steps.choose(tokens)
-                assert pair == tile_packed.default(problem, tokens)
+                assert pair == gemv_w4_config.default(problem, tokens)
                 for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-                    assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+                    assert not list(violations(tile, gemv_config.unbounded(gemm), Device()))
 
 
 @pytest.mark.parametrize(
@@ -196,13 +197,13 @@ def test_few_tokens_take_it() -> None:
 )
 def test_only_gate_and_up_of_packed_weights_are_narrow(changes: dict[str, Any]) -> None:
     for problem, refused in ((_BASE, False), (replace(_BASE, **changes), True)):
-        first, _ = map(tile_single.unbounded, gemms(problem))
+        first, _ = map(gemv_config.unbounded, gemms(problem))
         assert bool(list(violations(_NARROW.gemm1, first, Device()))) is refused
 
 
 @pytest.mark.parametrize(("quant", "narrowest"), [(_INT4, 8), (_MXFP4, 8), ("none", 16)])
 def test_how_narrow_the_second_gemm_may_be(quant: str, narrowest: int) -> None:
-    _, second = map(tile_single.unbounded, gemms(replace(_BASE, quant=quant)))
+    _, second = map(gemv_config.unbounded, gemms(replace(_BASE, quant=quant)))
     for columns in (4, 8, 16):
         refused = bool(list(violations(Tile(16, columns, 256, 1, 4, 1), second, Device())))
         assert refused is (columns < narrowest)
@@ -230,19 +231,19 @@ def test_where_the_second_gemm_takes_8_columns(
     problem = replace(
         _BASE, quant=quant, hidden=hidden, intermediate=intermediate, top_k=top_k, experts=128
     )
-    found = tile_packed.default(problem, tokens).gemm2
+    found = gemv_w4_config.default(problem, tokens).gemm2
     assert (found.block_n, found.block_k, found.num_warps) == tile
 
 
 def test_narrow_tiles_have_fewer_registers() -> None:
-    """So that as many programs are at work at once as tile_packed counts on."""
+    """So that as many programs are at work at once as gemv_w4.config counts on."""
     narrow, wide = Tile(16, 8, 512, 1, 8, 1), Tile(16, 16, 512, 1, 8, 1)
     for gemm in (1, 2):
-        assert tile_packed.registers(wide, gemm, in_lanes=True) == 128
-    assert tile_packed.registers(narrow, 1, in_lanes=True) * 32 * 32 <= 1 << 16
-    assert tile_packed.registers(narrow, 2, in_lanes=True) * 32 * 24 <= 1 << 16
-    assert tile_packed.registers(replace(narrow, block_k=1024), 2, in_lanes=True) == 128
-    assert [tile_packed.halves(tile) for tile in (narrow, wide)] == [2, 1]
+        assert gemv_w4_config.registers(wide, gemm, in_lanes=True) == 128
+    assert gemv_w4_config.registers(narrow, 1, in_lanes=True) * 32 * 32 <= 1 << 16
+    assert gemv_w4_config.registers(narrow, 2, in_lanes=True) * 32 * 24 <= 1 << 16
+    assert gemv_w4_config.registers(replace(narrow, block_k=1024), 2, in_lanes=True) == 128
+    assert [gemv_w4_config.halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 
 @pytest.mark.parametrize(("warps", "most"), [(4, 255), (8, 255), (16, 128), (32, 64)])
@@ -251,7 +252,7 @@ def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: i
     for block_n in (8, 16):
         for gemm in (1, 2):
             tile = Tile(16, block_n, 512, 1, warps, 1)
-            assert tile_packed.registers(tile, gemm, in_lanes=False) == most
+            assert gemv_w4_config.registers(tile, gemm, in_lanes=False) == most
 
 
 @pytest.mark.parametrize(
@@ -261,10 +262,16 @@ def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: i
 def test_how_many_tokens_are_few(experts: int, top_k: int, most: int) -> None:
     for quant in (_INT4, _MXFP4):
         problem = replace(_BASE, experts=experts, top_k=top_k, quant=quant)
-        assert tile_single.most_tokens(problem) == most
+        assert gemv_config.most_tokens(problem) == most
 
 
 def test_a_block_has_no_more_slots_than_the_product_columns() -> None:
     deep = Tile(16, 16, 1024, 1, 8, 1)
-    assert [tile_packed.chunks(deep, group) for group in (256, 128, 96, 64, 32)] == [8, 8, 2, 4, 2]
-    assert tile_packed.chunks(replace(deep, block_k=32), 128) == 1
+    assert [gemv_w4_config.chunks(deep, group) for group in (256, 128, 96, 64, 32)] == [
+        8,
+        8,
+        2,
+        4,
+        2,
+    ]
+    assert gemv_w4_config.chunks(replace(deep, block_k=32), 128) == 1

@@ -9,10 +9,10 @@ import pytest
 from profile_samples import one_call, ran
 
 from modular_kernel import stages
-from modular_kernel.bench.floor import Peaks
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.bench.stage_floor import RankLoad
 from modular_kernel.cli.output import plain
+from modular_kernel.measure.roofline import Peaks
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.profiling import html, words
 from modular_kernel.profiling.chrome import Trace
 from modular_kernel.profiling.record import Job, Memory, RankRecord, Recorded, Total

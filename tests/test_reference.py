@@ -12,8 +12,8 @@ from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import dequantise
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.lists import BASE, axes
 from modular_kernel.types import ActivationSpec, Combine, Problem
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from modular_kernel.testing import (
     prove,
     sensitivity,
 )
-from modular_kernel.testing.cases import BASE, cases_by_axes
+from modular_kernel.testing.cases.lists import BASE, cases_by_axes
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()

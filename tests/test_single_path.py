@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tile_single
-from experts.tile_regimes import regimes
-from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
-from experts.tiles import choose_tiles, override_config
-from experts.triton_experts import TritonExperts
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.contiguous import TritonExperts
+from experts.triton.gemv import config as gemv_config
+from experts.triton.launch_config import SINGLE, Device, Tile, TilePair, gemms, violations
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tensors import ContiguousShape
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
@@ -114,16 +114,16 @@ def test_few_tokens_take_it() -> None:
         (replace(mixtral, quant="fp8_w8a8_channel"), 1),
     ):
         steps = regimes(problem, Device(), _PATHS)  # files of a device would say otherwise
-        assert steps.choose(most) == tile_single.default(problem)
+        assert steps.choose(most) == gemv_config.default(problem)
         assert steps.choose(most + 1).path == "aligned"
         assert regimes(problem, Device(), ("aligned",)).choose(most).path == "aligned"
 
 
 def test_packed_weights_and_odd_groups_are_not_served() -> None:
-    assert tile_single.serves(replace(BASE, quant="fp8_w8a8_block"))
-    assert tile_single.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
-    assert not tile_single.serves(replace(BASE, quant="int4_w4a16_group"))
-    assert not tile_single.serves(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
+    assert gemv_config.serves(replace(BASE, quant="fp8_w8a8_block"))
+    assert gemv_config.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
+    assert not gemv_config.serves(replace(BASE, quant="int4_w4a16_group"))
+    assert not gemv_config.serves(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
 
 
 def test_every_default_can_be_launched() -> None:
@@ -132,9 +132,9 @@ def test_every_default_can_be_launched() -> None:
             problem = Problem(
                 tokens=1, hidden=depth, intermediate=depth, experts=8, top_k=2, quant=quant
             )
-            pair = tile_single.default(problem)
+            pair = gemv_config.default(problem)
             for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-                assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+                assert not list(violations(tile, gemv_config.unbounded(gemm), Device()))
 
 
 def test_a_step_may_span_groups_here_alone() -> None:

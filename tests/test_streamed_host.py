@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from experts import TritonExperts
-from experts.tile_shapes import Device
-from experts.tiles import on_device
-from experts.triton_streamed import StreamedPath
+from experts.triton.configs.select import on_device
+from experts.triton.gemv_tma.path import StreamedPath
+from experts.triton.launch_config import Device
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.composer import random_inputs
 from modular_kernel.tensors import ContiguousShape

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tile_samples import BLOCK_FP8, H200, MIXTRAL, NAME, launch, ours, store, write
 
-from experts.tile_files import FORMAT, MOST_BYTES, dump_recipe, parse_recipe, read_recipe
-from experts.tile_shapes import Device, Tile, TilePair, gemms, violations
-from experts.tile_store import fit, nearest
-from experts.tiles import choose_tiles, override_config
+from experts.triton.configs.files import FORMAT, MOST_BYTES, dump_recipe, parse_recipe, read_recipe
+from experts.triton.configs.lookup import fit, nearest
+from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.launch_config import Device, Tile, TilePair, gemms, violations
 from modular_kernel.errors import ConfigurationError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tile_samples import MIXTRAL, NAME
 
-from experts.tile_names import TileKey, device_key, names_for
+from experts.triton.configs.filenames import TileKey, device_key, names_for
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.types import Problem

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
 
-from experts import tile_neighbours, tile_packed, tile_single
-from experts.tile_files import Recipe, parse_recipe, read_recipe
-from experts.tile_names import TileKey
-from experts.tile_neighbours import Borrowed, Known, Point, borrow, steps_of
-from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, SINGLE, Tile, TilePair
-from experts.tile_store import fit
-from experts.tiles import explain, on_device, this_store
+from experts.triton.configs import nearest
+from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.files import Recipe, parse_recipe, read_recipe
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.lookup import fit
+from experts.triton.configs.nearest import Borrowed, Known, Point, borrow, steps_of
+from experts.triton.configs.select import explain, on_device, this_store
+from experts.triton.gemv import config as gemv_config
+from experts.triton.gemv_w4 import config as gemv_w4_config
+from experts.triton.launch_config import ALIGNED, SINGLE, Tile, TilePair
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
@@ -47,7 +49,7 @@ def test_rows_of_an_expert_are_what_counts_most(
 ) -> None:
     """64 tokens of Mixtral are 16 rows an expert: as 256 tokens of Qwen3 are."""
     qwen = known(tmp_path, QWEN, t1=16, t64=16, t256=32, t1024=64, t4096=128)
-    monkeypatch.setattr(tile_neighbours, "NEAR", 9.0)
+    monkeypatch.setattr(nearest, "NEAR", 9.0)
     found = borrow([qwen], MIXTRAL, H200, NOTHING, [1, 64, 256, 1024])
     assert block_ms(found) == [16, 32, 64, 128]
     assert found[1].origin == "E=128, K=8, H=2048, I=768, 256 tokens"
@@ -84,19 +86,19 @@ def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.Monk
     tile = '{"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": %d, "GROUP_SIZE_M": 1}'
     deep, fit = (parse_recipe(text % (tile % k, tile % k), "x") for k in (4096, 32))
     lenders = [Known(128, 8, 2048, 768, deep), Known(8, 2, 4096, 14336, fit)]
-    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
+    monkeypatch.setattr(nearest, "NEAR", 99.0)
     assert all(one.pair.gemm1.block_k == 32 for one in borrow(lenders, mine, H200, NOTHING))
     assert all(one.origin == "regimes" for one in borrow(lenders[:1], mine, H200, NOTHING))
 
 
 def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
-    single, pair = tile_single.default(MIXTRAL), NOTHING.choose(64)
+    monkeypatch.setattr(nearest, "NEAR", 99.0)
+    single, pair = gemv_config.default(MIXTRAL), NOTHING.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
     recipe = Recipe("x", *launches, False, True, paths=((1, SINGLE), (64, ALIGNED)))
     lender = Known(8, 2, 4096, 14336, recipe)
     paths = {b.tokens: b.pair.path for b in borrow([lender], MIXTRAL, H200, NOTHING)}
-    few = tile_single.most_tokens(MIXTRAL)
+    few = gemv_config.most_tokens(MIXTRAL)
     assert [t for t, path in paths.items() if path == SINGLE] == [t for t in paths if t <= few]
     own = fit(recipe, MIXTRAL, H200)
     assert own.steps.choose(few) == single
@@ -104,23 +106,23 @@ def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.Monkey
     for experts in (8, 64, 256):
         problem = replace(MIXTRAL, experts=experts)
         last = fit(recipe, problem, H200).steps.lasts[0]
-        assert last == min(32, max(1, tile_single.most_tokens(problem)))
+        assert last == min(32, max(1, gemv_config.most_tokens(problem)))
 
 
 def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """How many programs a multiprocessor has differs: 360 of 8 columns there, 512 here."""
-    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
+    monkeypatch.setattr(nearest, "NEAR", 99.0)
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
-    lent = tile_packed.default(theirs)
+    lent = gemv_w4_config.default(theirs)
     recipe = Recipe("x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, SINGLE),))
     lender = Known(128, 4, 2880, 2880, recipe)
-    most = tile_packed.most_tokens(mine)
+    most = gemv_w4_config.most_tokens(mine)
     for number in (1, 2, most):
         (found,) = borrow([lender], mine, H200, NOTHING, [number])
-        assert found.pair == tile_packed.default(mine, number) != lent
+        assert found.pair == gemv_w4_config.default(mine, number) != lent
         assert found.origin.startswith("E=128, K=4, H=2880")
 
 
@@ -167,7 +169,9 @@ def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
 
 def test_explain_names_the_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
-    monkeypatch.setattr("experts.tiles._machine_s_store", lambda: store(tmp_path / "u", tmp_path))
+    monkeypatch.setattr(
+        "experts.triton.configs.select._machine_s_store", lambda: store(tmp_path / "u", tmp_path)
+    )
     with on_device(H200):
         assert this_store().triton == TRITON
         text = explain(MIXTRAL, 8)

@@ -18,8 +18,8 @@ from tile_samples import (
     write,
 )
 
-from experts.tile_shapes import ALIGNED, TilePair
-from experts.tiles import choose_tiles, override_config, regimes_up_to
+from experts.triton.configs.select import choose_tiles, override_config, regimes_up_to
+from experts.triton.launch_config import ALIGNED, TilePair
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_permuted
-from experts.tile_bounds import require_pair
-from experts.tile_files import override_recipe
-from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, PERMUTED, Device, Tile, TilePair, gemms
-from experts.tile_store import fit
-from experts.triton_permuted import PermutedPath
+from experts.triton.configs.files import override_recipe
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.limits import require_pair
+from experts.triton.configs.lookup import fit
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_tma.path import PermutedPath
+from experts.triton.launch_config import ALIGNED, PERMUTED, Device, Tile, TilePair, gemms
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tensors import ExpertWeights
@@ -25,32 +25,32 @@ SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
     steps = regimes(problem, H200)
-    least = tile_permuted.LEAST_ROWS * 8 // 2
+    least = grouped_tma_config.LEAST_ROWS * 8 // 2
     assert steps.choose(least - 1).path != PERMUTED
     pair = steps.choose(least)
     assert pair.path == PERMUTED
     assert pair == steps.choose(1 << 40)
     require_pair(pair, problem, H200, "regimes")
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-        mode = tile_permuted.MODES[quant]
-        assert not list(tile_permuted.violations(tile, gemm, mode, H200))
+        mode = grouped_tma_config.MODES[quant]
+        assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
     assert {p.path for p in regimes(problem, H200, (ALIGNED,)).pairs} == {ALIGNED}
 
 
 def test_who_gathers() -> None:
     """Long rows: as many steps as the largest ring of any tile asks for ahead."""
-    assert tile_permuted.gathers(MIXTRAL)
-    assert tile_permuted.gathers(replace(MIXTRAL, quant="fp8_w8a8_channel"))
-    assert not tile_permuted.gathers(replace(MIXTRAL, quant="fp8_w8a8_block"))
+    assert grouped_tma_config.gathers(MIXTRAL)
+    assert grouped_tma_config.gathers(replace(MIXTRAL, quant="fp8_w8a8_channel"))
+    assert not grouped_tma_config.gathers(replace(MIXTRAL, quant="fp8_w8a8_block"))
     for quant, most in (("none", 256), ("fp8_w8a8_channel", 512)):
         problem = replace(MIXTRAL, quant=quant)
-        assert not tile_permuted.gathers(replace(problem, hidden=most))
-        assert tile_permuted.gathers(replace(problem, hidden=most + 16))
+        assert not grouped_tma_config.gathers(replace(problem, hidden=most))
+        assert grouped_tma_config.gathers(replace(problem, hidden=most + 16))
         gemm = gemms(problem)[0]
-        ring = (most + 16) * gemm.a_bits // 8 // tile_permuted.BOX_BYTES + 1
-        tile = replace(tile_permuted.default(problem).gemm1, block_n=64, num_stages=ring + 2)
-        mode = tile_permuted.MODES[quant]
-        assert list(tile_permuted.violations(tile, gemm, mode, H200))
+        ring = (most + 16) * gemm.a_bits // 8 // grouped_tma_config.BOX_BYTES + 1
+        tile = replace(grouped_tma_config.default(problem).gemm1, block_n=64, num_stages=ring + 2)
+        mode = grouped_tma_config.MODES[quant]
+        assert list(grouped_tma_config.violations(tile, gemm, mode, H200))
 
 
 def test_only_tokens_on_whole_copies_are_gathered() -> None:
@@ -80,14 +80,14 @@ def test_results_wait_in_what_the_ring_leaves(
     stages: int, half: int, columns: int, slots: int
 ) -> None:
     """Of 227 KiB; every tile that is launched has room for one box of each warpgroup."""
-    tile = Tile(tile_permuted.BLOCK_M, 2 * half, 64, 8, 4, stages)
-    assert tile_permuted.staging_slots(tile, half, columns) == slots
-    ring = stages * (tile_permuted.BLOCK_M + 2 * half) * tile_permuted.BOX_BYTES
+    tile = Tile(grouped_tma_config.BLOCK_M, 2 * half, 64, 8, 4, stages)
+    assert grouped_tma_config.staging_slots(tile, half, columns) == slots
+    ring = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
     boxes = slots * 2 * 64 * columns * 2
     assert ring + boxes <= H200.shared
     assert slots == 2 or ring + 2 * boxes > H200.shared
     (_, gemm2) = gemms(MIXTRAL)
-    assert not list(tile_permuted.violations(tile, gemm2, "plain", H200))
+    assert not list(grouped_tma_config.violations(tile, gemm2, "plain", H200))
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_results_wait_in_what_the_ring_leaves(
 )
 def test_what_it_does_not_serve_keeps_to_the_aligned_path(other: dict[str, object]) -> None:
     problem = replace(MIXTRAL, **other)
-    assert not tile_permuted.serves(problem, H200)
+    assert not grouped_tma_config.serves(problem, H200)
     assert PERMUTED not in {pair.path for pair in regimes(problem, H200).pairs}
 
 
 def test_other_devices_do_not_run_it() -> None:
-    assert not tile_permuted.serves(MIXTRAL, Device("NVIDIA A100"))
-    assert not tile_permuted.serves(MIXTRAL, Device())
+    assert not grouped_tma_config.serves(MIXTRAL, Device("NVIDIA A100"))
+    assert not grouped_tma_config.serves(MIXTRAL, Device())
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,20 @@ from tile_samples import (
     write,
 )
 
-from experts import tiles
-from experts.tile_bounds import path_violations
-from experts.tile_files import read_recipe
-from experts.tile_names import TileKey
-from experts.tile_shapes import ALIGNED, Device, Tile, TilePair, gemms
-from experts.tile_store import TileStore, fit
-from experts.tiles import choose_tiles, explain, on_device, override_config, regimes_up_to
-from experts.triton_experts import TritonExperts
+from experts.triton.configs import select as tiles
+from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.files import read_recipe
+from experts.triton.configs.limits import path_violations
+from experts.triton.configs.lookup import TileStore, fit
+from experts.triton.configs.select import (
+    choose_tiles,
+    explain,
+    on_device,
+    override_config,
+    regimes_up_to,
+)
+from experts.triton.contiguous import TritonExperts
+from experts.triton.launch_config import ALIGNED, Device, Tile, TilePair, gemms
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.schemes import QUANT_SCHEMES
@@ -129,7 +135,7 @@ def test_without_a_gpu_no_file_is_looked_for(tmp_path: Path) -> None:
 
 
 def test_packaged_files_are_sound() -> None:
-    folder = Path(tiles.__file__).parent / "configs"
+    folder = Path(tiles.__file__).parent / "data"
     for path in folder.rglob("*.json"):
         key, read = TileKey.parse(path.name), read_recipe(path)
         assert read.strict, f"{path} is not in our format"

@@ -4,15 +4,24 @@ from dataclasses import replace
 
 import pytest
 
-from experts import tile_streamed
-from experts.tile_bounds import require_pair
-from experts.tile_files import Recipe, override_recipe
-from experts.tile_neighbours import Known, borrow
-from experts.tile_regimes import regimes
-from experts.tile_search import TileSpace
-from experts.tile_shapes import ALIGNED, PATHS, SINGLE, STREAMED, Device, Tile, TilePair, gemms
-from experts.tile_store import fit
-from experts.tiles import on_device
+from experts.triton.configs.files import Recipe, override_recipe
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.limits import require_pair
+from experts.triton.configs.lookup import fit
+from experts.triton.configs.nearest import Known, borrow
+from experts.triton.configs.select import on_device
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.launch_config import (
+    ALIGNED,
+    PATHS,
+    SINGLE,
+    STREAMED,
+    Device,
+    Tile,
+    TilePair,
+    gemms,
+)
+from experts.triton.tuning.space import TileSpace
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Combine
@@ -22,12 +31,12 @@ QWEN = Problem(
     tokens=1, hidden=2048, intermediate=1408, experts=128, top_k=8, quant="fp8_w8a8_channel"
 )
 BLOCKS = replace(QWEN, quant="fp8_w8a8_block")
-PAIR = tile_streamed.default(QWEN, H200)
+PAIR = gemv_tma_config.default(QWEN, H200)
 
 
 @pytest.mark.parametrize(("problem", "most"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block"))
 def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> None:
-    assert tile_streamed.most_tokens(problem) == most
+    assert gemv_tma_config.most_tokens(problem) == most
     steps = regimes(problem, H200)
     pair = steps.choose(1)
     assert pair.path == STREAMED
@@ -46,16 +55,16 @@ def test_a_ring_is_as_long_as_the_vectors_leave_room_for(
 ) -> None:
     """And its places as deep as four of them fit."""
     problem = replace(QWEN, intermediate=depth)
-    tile = tile_streamed.default(problem, H200).gemm2
+    tile = gemv_tma_config.default(problem, H200).gemm2
     assert (tile.block_k, tile.num_stages) == (block_k, places)
     longer = replace(tile, num_stages=places + 1)
-    found = list(tile_streamed.violations(longer, gemms(problem)[1], H200))
+    found = list(gemv_tma_config.violations(longer, gemms(problem)[1], H200))
     assert [violation.what for violation in found] == ["num_stages"]
 
 
 def test_short_vectors_with_scales_of_blocks_keep_to_the_single_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
-    assert tile_streamed.serves(problem, H200)
+    assert gemv_tma_config.serves(problem, H200)
     assert regimes(problem, H200).choose(1).path == SINGLE
     assert regimes(replace(problem, quant=QWEN.quant), H200).choose(1).path == STREAMED
 
@@ -81,12 +90,12 @@ def test_short_vectors_with_scales_of_blocks_keep_to_the_single_path() -> None:
 )
 def test_what_it_does_not_serve_keeps_to_other_paths(other: dict[str, object]) -> None:
     problem = replace(QWEN, **other)
-    assert not tile_streamed.serves(problem, H200)
+    assert not gemv_tma_config.serves(problem, H200)
     assert STREAMED not in {pair.path for pair in regimes(problem, H200).pairs}
 
 
 def test_other_devices_do_not_run_it() -> None:
-    assert not tile_streamed.serves(QWEN, Device("NVIDIA A100"))
+    assert not gemv_tma_config.serves(QWEN, Device("NVIDIA A100"))
     assert STREAMED not in {pair.path for pair in regimes(QWEN, Device()).pairs}
 
 
@@ -128,7 +137,7 @@ def test_a_neighbour_lends_the_path_not_the_ring() -> None:
     otherwise = regimes(deep, H200, (ALIGNED,))
     (borrowed,) = borrow([known], deep, H200, otherwise, tokens=(1,))
     assert borrowed.origin.startswith(known.name)
-    assert borrowed.pair == tile_streamed.default(deep, H200) != PAIR
+    assert borrowed.pair == gemv_tma_config.default(deep, H200) != PAIR
 
 
 def test_tuning_tries_every_ring_that_fits() -> None:

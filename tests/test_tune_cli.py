@@ -16,9 +16,9 @@ import typer
 from run_mk import Ended, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
-from experts.tile_files import pair_as_json
-from experts.tile_names import TileKey
-from experts.tile_search import TileSpace
+from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.files import pair_as_json
+from experts.triton.tuning.space import TileSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES

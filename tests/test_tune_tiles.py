@@ -9,13 +9,22 @@ import pytest
 from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, launch, on_an_h200, ours, write
 from tune_samples import WANTED, Fake, only, staged, tile_cost
 
-from experts import tile_permuted, tiles
-from experts.tile_candidates import ROWS, entries
-from experts.tile_files import read_recipe
-from experts.tile_regimes import regimes
-from experts.tile_search import Additive, TileSpace
-from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE, Device, TilePair, gemms, violations
-from experts.tiles import choose_tiles, this_store
+from experts.triton.configs import select as tiles
+from experts.triton.configs.files import read_recipe
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.select import choose_tiles, this_store
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.launch_config import (
+    ALIGNED,
+    PERMUTED,
+    SINGLE,
+    Device,
+    TilePair,
+    gemms,
+    violations,
+)
+from experts.triton.tuning.candidates import ROWS, entries
+from experts.triton.tuning.space import Additive, TileSpace
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import ConfigurationError
@@ -116,7 +125,7 @@ def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
     assert paths(1) == {ALIGNED, SINGLE}
     assert paths(16) == {ALIGNED}
     assert paths(4096) == {ALIGNED, PERMUTED}
-    permuted = tile_permuted.default(MIXTRAL)
+    permuted = grouped_tma_config.default(MIXTRAL)
     path = space.save({8192: Best(permuted, 1.0, 1.0)}, here)
     assert choose_tiles(MIXTRAL, 8192, (ALIGNED, PERMUTED)).path == PERMUTED
     assert choose_tiles(MIXTRAL, 8192).path == ALIGNED

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from experts import tiles
-from experts.tile_files import FORMAT
-from experts.tile_shapes import Device, Tile, TilePair
-from experts.tile_store import TileStore
+from experts.triton.configs import select as tiles
+from experts.triton.configs.files import FORMAT
+from experts.triton.configs.lookup import TileStore
+from experts.triton.launch_config import Device, Tile, TilePair
 from modular_kernel.types import Machine, Problem
 
 H200 = Device("NVIDIA H200")

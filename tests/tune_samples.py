@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from experts.tile_search import TileSpace
-from experts.tile_shapes import Tile, TilePair
+from experts.triton.launch_config import Tile, TilePair
+from experts.triton.tuning.space import TileSpace
 from modular_kernel.tunable import Best, Choice, Took, Tunable
 from modular_kernel.tuning.search import Bench, Job, Refusal, Tuned, tune
 

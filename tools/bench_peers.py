@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from modular_kernel.bench.cases import quantised
-from modular_kernel.bench.layers import Layer
+from modular_kernel.bench.candidates import Layer
+from modular_kernel.measure.cases import quantised
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _BLOCK = 128

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.exchange import Transport, dequantised
+from modular_kernel.bench.all2all.cases import Transport, dequantised
 from modular_kernel.ops.quantise import Quantised, quantise_rows
 
 BLOCK = 128  # columns of one scale

@@ -4,9 +4,10 @@
     python tools/leave_one_out.py report record.json > leave-one-out.md
 
 A layer that is left out takes the tiles that the nearest other layers were tuned to
-(experts/tile_neighbours.py), and then those of the regimes alone (experts/tile_regimes.py). Whole
-planned layers with them and with its own tuned tiles are checked and timed by turns, as the tuner
-compares its finalists (modular_kernel/tuning/measured.py). Tiles that are the same are not timed.
+(experts/triton/configs/nearest.py), and then those of the regimes alone (heuristics.py there).
+Whole planned layers with them and with its own tuned tiles are checked and timed by turns, as the
+tuner compares its finalists (modular_kernel/tuning/measured.py). Tiles that are the same are not
+timed.
 """
 
 import argparse
@@ -26,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import triton
 
-from experts.tile_names import TileKey
-from experts.tile_regimes import regimes
-from experts.tile_shapes import Device, TilePair
-from experts.tile_store import PACKAGED, TileStore, subfolder
+from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.lookup import PACKAGED, TileStore, subfolder
+from experts.triton.launch_config import Device, TilePair
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.tuning.compiled import Compiler, Pair
@@ -37,7 +38,7 @@ from modular_kernel.tuning.measured import Measured
 from modular_kernel.types import Problem
 
 BOUND = 1.20
-CONFIGS = Path(__file__).parents[1] / "experts" / "configs"
+CONFIGS = Path(__file__).parents[1] / "experts" / "triton" / "configs" / "data"
 TRITON = "3.6.0"
 H200 = Device("NVIDIA H200", boxes=True)
 QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16")

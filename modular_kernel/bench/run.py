@@ -9,17 +9,20 @@ from functools import cached_property, partial
 
 import torch
 
-from modular_kernel.bench import rows as status
-from modular_kernel.bench.cases import Cell, Input, make_input, make_weights, operands
-from modular_kernel.bench.check import (
+from modular_kernel.bench.candidates import Layer, Offer
+from modular_kernel.bench.launch_count import count_launches
+from modular_kernel.measure import records as status
+from modular_kernel.measure.cases import Cell, Input, make_input, make_weights, operands
+from modular_kernel.measure.check import (
     Answer,
     answer_to,
     check_again,
     check_calls,
     inputs_to_check,
 )
-from modular_kernel.bench.environment import environment
-from modular_kernel.bench.floor import (
+from modular_kernel.measure.environment import environment
+from modular_kernel.measure.records import Report, Row, ranked
+from modular_kernel.measure.roofline import (
     Peaks,
     Work,
     expert_bytes,
@@ -28,9 +31,8 @@ from modular_kernel.bench.floor import (
     operand_type,
     work_of,
 )
-from modular_kernel.bench.launches import count_launches
-from modular_kernel.bench.layers import Layer, Offer
-from modular_kernel.bench.method import (
+from modular_kernel.measure.routing import Load, load_of
+from modular_kernel.measure.timing import (
     Call,
     Rotation,
     Timing,
@@ -39,8 +41,6 @@ from modular_kernel.bench.method import (
     rotation,
     time_calls,
 )
-from modular_kernel.bench.routing import Load, load_of
-from modular_kernel.bench.rows import Report, Row, ranked
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Machine, dtype_name

@@ -12,7 +12,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.compile_cases import Compiled, Row
+    from modular_kernel.testing.compile.cases import Compiled, Row
 
 
 def compile_kernels(
@@ -38,7 +38,7 @@ def compile_kernels(
 
     if not importable({"triton"}):
         raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
-    from modular_kernel.testing.compile_cases import compile_all
+    from modular_kernel.testing.compile.cases import compile_all
 
     done = compile_all(target, output.progress, workers=workers)
     rows = [_record(row) for row in done.rows]
@@ -75,7 +75,7 @@ def _instructions(row: "Row", *, check: bool) -> str:
 
     Where a check is all that is asked for, they are those of a kernel that it has counted.
     """
-    from modular_kernel.testing.compile import Instructions
+    from modular_kernel.testing.compile.report import Instructions
 
     counts = row.record.instructions
     if check and isinstance(counts, Instructions) and not counts.counted:

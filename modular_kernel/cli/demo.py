@@ -186,9 +186,9 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
     """Tokens per second of a forward of 512 tokens: with transformers' experts, then with ours."""
     import torch
 
-    from modular_kernel.bench.method import clock_of
     from modular_kernel.integrations.transformers import register
     from modular_kernel.machine import torch_twins
+    from modular_kernel.measure.timing import clock_of
 
     on_gpu = machine.device == "cuda"
     pair = PAIRINGS[1] if on_gpu else PAIRINGS[0]

@@ -84,7 +84,7 @@ def profile(
     prepare_host()
     _check_folder(wanted.out)
     experts_type = experts_type or usual_experts()
-    from modular_kernel.bench.routing import RoutingKind
+    from modular_kernel.measure.routing import RoutingKind
     from modular_kernel.profiling.record import Job
     from modular_kernel.profiling.report import as_record
 

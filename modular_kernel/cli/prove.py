@@ -15,8 +15,8 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.case import Case
-    from modular_kernel.testing.prove import Proof
+    from modular_kernel.testing.cases.case import Case
+    from modular_kernel.testing.verify.one_process import Proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +160,9 @@ def _level(text: str) -> Literal["smoke", "full"]:
 def _single_case(
     options: ProblemOptions, replay: OneCase, pf: str | None, experts: str | None
 ) -> Job:
-    from modular_kernel.testing.case import Case
-    from modular_kernel.testing.inputs import ORDINARY, ROUTINGS
-    from modular_kernel.testing.inputs import Manner as InputsManner
+    from modular_kernel.testing.cases.case import Case
+    from modular_kernel.testing.cases.inputs import ORDINARY, ROUTINGS
+    from modular_kernel.testing.cases.inputs import Manner as InputsManner
 
     if pf is None or experts is None:
         raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
@@ -242,7 +242,7 @@ def _share(proof: "Proof") -> float:
 
 
 def _record(result: Result) -> dict[str, object]:
-    from modular_kernel.testing.case import command
+    from modular_kernel.testing.cases.case import command
 
     worst = result.worst
     failures = [

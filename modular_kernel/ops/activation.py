@@ -3,9 +3,9 @@
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.ops.permute import hidden_block
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.types import ActivationSpec
 
 if HAS_TRITON:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.bench.cases import make_weights, quantised
-from modular_kernel.bench.routing import RoutingKind, draw, load_of
-from modular_kernel.bench.stage_floor import RankLoad
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.cases import make_weights, quantised
+from modular_kernel.measure.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from modular_kernel.bench.rows import Report, Row, best
-from modular_kernel.bench.table import label, summary
+from modular_kernel.bench.tables import label, summary
+from modular_kernel.measure.records import Report, Row, best
 from modular_kernel.report.curves import drawing
 from modular_kernel.report.document import Block, Document, Figure, Heading, Items, Table, Text
 from modular_kernel.report.records import Record

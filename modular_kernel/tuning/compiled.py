@@ -24,7 +24,7 @@ from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import Workspace
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.compile import CompileRecord
+    from modular_kernel.testing.compile.report import CompileRecord
 
 _META = torch.device("meta")
 _AT_ONCE = 3  # choices: queueing costs as much as looking up what is compiled already
@@ -66,7 +66,7 @@ def compile_choice(task: Task, choice: Choice) -> str:
 
     Reasons are spilled registers, too much memory, or an error.
     """
-    from modular_kernel.testing.compile import check
+    from modular_kernel.testing.compile.report import check
 
     pair, problem = task.pair, task.problem
     assert pair.machine.arch is not None
@@ -83,7 +83,7 @@ def compile_choice(task: Task, choice: Choice) -> str:
 
 def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecord]":
     """Compile for `target` what one call of `kernel` launches; nothing runs."""
-    from modular_kernel.testing.compile import record_compiles
+    from modular_kernel.testing.compile.report import record_compiles
 
     problem = kernel.problem
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)

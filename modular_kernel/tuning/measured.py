@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import torch
 
-from modular_kernel.bench.method import Call, capture, clock_of, wiper_of
-from modular_kernel.bench.routing import RoutingKind
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.timing import Call, capture, clock_of, wiper_of
 from modular_kernel.tensors import Routing
 from modular_kernel.tunable import Choice, Took, Tunable
 from modular_kernel.tuning.clock import StageClock, middle

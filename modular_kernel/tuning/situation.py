@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from modular_kernel.bench.floor import work_of
-from modular_kernel.bench.method import l2_bytes, rotation
-from modular_kernel.bench.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.roofline import work_of
+from modular_kernel.measure.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.timing import l2_bytes, rotation
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.compare import EPS, FACTOR, ROW_FACTOR, compare
+from modular_kernel.testing.verify.compare import EPS, FACTOR, ROW_FACTOR, compare
 from modular_kernel.types import Problem
 
 _FIRST_ROWS = 4  # of an output that are compared, and the last one of every number of tokens

@@ -6,11 +6,11 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts import tile_dequantised
-from experts.tile_shapes import Device
-from experts.triton_dequantised import DequantisedPath
+from experts.triton.dequantised import config as dequantised_config
+from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.launch_config import Device
 from modular_kernel import Problem
-from modular_kernel.testing.compile import check
+from modular_kernel.testing.compile.report import check
 
 BASE = Problem(
     tokens=600, hidden=512, intermediate=256, experts=4, top_k=2, dtype=torch.bfloat16,
@@ -36,9 +36,9 @@ def test_every_launch_is_clean(
     change: dict[str, object], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)
-    assert tile_dequantised.serves(problem, DEVICE)
-    monkeypatch.setattr(tile_dequantised, "experts_at_once", lambda p: at_once)
-    path, tiles = DequantisedPath(problem), tile_dequantised.default(problem)
+    assert dequantised_config.serves(problem, DEVICE)
+    monkeypatch.setattr(dequantised_config, "experts_at_once", lambda p: at_once)
+    path, tiles = DequantisedPath(problem), dequantised_config.default(problem)
     records = launches_of(path, problem, tiles)
     parts = -(-4 // at_once)
     names = [record.kernel for record in records]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modular_kernel.testing.compile_cases import Compiled, Row, compile_all
+from modular_kernel.testing.compile.cases import Compiled, Row, compile_all
 
 pytestmark = pytest.mark.timeout(1200)  # some 300 forms of kernels, one after the other
 GLUON = ("sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from path_calls import META, launches_of
 
-from experts import tile_permuted
-from experts.tile_shapes import Device, Tile, TilePair
-from experts.triton_permuted import PermutedPath
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_tma.path import PermutedPath
+from experts.triton.launch_config import Device, Tile, TilePair
 from modular_kernel import Problem
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.types import Combine
 from modular_kernel.workspace import Workspace
 
@@ -24,7 +24,7 @@ DEVICE = Device("sm_90", boxes=True)
 
 def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
     """Everything a call launches, and what quantises its tokens before."""
-    assert tile_permuted.serves(problem, DEVICE)
+    assert grouped_tma_config.serves(problem, DEVICE)
     path, scheme = PermutedPath(problem), problem.scheme
     if not scheme.quantised:
         return launches_of(path, problem, tiles)
@@ -65,14 +65,14 @@ def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
 def test_every_launch_is_clean(change: dict[str, object]) -> None:
     problem = replace(BASE, **change)
     quantised = problem.scheme.quantised
-    records = compiled(problem, tile_permuted.default(problem))
+    records = compiled(problem, grouped_tma_config.default(problem))
     products = [r for r in records if r.kernel == "sorted_gemm_kernel"]
     assert len(products) == 2
     for record in records:
         assert check(record) == ()
     for record in products:
         assert check(record, "QGMMA" if quantised else "HGMMA") == ()
-    gathers = tile_permuted.gathers(problem)
+    gathers = grouped_tma_config.gathers(problem)
     moved = [r for r in records if r.kernel == "permute_tokens_kernel"]
     assert len(moved) == (not gathers)
     boxes = [r.instructions["UTMALDG"] for r in products]
@@ -96,7 +96,7 @@ def test_every_launch_is_clean(change: dict[str, object]) -> None:
 def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
     """Threads put matrices of 8 by 8 into shared memory, not single values; TMA stores them."""
     problem = replace(BASE, **change)
-    records = compiled(problem, tile_permuted.default(problem))
+    records = compiled(problem, grouped_tma_config.default(problem))
     for record in (r for r in records if r.kernel == "sorted_gemm_kernel"):
         # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
         one = record.config["GATED"] and record.config["STEP"] == 1
@@ -109,7 +109,7 @@ def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
 def test_products_of_two_steps_are_under_way_together(hidden: int) -> None:
     """Each of two warpgroups has a step that an even number of them leaves, and a loop of two."""
     problem = replace(BASE, hidden=hidden, quant="fp8_w8a8_block")
-    records = compiled(problem, tile_permuted.default(problem))
+    records = compiled(problem, grouped_tma_config.default(problem))
     products = [r for r in records if r.kernel == "sorted_gemm_kernel"]
     assert [r.instructions["QGMMA"] for r in products] == [2 * 3 * 4, 2 * 3 * 4]
 

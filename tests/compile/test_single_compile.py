@@ -7,10 +7,10 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts import tile_single
-from experts.triton_single import SinglePath
+from experts.triton.gemv import config as gemv_config
+from experts.triton.gemv.path import SinglePath
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 from modular_kernel.types import Combine
 
 BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
@@ -18,7 +18,7 @@ BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 
 def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
     """Both launches of a call whose activations are quantised in them."""
-    return launches_of(SinglePath(problem), problem, tile_single.default(problem), target=target)
+    return launches_of(SinglePath(problem), problem, gemv_config.default(problem), target=target)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 import torch
 from path_calls import META, launches_of
 
-from experts import tile_streamed
-from experts.tile_shapes import Device
-from experts.triton_streamed import StreamedPath
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.gemv_tma.path import StreamedPath
+from experts.triton.launch_config import Device
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 
 DEVICE = Device("sm_90", boxes=True)
 BASE = Problem(
@@ -21,8 +21,8 @@ BASE = Problem(
 
 def compiled(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
     """Everything a call launches. given: x arrives quantised."""
-    assert tile_streamed.serves(problem, DEVICE)
-    path, tiles = StreamedPath(problem), tile_streamed.default(problem, DEVICE)
+    assert gemv_tma_config.serves(problem, DEVICE)
+    path, tiles = StreamedPath(problem), gemv_tma_config.default(problem, DEVICE)
     if not given:
         return launches_of(path, problem, tiles)
     groups = -(-problem.hidden // 128) if problem.scheme.granularity == "block" else 1

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from experts.tile_shapes import Device, Tile, TilePair, clamped, gemms, shared_bytes
-from experts.tiles import override_config
+from experts.triton.configs.select import override_config
+from experts.triton.launch_config import Device, Tile, TilePair, clamped, gemms, shared_bytes
 from modular_kernel.catalog import make_kernel
-from modular_kernel.testing.compile import CompileRecord
+from modular_kernel.testing.compile.report import CompileRecord
 from modular_kernel.tuning import compiled
 from modular_kernel.tuning.compiled import Compiler, Pair, Task, compile_choice
 from modular_kernel.types import Machine, Problem

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.bench.cases import Cell
-from modular_kernel.bench.floor import measure_peaks
-from modular_kernel.bench.layers import Layer, Offer, baseline_offers, pair_offers
-from modular_kernel.bench.method import l2_bytes, time_calls
-from modular_kernel.bench.routing import RoutingKind
+from modular_kernel.bench.candidates import Layer, Offer, baseline_offers, pair_offers
 from modular_kernel.bench.run import Job, run
 from modular_kernel.catalog import this_machine
+from modular_kernel.measure.cases import Cell
+from modular_kernel.measure.roofline import measure_peaks
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.timing import l2_bytes, time_calls
 from modular_kernel.reference import recipe
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem

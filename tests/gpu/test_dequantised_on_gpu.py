@@ -9,13 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_dequantised
-from experts.tile_shapes import DEQUANTISED
-from experts.tiles import override_config, this_store
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.dequantised import config as dequantised_config
+from experts.triton.launch_config import DEQUANTISED
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -75,7 +75,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
 def test_proven(
     case: Case, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_dequantised, "experts_at_once", lambda p: min(at_once, p.e))
-    with override_config(tile_dequantised.default(case.problem)):
+    monkeypatch.setattr(dequantised_config, "experts_at_once", lambda p: min(at_once, p.e))
+    with override_config(dequantised_config.default(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_permuted
-from experts.tile_shapes import PERMUTED
-from experts.tiles import override_config, this_store
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.launch_config import PERMUTED
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.cases_quant import quantised
+from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -53,6 +53,6 @@ def test_there_are_cases_where_the_path_runs() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
-    with override_config(tile_permuted.default(case.problem)):
+    with override_config(grouped_tma_config.default(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

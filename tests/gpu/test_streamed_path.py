@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_streamed
-from experts.tile_shapes import STREAMED, Tile, TilePair
-from experts.tiles import override_config, this_store
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.launch_config import STREAMED, Tile, TilePair
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.cases_quant import quantised
+from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -57,7 +57,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
-    with override_config(tile_streamed.default(case.problem, this_store().device)):
+    with override_config(gemv_tma_config.default(case.problem, this_store().device)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from experts.tile_search import TileSpace
-from experts.tiles import choose_tiles, reread
+from experts.triton.configs.select import choose_tiles, reread
+from experts.triton.tuning.space import TileSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.tunable import Took
 from modular_kernel.tuning.compiled import Compiler, Pair

@@ -13,21 +13,21 @@ import pytest
 import torch
 
 from experts import TritonExperts
-from experts.tile_shapes import ALIGNED, SINGLE, TilePair
-from experts.tiles import choose_tiles
-from experts.triton_aligned import AlignedPath
-from experts.triton_packed import PackedPath
-from experts.triton_path import Path, PathCall
-from experts.triton_segments import SegmentProducts
-from experts.triton_single import SinglePath
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.configs.select import choose_tiles
+from experts.triton.gemv.path import SinglePath
+from experts.triton.gemv_w4.path import PackedPath
+from experts.triton.grouped.segments import SegmentProducts
+from experts.triton.launch_config import ALIGNED, SINGLE, TilePair
+from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
-from modular_kernel.ops.interpreter import watch
+from modular_kernel.interpreter.patch import watch
+from modular_kernel.interpreter.races import Access
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
-from modular_kernel.ops.races import Access
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
 from modular_kernel.types import Combine, IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
-from prepare_finalize.tokens import token_specs
+from prepare_finalize.common.tokens import token_specs
 
 CPU = torch.device("cpu")
 MANY = Problem(tokens=24, hidden=256, intermediate=64, experts=4, top_k=2)

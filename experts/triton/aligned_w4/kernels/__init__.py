@@ -1,0 +1,1 @@
+"""The grouped GEMM of few rows and 4-bit weights."""

@@ -1,0 +1,292 @@
+"""Tuned tile files as text: ours, and those of vLLM and SGLang.
+
+Ours:
+
+    {"format": "modular_kernel.tiles/1",
+     "triton_version": "3.6.0",
+     "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
+     "64": {"gemm1": {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128,
+                      "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3},
+            "gemm2": {...},
+            "path": "aligned", "us": 650.1, "untuned_us": 664.0},
+     "128": ...}
+
+"64" is a number of tokens. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts columns of
+the product's output: a gated GEMM 1 computes as many gate columns and as many up columns. "path" is
+one of launch_config.PATHS, "aligned" if absent.
+
+vLLM and SGLang have no "format" and one launch for both GEMMs, {"64": {"BLOCK_SIZE_M": ...}};
+SGLang may have a second file, NAME_down.json, for GEMM 2. Their BLOCK_SIZE_N counts columns of the
+fused gate and up matrix: in front of a gated activation it is halved (to 16 at least), which keeps
+the work of a block. Other keys beside these are ignored.
+
+A file is refused whole, with its name, what it has and what it needs: nothing is guessed.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Never
+
+from experts.triton.launch_config import ALIGNED, PATHS, Tile, TilePair
+from modular_kernel.errors import ConfigurationError
+
+FORMAT = "modular_kernel.tiles/1"
+MOST_BYTES = 1 << 20
+_TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
+_TOP = ("format", "triton_version", "tuned_for")
+_MOST = 1 << 31
+_LONGEST = 1e12  # microseconds that are worth keeping
+# Keys of the files, in the order of Tile's fields; None: must be there.
+_LAUNCH: dict[str, int | None] = {
+    "BLOCK_SIZE_M": None,
+    "BLOCK_SIZE_N": None,
+    "BLOCK_SIZE_K": None,
+    "GROUP_SIZE_M": None,
+    "num_warps": 4,  # triton's own defaults
+    "num_stages": 3,
+}
+
+
+@dataclass(frozen=True)
+class TunedFor:
+    """What a file of ours was measured on, beside what its name says."""
+
+    experts_part: str
+    hidden: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a layer, tuned and, if that was timed, untuned."""
+
+    us: float
+    untuned_us: float | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Launches by tokens as somebody wrote them, not yet fitted to a problem.
+
+    gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
+    columns together. strict: a launch that does not fit is an error, otherwise it is clamped.
+    paths: (tokens, path); a number of tokens that is not there takes ALIGNED.
+    """
+
+    origin: str
+    gemm1: tuple[tuple[int, Tile], ...]
+    gemm2: tuple[tuple[int, Tile], ...]
+    fused_columns: bool
+    strict: bool
+    triton: str | None = None
+    tuned_for: TunedFor | None = None
+    paths: tuple[tuple[int, str], ...] = ()
+    times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
+
+    def pairs(self) -> dict[int, TilePair]:
+        """By tokens; of a recipe of ours, whose GEMMs have the same numbers."""
+        paths = dict(self.paths)
+        return {
+            tokens: TilePair(first, second, paths.get(tokens, ALIGNED))
+            for (tokens, first), (_, second) in zip(self.gemm1, self.gemm2, strict=True)
+        }
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read the recipe in a file; raise ConfigurationError, naming the file, if it is not one."""
+    return parse_recipe(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
+    what = f"tile file {path}"
+    try:
+        if not path.is_file():
+            raise ConfigurationError(what, got="no regular file", need="a JSON file")
+        with path.open("rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(what, got=str(error), need="a readable file") from error
+    if len(data) > MOST_BYTES:
+        raise ConfigurationError(what, got=f"over {MOST_BYTES} bytes", need=f"<= {MOST_BYTES}")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(what, got=str(error), need="UTF-8") from error
+
+
+def parse_recipe(text: str, origin: str) -> Recipe:
+    """Parse the recipe in a file's text; origin: the name for errors."""
+    what = f"tile file {origin}"
+    try:
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # a JSONDecodeError is a ValueError
+        got = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigurationError(what, got=got, need="JSON, every key once, finite") from error
+    return _recipe(value, what, origin)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _no_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no number")
+
+
+def override_recipe(value: "TilePair | Mapping[str, object]") -> Recipe:
+    """Make a recipe from code: a pair, the contents of a file, or one launch for every call.
+
+    A mapping follows the rules of files (tokens may be numbers): {"gemm1": .., "gemm2": ..} is
+    ours, {"BLOCK_SIZE_M": ..} is vLLM's and counts fused columns. What does not fit is an error.
+    """
+    what = "override_config"
+    if isinstance(value, TilePair):
+        launches = ((1, value.gemm1),), ((1, value.gemm2),)
+        paths = ((1, value.path),)
+        return Recipe(what, *launches, fused_columns=False, strict=True, paths=paths)
+    contents: dict[Any, object] = dict(_mapping(value, what))
+    if "gemm1" in contents:
+        contents = {"format": FORMAT, "1": contents}
+    elif "BLOCK_SIZE_M" in contents:
+        contents = {"1": contents}
+    named = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
+    return replace(_recipe(named, what, what), strict=True, triton=None, tuned_for=None)
+
+
+def _recipe(value: object, what: str, origin: str) -> Recipe:
+    top = _mapping(value, what)
+    ours = "format" in top
+    if ours and top["format"] != FORMAT:
+        raise ConfigurationError(f"{what}: format", got=_short(top["format"]), need=FORMAT)
+    entries: dict[int, Mapping[str, object]] = {}
+    for key, entry in top.items():
+        if key in _TOP:
+            continue
+        if not isinstance(key, str) or _TOKENS.fullmatch(key) is None:
+            need = f"tokens 1 to 999999999, or one of {', '.join(_TOP)}"
+            raise ConfigurationError(f"{what}: key", got=_short(key), need=need)
+        entries[int(key)] = _mapping(entry, f"{what}: tokens {key}")
+    if not entries:
+        raise ConfigurationError(what, got="no number of tokens", need="at least one")
+    read: Callable[[Mapping[str, object], str], tuple[Tile, Tile]] = _ours if ours else _theirs
+    pairs = {t: read(entries[t], f"{what}: tokens {t}") for t in sorted(entries)}
+    return Recipe(
+        origin=origin,
+        gemm1=tuple((tokens, pair[0]) for tokens, pair in pairs.items()),
+        gemm2=tuple((tokens, pair[1]) for tokens, pair in pairs.items()),
+        fused_columns=not ours,
+        strict=ours,
+        triton=_version(top, what),
+        tuned_for=_tuned_for(top, what) if ours else None,
+        paths=tuple((t, _path(entries[t], f"{what}: tokens {t}")) for t in pairs) if ours else (),
+        times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
+    )
+
+
+def _short(value: object) -> str:
+    """For a message: never long, whatever the value."""
+    if isinstance(value, str):
+        return repr(value[:80])
+    if isinstance(value, int):
+        return repr(value) if abs(value) < _LONGEST else "a very large number"
+    return repr(value) if isinstance(value, float) else type(value).__name__
+
+
+def _mapping(value: object, what: str) -> Mapping[Any, object]:
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(what, got=type(value).__name__, need="an object with keys")
+    return value
+
+
+def _ours(entry: Mapping[str, object], what: str) -> tuple[Tile, Tile]:
+    for name in ("gemm1", "gemm2"):
+        if name not in entry:
+            raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
+    first, second = (
+        _launch(_mapping(entry[name], f"{what} {name}"), f"{what} {name}")
+        for name in ("gemm1", "gemm2")
+    )
+    if first.block_m != second.block_m:
+        got = f"{first.block_m} and {second.block_m}"
+        raise ConfigurationError(f"{what} BLOCK_SIZE_M", got=got, need="the same for both GEMMs")
+    return first, second
+
+
+def _theirs(entry: Mapping[str, object], what: str) -> tuple[Tile, Tile]:
+    tile = _launch(entry, what)
+    return tile, tile
+
+
+def _launch(values: Mapping[str, object], what: str) -> Tile:
+    """Positive whole numbers; whether they make a tile depends on the problem."""
+    numbers = []
+    for key, default in _LAUNCH.items():
+        value = values.get(key, default)
+        if type(value) is not int or not 1 <= value < _MOST:
+            need = f"a whole number from 1 to {_MOST - 1}"
+            raise ConfigurationError(f"{what}: {key}", got=_short(value), need=need)
+        numbers.append(value)
+    return Tile(*numbers)
+
+
+def _version(top: Mapping[str, object], what: str) -> str | None:
+    version = top.get("triton_version")
+    if version is None or (isinstance(version, str) and len(version) <= 80):
+        return version
+    raise ConfigurationError(f"{what}: triton_version", got=_short(version), need="a version")
+
+
+def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
+    if "tuned_for" not in top:
+        return None
+    what = f"{what}: tuned_for"
+    facts = _mapping(top["tuned_for"], what)
+    part, hidden, top_k = (facts.get(key) for key in ("experts_part", "hidden", "top_k"))
+    if not isinstance(part, str) or type(hidden) is not int or type(top_k) is not int:
+        need = "experts_part (a name), hidden and top_k (whole numbers)"
+        raise ConfigurationError(what, got=_short(facts), need=need)
+    return TunedFor(part, hidden, top_k)
+
+
+def _path(entry: Mapping[str, object], what: str) -> str:
+    path = entry.get("path", ALIGNED)
+    if isinstance(path, str) and path in PATHS:
+        return path
+    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(PATHS)}")
+
+
+def _times(entry: Mapping[str, object]) -> Times | None:
+    us, untuned = (_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
+    return None if us is None else Times(us, untuned)
+
+
+def _microseconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
+
+
+def pair_as_json(pair: TilePair) -> dict[str, object]:
+    """Return an entry of a file of ours, without its times."""
+    return {"gemm1": _as_json(pair.gemm1), "gemm2": _as_json(pair.gemm2), "path": pair.path}
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return the text of a file of ours."""
+    top: dict[str, object] = {"format": FORMAT}
+    if recipe.triton is not None:
+        top["triton_version"] = recipe.triton
+    if recipe.tuned_for is not None:
+        top["tuned_for"] = asdict(recipe.tuned_for)
+    for tokens, pair in recipe.pairs().items():
+        times = recipe.times.get(tokens)
+        top[str(tokens)] = pair_as_json(pair) | (asdict(times) if times is not None else {})
+    return json.dumps(top, indent=2) + "\n"
+
+
+def _as_json(tile: Tile) -> dict[str, int]:
+    return dict(zip(_LAUNCH, vars(tile).values(), strict=True))

@@ -1,0 +1,43 @@
+"""Products over segments of sorted rows, in Triton, on any GPU."""
+
+import torch
+
+from experts.triton.grouped.base import Rows, SortedProducts
+from experts.triton.launch_config import Tile
+from experts.triton.operands import Product
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.sort import Sorted
+
+
+class SegmentProducts(SortedProducts):
+    """One launch a product; an expert's rows are a segment."""
+
+    def multiply(
+        self, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+    ) -> None:
+        multiply_segments(rows, product, tile, order.tiles, out, self.problem.fp32_precision)
+
+
+def multiply_segments(
+    rows: Rows, product: Product, tile: Tile, tiles: torch.Tensor, out: torch.Tensor, precision: str
+) -> None:
+    """out[r] = rows[r] times the weights of r's expert, for the rows of `tiles`, as ops.sort cuts.
+
+    out: (R, columns), contiguous as the values of `rows` are. precision: of float32 products.
+    """
+    from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
+
+    a, a_scale, weights, _ = rows
+    max_tiles = tiles.numel() // 3
+    num_n = -(-product.columns // tile.block_n)
+    launch(
+        segment_gemm_kernel,
+        (max_tiles * num_n,),
+        a_ptr=a,
+        row_weights_ptr=a if weights is None else weights,
+        out_ptr=out,
+        tiles_ptr=tiles,
+        max_tiles=max_tiles,
+        HAS_ROW_WEIGHTS=weights is not None,
+        **product.arguments(tile, precision, a_scale),
+    )

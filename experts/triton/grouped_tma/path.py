@@ -1,0 +1,96 @@
+"""The permuted path: products over rows in the order of experts, fed by TMA (sm_90).
+
+For many rows an expert: whole boxes are loaded, and nothing is masked. GEMM 1 fetches the tokens
+from where they are; where it cannot, a launch moves them first. What is launched besides the
+products is in experts.triton.grouped.base.
+"""
+
+import torch
+
+from experts.triton.grouped.base import Rows, SortedProducts
+from experts.triton.grouped_tma.config import (
+    BLOCK_M,
+    BOX_BYTES,
+    MODES,
+    TMA_BYTES,
+    gathers,
+    half_rows,
+    staging_slots,
+)
+from experts.triton.launch_config import PERMUTED, Tile
+from experts.triton.operands import Product
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.roundings import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+
+class PermutedPath(SortedProducts):
+    """Products in Gluon."""
+
+    name = PERMUTED
+    roundings: Roundings | None = Roundings()
+    skips_unused = False  # as it was measured: all rows were in use
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._mode = MODES[problem.scheme.name]
+        self.moves_tokens = not gathers(problem)
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whether every tensor lies as TMA, 16-byte copies and the kernel's indices want it."""
+        given = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
+        tensors = (weights.w1, weights.w2, *(t for t in given if t is not None))
+        starts = [t.data_ptr() for t in tensors[:2]]
+        if not self.moves_tokens:
+            starts += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
+        return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
+
+    def multiply(
+        self, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+    ) -> None:
+        from experts.triton.grouped_tma.kernels.gemm import sorted_gemm_kernel
+        from experts.triton.kernels.tma_descriptors import boxes, multiprocessors
+
+        a, a_scale, _, tokens = rows  # it serves no weights on the input
+        experts, rows_b, depth = product.w.shape
+        itemsize = a.element_size()
+        half = half_rows(tile, 2 if product.constants["GATED"] else 1)
+        stored = half // product.step  # gate and up rows by turns give half as many columns
+        b_desc = boxes(product.w.view(experts * rows_b, depth), half)
+        unused = product.w
+        b_scale = unused if product.scale is None else product.scale
+        launch(
+            sorted_gemm_kernel,
+            (multiprocessors(),),
+            a_desc=b_desc if tokens is not None else boxes(a, BLOCK_M),
+            b_desc=b_desc,
+            out_desc=boxes(out, BLOCK_M // 2, stored),
+            x_ptr=a,
+            tokens_ptr=order.tiles if tokens is None else tokens,
+            out_ptr=out,
+            tiles_ptr=order.tiles,
+            a_scale_ptr=unused if a_scale is None else a_scale,
+            b_scale_ptr=b_scale,
+            bias_ptr=unused if product.bias is None else product.bias,
+            max_tiles=order.max_tiles,
+            columns=product.columns,
+            depth=depth,
+            rows_b=rows_b,
+            up_rows=product.up_row,
+            stride_x=a.stride(0) * itemsize // TMA_BYTES,
+            a_groups=0 if a_scale is None else a_scale.shape[-1],
+            b_scale_rows=b_scale.shape[1],
+            b_groups=b_scale.shape[-1],
+            MODE=self._mode,
+            STEP=product.step,
+            HAS_BIAS=product.bias is not None,
+            GATHERED=tokens is not None,
+            EVEN_K=depth * itemsize % BOX_BYTES == 0,
+            STAGES=tile.num_stages,
+            SLOTS=staging_slots(tile, half, stored),
+            GROUP_M=tile.group_m,
+            num_warps=4,
+            **product.constants,
+        )
