@@ -57,6 +57,7 @@ setup(
         "torch>=2.11",
         "numpy>=1.26",
         "triton>=3.6,<3.10; platform_system == 'Linux'",
+        "safetensors>=0.6.1",  # the first release with E8M0; it needs nothing itself
         "typer>=0.15",
         "rich>=13.7",
     ],

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         TopKWeightAndReduce,
     )
     from modular_kernel.errors import IncompatibleError, ModularKernelError
+    from modular_kernel.importers.checkpoint import load_experts
     from modular_kernel.kernel import FusedMoEModularKernel
     from modular_kernel.select.choosing import compose
     from modular_kernel.support import Rejection, Verdict
@@ -32,6 +33,7 @@ _HOME = {
     "check_all": "catalog",
     "make_kernel": "catalog",
     "compose": "select.choosing",
+    "load_experts": "importers.checkpoint",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",
@@ -55,6 +57,7 @@ __all__ = [  # noqa: RUF022 (in the order of the table above)
     "check_all",
     "make_kernel",
     "compose",
+    "load_experts",
     "PermuteExpertsUnpermute",
     "PrepareAndFinalize",
     "TopKWeightAndReduce",

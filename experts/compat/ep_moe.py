@@ -20,6 +20,7 @@ import torch
 from experts.triton.configs.select import choose_tiles
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped.segments import multiply_segments
+from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import scale_group, second_product
 from modular_kernel.errors import (
     ConfigurationError,
@@ -222,7 +223,8 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
         return c
     scale_rows = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
-    tile = choose_tiles(problem, rows).gemm2  # the one that has no activation behind it
+    # The one that has no activation behind it.
+    _, tile = choose_tiles(problem, rows).both(LaunchConfig)
     tiles = _cut(seg_indptr, weight_indices, rows, tile.block_m)
     product = second_product(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
     multiply_segments(Rows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)

@@ -1,1 +1,1 @@
-"""Layers: what stands above a kernel. The router, FusedMoE, EPMoE, and the balance of experts."""
+"""What stands above a kernel: router, FusedMoE, EPMoE, loading of weights, balance of experts."""

@@ -57,7 +57,7 @@ _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
 
 
 @dataclass(frozen=True)
-class Row:
+class CompiledRow:
     """One compiled kernel: the case that launched it, its report and what is wrong with it."""
 
     case: str
@@ -78,7 +78,7 @@ class LeftOut:
 class Compiled:
     """Each distinct kernel once, and those of the installed parts that no case launched."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CompiledRow, ...]
     left_out: tuple[LeftOut, ...]
 
 
@@ -122,7 +122,7 @@ def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int =
     the seconds.
     """
     steps = _steps(_machine(target), target)
-    rows: dict[str, Row] = {}
+    rows: dict[str, CompiledRow] = {}
     with (bar or _no_bar)(len(steps)) as advance:
         each = _shared(target, len(steps), workers) if workers > 1 else _called(steps, target)
         for found in each:
@@ -141,28 +141,28 @@ def launched(target: str) -> Cases:
         yield from step()
 
 
-def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[Row]]:
+def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
     for step in steps:
         yield _judged(step(), target)
 
 
-def _judged(cases: Cases, target: str) -> list[Row]:
+def _judged(cases: Cases, target: str) -> list[CompiledRow]:
     """What is wrong with each kernel, told where it was compiled: counting takes as long."""
     return [
-        Row(case, record, check(record, _expected(record, target)))
+        CompiledRow(case, record, check(record, _expected(record, target)))
         for case, records in cases
         for record in records
     ]
 
 
-def _shared(target: str, steps: int, workers: int) -> Iterator[list[Row]]:
+def _shared(target: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
     """What the steps yield, in their order; each process takes the next that nobody has."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
         yield from pool.map(_step, [target] * steps, range(steps))
 
 
-def _step(target: str, index: int) -> list[Row]:
+def _step(target: str, index: int) -> list[CompiledRow]:
     """One step of `compile_all`, in a process of its own."""
     return _judged(_steps(_machine(target), target)[index](), target)
 
