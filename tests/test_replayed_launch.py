@@ -59,11 +59,11 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(replay()) == "off: there is no C compiler"
     monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "")
     assert str(replay()) == "on"
-    for release in launch.compat.REPLAYED:
-        monkeypatch.setattr(launch.compat, "RELEASE", release)
+    for release in launch.triton_versions.REPLAYED:
+        monkeypatch.setattr(launch.triton_versions, "RELEASE", release)
         assert str(replay()) == "on"
     for release in ("3.5", "3.10", "4.0"):
-        monkeypatch.setattr(launch.compat, "RELEASE", release)
+        monkeypatch.setattr(launch.triton_versions, "RELEASE", release)
         assert str(replay()).startswith("off: launchers of triton")
     monkeypatch.setattr(launch, "HAS_TRITON", False)
     assert str(replay()) == "off: there is no triton"
