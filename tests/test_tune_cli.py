@@ -73,7 +73,7 @@ def test_explain_needs_no_gpu(mk: Mk) -> None:
     assert code == 0
     assert out.count("on NVIDIA B200") == 4
     assert "E=128,N=768,device_name=NVIDIA_B200.json" in out
-    assert re.search(r"regime \d of \d: 25 rows an expert", out)
+    assert re.search(r"heuristic \d of \d: 25 rows an expert", out)
     code, out, _ = mk("--explain", "--json")
     assert code == 0
     (text,) = json.loads(out)["explanations"]
