@@ -127,7 +127,7 @@ verify: $(READY)
 	  exit $$((one > two ? one : two))
 
 fuzz: $(READY)
-	$(PY) -m modular_kernel.testing.fuzz --count 50000 $(ARGS)
+	$(PY) -m modular_kernel.testing.stress.fuzz --count 50000 $(ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

@@ -3,18 +3,15 @@
 import threading
 from collections.abc import Hashable, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 import torch
 
 from modular_kernel import modes, replay, stages, validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
+from modular_kernel.execution import Execution, Pending
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
-
-if TYPE_CHECKING:
-    from modular_kernel.kernel import FusedMoEModularKernel, Pending
 
 
 class Plan:
@@ -29,7 +26,7 @@ class Plan:
     other shapes, say, is of another); the next ones launch what that one launched.
     """
 
-    def __init__(self, kernel: "FusedMoEModularKernel", problem: Problem) -> None:
+    def __init__(self, kernel: Execution, problem: Problem) -> None:
         self.kernel = kernel
         self.problem = problem
         device = torch.device(kernel.machine.device)
@@ -242,7 +239,7 @@ class Plan:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
-    ) -> "Pending":
+    ) -> Pending:
         return self.kernel.start_checked(x_TH, weights, routing, out, self._workspace, at_once=True)
 
     def _poison(self, out: torch.Tensor) -> None:

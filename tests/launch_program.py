@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from experts.triton.kernels.tma_descriptors import tma_descriptor
 from modular_kernel import replay
-from modular_kernel.ops import compat
-from modular_kernel.ops.compat import load_box
-from modular_kernel.ops.launch import launch
-from modular_kernel.testing.compile import NoDevice
+from modular_kernel.ops.launch import triton_versions as compat
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.triton_versions import load_box
+from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")
 BYTES = {"i1": 1, "u1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 PARTS = PACKAGES[1:]
-MAX_PUBLIC_NAMES = 20
+MAX_PUBLIC_NAMES = 21
 
 # What a part brings in when it is built, never when it is imported.
 VENDORS = {"cutlass", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "triton_kernels"}

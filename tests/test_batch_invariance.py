@@ -21,19 +21,19 @@ from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device
 from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops.runtime import HAS_TRITON
+from modular_kernel.ops.launch.runtime import HAS_TRITON
 from modular_kernel.testing import MUTANTS, Case, cases_for, prove
-from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import Trial
-from modular_kernel.testing.invariance import (
+from modular_kernel.testing.cases.ranks import RankCase
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.checks import Trial
+from modular_kernel.testing.verify.invariance import (
     batch_invariant,
     doubling_calls,
     otherwise_split,
     rows_that_differ,
 )
-from modular_kernel.testing.invariance_table import Measured, as_markdown, changed_rows
-from modular_kernel.testing.prove_ranks import prove_ranks
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
+from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Machine, Parallel, Problem
 
 LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
@@ -234,9 +234,9 @@ def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
     }
     assert rows[True] == 0 < rows[False]
     found = [
-        Measured(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
-        Measured(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
-        Measured(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
+        InvarianceRow(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
     ]
     assert as_markdown(found).splitlines() == [
         "| experts | asked for | float32 |",

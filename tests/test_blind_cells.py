@@ -14,7 +14,7 @@ from put_in import Wrong, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing import Case
-from modular_kernel.testing.cases import cases_for
+from modular_kernel.testing.cases.lists import cases_for
 from modular_kernel.types import Combine, Problem
 
 PREPARE = "MoEPrepareAndFinalizeNoEP"

@@ -13,9 +13,9 @@ from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.lookup import subfolder
 from experts.triton.launch_config import Device
 from modular_kernel import replay
-from modular_kernel.choose import keys
-from modular_kernel.choose.cache import Cache
 from modular_kernel.placement import Placement
+from modular_kernel.select import keys
+from modular_kernel.select.cache import Cache
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
@@ -229,13 +229,13 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
 def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cuda.h that it includes is triton's, and lies in the same folder before and after."""
     triton = pytest.importorskip("triton")
-    from modular_kernel.ops import build, player
+    from modular_kernel.ops.launch import build, cuda_replay
 
     names: list[str] = []
     monkeypatch.setattr(build, "_kept", lambda _, name: names.append(name) or Path("kept"))
     monkeypatch.setattr(build, "_loaded", lambda name, path: name)
-    monkeypatch.setattr(player, "_built", player._built.__wrapped__)
+    monkeypatch.setattr(cuda_replay, "_built", cuda_replay._built.__wrapped__)
     for version in ("3.6.0", "3.9.0", "3.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
-        assert player.module() == "modular_kernel_player"
+        assert cuda_replay.module() == "modular_kernel_player"
     assert names[0] == names[2] != names[1]

@@ -8,8 +8,8 @@ from put_in import Wrong, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import cases_for
-from modular_kernel.testing.cases_chosen import chosen_cases
+from modular_kernel.testing.cases.chosen import chosen_cases
+from modular_kernel.testing.cases.lists import cases_for
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")

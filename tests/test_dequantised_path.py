@@ -24,7 +24,7 @@ from modular_kernel.ops.activation import activation_constants
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.reference import activation
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
 H200 = Device("NVIDIA H200", tma=True)

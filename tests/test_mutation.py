@@ -16,7 +16,7 @@ from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
-from modular_kernel.testing.cases import BASE, Case, cases_for
+from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
 from modular_kernel.testing.mutation.apart import DEVICE, OFFSETS, apart
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
@@ -286,8 +286,8 @@ def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Pat
 
 def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> None:
     """What stands outside of kernels is refused: their code says nothing of it."""
-    path = ROOT / "modular_kernel/ops/kernels/zero_rows.py"
-    module = "modular_kernel.ops.kernels.zero_rows"
+    path = ROOT / "modular_kernel/ops/kernels/zero_padding.py"
+    module = "modular_kernel.ops.kernels.zero_padding"
 
     def changed(old: str, new: str) -> Mutant:
         text = path.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.quant import quantise_weights
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"

@@ -46,7 +46,7 @@ def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, rea
 
 
 def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("modular_kernel.ops.launch")
+    launch = pytest.importorskip("modular_kernel.ops.launch.launch")
     from modular_kernel.states import replay
 
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)

@@ -16,7 +16,7 @@ from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tensors import ContiguousShape
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"

@@ -16,10 +16,10 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.ops import mlp
 from modular_kernel.roundings import Roundings
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.battery_roundings import ROUNDING_MUTANTS
-from modular_kernel.testing.cases import BASE
-from modular_kernel.testing.inputs import make_inputs
-from modular_kernel.testing.twins import judged
+from modular_kernel.testing.call_mutants.roundings import ROUNDING_MUTANTS
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.verify.twins import judged
 from modular_kernel.types import Machine
 
 _NO_EP, _BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"

@@ -8,7 +8,7 @@ from pathlib import Path
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.tunable import Best, Choice, Took, Tunable
-from modular_kernel.tuning.search import Bench, Job, Refusal, Tuned, tune
+from modular_kernel.tuning.search import Bench, Refusal, Tuned, TuneJob, tune
 
 FOLDER = Path("nowhere")
 
@@ -99,9 +99,9 @@ def staged(seconds: float, choice: Choice) -> dict[str, float]:
     return dict(zip(ConfigSpace.stages, costs, strict=True))
 
 
-def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> Job:
+def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> TuneJob:
     budget = more.pop("budget", 1e9)
-    made = Job(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
+    made = TuneJob(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
     return replace(made, **more)  # type: ignore[arg-type]
 
 

@@ -28,11 +28,12 @@ from modular_kernel.errors import (
     DtypeError,
     LayoutError,
     ShapeError,
+    UnsupportedError,
 )
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.permute import hidden_block
 from modular_kernel.ops.reduce import gather_weight_and_sum
-from modular_kernel.ops.runtime import use_triton
 from modular_kernel.ops.sort import most_tiles
 from modular_kernel.quant import LARGEST
 from modular_kernel.tensors import ExpertWeights
@@ -228,6 +229,49 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
     product = second_product(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
     m_grouped_gemm(Rows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
     return c
+
+
+class GroupedGemmRunner(torch.nn.Module):
+    """`grouped_gemm_triton` as a module. It holds nothing; device is where its tensors are.
+
+    use_flashinfer: False; UnsupportedError else.
+    """
+
+    def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
+        super().__init__()
+        self.device, self.use_flashinfer = torch.device(device), use_flashinfer
+        if use_flashinfer:
+            need = "False: segments are multiplied by Triton"
+            raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)
+
+    def forward(  # noqa: PLR0913 (the names and the order are the field's)
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        batch_size: int,
+        weight_column_major: bool,
+        seg_indptr: torch.Tensor,
+        weight_indices: torch.Tensor | None = None,
+        use_fp8_w8a8: bool = False,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
+        block_shape: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Write c[r] = a[r] @ b[weight_indices[i]]^T for the rows of segment i; returns c."""
+        return grouped_gemm_triton(
+            a,
+            b,
+            c,
+            batch_size,
+            weight_column_major,
+            seg_indptr,
+            weight_indices,
+            use_fp8_w8a8,
+            scale_a,
+            scale_b,
+            block_shape,
+        )
 
 
 def _quant(

@@ -14,7 +14,7 @@ from experts.triton.operands import (
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.quantise import BatchedRows, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection

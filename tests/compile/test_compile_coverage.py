@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from modular_kernel.testing import compile as compiling
-from modular_kernel.testing import compile_cases
-from modular_kernel.testing.compile import CompileRecord
-from modular_kernel.testing.compile_cases import LeftOut, compile_all
-from modular_kernel.testing.kernels_defined import defined_kernels
+from modular_kernel.testing.compile import cases as compile_cases
+from modular_kernel.testing.compile import report as compiling
+from modular_kernel.testing.compile.cases import LeftOut, compile_all
+from modular_kernel.testing.compile.kernels_defined import defined_kernels
+from modular_kernel.testing.compile.report import CompileRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("experts", "prepare_finalize", "modular_kernel/ops")

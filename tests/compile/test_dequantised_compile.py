@@ -10,7 +10,7 @@ from experts.triton.dequantised import config as dequantised_config
 from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
-from modular_kernel.testing.compile import check
+from modular_kernel.testing.compile.report import check
 
 BASE = Problem(
     tokens=600, hidden=512, intermediate=256, experts=4, top_k=2, dtype=torch.bfloat16,

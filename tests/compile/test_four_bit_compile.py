@@ -13,7 +13,7 @@ from experts.triton.operands import Product, first_product, second_product
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.ops.align import Aligned, align_specs
 from modular_kernel.quant import weight_specs
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 
 META = torch.device("meta")
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)

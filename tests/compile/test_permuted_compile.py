@@ -14,7 +14,7 @@ from experts.triton.grouped_tma.path import GroupedTmaPath
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel import Problem
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.types import Combine
 from modular_kernel.workspace import Workspace
 

@@ -10,7 +10,7 @@ from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.gemv_tma.path import GemvTmaPath
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 
 DEVICE = Device("sm_90", tma=True)
 BASE = Problem(

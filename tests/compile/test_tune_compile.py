@@ -15,9 +15,9 @@ from experts.triton.launch_config import (
     shared_bytes,
 )
 from modular_kernel.catalog import make_kernel
-from modular_kernel.testing.compile import CompileRecord
+from modular_kernel.testing.compile.report import CompileRecord
 from modular_kernel.tuning import compiled
-from modular_kernel.tuning.compiled import Compiler, Pair, Task, compile_choice
+from modular_kernel.tuning.compiled import Compiler, CompileTask, Pair, compile_choice
 from modular_kernel.types import Machine, Problem
 
 MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
@@ -38,7 +38,7 @@ OTHER_KERNEL = {"mxfp4_w4a16": (16, 32)}
 
 
 def reason(pair: Pair, problem: Problem, choice: MoEConfig) -> str:
-    return compile_choice(Task(pair, pair.space(problem), problem, (choice,)), choice)
+    return compile_choice(CompileTask(pair, pair.space(problem), problem, (choice,)), choice)
 
 
 def test_a_sound_choice_compiles_without_a_reason() -> None:

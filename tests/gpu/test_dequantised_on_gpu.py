@@ -14,7 +14,7 @@ from experts.triton.contiguous import paths_of
 from experts.triton.dequantised import config as dequantised_config
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")

@@ -14,8 +14,8 @@ from experts.triton.contiguous import paths_of
 from experts.triton.grouped_tma import config as grouped_tma_config
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.cases_quant import quantised
+from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")

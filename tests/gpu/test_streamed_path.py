@@ -16,8 +16,8 @@ from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.cases_quant import quantised
+from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")

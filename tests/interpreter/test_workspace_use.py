@@ -22,13 +22,13 @@ from experts.triton.grouped.segments import MGroupedGemms
 from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
-from modular_kernel.ops.interpreter import watch
+from modular_kernel.interpreter.patch import watch
+from modular_kernel.interpreter.races import Access
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
-from modular_kernel.ops.races import Access
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
 from modular_kernel.types import Combine, IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
-from prepare_finalize.tokens import token_specs
+from prepare_finalize.common.tokens import token_specs
 
 CPU = torch.device("cpu")
 MANY = Problem(tokens=24, hidden=256, intermediate=64, experts=4, top_k=2)

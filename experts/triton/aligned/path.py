@@ -21,8 +21,8 @@ from experts.triton.operands import Product, first_product, second_product
 from experts.triton.path import Path, PathCall
 from modular_kernel import stages
 from modular_kernel.ops.align import Aligned, align, align_specs
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.quantise import PairRows, quantise_rows, quantise_specs, take_quantised
 from modular_kernel.ops.reduce import weight_and_sum
 from modular_kernel.roundings import Roundings

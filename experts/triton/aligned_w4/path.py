@@ -16,8 +16,8 @@ from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violat
 from experts.triton.operands import Product
 from experts.triton.operands_w4 import lie_ready, product_depth, w4_arguments
 from modular_kernel.ops.align import Aligned
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 

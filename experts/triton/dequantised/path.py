@@ -19,7 +19,7 @@ from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoE
 from experts.triton.operands import MIDDLE, Product, scale_group, word_format
 from experts.triton.path import PathCall
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted, most_tiles
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights

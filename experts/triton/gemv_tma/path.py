@@ -23,8 +23,8 @@ from experts.triton.operands import (
 from experts.triton.path import Path, PathCall
 from modular_kernel import stages
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.quant import LARGEST, MIN_SCALE
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights

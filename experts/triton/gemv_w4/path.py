@@ -18,9 +18,9 @@ from experts.triton.operands_w4 import lie_ready, w4_arguments
 from experts.triton.path import Path, PathCall
 from modular_kernel import stages
 from modular_kernel.ops.count import id_arguments, next_power_of_2
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
-from modular_kernel.ops.runtime import use_triton
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
@@ -74,7 +74,7 @@ class GemvW4Path(Path):
         """Bind the kernels."""
         from experts.triton.gemv_w4.kernels.down import gemv_w4_down_kernel
         from experts.triton.gemv_w4.kernels.gate_up import gemv_w4_gate_up_kernel
-        from modular_kernel.ops.compat import WORDS_STAY_IN_LANES
+        from modular_kernel.ops.launch.triton_versions import WORDS_STAY_IN_LANES
 
         assert config.serves(problem)
         self.problem = problem

@@ -5,7 +5,7 @@ import torch
 from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 
 

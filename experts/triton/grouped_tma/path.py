@@ -25,7 +25,7 @@ from experts.triton.grouped_tma.config import (
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, Product
 from experts.triton.path import Path
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights

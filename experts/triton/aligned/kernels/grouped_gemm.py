@@ -5,7 +5,7 @@ import triton.language as tl
 
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.gemm_tile_dispatch import product_tile
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 # Numbers that change with the tokens of a call and are only compared: no kernel of their own.

@@ -16,7 +16,7 @@ from experts.triton.kernels.operands_w4 import (
     word_order_offsets,
 )
 from experts.triton.kernels.unpack_w4 import counts_from_zero, lacking, opaque
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 @triton.jit

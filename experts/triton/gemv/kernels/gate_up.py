@@ -6,7 +6,7 @@ import triton.language as tl
 from experts.triton.gemv.kernels.common import quantised_groups, requantised, step_sums
 from experts.triton.kernels.gemm_tile import finish_tile
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 from modular_kernel.ops.kernels.quantise import scale_of
 
 

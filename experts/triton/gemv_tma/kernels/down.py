@@ -23,9 +23,9 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     rows_of,
     spread_scales,
 )
-from modular_kernel.ops.compat import load_box
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.launch.triton_versions import load_box
 
 _OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 

@@ -25,9 +25,9 @@ from experts.triton.gemv_tma.kernels.pipeline import (
     spread_scales,
 )
 from experts.triton.kernels.gluon_epilogue import activate
-from modular_kernel.ops.compat import load_box
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.launch.triton_versions import load_box
 
 _COLUMNS = gl.constexpr(32)  # of a tile: gate and up rows
 _HALVES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))

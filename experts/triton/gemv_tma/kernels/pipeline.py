@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from modular_kernel.ops.compat import reinterpret
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
+from modular_kernel.ops.launch.triton_versions import reinterpret
 
 ROWS = gl.constexpr(64)  # of weights in a tile
 VECTORS = gl.constexpr(8)

@@ -17,7 +17,7 @@ from experts.triton.gemv_w4.kernels.common import (
 from experts.triton.kernels.operands_w4 import times
 from modular_kernel.ops.kernels.activation import activate
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 @triton.jit

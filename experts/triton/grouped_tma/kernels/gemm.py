@@ -25,7 +25,7 @@ from experts.triton.grouped_tma.kernels.gather import (
     tokens_of,
 )
 from experts.triton.kernels.gluon_epilogue import finish
-from modular_kernel.ops.compat import load_box
+from modular_kernel.ops.launch.triton_versions import load_box
 
 ROWS = gl.constexpr(64)  # of a warpgroup
 
