@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from experts.triton.kernels.tma_descriptors import boxes
+from experts.triton.kernels.tma_descriptors import tma_descriptor
 from modular_kernel import replay
 from modular_kernel.ops.launch import triton_versions as compat
 from modular_kernel.ops.launch.launch import launch
@@ -128,7 +128,15 @@ def plain(x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
 
 
 def boxed(x: torch.Tensor, out: torch.Tensor) -> None:
-    launch(boxes_kernel, (4,), x_desc=boxes(x, 64, 64), out_ptr=out, rows=60, SIZE=64, num_warps=4)
+    launch(
+        boxes_kernel,
+        (4,),
+        x_desc=tma_descriptor(x, 64, 64),
+        out_ptr=out,
+        rows=60,
+        SIZE=64,
+        num_warps=4,
+    )
 
 
 def main() -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.lookup import subfolder
 from experts.triton.launch_config import Device
 from modular_kernel import replay
@@ -143,7 +143,7 @@ def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:
     assert len(paths | {Cache(tmp_path, whole, {}).path}) == len(whole) + 1
 
 
-# --------------------------------------------------------------------------------- tile files
+# --------------------------------------------------------------------------------- config files
 
 TILE_CHANGES: dict[str, Any] = {
     "experts": 9,
@@ -158,8 +158,8 @@ TILE_CHANGES: dict[str, Any] = {
 
 def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
     """An arch has no field of its own: a device's name says it."""
-    assert {field.name for field in fields(TileKey)} == set(TILE_CHANGES)
-    base = TileKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
+    assert {field.name for field in fields(ConfigKey)} == set(TILE_CHANGES)
+    base = ConfigKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
     names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
     assert len(names | {base.file_name}) == len(TILE_CHANGES) + 1
     versions = ("3.6.0", "3.6.1", "3.7.0", "4.6.0")
@@ -173,7 +173,7 @@ def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
     both = ("aligned", "grouped_tma")
 
     def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.MoEConfig:
-        return tiles.choose_tiles(problem, tokens, paths)
+        return tiles.choose_config(problem, tokens, paths)
 
     with tiles.on_device(hopper):
         many, few = chosen(large, 4096), chosen(large, 4)
