@@ -11,7 +11,7 @@ import torch
 from shares import tree_hash
 
 from experts.triton.configs import files as tile_files
-from experts.triton.launch_config import Tile
+from experts.triton.launch_config import LaunchConfig
 from modular_kernel import types, validate
 from modular_kernel.errors import InputError
 from modular_kernel.importers import boxes, checkpoint, groups, layouts
@@ -97,7 +97,13 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (calls.changed_call, validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_apart", _nothing, (ACCEPTED,)),
     (facts.problem_fields, types, "check_fields", _nothing, (RAW, ACCEPTED)),
-    (files.stored_files, tile_files, "_launch", lambda *_: Tile(0, 1, 1, 1, 1, 1), (WRONG,)),
+    (
+        files.stored_files,
+        tile_files,
+        "_launch",
+        lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
+        (WRONG,),
+    ),
     (files.stored_files, stored, "_text", lambda *_: True, (RAW, WRONG)),
     (files.stored_files, config_file, "_of_layers", lambda _, config: config, (RAW,)),
     (composed.composed_call, choosing, "expect", _nothing, (RAW, ACCEPTED)),

@@ -17,7 +17,7 @@ from run_mk import Ended, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
 from experts.triton.configs.filenames import TileKey
-from experts.triton.configs.files import pair_as_json
+from experts.triton.configs.files import config_as_json
 from experts.triton.tuning.space import TileSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
@@ -181,9 +181,9 @@ def test_every_time_is_recorded(tmp_path: Path) -> None:
     assert [line["tokens"] for line in lines] == [1, 64, 1, 64]
     first = lines[0]
     assert first["best"]["us"] == 80.0
-    assert first["best"].items() >= pair_as_json(ONE).items()
+    assert first["best"].items() >= config_as_json(ONE).items()
     for choice, pair in zip(first["choices"], (ONE, TWO), strict=True):
-        assert choice.items() >= pair_as_json(pair).items()
+        assert choice.items() >= config_as_json(pair).items()
     assert first["choices"][0]["stages"] == {"mk::gemm2": 30.0}
     TuneRecorder(layer, None).keep(TUNED[0])
 

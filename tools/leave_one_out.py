@@ -28,9 +28,10 @@ import torch
 import triton
 
 from experts.triton.configs.filenames import TileKey
-from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.lookup import PACKAGED, TileStore, subfolder
-from experts.triton.launch_config import Device, TilePair
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.tuning.compiled import Compiler, Pair
@@ -40,7 +41,7 @@ from modular_kernel.types import Problem
 BOUND = 1.20
 CONFIGS = Path(__file__).parents[1] / "experts" / "triton" / "configs" / "data"
 TRITON = "3.6.0"
-H200 = Device("NVIDIA H200", boxes=True)
+H200 = Device("NVIDIA H200", tma=True)
 QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16")
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 Row = dict[str, object]  # of a record
@@ -65,13 +66,13 @@ class TimedCell:
 
     layer: str
     problem: Problem
-    tuned: TilePair
-    neighbours: TilePair
-    regimes: TilePair
+    tuned: MoEConfig
+    neighbours: MoEConfig
+    regimes: MoEConfig
     origin: str
 
     @property
-    def choices(self) -> list[TilePair]:
+    def choices(self) -> list[MoEConfig]:
         """All different tiles."""
         return list(dict.fromkeys((self.tuned, self.neighbours, self.regimes)))
 
@@ -79,7 +80,7 @@ class TimedCell:
     def differs(self) -> bool:
         return len(self.choices) > 1
 
-    def record(self, seconds: Mapping[TilePair, float]) -> Row:
+    def record(self, seconds: Mapping[MoEConfig, float]) -> Row:
         """A row of the record: microseconds by where tiles come from, none where all are alike."""
         kinds = ("tuned", "neighbours", "regimes")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
@@ -119,11 +120,13 @@ def _of_layer(
         for path in others:
             (inner / path.name).symlink_to(path.resolve())
         lent = TileStore(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
-    alone = regimes(problem, H200)
+    alone, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
     made = []
     for number in tokens:
-        whose = lent.whose[lent.steps.index(number)] if lent.whose else "regimes"
-        tuned, neighbours = mine.steps.choose(number), lent.steps.choose(number)
+        whose = lent.whose[lent.steps.index(number)] if lent.whose else "heuristics"
+        tuned, neighbours = (
+            source.launched(problem, H200, paths).choose(number) for source in (mine, lent)
+        )
         here = problem.with_tokens(number)
         made.append(TimedCell(layer, here, tuned, neighbours, alone.choose(number), whose))
     return made

@@ -73,7 +73,9 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     rows = pairs = out = back = 0
     for source, routing in enumerate(routings):
         first = 0 if replicated else source
-        rank_TK, slot_TK, _ = pairs_to_slots(routing.topk_ids_TK, tables, first_token=first)
+        rank_TK, slot_TK, _ = pairs_to_slots(
+            routing.topk_ids_TK, tables, first_token=first, together=not replicated
+        )
         if replicated and source != rank:
             continue
         here_TK = rank_TK == rank

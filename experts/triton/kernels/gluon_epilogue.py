@@ -13,29 +13,56 @@ def _sigmoid(x):
 
 
 @gluon.jit
+def _gelu(value):
+    return 0.5 * value * (1.0 + gl.erf(value * 0.7071067811865476))
+
+
+@gluon.jit
+def _gelu_tanh(value):
+    inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+    return value * _sigmoid(2.0 * inner)
+
+
+@gluon.jit
+def _tanh(value):
+    near = gl.abs(value) < 0.25
+    small = gl.where(near, value, 0.0)
+    square = small * small
+    series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
+    series = small + small * square * (-0.3333333333333333 + square * series)
+    return gl.where(near, series, 2.0 * _sigmoid(2.0 * value) - 1.0)
+
+
+@gluon.jit
 def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
     """As modular_kernel.ops.kernels.activation.activate, operation by operation."""
+    if LIMIT > 0 and KIND != "situ":
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        if KIND != "swiglu_clamp_after":
+            gate = gl.minimum(gate, LIMIT)
     if KIND == "relu2":
         positive = gl.maximum(gate, 0.0)
         result = positive * positive
-    elif KIND == "silu":
-        result = gate * _sigmoid(gate) * up
+    elif KIND == "silu_no_mul":
+        result = gate * _sigmoid(gate)
+    elif KIND == "gelu_no_mul":
+        result = _gelu(gate)
+    elif KIND == "gelu_tanh_no_mul":
+        result = _gelu_tanh(gate)
     elif KIND == "gelu":
-        result = 0.5 * gate * (1.0 + gl.erf(gate * 0.7071067811865476)) * up
+        result = _gelu(gate) * up
     elif KIND == "gelu_tanh":
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        result = gate * _sigmoid(2.0 * inner) * up
+        result = _gelu_tanh(gate) * up
     elif KIND == "swiglu_oai":
-        gate = gl.minimum(gate, LIMIT)
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
         result = gate * _sigmoid(ALPHA * gate) * (up + 1.0)
     elif KIND == "swiglu_clamp_after":
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
         result = gl.minimum(gate * _sigmoid(gate), LIMIT) * up
+    elif KIND == "situ":
+        if LIMIT > 0:
+            up = LIMIT * _tanh(up / LIMIT)
+        result = ALPHA * _tanh(gate / ALPHA) * _sigmoid(gate) * up
     else:
-        gl.static_assert(KIND == "swiglu_clamp_before")
-        gate = gl.minimum(gate, LIMIT)
-        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        gl.static_assert(KIND == "silu" or KIND == "swiglu_clamp_before")
         result = gate * _sigmoid(gate) * up
     return result
 

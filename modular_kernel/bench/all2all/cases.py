@@ -91,7 +91,7 @@ class ExchangeCase:
         tables = self.problem(0).placement.tables()
         found = []
         for rank in range(self.world_size):
-            home_TK, _, _ = pairs_to_slots(self.routing(rank).topk_ids_TK, tables)
+            home_TK, _, _ = pairs_to_slots(self.routing(rank).topk_ids_TK, tables, together=True)
             wanted = [(home_TK == d).any(1).sum() for d in range(self.world_size)]
             found.append(tuple(map(int, wanted)))
         return tuple(found)

@@ -26,7 +26,8 @@ def with_activation(problem: Problem, **changes: object) -> Problem:
 
 
 def other_activation(problem: Problem) -> Problem:
-    return with_activation(problem, kind="silu" if problem.act.kind != "silu" else "gelu")
+    kind = "silu" if problem.act.kind != "silu" else "gelu"
+    return with_activation(problem, kind=kind, limit=None)
 
 
 def other_gelu(problem: Problem) -> Problem:

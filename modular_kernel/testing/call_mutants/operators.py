@@ -44,20 +44,20 @@ MUTANTS: tuple[CallMutant, ...] = (
     ),
     CallMutant(
         "clamp_ignored",
-        "the limit of a swiglu rule has no effect",
+        "the limit has no effect",
         when.clamped,
         problem=lambda p: given.with_activation(p, limit=1e4),
     ),
     CallMutant(
         "clamp_rule_swapped",
         "the limit acts before silu instead of after it, or the reverse",
-        when.both(when.clamped, lambda p: p.act.kind != "swiglu_oai"),
+        when.both(when.clamped, lambda p: p.act.kind.startswith("swiglu_clamp")),
         problem=given.other_clamp,
     ),
     CallMutant(
         "alpha_ignored",
-        "swiglu_oai with alpha 1",
-        when.activation_kinds("swiglu_oai"),
+        "swiglu_oai or situ with alpha 1",
+        when.activation_kinds("swiglu_oai", "situ"),
         problem=lambda p: given.with_activation(p, alpha=1.0),
     ),
     CallMutant(

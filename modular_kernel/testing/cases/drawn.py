@@ -20,7 +20,7 @@ from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, cover
 from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, why_impossible
 from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
 from modular_kernel.testing.cases.quantised import SCHEMES
-from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
+from modular_kernel.types import UNGATED, ActivationSpec, Combine, Machine, Parallel, Problem
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -33,6 +33,10 @@ _ACTIVATIONS = {
     "swiglu_clamp_after": "swiglu_clamp_after:limit=0.5",
     "swiglu_clamp_before": "swiglu_clamp_before:limit=0.5",
     "relu2": "relu2",
+    "gelu_clamped": "gelu:limit=0.5",
+    "situ": "situ:alpha=1.5,limit=0.7",
+    "silu_no_mul": "silu_no_mul",
+    "gelu_no_mul": "gelu_no_mul",
 }
 
 # Of `placement`: how many of E experts are here, and whether by a map.
@@ -83,9 +87,9 @@ _ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
 @cache
 def _activation(kind: str, interleaved: bool) -> ActivationSpec:
     text = _ACTIVATIONS[kind]
-    if kind == "relu2":
+    if text in UNGATED:
         if interleaved:
-            raise ConfigurationError("activation", got="relu2, interleaved", need="gate and up")
+            raise ConfigurationError("activation", got=f"{text}, interleaved", need="gate and up")
     elif interleaved or kind == "swiglu_oai":
         text += f"{',' if ':' in text else ':'}interleaved={str(interleaved).lower()}"
     return ActivationSpec.parse(text)

@@ -184,7 +184,8 @@ def _numbers(base: Problem) -> Iterator[Variant]:
 def _activations(base: Problem) -> Iterator[Variant]:
     """Every rule in float32, where nothing is hidden by rounding, and some in each other type."""
     split = ("gelu", "gelu_tanh", _OAI_SPLIT, _AFTER, _BEFORE, "relu2")
-    for activation in (*split, _OAI, "silu:interleaved=true"):
+    rare = ("situ:alpha=1.5,limit=0.7", "gelu:limit=0.5", "silu_no_mul", "gelu_tanh_no_mul")
+    for activation in (*split, *rare, _OAI, "silu:interleaved=true"):
         yield _change(base, activation=activation)
     for activation in ("gelu", _OAI, _AFTER, "relu2"):
         yield _change(base, activation=activation, dtype=_BF16)

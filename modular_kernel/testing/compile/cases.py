@@ -25,9 +25,11 @@ from modular_kernel.ops.activation import gated_activation
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.ops.mask_unwritten import live_pairs
 from modular_kernel.ops.quantise import quantise_specs, take_quantised
+from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.ops.slots_and_quantise import number_and_quantise
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.placement import Placement, PlacementTables
+from modular_kernel.routers import RouterSpec
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.settings import hide_gpus
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -193,6 +195,7 @@ def _steps(machine: Machine, target: str) -> list[Callable[[], Cases]]:
         "numbers": _number,
         "live pairs": _live_pairs,
         "rows of zeros": _zero_rows,
+        "router": _route,
     }
     for part in load_catalog().parts:
         if issubclass(part.cls, PrepareAndFinalize | PermuteExpertsUnpermute):
@@ -287,6 +290,23 @@ def _zero_rows() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         rows = torch.empty(4, 256, _BASE.hidden, dtype=dtype, device=_META)
         zero_rows(rows, torch.empty(4, dtype=torch.int32, device=_META))
+
+
+def _route() -> None:
+    """The router, which stands above the parts."""
+    for spec, experts in (
+        (RouterSpec(2), 8),
+        (RouterSpec(4, order="topk_first"), 128),
+        (RouterSpec(8, "sigmoid", groups=8, topk_groups=4, renormalise=True), 256),
+        (RouterSpec(6, "sqrtsoftplus", table=True, renormalise=True), 256),
+        (RouterSpec(12, zero_experts=256), 512),
+    ):
+        logits = torch.empty(4, spec.columns(experts), device=_META)
+        table = words = None
+        if spec.table:
+            table = torch.empty(100, spec.top_k, dtype=torch.int32, device=_META)
+            words = torch.empty(4, dtype=torch.int32, device=_META)
+        route(logits, spec, RouterTensors(None, table), token_ids_T=words)
 
 
 def _meta(inputs: Inputs) -> Inputs:

@@ -19,6 +19,7 @@ _SIZES = (1, 2, 7, 8, 16, 24, 31, 32, 33, 40, 48, 64)
 _ACTIVATIONS = (
     "silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai", "swiglu_oai:limit=1.0,interleaved=false",
     "swiglu_clamp_after", "swiglu_clamp_before:limit=1.0", "silu:interleaved=true",
+    "situ:alpha=2.0,limit=1.0", "gelu_tanh:limit=1.0", "silu_no_mul", "gelu_no_mul",
 )  # fmt: skip
 _QUANTS = (
     "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true", "fp8_w8a8_channel",

@@ -60,19 +60,28 @@ def matrix(
     return codes * spread[:, n][:, :, k]
 
 
+def _curve(v: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "silu":
+        return v * v.sigmoid()
+    if kind == "gelu":
+        return 0.5 * v * torch.erfc(-v / math.sqrt(2))
+    return v * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))
+
+
 def _activated(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     kind, limit, alpha = spec.kind, spec.limit or math.inf, spec.alpha or 0.0
     if kind == "relu2":
         return v.relu() ** 2
+    if kind.endswith("_no_mul"):
+        return _curve(v, kind.removesuffix("_no_mul"))
     half = len(v) // 2
     gate, up = (v[::2], v[1::2]) if spec.interleaved else (v[:half], v[half:])
-    if kind == "silu":
-        return gate * gate.sigmoid() * up
-    if kind == "gelu":
-        return 0.5 * gate * torch.erfc(-gate / math.sqrt(2)) * up
-    if kind == "gelu_tanh":
-        return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)) * up
+    if kind == "situ":
+        linear = up if spec.limit is None else limit * (up / limit).tanh()
+        return alpha * (gate / alpha).tanh() * gate.sigmoid() * linear
     held = up.clip(-limit, limit)
+    if kind in ("silu", "gelu", "gelu_tanh"):
+        return _curve(gate.minimum(torch.tensor(limit)), kind) * held
     if kind == "swiglu_oai":
         gate = gate.minimum(torch.tensor(limit))
         return gate * (alpha * gate).sigmoid() * (held + 1)
