@@ -15,7 +15,7 @@ from checkpoint_formats import F64, KINDS, Kind, Stored
 from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
-GUD, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Matrices:
 Names = Callable[[str, Matrices], Tensors]
 
 
-def each(block: str, names: tuple[str, ...] = GUD) -> Names:
+def each(block: str, names: tuple[str, ...] = PROJ) -> Names:
     """One module for each projection of each expert."""
 
     def written(front: str, m: Matrices) -> Tensors:

@@ -2,7 +2,7 @@
 
 import torch
 
-from experts.triton.launch_config import TilePair
+from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
 from modular_kernel.testing.compile.report import CompileRecord, record_compiles
@@ -28,7 +28,7 @@ class Noted(Workspace):
 def launches_of(
     path: Path,
     problem: Problem,
-    tiles: TilePair,
+    tiles: MoEConfig,
     *,
     target: str = "sm_90",
     x_TH: torch.Tensor | None = None,

@@ -108,7 +108,7 @@ CELLS = (
         ),
         Wrong(
             "packed experts all have the first one's bias",
-            "experts/triton/aligned_w4/path.py",
+            "experts/triton/operands_w4.py",
             '"stride_bias": 0 if bias is None else bias.stride(0)',
             '"stride_bias": 0',
         ),

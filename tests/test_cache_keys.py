@@ -11,7 +11,7 @@ import torch
 from experts.triton.configs import select as tiles
 from experts.triton.configs.filenames import TileKey
 from experts.triton.configs.lookup import subfolder
-from experts.triton.launch_config import ALIGNED, PERMUTED, Device
+from experts.triton.launch_config import Device
 from modular_kernel import replay
 from modular_kernel.placement import Placement
 from modular_kernel.select import keys
@@ -169,23 +169,23 @@ def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
 def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
     """Problem, tokens, the device described, an override, and the paths of the caller."""
     large = replace(BASE, hidden=512, intermediate=512)
-    hopper, ampere = Device("one", boxes=True), Device("two", shared=101_376, warpgroups=False)
-    both = (ALIGNED, PERMUTED)
+    hopper, ampere = Device("one", tma=True), Device("two", shared=101_376, warpgroups=False)
+    both = ("aligned", "grouped_tma")
 
-    def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.TilePair:
+    def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.MoEConfig:
         return tiles.choose_tiles(problem, tokens, paths)
 
     with tiles.on_device(hopper):
         many, few = chosen(large, 4096), chosen(large, 4)
-        assert many.path == PERMUTED
-        assert few.path == ALIGNED
-        assert chosen(large, 4096, (ALIGNED,)).path == ALIGNED
+        assert many.path == "grouped_tma"
+        assert few.path == "aligned"
+        assert chosen(large, 4096, ("aligned",)).path == "aligned"
         assert chosen(replace(large, dtype=torch.float32), 4096) != many
         with tiles.override_config(few):
             assert chosen(large, 4096) == few
         assert chosen(large, 4096) == many
         with tiles.on_device(ampere):
-            assert chosen(large, 4096).path == ALIGNED
+            assert chosen(large, 4096).path == "aligned"
         assert chosen(large, 4096) == many
 
 

@@ -134,7 +134,7 @@ def test_arguments_are_checked(case: str, tmp_path: Path) -> None:
     given, words = ARGUMENTS[case]
     with pytest.raises(ConfigurationError, match=words):
         mk.load_experts(tmp_path, 0, **given)
-    with pytest.raises(ConfigurationError, match="layer: got 0.5"):
+    with pytest.raises(ConfigurationError, match=r"layer: got 0.5"):
         mk.load_experts(tmp_path, 0.5)  # type: ignore[arg-type]
 
 
@@ -144,6 +144,6 @@ def test_the_library_that_is_missing_is_named(
     write(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(
-        ConfigurationError, match="got no safetensors, need .*pip install safetensors"
+        ConfigurationError, match=r"got no safetensors, need .*pip install safetensors"
     ):
         mk.load_experts(tmp_path, 0)

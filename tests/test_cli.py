@@ -328,15 +328,15 @@ def test_compile_checked_shows_the_instructions_that_a_check_has_counted(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from modular_kernel.testing.compile import report as compiling
-    from modular_kernel.testing.compile.cases import Compiled, Row
+    from modular_kernel.testing.compile.cases import Compiled, CompiledRow
 
     absent = dict.fromkeys(compiling.FAMILIES, 0)
     monkeypatch.setattr(compiling, "_count", lambda cubin: {**absent, cubin.decode(): 7})
 
-    def row(name: str) -> Row:
+    def row(name: str) -> CompiledRow:
         counts = compiling.Instructions(name.encode())
         record = compiling.CompileRecord("k", "sm_90", {}, {}, 4, 1, 0, 9, 0, 0, counts, 0.0)
-        return Row(f"case {name}", record, ())
+        return CompiledRow(f"case {name}", record, ())
 
     def done(*_: object, **__: object) -> Compiled:
         read = row("HGMMA")

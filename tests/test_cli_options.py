@@ -104,9 +104,9 @@ def problem_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
 
 def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
     """The one case that `mk test` would prove."""
-    seen: list[prove.Job] = []
+    seen: list[prove.VerifyJob] = []
 
-    def keep(jobs: list[prove.Job], _machine: object, *, as_json: bool) -> bool:
+    def keep(jobs: list[prove.VerifyJob], _machine: object, *, as_json: bool) -> bool:
         seen.extend(jobs)
         return True
 

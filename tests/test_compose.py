@@ -17,7 +17,7 @@ from modular_kernel.errors import CapacityError, ConfigurationError, Incompatibl
 from modular_kernel.select import choosing, timing
 from modular_kernel.select.choosing import Terms, choose, compose
 from modular_kernel.select.inputs import make_weights
-from modular_kernel.select.record import Outcome
+from modular_kernel.select.record import TimedOutcome
 from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Machine, Parallel, Problem
 
@@ -171,7 +171,7 @@ def test_a_candidate_that_raises_is_an_outcome(
     part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
     monkeypatch.setattr(part, "apply", fails)
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert Outcome(NAIVE, why="RuntimeError: no such luck") in choice.buckets[0].outcomes
+    assert TimedOutcome(NAIVE, why="RuntimeError: no such luck") in choice.buckets[0].outcomes
 
 
 def test_what_does_not_fit_is_not_begun(

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from experts.triton.configs.heuristics import regimes
+from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.select import choose_tiles, on_device, override_config
 from experts.triton.dequantised import config as dequantised_config
 from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.grouped.base import Rows
-from experts.triton.grouped_tma.path import PermutedPath
-from experts.triton.launch_config import ALIGNED, DEQUANTISED, Device, Tile, gemms
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, LaunchConfig, gemms
 from experts.triton.operands import Product
 from modular_kernel import Problem
 from modular_kernel.composer import random_inputs
@@ -27,7 +27,7 @@ from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
-H200 = Device("NVIDIA H200", boxes=True)
+H200 = Device("NVIDIA H200", tma=True)
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 _INT4, _MXFP4, _INT8 = "int4_w4a16_group", "mxfp4_w4a16", "int8_w8a16_group"
@@ -37,7 +37,12 @@ _BASE = replace(
 
 
 def _multiply(
-    self: PermutedPath, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+    self: GroupedTmaPath,
+    rows: Rows,
+    product: Product,
+    tile: LaunchConfig,
+    order: Sorted,
+    out: torch.Tensor,
 ) -> None:
     """The permuted path's product in float32, tile by tile as the kernel finds them."""
     max_tiles, (_, _, depth) = order.max_tiles, product.w.shape
@@ -56,7 +61,7 @@ def _multiply(
 
 @pytest.fixture(autouse=True)
 def _there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(PermutedPath, "multiply", _multiply)
+    monkeypatch.setattr(GroupedTmaPath, "multiply", _multiply)
     with on_device(H200):
         yield
 
@@ -97,7 +102,7 @@ def test_proven(
         dequantised_config, "experts_at_once", lambda problem: min(at_once, problem.e)
     )
     with override_config(dequantised_config.default(problem)):
-        assert choose_tiles(problem, 1, (ALIGNED, DEQUANTISED)).path == DEQUANTISED
+        assert choose_tiles(problem, 1, ("aligned", "dequantised")).path == "dequantised"
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 
@@ -152,8 +157,8 @@ def test_weights_that_lie_otherwise_take_another_path() -> None:
 def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
     least = dequantised_config.least_rows(layer) * 8 // 2
-    steps = regimes(layer, H200)
-    assert steps.choose(least - 1).path != DEQUANTISED
+    steps = heuristics(layer, H200)
+    assert steps.choose(least - 1).path != "dequantised"
     pair = steps.choose(least)
     assert pair == dequantised_config.default(layer)
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(layer), strict=True):

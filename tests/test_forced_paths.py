@@ -11,13 +11,13 @@ from experts.triton.contiguous import paths_of
 from experts.triton.dequantised import config as dequantised_config
 from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.launch_config import DEQUANTISED, PERMUTED, STREAMED, Device
+from experts.triton.launch_config import Device
 from modular_kernel.types import Machine
 
 DEFAULTS = {
-    STREAMED: lambda problem: gemv_tma_config.default(problem, H100),
-    PERMUTED: grouped_tma_config.default,
-    DEQUANTISED: dequantised_config.default,
+    "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
+    "grouped_tma": grouped_tma_config.default,
+    "dequantised": dequantised_config.default,
 }
 HERE = Path(__file__).parent
 H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
@@ -36,9 +36,9 @@ def loaded(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("test_streamed_path", STREAMED),
-        ("test_permuted_path", PERMUTED),
-        ("test_dequantised_on_gpu", DEQUANTISED),
+        ("test_streamed_path", "gemv_tma"),
+        ("test_permuted_path", "grouped_tma"),
+        ("test_dequantised_on_gpu", "dequantised"),
     ],
 )
 def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:

@@ -46,9 +46,9 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
     assert recipe.triton == "3.6.0"
     assert fit(recipe, problem, DEVICE).steps == source.steps
     # Prefill takes the largest number's tiles: those of a few hundred tokens would cost it dearly.
-    assert min(recipe.pairs()) == 1
-    assert max(recipe.pairs()) >= 4096
-    assert set(recipe.times) <= set(recipe.pairs())
+    assert min(recipe.configs()) == 1
+    assert max(recipe.configs()) >= 4096
+    assert set(recipe.times) <= set(recipe.configs())
     for times in recipe.times.values():
         assert times.untuned_us is None or 0 < times.us <= times.untuned_us
 

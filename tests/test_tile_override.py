@@ -18,8 +18,8 @@ from tile_samples import (
     write,
 )
 
-from experts.triton.configs.select import choose_tiles, override_config, regimes_up_to
-from experts.triton.launch_config import ALIGNED, TilePair
+from experts.triton.configs.select import choose_tiles, kinds_up_to, override_config
+from experts.triton.launch_config import MoEConfig
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
@@ -37,7 +37,7 @@ def test_an_override_nests_and_ends_as_it_began() -> None:
     before = choose_tiles(MIXTRAL, 64)
     with override_config(ONE):
         assert choose_tiles(MIXTRAL, 64) == choose_tiles(MIXTRAL, 4096) == ONE
-        assert regimes_up_to(MIXTRAL, 4096) == [(4096, ALIGNED, 16)]
+        assert kinds_up_to(MIXTRAL, 4096) == [(4096, "aligned", 16)]
         with override_config(TWO):
             assert choose_tiles(MIXTRAL, 64) == TWO
             with override_config(None):
@@ -110,7 +110,7 @@ def test_a_malformed_override_is_refused_where_it_begins(config: Any) -> None:
 
 
 @pytest.mark.parametrize("pair", [ONE, TWO], ids=str)
-def test_numbers_do_not_depend_on_an_override(pair: TilePair) -> None:
+def test_numbers_do_not_depend_on_an_override(pair: MoEConfig) -> None:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")

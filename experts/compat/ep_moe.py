@@ -20,6 +20,7 @@ import torch
 from experts.triton.configs.select import choose_tiles
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped.segments import multiply_segments
+from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import scale_group, second_product
 from modular_kernel.errors import (
     ConfigurationError,
@@ -27,6 +28,7 @@ from modular_kernel.errors import (
     DtypeError,
     LayoutError,
     ShapeError,
+    UnsupportedError,
 )
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
@@ -221,11 +223,55 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
         return c
     scale_rows = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
-    tile = choose_tiles(problem, rows).gemm2  # the one that has no activation behind it
+    # The one that has no activation behind it.
+    _, tile = choose_tiles(problem, rows).both(LaunchConfig)
     tiles = _cut(seg_indptr, weight_indices, rows, tile.block_m)
     product = second_product(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
     multiply_segments(Rows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
     return c
+
+
+class GroupedGemmRunner(torch.nn.Module):
+    """`grouped_gemm_triton` as a module. It holds nothing; device is where its tensors are.
+
+    use_flashinfer: False; UnsupportedError else.
+    """
+
+    def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
+        super().__init__()
+        self.device, self.use_flashinfer = torch.device(device), use_flashinfer
+        if use_flashinfer:
+            need = "False: segments are multiplied by Triton"
+            raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)
+
+    def forward(  # noqa: PLR0913 (the names and the order are the field's)
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        batch_size: int,
+        weight_column_major: bool,
+        seg_indptr: torch.Tensor,
+        weight_indices: torch.Tensor | None = None,
+        use_fp8_w8a8: bool = False,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
+        block_shape: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Write c[r] = a[r] @ b[weight_indices[i]]^T for the rows of segment i; returns c."""
+        return grouped_gemm_triton(
+            a,
+            b,
+            c,
+            batch_size,
+            weight_column_major,
+            seg_indptr,
+            weight_indices,
+            use_fp8_w8a8,
+            scale_a,
+            scale_b,
+            block_shape,
+        )
 
 
 def _quant(

@@ -2,7 +2,8 @@
 
 import torch
 
-from experts.triton.configs.select import Tile, choose_tiles
+from experts.triton.configs.select import choose_tiles
+from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import (
     SCHEMES,
     Product,
@@ -102,16 +103,16 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         assert isinstance(tokens, BatchedTokens)
         problem = self.problem
         experts, capacity, _ = tokens.x_eCH.shape
-        tiles = choose_tiles(problem, capacity)
+        one, two = choose_tiles(problem, capacity).both(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
         with stages.stage(stages.GEMM1):
             product = first_product(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
-            self._multiply(rows, product, tiles.gemm1, tokens.counts_e, h_eCI)
+            self._multiply(rows, product, one, tokens.counts_e, h_eCI)
         h_rows = self._quantised(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
             product = second_product(weights, problem)
-            self._multiply(h_rows, product, tiles.gemm2, tokens.counts_e, output)
+            self._multiply(h_rows, product, two, tokens.counts_e, output)
 
     def _quantised(
         self,
@@ -141,7 +142,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: Product,
-        tile: Tile,
+        tile: LaunchConfig,
         counts_e: torch.Tensor,
         out: torch.Tensor,
     ) -> None:

@@ -1,7 +1,9 @@
-"""Tile shapes, and what bounds them: the least product, a scheme's groups, shared memory."""
+"""What is launched, and what bounds it: the least product, a scheme's groups, memory."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -27,23 +29,35 @@ _SHARED = {
 }
 _LEAST_SHARED = 101_376  # of any device that the kernels run on
 
-# Paths: rows gathered through an alignment; a few tokens without one, and by TMA; rows permuted
-# first, of weights as they are stored or dequantised before.
-ALIGNED = "aligned"
-SINGLE = "single"
-STREAMED = "streamed"
-PERMUTED = "permuted"
-DEQUANTISED = "dequantised"
-PATHS = (ALIGNED, SINGLE, STREAMED, PERMUTED, DEQUANTISED)
+_HOPPER = re.compile(r"\b(GH200|H[128]00|H20)\b")  # names of sm_90
 
 # Bounds that a smaller tile satisfies, as violations name them.
 GROUP = "block_k within a group"
 SHARED = "bytes of shared memory"
 
 
+class Launch(Protocol):
+    """The configuration of one GEMM: what is compiled, as the path that launches it types it."""
+
+    @property
+    def block_m(self) -> int:
+        """Return the rows of a block, in which both GEMMs find theirs."""
+
+    @property
+    def num_warps(self) -> int:
+        """Return the warps of a program."""
+
+    @property
+    def num_stages(self) -> int:
+        """Return the steps of the depth that are in flight."""
+
+
+L = TypeVar("L", bound=Launch)
+
+
 @dataclass(frozen=True)
-class Tile:
-    """One launch: block sizes in elements, row blocks per swizzle group, warps, stages.
+class LaunchConfig:
+    """A tiled GEMM: block sizes in elements, row blocks per swizzle group, warps, stages.
 
     A gated GEMM 1 computes block_n gate and block_n up columns.
     """
@@ -61,42 +75,46 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class TilePair:
-    """Tiles of both GEMMs. They share one alignment, so block_m is the same.
+class MoEConfig:
+    """What a call launches: both GEMMs, and the path by which rows reach them.
 
-    path: how rows reach the products, one of PATHS.
+    They share one alignment, so block_m is the same. path: a name of experts.triton.paths.
     """
 
-    gemm1: Tile
-    gemm2: Tile
-    path: str = ALIGNED
+    gemm1: Launch
+    gemm2: Launch
+    path: str
 
     def __post_init__(self) -> None:
-        if self.path not in PATHS:
-            need = f"one of {', '.join(PATHS)}"
-            raise ConfigurationError("path of a pair of tiles", got=self.path, need=need)
         if self.gemm1.block_m != self.gemm2.block_m:
             got = f"{self.gemm1.block_m} and {self.gemm2.block_m}"
             need = "the same for both GEMMs, which share one alignment"
-            raise ConfigurationError("block_m of a pair of tiles", got=got, need=need)
+            raise ConfigurationError("block_m of a configuration", got=got, need=need)
 
     def __str__(self) -> str:
         return f"{self.path}: GEMM 1 {self.gemm1}; GEMM 2 {self.gemm2}"
 
+    def both(self, kind: type[L]) -> tuple[L, L]:
+        """Return the launches of GEMM 1 and GEMM 2, which are of this kind."""
+        one, two = self.gemm1, self.gemm2
+        assert isinstance(one, kind)
+        assert isinstance(two, kind)
+        return one, two
+
 
 @dataclass(frozen=True)
 class Device:
-    """What a tile must fit. name: as the driver gives it, "" without a GPU.
+    """What a launch must fit. name: as the driver gives it, "" without a GPU.
 
     shared: bytes of shared memory a block may ask for. warpgroups: products read their operands
-    from shared memory, so that a pipeline of s stages holds s tiles of them, not s - 1. boxes: the
-    kernels of the STREAMED, PERMUTED and DEQUANTISED paths run here.
+    from shared memory, so that a pipeline of s stages holds s tiles of them, not s - 1. tma:
+    kernels that fetch their operands by TMA, written for sm_90 alone, run here.
     """
 
     name: str = ""
     shared: int = _SHARED[9, 0]
     warpgroups: bool = True
-    boxes: bool = False
+    tma: bool = False
 
     @classmethod
     def of(cls, machine: Machine) -> "Device":
@@ -107,8 +125,13 @@ class Device:
         if machine.arch is None:
             return cls()
         shared = _SHARED.get(machine.arch, _LEAST_SHARED)
-        warpgroups, boxes = machine.arch >= (9, 0), machine.arch == (9, 0)
-        return cls(machine.name, shared, warpgroups=warpgroups, boxes=boxes)
+        warpgroups, tma = machine.arch >= (9, 0), machine.arch == (9, 0)
+        return cls(machine.name, shared, warpgroups=warpgroups, tma=tma)
+
+    @classmethod
+    def named(cls, name: str) -> "Device":
+        """Describe a GPU by what its driver calls it: as sm_90, of which TMA needs a known name."""
+        return cls(name, tma=_HOPPER.search(name) is not None)
 
 
 @dataclass(frozen=True)
@@ -165,7 +188,12 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
     return gemm(1, problem.hidden, 2 if problem.act.gated else 1), gemm(2, problem.intermediate, 1)
 
 
-def shared_bytes(tile: Tile, gemm: Gemm, device: Device) -> int:
+def starts_on_16(problem: Problem) -> bool:
+    """Return whether rows of both products start on 16 elements."""
+    return problem.hidden % 16 == 0 and problem.intermediate % 16 == 0
+
+
+def shared_bytes(tile: LaunchConfig, gemm: Gemm, device: Device) -> int:
     """Shared memory a block of `tile` asks for: what triton 3.6 allots, or somewhat more.
 
     One buffer holds a tile of A and one of B (two of a gated GEMM 1). There are num_stages of them
@@ -195,7 +223,7 @@ class Violation:
     need: str
 
 
-def violations(tile: Tile, gemm: Gemm, device: Device) -> Iterator[Violation]:
+def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
     """Every reason not to launch `tile`. Numbers of any size may be asked about."""
     numbers = list(_unusable_numbers(tile, gemm))
     yield from numbers
@@ -210,7 +238,7 @@ def violations(tile: Tile, gemm: Gemm, device: Device) -> Iterator[Violation]:
         yield Violation(SHARED, shared, need)
 
 
-def _unusable_numbers(tile: Tile, gemm: Gemm) -> Iterator[Violation]:
+def _unusable_numbers(tile: LaunchConfig, gemm: Gemm) -> Iterator[Violation]:
     blocks = (
         ("block_m", 16),
         ("block_n", gemm.least_block_n),
@@ -231,7 +259,7 @@ def _unusable_numbers(tile: Tile, gemm: Gemm) -> Iterator[Violation]:
         yield Violation("elements of a tile", max(sizes), f"<= {_LARGEST_TILE}")
 
 
-def require(tile: Tile, gemm: Gemm, device: Device, origin: str) -> Tile:
+def require(tile: LaunchConfig, gemm: Gemm, device: Device, origin: str) -> LaunchConfig:
     """`tile` if it can be launched; otherwise ConfigurationError names origin, got and need."""
     for violation in violations(tile, gemm, device):
         what = f"{origin}: {gemm} {violation.what}"
@@ -239,7 +267,7 @@ def require(tile: Tile, gemm: Gemm, device: Device, origin: str) -> Tile:
     return tile
 
 
-def clamped(tile: Tile, gemm: Gemm, device: Device) -> Tile:
+def clamped(tile: LaunchConfig, gemm: Gemm, device: Device) -> LaunchConfig:
     """Return the nearest tile that fits.
 
     To fit, it takes a divisor of the group, then fewer stages, then smaller blocks.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from experts.triton.configs.select import Tile
+from experts.triton.launch_config import LaunchConfig
 from modular_kernel.ops.activation import activation_constants, up_rows
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Rejection
-from modular_kernel.tensors import ExpertWeights
+from modular_kernel.tensors import ContiguousTokens, ExpertWeights
 from modular_kernel.types import Problem
 
 SCHEMES = frozenset(
@@ -26,6 +26,7 @@ SCHEMES = frozenset(
         "mxfp4_w4a16",
     }
 )
+TMA_BYTES = 16  # rows that TMA fetches start on multiples of it
 MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
 _LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
 
@@ -53,7 +54,7 @@ class Product:
         return self.w.shape[2] * (2 if self.scheme.packed else 1)
 
     def arguments(
-        self, tile: Tile, precision: str, a_scale: torch.Tensor | None
+        self, tile: LaunchConfig, precision: str, a_scale: torch.Tensor | None
     ) -> dict[str, object]:
         """Kernel arguments that do not depend on how rows are found.
 
@@ -199,3 +200,25 @@ def second_product(weights: ExpertWeights, problem: Problem) -> Product:
         up_row=0,
         constants={"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "GATED": False},
     )
+
+
+def row_scale(scheme: QuantScheme, depth: int) -> str:
+    """Return what one scale of rows of `depth` values covers, as the kernels name it."""
+    if scheme.static:
+        return "static"
+    granularity = scheme.activation_granularity
+    if granularity == "group" and not scale_group(scheme, depth)[1]:
+        return "token"
+    return granularity
+
+
+def input_scales(
+    tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
+) -> tuple[str, dict[str, object]]:
+    """How GEMM 1 finds the scales of x: QUANT, and where they are."""
+    scale, quant = tokens.scale, row_scale(problem.scheme, problem.hidden)
+    if scale is None:
+        scale = tokens.x_TH if static is None else static
+        return quant, {"x_scale_ptr": scale, "stride_xsm": 0, "stride_xsk": 0}
+    strides = scale.stride() if scale.dim() == 2 else (0, 0)
+    return "given", {"x_scale_ptr": scale, "stride_xsm": strides[0], "stride_xsk": strides[1]}

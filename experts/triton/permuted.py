@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from experts.triton.configs.select import choose_tiles, regimes_up_to
+from experts.triton.configs.select import choose_tiles, kinds_up_to
 from experts.triton.grouped.segments import SegmentProducts
 from experts.triton.operands import group_rejections
 from experts.triton.path import PathCall, room_for
@@ -82,8 +82,10 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""
         assert isinstance(shape, ContiguousShape)
-        regimes = regimes_up_to(self.problem, shape.tokens)
-        kinds = (self._products.specs(most, block_m) for most, _, block_m in regimes)
+        kinds = (
+            self._products.specs(most, block_m)
+            for most, _, block_m in kinds_up_to(self.problem, shape.tokens)
+        )
         return room_for(self.problem, shape, kinds)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
@@ -101,5 +103,5 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        tiles = choose_tiles(self.problem, tokens.x_TH.shape[0])
-        self._products.run(PathCall(tokens, weights, workspace, output, tiles))
+        config = choose_tiles(self.problem, tokens.x_TH.shape[0])
+        self._products.run(PathCall(tokens, weights, workspace, output, config))

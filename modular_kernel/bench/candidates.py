@@ -80,7 +80,7 @@ class Layer(ABC):
 
 
 @dataclass(frozen=True)
-class Offer:
+class BenchOffer:
     """A layer that can be made as often as needed."""
 
     name: str
@@ -175,7 +175,7 @@ def pair_offers(
     experts: str | None,
     problems: Sequence[Problem],
     machine: Machine,
-) -> list[Offer]:
+) -> list[BenchOffer]:
     """Every pairing that the names, where given, leave and that is valid for a problem.
 
     problems: their `quant` says in which schemes. Called by its experts where no other pairing
@@ -201,7 +201,7 @@ def pair_offers(
         raise IncompatibleError(refused[0].pairing, refused[0].rejections)
     hosts = Counter(ex for _, ex in {(pf, ex) for pf, ex, _ in found})
     return [
-        Offer(
+        BenchOffer(
             ex if hosts[ex] == 1 else f"{pf}+{ex}",
             quant,
             OURS,
@@ -211,19 +211,21 @@ def pair_offers(
     ]
 
 
-def baseline_offers() -> list[Offer]:
+def baseline_offers() -> list[BenchOffer]:
     """Return what this package brings to compare with."""
-    return [Offer(TorchGroupedMm.name, TorchGroupedMm.quant, BASELINE, TorchGroupedMm)]
+    return [BenchOffer(TorchGroupedMm.name, TorchGroupedMm.quant, BASELINE, TorchGroupedMm)]
 
 
-def peer_offers(path: Path) -> list[Offer]:
+def peer_offers(path: Path) -> list[BenchOffer]:
     """Load the layers of a user's file.
 
     Raise an error that names the file if there are none to be had.
     """
     layers, made = load_file(path, "layers", Layer)
     return [
-        Offer(layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, layers, index))
+        BenchOffer(
+            layer.name, str(QuantScheme.parse(layer.quant)), PEER, partial(_nth, layers, index)
+        )
         for index, layer in enumerate(made)
     ]
 

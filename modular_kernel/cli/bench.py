@@ -19,8 +19,8 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 
 if TYPE_CHECKING:
-    from modular_kernel.bench.candidates import Offer
-    from modular_kernel.measure.cases import Cell
+    from modular_kernel.bench.candidates import BenchOffer
+    from modular_kernel.measure.cases import LayerCase
     from modular_kernel.measure.records import Report
     from modular_kernel.types import Machine, Problem
 
@@ -62,7 +62,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class BenchFiles:
     """What is written beside the table, and what is read instead of being measured."""
 
     load: Annotated[
@@ -87,7 +87,7 @@ def bench(
     *,
     options: ProblemOptions,
     method: Method,
-    files: Files,
+    files: BenchFiles,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
 ) -> None:
@@ -118,7 +118,7 @@ def bench(
         _finish(_loaded(files.load), files)
         return
     prepare_host()
-    from modular_kernel.bench.run import Job, run
+    from modular_kernel.bench.run import BenchJob, run
     from modular_kernel.catalog import this_machine
     from modular_kernel.measure.records import FAILED, WRONG
 
@@ -127,7 +127,7 @@ def bench(
     if not offers:
         output.line("nothing to measure: no pair is valid here, and there is no other layer")
         raise typer.Exit(1)
-    job = Job(
+    job = BenchJob(
         cells=cells,
         offers=tuple(offers),
         machine=machine,
@@ -189,8 +189,8 @@ class _Cells:
         """Return the unquantised problem of a model or of the sizes given."""
         return replace(self.options, quant="none", model=name or None).problem()
 
-    def cells(self) -> "Iterator[Cell]":
-        from modular_kernel.measure.cases import Cell
+    def cells(self) -> "Iterator[LayerCase]":
+        from modular_kernel.measure.cases import LayerCase
         from modular_kernel.measure.routing import RoutingKind
 
         kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
@@ -200,16 +200,16 @@ class _Cells:
             shape = shown(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
             for kind in dict.fromkeys(kinds):
                 for tokens in self.tokens(name):
-                    yield Cell(shape, problem.with_tokens(tokens), kind)
+                    yield LayerCase(shape, problem.with_tokens(tokens), kind)
 
 
 def _offers(
     wanted: _Cells,
-    cells: "tuple[Cell, ...]",
+    cells: "tuple[LayerCase, ...]",
     machine: "Machine",
     pf: str | None,
     experts: str | None,
-) -> "list[Offer]":
+) -> "list[BenchOffer]":
     """Our pairs, the baseline where it competes, and the users' layers of the kinds wanted."""
     from modular_kernel.bench.candidates import baseline_offers, pair_offers, peer_offers
     from modular_kernel.measure.cases import operands
@@ -239,7 +239,7 @@ def _offers(
     return pairs + [offer for offer in others if kind(offer.quant) in kinds]
 
 
-def _check_files(files: Files) -> None:
+def _check_files(files: BenchFiles) -> None:
     """Whatever would keep a result from being written, before an hour is spent on it."""
     if files.plot is not None and find_spec("matplotlib") is None:
         need = "matplotlib: pip install 'modular-kernel[bench]'"
@@ -258,7 +258,7 @@ def _loaded(path: Path) -> "Report":
         raise ConfigurationError("--load", got=str(error), need="a file of --json") from error
 
 
-def _teller(files: Files) -> Any:
+def _teller(files: BenchFiles) -> Any:
     """Says each new row on stderr, and keeps the JSON file up to date."""
     said = 0
 
@@ -276,7 +276,7 @@ def _teller(files: Files) -> Any:
     return tell
 
 
-def _finish(report: "Report", files: Files) -> None:
+def _finish(report: "Report", files: BenchFiles) -> None:
     from modular_kernel.bench import tables
 
     if files.as_json == output.STDOUT:

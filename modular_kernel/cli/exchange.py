@@ -18,9 +18,9 @@ from modular_kernel.cli.ranks import Backend, pool_of
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.bench.all2all.cases import Cell, Link
+    from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
     from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow
-    from modular_kernel.bench.all2all.run import Offer
+    from modular_kernel.bench.all2all.run import ExchangeOffer
     from modular_kernel.types import Machine
 
 _FEW = 128  # tokens up to which one set of buffers serves; more have another
@@ -59,7 +59,7 @@ def _usual(text: str, name: str) -> Any:
     return typer.Option(help=f"{text}  {default}", show_default=False)
 
 
-G = TypeVar("G", "Sizes", "Manner")
+G = TypeVar("G", "Sizes", "ExchangeManner")
 
 
 def _filled(options: G, device: str) -> G:
@@ -82,7 +82,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class ExchangeManner:
     """How it is measured, and what the floor is made of."""
 
     backend: Backend = None
@@ -111,7 +111,7 @@ class Manner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class ExchangeFiles:
     """What is read and written beside the table."""
 
     load: Annotated[
@@ -127,7 +127,7 @@ class Files:
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
 
-def exchange(*, sizes: Sizes, manner: Manner, files: Files) -> None:
+def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> None:
     """Time dispatch and combine alone: every part that can run here over N ranks, and peers.
 
     Experts are the identity and router weights sum to 1, so each row is checked by what comes
@@ -146,16 +146,16 @@ def exchange(*, sizes: Sizes, manner: Manner, files: Files) -> None:
         return
     _check(sizes, manner)
     prepare_host()
-    from modular_kernel.bench.all2all.cases import Link
+    from modular_kernel.bench.all2all.cases import TransportLink
 
-    link = Link(manner.link * 1e9, manner.latency * 1e-6)
+    link = TransportLink(manner.link * 1e9, manner.latency * 1e-6)
     report = _measured(sizes, manner, link, files)
     _finish(report, files)
     if any(row.status in ("wrong", "failed") for row in report.rows):
         raise typer.Exit(1)
 
 
-def _check(sizes: Sizes, manner: Manner) -> None:
+def _check(sizes: Sizes, manner: ExchangeManner) -> None:
     if sizes.world_size < 2:
         raise ConfigurationError("--world-size", got=sizes.world_size, need=">= 2")
     for name in ("replays", "rounds", "link"):
@@ -166,7 +166,9 @@ def _check(sizes: Sizes, manner: Manner) -> None:
         raise ConfigurationError("--latency", got=manner.latency, need=">= 0")
 
 
-def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "ExchangeReport":
+def _measured(
+    sizes: Sizes, manner: ExchangeManner, link: "TransportLink", files: ExchangeFiles
+) -> "ExchangeReport":
     from modular_kernel.bench.all2all import run
     from modular_kernel.bench.all2all.records import ExchangeReport
     from modular_kernel.bench.all2all.timing import Repeats
@@ -201,7 +203,9 @@ def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "Exch
         first.close()
 
 
-def _facts(sizes: Sizes, manner: Manner, machine: "Machine", gap: float | None) -> dict[str, Any]:
+def _facts(
+    sizes: Sizes, manner: ExchangeManner, machine: "Machine", gap: float | None
+) -> dict[str, Any]:
     """Where and how it is measured."""
     import torch
 
@@ -218,9 +222,9 @@ def _facts(sizes: Sizes, manner: Manner, machine: "Machine", gap: float | None) 
     }
 
 
-def _cells(sizes: Sizes) -> "Iterator[Cell]":
+def _cells(sizes: Sizes) -> "Iterator[ExchangeCase]":
     """By quant and capacity, which share buffers: few tokens, and many."""
-    from modular_kernel.bench.all2all.cases import Cell
+    from modular_kernel.bench.all2all.cases import ExchangeCase
 
     numbers = sorted(token_numbers(str(sizes.tokens_list)))
     few = [tokens for tokens in numbers if tokens <= _FEW]
@@ -228,13 +232,15 @@ def _cells(sizes: Sizes) -> "Iterator[Cell]":
     for quant in schemes(sizes.quant):
         for tokens in numbers:
             capacity = max(few) if tokens <= _FEW else max(numbers)
-            yield Cell(sizes.world_size, tokens, capacity, quant=quant, **shape)
+            yield ExchangeCase(sizes.world_size, tokens, capacity, quant=quant, **shape)
 
 
-def _offers(cells: "tuple[Cell, ...]", manner: Manner, machine: "Machine") -> "Iterator[Offer]":
+def _offers(
+    cells: "tuple[ExchangeCase, ...]", manner: ExchangeManner, machine: "Machine"
+) -> "Iterator[ExchangeOffer]":
     from modular_kernel.bench.all2all.parts import PartTransport
     from modular_kernel.bench.all2all.peers import load_peers
-    from modular_kernel.bench.all2all.run import Offer
+    from modular_kernel.bench.all2all.run import ExchangeOffer
     from modular_kernel.catalog import load_catalog
     from modular_kernel.measure.records import OURS
 
@@ -242,11 +248,11 @@ def _offers(cells: "tuple[Cell, ...]", manner: Manner, machine: "Machine") -> "I
     names = [name for name in catalog.names("prepare_finalize") if _over_ranks(catalog, name)]
     for name in filter(manner.wants, names):
         alone = PartTransport(name, machine).alone
-        yield Offer(name, OURS, cells, machine, alone)
+        yield ExchangeOffer(name, OURS, cells, machine, alone)
     for path in manner.peer or []:
         for peer in load_peers(path):
             if manner.wants(peer.name):
-                yield Offer(peer.name, peer.origin, cells, machine, peer.alone, path)
+                yield ExchangeOffer(peer.name, peer.origin, cells, machine, peer.alone, path)
 
 
 def _over_ranks(catalog: Any, name: str) -> bool:
@@ -271,7 +277,7 @@ def _tell(rows: "Sequence[ExchangeRow]") -> None:
         output.note(one_line(row))
 
 
-def _finish(report: "ExchangeReport", files: Files) -> None:
+def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
     from modular_kernel.bench.all2all import records
 
     if files.as_json == output.STDOUT:

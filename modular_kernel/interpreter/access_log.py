@@ -8,7 +8,7 @@ from modular_kernel.interpreter.bounds import Bounds
 from modular_kernel.interpreter.races import Access, Races
 
 
-class Watch:
+class AccessLog:
     """Of one launch after the other. Pointers and lanes are numpy arrays of one shape; a program is
     its number in the order in which they run."""
 

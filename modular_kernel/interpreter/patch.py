@@ -31,7 +31,7 @@ import triton.language as tl
 from triton.runtime import interpreter as upstream
 from triton.runtime.jit import mangle_type
 
-from modular_kernel.interpreter.access_log import Watch
+from modular_kernel.interpreter.access_log import AccessLog
 from modular_kernel.interpreter.block_types import init_block_type, init_tensor, type_of_tuple
 from modular_kernel.interpreter.dtypes import (
     BF16,
@@ -68,7 +68,7 @@ _patch_lang_tensor = upstream._patch_lang_tensor
 # The interpreter keeps the running program's index in one global, so one launch at a time.
 _ONE_LAUNCH = threading.RLock()
 
-watch = Watch()
+watch = AccessLog()
 _INTERPRETED = interpreted_since_import()  # a variable set later changes no function of triton's
 
 

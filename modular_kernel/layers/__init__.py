@@ -1,1 +1,1 @@
-"""What stands above a kernel: routing, the loading of weights, and layers made of both."""
+"""What stands above a kernel: router, FusedMoE, EPMoE, loading of weights, balance of experts."""

@@ -23,7 +23,7 @@ _LARGEST = (6.5, 24.0)  # of x and of the activation, for normal x and the weigh
 
 
 @dataclass(frozen=True)
-class Cell:
+class LayerCase:
     """One row of the table before it has a layer: a shape by name, its problem, a routing.
 
     The problem is unquantised: a layer brings its own quantisation.
@@ -97,7 +97,7 @@ def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
     return torch.where(ids < problem.e, ids, -1).to(torch.int32)
 
 
-def make_input(cell: Cell, device: torch.device, index: int) -> Input:
+def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
     """Draw normal x and the cell's routing.
 
     index: of the input; every input is another.

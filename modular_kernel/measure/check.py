@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.measure.cases import Cell, Input, quantised
+from modular_kernel.measure.cases import Input, LayerCase, quantised
 from modular_kernel.measure.timing import Call
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.schemes import QuantScheme
@@ -62,7 +62,7 @@ def inputs_to_check(problem: Problem) -> int:
     return math.ceil(_LEAST_VALUES / (min(problem.tokens, _ROWS) * problem.hidden))
 
 
-def answer_to(cell: Cell, given: Input, weights: ExpertWeights, scheme: QuantScheme) -> Answer:
+def answer_to(cell: LayerCase, given: Input, weights: ExpertWeights, scheme: QuantScheme) -> Answer:
     """Compute what a layer of `scheme` must return for `given`, on a few rows, first to last."""
     tokens, device = cell.problem.tokens, given.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=device).long()

@@ -150,7 +150,7 @@ def number_pairs_ref(pairs: Pairs) -> None:
     """Torch twin of `number_pairs`."""
     routing, numbering = pairs.routing, pairs.numbering
     rank_TK, slot_TK, invalid = pairs_to_slots(
-        routing.topk_ids_TK, numbering.tables, first_token=numbering.first_token
+        routing.topk_ids_TK, numbering.tables, first_token=numbering.first_token, together=True
     )
     numbers_TK = torch.where(rank_TK >= 0, rank_TK * numbering.each + slot_TK, -1)
     drop_TK, weights_TK = numbers_TK < 0, routing.topk_weights_TK

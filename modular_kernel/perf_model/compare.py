@@ -40,7 +40,7 @@ _PEERS = {
 
 
 @dataclass(frozen=True)
-class Cell:
+class ComparedTime:
     """One measured number, in microseconds. part: whose exchange; PART alone on one GPU. fitted:
     whether the model's numbers were fitted to it. eager: it holds the host's time, which scatters
     from run to run by more than what is predicted: it is shown, and asks nothing of the model."""
@@ -59,7 +59,7 @@ class Cell:
 class Compared:
     """error: predicted over measured, less one."""
 
-    cell: Cell
+    cell: ComparedTime
     predicted_us: float
 
     @property
@@ -87,12 +87,12 @@ class Summary:
     worst: float
 
 
-def compare(cells: Sequence[Cell]) -> tuple[Compared, ...]:
+def compare(cells: Sequence[ComparedTime]) -> tuple[Compared, ...]:
     """Return each cell with what the model says."""
     return tuple(Compared(cell, _predicted(cell) * 1e6) for cell in cells)
 
 
-def _predicted(cell: Cell) -> float:
+def _predicted(cell: ComparedTime) -> float:
     problem = cell.problem
     load = rank_load(
         experts=problem.experts,
@@ -128,7 +128,7 @@ def _summary(what: str, group: Sequence[Compared]) -> Summary:
     return Summary(what, len(group), sum(c.good for c in group), fmean(errors), max(errors))
 
 
-def cells_of(path: Path) -> list[Cell]:
+def cells_of(path: Path) -> list[ComparedTime]:
     """Read the rows of a file that the model has numbers for.
 
     ConfigurationError for another file.
@@ -146,7 +146,7 @@ def cells_of(path: Path) -> list[Cell]:
         raise ConfigurationError(f"measured rows in {path}", got=got, need=need) from None
 
 
-def _reader(found: Any) -> Callable[[Any], list[Cell]]:
+def _reader(found: Any) -> Callable[[Any], list[ComparedTime]]:
     if found.get("schema") == PUBLISHED:
         return lambda given: [_published(row) for row in given["rows"]]
     if found.get("schema") == EXCHANGES:
@@ -160,18 +160,18 @@ def _reader(found: Any) -> Callable[[Any], list[Cell]]:
     ]
 
 
-def _of_worlds(given: Any) -> list[Cell]:
+def _of_worlds(given: Any) -> list[ComparedTime]:
     return [cell for report in given.values() for cell in _of_world(report)]
 
 
-def _of_world(report: Any) -> list[Cell]:
+def _of_world(report: Any) -> list[ComparedTime]:
     """One world of h200-exchange.json, whose later rows stand for those of the same transport."""
     later = report.get(_LATER, {"rows": []})["rows"]
     latest = {(r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *later]}
     return _exchanges(list(latest.values()))
 
 
-def _exchanges(rows: list[Any]) -> list[Cell]:
+def _exchanges(rows: list[Any]) -> list[ComparedTime]:
     """Pairs of a dispatch and a combine that were timed, of transports the model knows."""
     named = [(_TRANSPORTS.get(row["transport"], row["transport"]), row) for row in rows]
     return [
@@ -181,14 +181,14 @@ def _exchanges(rows: list[Any]) -> list[Cell]:
     ]
 
 
-def _published(row: Any) -> Cell:
+def _published(row: Any) -> ComparedTime:
     what, part = row["what"], row["part"]
     if what not in _WHATS or part not in TRAFFIC | OTHERS:
         raise ValueError(f"{part} {what}")
     return _exchange(part, what, row, row["us"])
 
 
-def _exchange(part: str, what: str, row: Any, us: Any) -> Cell:
+def _exchange(part: str, what: str, row: Any, us: Any) -> ComparedTime:
     sizes = [int(row[name]) for name in ("tokens", "hidden", "experts", "top_k", "world_size")]
     tokens, hidden, experts, top_k, world = sizes
     problem = Problem(
@@ -201,11 +201,11 @@ def _exchange(part: str, what: str, row: Any, us: Any) -> Cell:
         parallel=Parallel(world),
     )
     cluster = replace(Cluster(), per_host=int(row.get("ranks_of_a_host", Cluster().per_host)))
-    cell = Cell(f"{part}, {what}", problem, part, what, _us(us), cluster)
+    cell = ComparedTime(f"{part}, {what}", problem, part, what, _us(us), cluster)
     return replace(cell, fitted=_fitted(cell), eager=row.get("mode") == "eager")
 
 
-def _fitted(cell: Cell) -> bool:
+def _fitted(cell: ComparedTime) -> bool:
     """Which exchanges the numbers of exchange_time were fitted to."""
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
     if cell.part == DEEPEP:
@@ -213,7 +213,7 @@ def _fitted(cell: Cell) -> bool:
     return cell.what == _PAIR and world == 2 and tokens in (1, 4096)
 
 
-def _benchmark(row: Any) -> Cell | None:
+def _benchmark(row: Any) -> ComparedTime | None:
     """Read a row of `mk bench`; None for other layers, and for what has no time."""
     mine = row["layer"].split("+")[-1] == PART and row["status"] == OK and row["mode"] == "graph"
     if not mine or row["quant"] not in MEASURED or row["routing"] != "uniform":
@@ -222,15 +222,17 @@ def _benchmark(row: Any) -> Cell | None:
     return _one_gpu(row["shape"], sizes, row["tokens"], row["quant"], row["us"])
 
 
-def _older(row: Any, shape: Any) -> Cell:
+def _older(row: Any, shape: Any) -> ComparedTime:
     sizes = shape["E"], shape["k"], shape["H"], shape["I"]
     return _one_gpu(row["shape"], sizes, row["tokens"], _PEERS[row["peer"]], row["us"])
 
 
-def _one_gpu(shape: str, sizes: tuple[int, ...], tokens: int, quant: str, us: float) -> Cell:
+def _one_gpu(
+    shape: str, sizes: tuple[int, ...], tokens: int, quant: str, us: float
+) -> ComparedTime:
     experts, top_k, hidden, intermediate = (int(size) for size in sizes)
     problem = Problem(int(tokens), hidden, intermediate, experts, top_k, quant=quant)
-    return Cell(shape, problem, PART, _LAYER, _us(us), Cluster(), shape in FITTED)
+    return ComparedTime(shape, problem, PART, _LAYER, _us(us), Cluster(), shape in FITTED)
 
 
 def _us(value: Any) -> float:

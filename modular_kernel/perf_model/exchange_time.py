@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.perf_model.hardware import Cluster, Link
-from modular_kernel.perf_model.load import RankLoad
+from modular_kernel.perf_model.load import EstimatedLoad
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import Problem
 
@@ -111,7 +111,7 @@ def row_bytes(problem: Problem, traffic: Traffic) -> float:
 
 
 def exchange_time(
-    problem: Problem, traffic: Traffic, load: RankLoad, cluster: Cluster
+    problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
 ) -> ExchangeTime:
     """Return the times for problem.tokens tokens on each of problem.parallel.world_size ranks."""
     world = problem.parallel.world_size
@@ -130,7 +130,7 @@ def exchange_time(
     return ExchangeTime(dispatch, combine, rows * there, rows * back)
 
 
-def _rows(problem: Problem, traffic: Traffic, load: RankLoad) -> float:
+def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
     """Return the rows that the busiest rank sends or gets, to and from all others."""
     tokens, world = problem.tokens, problem.parallel.world_size
     if traffic.rows == "all":

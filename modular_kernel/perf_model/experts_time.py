@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from modular_kernel.measure.roofline import expert_bytes, operand_type
 from modular_kernel.perf_model.hardware import Gpu
-from modular_kernel.perf_model.load import RankLoad
+from modular_kernel.perf_model.load import EstimatedLoad
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import Problem
 
@@ -69,7 +69,7 @@ def efficiency(scheme: QuantScheme) -> tuple[Efficiency, str]:
     return MEASURED[nearest], f"not measured: that of {nearest}"
 
 
-def experts_time(problem: Problem, load: RankLoad, gpu: Gpu) -> ExpertsTime:
+def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime:
     """Return the time of the rank with that load. problem.tokens: of one rank."""
     scheme = problem.scheme
     used, source = efficiency(scheme)
@@ -85,7 +85,7 @@ def experts_time(problem: Problem, load: RankLoad, gpu: Gpu) -> ExpertsTime:
     return ExpertsTime(seconds, memory, compute, source)
 
 
-def _bytes(problem: Problem, load: RankLoad) -> float:
+def _bytes(problem: Problem, load: EstimatedLoad) -> float:
     """Return the bytes moved to and from the GPU's memory."""
     size, scheme = problem.dtype.itemsize, problem.scheme
     between = size if scheme.activation == "none" else 1

@@ -24,7 +24,7 @@ _HALVINGS = 100
 
 
 @dataclass(frozen=True)
-class RankLoad:
+class EstimatedLoad:
     """Of the rank with the most work. pairs: (token, expert) products. touched: of its experts.
 
     tokens: of all ranks, that have an expert there.
@@ -40,7 +40,7 @@ class RankLoad:
 
 def rank_load(
     *, experts: int, top_k: int, world_size: int, tokens: int, kind: RoutingKind
-) -> RankLoad:
+) -> EstimatedLoad:
     """For `tokens` tokens of each of `world_size` ranks that hold blocks of the experts."""
     if not 1 <= top_k <= experts or not 1 <= world_size <= experts:
         need = f"1 to experts = {experts}, both"
@@ -81,7 +81,7 @@ def _touched(chances: list[float], tokens: int) -> float:
     return sum(1 - (1 - chance) ** tokens for chance in chances)
 
 
-def _uniform(chances: tuple[float, ...], top_k: int, world: int, tokens: int) -> RankLoad:
+def _uniform(chances: tuple[float, ...], top_k: int, world: int, tokens: int) -> EstimatedLoad:
     """Ranks are alike; the fullest of W has Phi^-1((W - 3/8) / (W + 1/4)) standard deviations more
     than the mean (Blom), of a hypergeometric number of pairs for each token."""
     experts, everyone = len(chances), tokens * world
@@ -92,7 +92,7 @@ def _uniform(chances: tuple[float, ...], top_k: int, world: int, tokens: int) ->
     pairs = everyone * top_k * share + more
     touched = held * (1 - (1 - top_k / experts) ** everyone)
     meets = 1 - _misses(experts, top_k, held)
-    return RankLoad(pairs, min(touched, pairs), everyone * meets, meets, meets)
+    return EstimatedLoad(pairs, min(touched, pairs), everyone * meets, meets, meets)
 
 
 def _misses(experts: int, top_k: int, held: float) -> float:
@@ -107,11 +107,11 @@ def _log_choose(n: float, k: float) -> float:
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
-def _skewed(chances: tuple[float, ...], world: int, tokens: int) -> RankLoad:
+def _skewed(chances: tuple[float, ...], world: int, tokens: int) -> EstimatedLoad:
     """Which rank has which of the unlike experts is drawn anew each time: means over shuffles with
     a fixed seed of what the fullest rank gets."""
     generator, everyone = random.Random(0), tokens * world
-    found: list[RankLoad] = []
+    found: list[EstimatedLoad] = []
     for _ in range(_SHUFFLES if world > 1 else 1):
         order = list(chances)
         generator.shuffle(order)
@@ -122,8 +122,8 @@ def _skewed(chances: tuple[float, ...], world: int, tokens: int) -> RankLoad:
         meets = [1 - math.prod(1 - chance for chance in rank) for rank in ranks]
         most = 1 - math.prod(1 - chance for chance in fullest)
         pairs, touched = everyone * sum(fullest), _touched(fullest, everyone)
-        found.append(RankLoad(pairs, touched, everyone * most, fmean(meets), most))
-    return RankLoad(
+        found.append(EstimatedLoad(pairs, touched, everyone * most, fmean(meets), most))
+    return EstimatedLoad(
         fmean(load.pairs for load in found),
         fmean(load.touched for load in found),
         fmean(load.tokens for load in found),

@@ -34,7 +34,7 @@ from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, wiper_of
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
-from modular_kernel.profiling.inputs import Inputs, make_inputs
+from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
 from modular_kernel.types import Machine, Problem, dtype_name
 
 _CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
@@ -48,7 +48,7 @@ _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed: ranks that wait for each other make 
 
 
 @dataclass(frozen=True)
-class Job:
+class ProfileJob:
     """What to profile. pairs: (PrepareAndFinalize, experts), one or two. calls: traced ones.
 
     traces: for each pair how its traces' paths begin. command: how to repeat it.
@@ -115,7 +115,7 @@ class RankRecord:
     difference: float | None
 
 
-def record_rank(rank: int, world_size: int, group: Any, job: Job) -> RankRecord:
+def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> RankRecord:
     """Do a job on one rank; every rank of the group does. group: None where there is one rank."""
     problem = replace(job.problem, parallel=replace(job.problem.parallel, rank=rank))
     device = _device(job.machine)
@@ -168,7 +168,12 @@ class _Bench:
     """The pairings of one job on one rank, in the order in which they are measured."""
 
     def __init__(
-        self, job: Job, problem: Problem, device: torch.device, group: Any, inputs: Inputs
+        self,
+        job: ProfileJob,
+        problem: Problem,
+        device: torch.device,
+        group: Any,
+        inputs: ProfileInputs,
     ) -> None:
         self.job, self.problem, self.device, self.group = job, problem, device, group
         self.inputs = inputs

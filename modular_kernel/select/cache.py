@@ -20,7 +20,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import stored
 from modular_kernel.select.keys import Facts, digest
 from modular_kernel.select.record import Bucket
-from modular_kernel.select.stored import Record
+from modular_kernel.select.stored import StoredChoice
 
 try:
     import fcntl as _fcntl
@@ -41,7 +41,7 @@ class Found:
     notes: what a reader should know: a file that was refused, versions that have changed.
     """
 
-    record: Record | None
+    record: StoredChoice | None
     notes: tuple[str, ...] = ()
 
 
@@ -116,12 +116,12 @@ class Cache:
         except (ConfigurationError, OSError):
             records = ()
         mine = next((r for r in records if r.versions == self.versions), None)
-        mine = (mine or Record(self.versions, 0.0)).with_buckets(buckets)
+        mine = (mine or StoredChoice(self.versions, 0.0)).with_buckets(buckets)
         others = [r for r in records if r.versions != self.versions]
-        fresh = Record(mine.versions, time.time(), mine.buckets)
+        fresh = StoredChoice(mine.versions, time.time(), mine.buckets)
         _replace(self.path, stored.to_text(self.identity, [fresh, *others]) + "\n")
 
-    def _read(self) -> tuple[Record, ...]:
+    def _read(self) -> tuple[StoredChoice, ...]:
         """() if there is no file; ConfigurationError for one that cannot be used."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
         try:
@@ -145,7 +145,7 @@ class Cache:
             raise _refused("no UTF-8") from None
         return stored.from_text(text, self.identity)
 
-    def _changes(self, record: Record) -> str:
+    def _changes(self, record: StoredChoice) -> str:
         names = sorted({*record.versions, *self.versions})
         changed = [
             f"{name} was {record.versions.get(name, 'none')[:60]}, is {self.versions.get(name)}"

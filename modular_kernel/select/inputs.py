@@ -85,7 +85,7 @@ def _drawn(
 
 
 @dataclass(frozen=True)
-class Truth:
+class SelectTruth:
     """Some rows of what a call for `given` must return, in float64, and how far from them plain
     torch may be, as a norm."""
 
@@ -96,14 +96,14 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Situation:
+class SelectSituation:
     """One number of tokens. timed: an input for each call of a run. flush: the cache is overwritten
     before each call, because it could keep what the call before has read."""
 
     problem: Problem
     weights: ExpertWeights
     timed: tuple[Input, ...]
-    truths: tuple[Truth, ...]
+    truths: tuple[SelectTruth, ...]
     flush: bool
 
     def wrong(self, outputs: Sequence[torch.Tensor]) -> str:
@@ -126,7 +126,7 @@ def situation(
     kind: RoutingKind,
     *,
     replicated: bool,
-) -> Situation:
+) -> SelectSituation:
     """Draw inputs of `problem.tokens` tokens for this rank; of all ranks alike where replicated."""
     device = weights.w1.device
     rank = 0 if replicated else problem.parallel.rank
@@ -140,7 +140,7 @@ def situation(
     moved = work_of(problem, problem.scheme, [load]).bytes
     # Never several sets of weights: memory is needed for candidates' buffers.
     flush = rotation(moved, float("inf"), problem.tokens, l2=l2_bytes(device), memory=0).flush
-    return Situation(problem, weights, timed, truths, flush)
+    return SelectSituation(problem, weights, timed, truths, flush)
 
 
 def _as_one_rank(problem: Problem) -> Problem:
@@ -159,7 +159,7 @@ def _input(
     return x_TH.to(problem.dtype), draw(problem, kind, generator)
 
 
-def _truth(problem: Problem, given: Input) -> Truth:
+def _truth(problem: Problem, given: Input) -> SelectTruth:
     """Of a few rows, by the experts that these rows name alone."""
     x_TH, routing = given
     device = x_TH.device
@@ -177,4 +177,4 @@ def _truth(problem: Problem, given: Input) -> Truth:
     drawn = replace(_drawn(problem, ids, device), expert_map=expert_map)
     exact = oracle(x_TH[rows], drawn, some, replace(few, quant="none"))
     fair = recipe(x_TH[rows], quantised(drawn, few), some, few)
-    return Truth(given, rows, exact, float((fair - exact).norm()))
+    return SelectTruth(given, rows, exact, float((fair - exact).norm()))

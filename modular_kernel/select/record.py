@@ -23,7 +23,7 @@ def named(pair: Pair) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TimedOutcome:
     """What became of one valid pairing at one number of tokens.
 
     us: microseconds of a planned call, the slowest rank's; None if it has no time, and `why` says
@@ -43,7 +43,7 @@ class Bucket:
     """All outcomes at one number of tokens."""
 
     tokens: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TimedOutcome, ...]
 
     @property
     def times(self) -> dict[Pair, float]:

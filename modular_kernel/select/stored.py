@@ -14,7 +14,7 @@ from typing import Any
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.keys import Facts
-from modular_kernel.select.record import Bucket, Outcome
+from modular_kernel.select.record import Bucket, TimedOutcome
 
 SCHEMA = "mk-choices/1"
 MOST_BYTES = 1 << 20
@@ -28,7 +28,7 @@ _MODES = ("graph", "eager", "cpu", "")
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredChoice:
     """Times taken with one set of versions. made: seconds since 1970, of the last time."""
 
     versions: Facts
@@ -39,13 +39,13 @@ class Record:
         """Return the bucket of that many tokens; None if there is none."""
         return next((b for b in self.buckets if b.tokens == tokens), None)
 
-    def with_buckets(self, new: Sequence[Bucket]) -> "Record":
+    def with_buckets(self, new: Sequence[Bucket]) -> "StoredChoice":
         """Return a record where new buckets replace those of the same numbers of tokens."""
         merged = {b.tokens: b for b in (*self.buckets, *new)}
         return replace(self, buckets=tuple(merged[t] for t in sorted(merged)))
 
 
-def to_text(identity: Facts, records: Sequence[Record]) -> str:
+def to_text(identity: Facts, records: Sequence[StoredChoice]) -> str:
     """Return what a file holds: the newest of the records given."""
     newest = sorted(records, key=lambda r: -r.made)[:_MOST_RECORDS]
     while True:
@@ -59,7 +59,7 @@ def to_text(identity: Facts, records: Sequence[Record]) -> str:
             newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
 
 
-def from_text(text: str, identity: Facts) -> tuple[Record, ...]:
+def from_text(text: str, identity: Facts) -> tuple[StoredChoice, ...]:
     """Read the records of a file's text.
 
     ConfigurationError says what is wrong with it.
@@ -75,7 +75,7 @@ def from_text(text: str, identity: Facts) -> tuple[Record, ...]:
     return tuple(_record(one) for one in _list(found, "records", _MOST_RECORDS))
 
 
-def _plain(record: Record) -> dict[str, Any]:
+def _plain(record: StoredChoice) -> dict[str, Any]:
     buckets = [
         {
             "tokens": bucket.tokens,
@@ -100,7 +100,7 @@ def _line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:_LONGEST]
 
 
-def _record(value: Any) -> Record:
+def _record(value: Any) -> StoredChoice:
     made = _number(value, "made", 1e12)
     versions = value.get("versions")
     if not isinstance(versions, dict) or not all(_text(t) for t in (*versions, *versions.values())):
@@ -108,7 +108,7 @@ def _record(value: Any) -> Record:
     buckets = tuple(_bucket(one) for one in _list(value, "buckets", _MOST_BUCKETS))
     if len({b.tokens for b in buckets}) != len(buckets):
         raise _bad("one number of tokens twice")
-    return Record(versions, made, buckets)
+    return StoredChoice(versions, made, buckets)
 
 
 def _bucket(value: Any) -> Bucket:
@@ -121,7 +121,7 @@ def _bucket(value: Any) -> Bucket:
     return Bucket(tokens, outcomes)
 
 
-def _outcome(value: Any) -> Outcome:
+def _outcome(value: Any) -> TimedOutcome:
     pair = _list(value, "pair", 2)
     if len(pair) != 2 or not all(_text(name) and name for name in pair):
         raise _bad("a pairing that is not two names")
@@ -131,7 +131,7 @@ def _outcome(value: Any) -> Outcome:
     us = None if value.get("us") is None else _number(value, "us", _MOST_US)
     if us is None and not why:
         raise _bad("an outcome without a time or a reason")
-    return Outcome((pair[0], pair[1]), us, rough, mode, why)
+    return TimedOutcome((pair[0], pair[1]), us, rough, mode, why)
 
 
 def _text(value: Any) -> bool:

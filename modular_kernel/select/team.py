@@ -41,7 +41,7 @@ class Alone:
         return value
 
 
-class OverRanks:
+class RankTeam:
     """The ranks of a process group; every method is collective."""
 
     def __init__(self, group: Any) -> None:
@@ -67,7 +67,7 @@ def team_of(problem: Problem, group: object | None) -> Team:
     if not dist.is_available() or not dist.is_initialized():
         need = "torch.distributed, initialised, for a problem of several ranks"
         raise ConfigurationError("group", got="none", need=need)
-    team = OverRanks(group if group is not None else dist.group.WORLD)
+    team = RankTeam(group if group is not None else dist.group.WORLD)
     if (team.size, team.rank) != (parallel.world_size, parallel.rank):
         got = f"rank {team.rank} of {team.size}"
         need = f"rank {parallel.rank} of {parallel.world_size}, the problem's"

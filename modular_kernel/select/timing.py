@@ -19,9 +19,9 @@ from modular_kernel.catalog import make_kernel
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.measure.timing import Call, capture, clock_of, wiper_of
 from modular_kernel.select.candidates import Candidates
-from modular_kernel.select.inputs import Situation
+from modular_kernel.select.inputs import SelectSituation
 from modular_kernel.select.memory import free_bytes, gigabytes
-from modular_kernel.select.record import Bucket, Outcome, Pair
+from modular_kernel.select.record import Bucket, Pair, TimedOutcome
 from modular_kernel.select.team import Team, any_failure, slowest
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
@@ -63,13 +63,13 @@ class Stopwatch:
     asked before each candidate. near: how far from the fastest one may be, times the fastest, to be
     timed by turns; infinity times all of them so."""
 
-    situation: Situation
+    situation: SelectSituation
     candidates: Candidates
     machine: Machine
     team: Team
     late: Late
     near: float = _NEAR
-    outcomes: dict[Pair, Outcome] = field(default_factory=dict)
+    outcomes: dict[Pair, TimedOutcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._device = self.situation.weights.w1.device
@@ -83,7 +83,7 @@ class Stopwatch:
             if pair not in self.candidates.valid[tokens]:
                 continue
             if pair in self.candidates.silent:
-                self.outcomes[pair] = Outcome(pair, why=self.candidates.silent[pair])
+                self.outcomes[pair] = TimedOutcome(pair, why=self.candidates.silent[pair])
                 continue
             if self.late():
                 return None
@@ -97,16 +97,16 @@ class Stopwatch:
     def _fastest(self) -> float:
         return min((o.us for o in self.outcomes.values() if o.us is not None), default=math.inf)
 
-    def _alone(self, pair: Pair) -> Outcome:
+    def _alone(self, pair: Pair) -> TimedOutcome:
         ready, why = self._ready(pair)
         if ready is None:
-            return Outcome(pair, why=why)
+            return TimedOutcome(pair, why=why)
         try:
             samples = self._samples(ready)
             why = any_failure(self.team, ready.trouble)
             if why:
-                return Outcome(pair, why=why)
-            return Outcome(pair, min(samples) * 1e6, True, ready.mode)
+                return TimedOutcome(pair, why=why)
+            return TimedOutcome(pair, min(samples) * 1e6, True, ready.mode)
         finally:
             ready.close()
             ready = None
@@ -128,7 +128,7 @@ class Stopwatch:
             for pair in near:
                 made, why = self._ready(pair)
                 if made is None:
-                    self.outcomes[pair] = Outcome(pair, why=why)
+                    self.outcomes[pair] = TimedOutcome(pair, why=why)
                 else:
                     ready[pair] = made
             if ready:
@@ -151,8 +151,8 @@ class Stopwatch:
         for pair, own in times.items():
             us = median(slowest(self.team, own)) * 1e6
             why = any_failure(self.team, ready[pair].trouble)
-            timed = Outcome(pair, us, False, ready[pair].mode)
-            self.outcomes[pair] = Outcome(pair, why=why) if why else timed
+            timed = TimedOutcome(pair, us, False, ready[pair].mode)
+            self.outcomes[pair] = TimedOutcome(pair, why=why) if why else timed
 
     def _once(self, ready: _Ready) -> float:
         """Seconds of a call in one run of all. Ranks start together, none after one has failed."""

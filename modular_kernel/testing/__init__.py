@@ -18,7 +18,7 @@ there what the modules above do in one.
             assert prove_ranks(case, pool, machine).passed
 """
 
-from modular_kernel.testing.call_mutants.inject import Mutant
+from modular_kernel.testing.call_mutants.inject import CallMutant
 from modular_kernel.testing.call_mutants.run import MUTANTS, Kill, sensitivity
 from modular_kernel.testing.cases.case import Case, command
 from modular_kernel.testing.cases.lists import cases_for, pairings
@@ -28,10 +28,10 @@ from modular_kernel.testing.verify.one_process import Proof, prove
 
 __all__ = [
     "MUTANTS",
+    "CallMutant",
     "Case",
     "Comparison",
     "Kill",
-    "Mutant",
     "Proof",
     "cases_for",
     "check_proofs",

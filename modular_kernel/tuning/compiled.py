@@ -49,7 +49,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Task:
+class CompileTask:
     """Choices of one problem to compile. space: made where the GPU is."""
 
     pair: Pair
@@ -61,7 +61,7 @@ class Task:
         return [compile_choice(self, choice) for choice in self.choices]
 
 
-def compile_choice(task: Task, choice: Choice) -> str:
+def compile_choice(task: CompileTask, choice: Choice) -> str:
     """Say why `choice` is not worth a launch; "" if it is.
 
     Reasons are spilled registers, too much memory, or an error.
@@ -132,7 +132,7 @@ class Compiler:
         """Queue those that were not queued before, a few at a time."""
         new = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._begun]
         for start in range(0, len(new), _AT_ONCE):
-            task = Task(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
+            task = CompileTask(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
             future = self._pool.submit(task.run)
             for index, choice in enumerate(task.choices):
                 self._begun[pair, problem, choice] = future, index

@@ -58,7 +58,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         manager, tokens = self.manager, x_TH.shape[0]
         manager.check_device(x_TH.device)
         tables = self.tables(x_TH.device)
-        rank_TK, _, invalid = pairs_to_slots(routing.topk_ids_TK, tables)
+        rank_TK, _, invalid = pairs_to_slots(routing.topk_ids_TK, tables, together=True)
         agreed = agree(
             self.layer,
             call,
@@ -93,7 +93,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
             blocks = [packed[rank * most : rank * most + count] for rank, count in starts]
             here = self.rows.unpack(call, blocks)
             # Every rank counts the gathered rows alike, so copies of an expert are shared out.
-            rank_RK, slot_RK, _ = pairs_to_slots(here.ids_RK, tables)
+            rank_RK, slot_RK, _ = pairs_to_slots(here.ids_RK, tables, together=True)
             is_mine = rank_RK == manager.rank
             here.ids_RK.copy_(torch.where(is_mine, slot_RK, -1))
             here.weights_RK.copy_(torch.where(is_mine, here.weights_RK, 0))

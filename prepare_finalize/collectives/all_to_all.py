@@ -75,7 +75,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         manager.check_device(device)
         # Ranks take turns with the copies of an expert.
         rank_TK, slot_TK, invalid = pairs_to_slots(
-            routing.topk_ids_TK, self.tables(device), first_token=manager.rank
+            routing.topk_ids_TK, self.tables(device), first_token=manager.rank, together=True
         )
         ranks_W = torch.arange(manager.world_size, device=device)
         wanted_WT = (rank_TK == ranks_W[:, None, None]).any(2)

@@ -75,7 +75,10 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         )
         refuse_unequal_tokens(self.manager, agreed)
         tables = self.tables(x_TH.device)
-        rank_TK, slot_TK, invalid = pairs_to_slots(routing.topk_ids_TK, tables)
+        # Every rank counts steps alike, so calls of one token take turns with copies, too.
+        rank_TK, slot_TK, invalid = pairs_to_slots(
+            routing.topk_ids_TK, tables, first_token=agreed.step
+        )
         call.invalid_ids.add_(invalid)
         here = rank_TK == self.manager.rank
         slots_TK = torch.where(here, slot_TK, -1).to(torch.int32)

@@ -99,7 +99,7 @@ def quantises_on_the_way(scheme: QuantScheme, hidden: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SymmetricExchange:
     """One call on its way: where, by whom, and from which tokens.
 
     sent_T: (capacity,) int32, written by `send`: the ranks that got each token, as bits.

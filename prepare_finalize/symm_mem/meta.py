@@ -12,7 +12,7 @@ from modular_kernel.placement import Placement
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Parallel, Problem
 from modular_kernel.workspace import Workspace
-from prepare_finalize.symm_mem.launch import Exchange, Slot, quantises_on_the_way, sections
+from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantises_on_the_way, sections
 
 META = torch.device("meta")
 _BASE = Problem(64, 7168, 2048, experts=8, top_k=8, parallel=Parallel(2, rank=1))
@@ -48,7 +48,7 @@ def launch_all(problem: Problem) -> None:
         patience=10**10,
     )
     tokens, deltas = problem.tokens, _empty(manager.world_size, dtype=torch.int64)
-    exchange = Exchange(manager, problem, slot, deltas, _empty(tokens), tokens)
+    exchange = SymmetricExchange(manager, problem, slot, deltas, _empty(tokens), tokens)
     x = _empty(tokens, problem.hidden, dtype=problem.dtype)
     routing = Routing(
         _empty(tokens, problem.top_k, dtype=torch.float32), _empty(tokens, problem.top_k)

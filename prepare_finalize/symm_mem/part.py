@@ -20,7 +20,7 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.group_part import GroupPart, PartHandle
 from prepare_finalize.common.tokens import one_scale_for_all, weight_and_reduce
 from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, aligned
-from prepare_finalize.symm_mem.launch import Exchange, Slot, quantises_on_the_way, sections
+from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantises_on_the_way, sections
 
 _IN_FLIGHT = 2  # calls between start and finish
 
@@ -30,7 +30,7 @@ class SymmMemHandle(PartHandle):
     """The call's exchange, which of the part's slots it holds, and weights still to be applied."""
 
     place: int
-    exchange: Exchange
+    exchange: SymmetricExchange
     topk_weights_RK: torch.Tensor | None
 
 
@@ -151,7 +151,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         slot = self._slots[place]
         sent_T = call.workspace.take("sent", (problem.tokens,))
         tokens = x_TH.shape[0]
-        exchange = Exchange(manager, problem, slot, self._heap.deltas_W, sent_T, tokens)
+        exchange = SymmetricExchange(manager, problem, slot, self._heap.deltas_W, sent_T, tokens)
         quantised = self._quantised(x_TH, weights, call) if self._quantises_before() else None
         manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
         tables = self.tables(x_TH.device)

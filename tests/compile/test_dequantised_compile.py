@@ -16,7 +16,7 @@ BASE = Problem(
     tokens=600, hidden=512, intermediate=256, experts=4, top_k=2, dtype=torch.bfloat16,
     quant="int4_w4a16_group",
 )  # fmt: skip
-DEVICE = Device("sm_90", boxes=True)
+DEVICE = Device("sm_90", tma=True)
 
 
 @pytest.mark.parametrize("at_once", [4, 3])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modular_kernel.testing.compile.cases import Compiled, Row, compile_all
+from modular_kernel.testing.compile.cases import Compiled, CompiledRow, compile_all
 
 pytestmark = pytest.mark.timeout(1200)  # some 300 forms of kernels, one after the other
 GLUON = ("sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel")
@@ -14,11 +14,11 @@ def compiled() -> Compiled:
 
 
 @pytest.fixture(scope="module")
-def rows(compiled: Compiled) -> tuple[Row, ...]:
+def rows(compiled: Compiled) -> tuple[CompiledRow, ...]:
     return compiled.rows
 
 
-def test_no_kernel_is_in_violation(rows: tuple[Row, ...]) -> None:
+def test_no_kernel_is_in_violation(rows: tuple[CompiledRow, ...]) -> None:
     """No spills, shared memory within the limit, and the expected tensor-core instruction."""
     assert [f"{row.case}: {v}" for row in rows for v in row.violations] == []
 
@@ -29,7 +29,7 @@ def test_none_is_left_out(compiled: Compiled) -> None:
     assert len({row.record.kernel for row in compiled.rows}) >= 33
 
 
-def test_products_use_the_instructions_they_should(rows: tuple[Row, ...]) -> None:
+def test_products_use_the_instructions_they_should(rows: tuple[CompiledRow, ...]) -> None:
     used = {
         (row.record.dtypes["a_ptr"], row.record.config["PRECISION"], row.record.config["BLOCK_M"])
         for row in rows

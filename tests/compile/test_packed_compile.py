@@ -8,8 +8,8 @@ from path_calls import launches_of
 
 from experts.triton.gemv import config as gemv_config
 from experts.triton.gemv_w4 import config as gemv_w4_config
-from experts.triton.gemv_w4.path import PackedPath
-from experts.triton.launch_config import TilePair
+from experts.triton.gemv_w4.path import GemvW4Path
+from experts.triton.launch_config import MoEConfig
 from modular_kernel import Problem
 from modular_kernel.testing.compile.report import CompileRecord, check
 from modular_kernel.types import Combine
@@ -28,9 +28,9 @@ REPACKED = "mxfp4_w4a16:repacked=true"
 SUMS = 4096
 
 
-def compiled(problem: Problem, pair: TilePair, target: str = "sm_90") -> list[CompileRecord]:
+def compiled(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[CompileRecord]:
     """Both launches of a call."""
-    return launches_of(PackedPath(problem), problem, pair, target=target)
+    return launches_of(GemvW4Path(problem), problem, pair, target=target)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())

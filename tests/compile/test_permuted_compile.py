@@ -10,8 +10,8 @@ import torch
 from path_calls import META, launches_of
 
 from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.grouped_tma.path import PermutedPath
-from experts.triton.launch_config import Device, Tile, TilePair
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel import Problem
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
@@ -19,13 +19,13 @@ from modular_kernel.types import Combine
 from modular_kernel.workspace import Workspace
 
 BASE = Problem(tokens=600, hidden=512, intermediate=256, experts=4, top_k=2)
-DEVICE = Device("sm_90", boxes=True)
+DEVICE = Device("sm_90", tma=True)
 
 
-def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
+def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
     """Everything a call launches, and what quantises its tokens before."""
     assert grouped_tma_config.serves(problem, DEVICE)
-    path, scheme = PermutedPath(problem), problem.scheme
+    path, scheme = GroupedTmaPath(problem), problem.scheme
     if not scheme.quantised:
         return launches_of(path, problem, tiles)
     x_TH = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
@@ -117,6 +117,8 @@ def test_products_of_two_steps_are_under_way_together(hidden: int) -> None:
 def test_a_scale_per_block_has_registers_for_half_a_tile() -> None:
     """Why such tiles are refused: wider ones spill."""
     problem = replace(BASE, quant="fp8_w8a8_block")
-    wide = TilePair(Tile(128, 128, 128, 8, 4, 4), Tile(128, 256, 128, 8, 4, 4), "permuted")
+    wide = MoEConfig(
+        LaunchConfig(128, 128, 128, 8, 4, 4), LaunchConfig(128, 256, 128, 8, 4, 4), "permuted"
+    )
     products = [r for r in compiled(problem, wide) if r.kernel == "sorted_gemm_kernel"]
     assert all(record.stack > 0 for record in products)

@@ -8,7 +8,7 @@ import torch
 from path_calls import launches_of
 
 from experts.triton.gemv import config as gemv_config
-from experts.triton.gemv.path import SinglePath
+from experts.triton.gemv.path import GemvPath
 from modular_kernel import Problem
 from modular_kernel.testing.compile.report import CompileRecord, check
 from modular_kernel.types import Combine
@@ -18,7 +18,7 @@ BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 
 def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
     """Both launches of a call whose activations are quantised in them."""
-    return launches_of(SinglePath(problem), problem, gemv_config.default(problem), target=target)
+    return launches_of(GemvPath(problem), problem, gemv_config.default(problem), target=target)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ import torch
 from path_calls import META, launches_of
 
 from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.gemv_tma.path import StreamedPath
+from experts.triton.gemv_tma.path import GemvTmaPath
 from experts.triton.launch_config import Device
 from modular_kernel import Problem
 from modular_kernel.testing.compile.report import CompileRecord, check
 
-DEVICE = Device("sm_90", boxes=True)
+DEVICE = Device("sm_90", tma=True)
 BASE = Problem(
     tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8, dtype=torch.bfloat16,
     quant="fp8_w8a8_channel", ids_dtype=torch.int64,
@@ -22,7 +22,7 @@ BASE = Problem(
 def compiled(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
     """Everything a call launches. given: x arrives quantised."""
     assert gemv_tma_config.serves(problem, DEVICE)
-    path, tiles = StreamedPath(problem), gemv_tma_config.default(problem, DEVICE)
+    path, tiles = GemvTmaPath(problem), gemv_tma_config.default(problem, DEVICE)
     if not given:
         return launches_of(path, problem, tiles)
     groups = -(-problem.hidden // 128) if problem.scheme.granularity == "block" else 1

@@ -12,7 +12,6 @@ import torch
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.contiguous import paths_of
 from experts.triton.dequantised import config as dequantised_config
-from experts.triton.launch_config import DEQUANTISED
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE
@@ -60,14 +59,14 @@ def cases() -> list[Case]:
 
 def served(problem: Problem) -> bool:
     """Whether the part may take the path, so that its tiles can be forced."""
-    return DEQUANTISED in paths_of(problem)
+    return "dequantised" in paths_of(problem)
 
 
 CASES = cases()
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 100) == this_store().device.boxes
+    assert (len(CASES) > 100) == this_store().device.tma
 
 
 @pytest.mark.parametrize("at_once", [64, 3])

@@ -12,7 +12,6 @@ import torch
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.contiguous import paths_of
 from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.launch_config import PERMUTED
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
@@ -41,14 +40,14 @@ def cases() -> list[Case]:
 
 def served(problem: Problem) -> bool:
     """Whether the part may take the path, so that its tiles can be forced."""
-    return PERMUTED in paths_of(problem)
+    return "grouped_tma" in paths_of(problem)
 
 
 CASES = cases()
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 100) == this_store().device.boxes
+    assert (len(CASES) > 100) == this_store().device.tma
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -11,8 +11,8 @@ import torch
 from experts.triton.configs.select import this_store
 from experts.triton.grouped.base import Rows
 from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.grouped_tma.path import PermutedPath
-from experts.triton.launch_config import Device, Tile
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, LaunchConfig
 from experts.triton.operands import first_product, second_product
 from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import gated_activation_ref
@@ -23,9 +23,9 @@ from modular_kernel.types import Problem
 
 # Rows of the experts: none, one, a tile's half and its neighbours, whole tiles, and more.
 ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)
-HERE = Device("sm_90", boxes=True)
+HERE = Device("sm_90", tma=True)
 
-pytestmark = pytest.mark.skipif(not this_store().device.boxes, reason="needs sm_90")
+pytestmark = pytest.mark.skipif(not this_store().device.tma, reason="needs sm_90")
 
 
 def sorted_rows(counts: tuple[int, ...]) -> Sorted:
@@ -105,7 +105,7 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
     outs = []
     for rows in (moved, found):
         out = torch.full((sum(ROWS) + 2, product.columns), float("nan"), device="cuda").bfloat16()
-        PermutedPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
+        GroupedTmaPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
         outs.append(out)
     assert bool(outs[0][: sum(ROWS)].isfinite().all())
     assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
@@ -128,8 +128,8 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
         exact = dequantise_rows(a, scale, problem.scheme).double()
     out = torch.full((len(values), product.columns), float("nan"), device="cuda").bfloat16()
     pair = grouped_tma_config.default(problem)
-    tile: Tile = pair.gemm1 if which == 1 else pair.gemm2
-    PermutedPath(problem).multiply(Rows(a, scale), product, tile, sorted_rows(ROWS), out)
+    tile: LaunchConfig = pair.gemm1 if which == 1 else pair.gemm2
+    GroupedTmaPath(problem).multiply(Rows(a, scale), product, tile, sorted_rows(ROWS), out)
     w, b = product.w, product.bias
     if product.scale is not None:
         w = dequantise(w, product.scale, None, problem.scheme)

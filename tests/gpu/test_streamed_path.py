@@ -13,7 +13,7 @@ import torch
 from experts.triton.configs.select import override_config, this_store
 from experts.triton.contiguous import paths_of
 from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.launch_config import STREAMED, Tile, TilePair
+from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.lists import BASE, axes
@@ -45,14 +45,14 @@ def cases() -> list[Case]:
 
 def served(problem: Problem) -> bool:
     """Whether the part may take the path, so that its tiles can be forced."""
-    return STREAMED in paths_of(problem)
+    return "gemv_tma" in paths_of(problem)
 
 
 CASES = cases()
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 60) == this_store().device.boxes
+    assert (len(CASES) > 60) == this_store().device.tma
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -69,7 +69,7 @@ def test_every_ring(quant: str, block_k: int, places: int, machine: Machine) -> 
     problem = replace(LARGE, quant=quant, tokens=3)
     if not served(problem):
         pytest.skip("no sm_90")
-    pair = TilePair(*(Tile(16, n, block_k, 1, 4, places) for n in (32, 64)), "streamed")
+    pair = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, places) for n in (32, 64)), "gemv_tma")
     with override_config(pair):
         proof = prove(Case(*PAIR, problem, "uniform"), machine)
     assert proof.passed, str(proof)

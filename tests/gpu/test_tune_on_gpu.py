@@ -10,8 +10,8 @@ from experts.triton.tuning.space import TileSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.tunable import Took
 from modular_kernel.tuning.compiled import Compiler, Pair
-from modular_kernel.tuning.measured import Measured
-from modular_kernel.tuning.search import Job, tune
+from modular_kernel.tuning.measured import TimedSearch
+from modular_kernel.tuning.search import TuneJob, tune
 from modular_kernel.types import Problem
 
 pytestmark = pytest.mark.alone
@@ -24,7 +24,7 @@ def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
     pair = Pair(*PAIR, this_machine())
     space = pair.space(PROBLEM)
     with Compiler(workers=4) as compiler:
-        bench = Measured(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
+        bench = TimedSearch(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
         untuned = space.untuned(256)
         bench.screen(256, untuned)  # compiles
         took = bench.screen(256, untuned)
@@ -46,8 +46,8 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
     space = pair.space(problem)
     try:
         with Compiler(workers=8) as compiler:
-            bench = Measured(pair, problem, compiler, tokens=(1, 64), space=space)
-            found = list(tune(Job(space, bench, (1, 64), tmp_path, budget=200.0)))
+            bench = TimedSearch(pair, problem, compiler, tokens=(1, 64), space=space)
+            found = list(tune(TuneJob(space, bench, (1, 64), tmp_path, budget=200.0)))
         for tuned in found:
             assert tuned.finished
             assert tuned.wrong == ()

@@ -14,11 +14,12 @@ import torch
 
 from experts import TritonExperts
 from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned_w4.path import AlignedW4Path
 from experts.triton.configs.select import choose_tiles
-from experts.triton.gemv.path import SinglePath
-from experts.triton.gemv_w4.path import PackedPath
+from experts.triton.gemv.path import GemvPath
+from experts.triton.gemv_w4.path import GemvW4Path
 from experts.triton.grouped.segments import SegmentProducts
-from experts.triton.launch_config import ALIGNED, SINGLE, TilePair
+from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
 from modular_kernel.interpreter.patch import watch
@@ -71,9 +72,9 @@ class Followed:
 def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Followed:
     """Run one call of a path and follow its buffers."""
     path: Path = kind(problem)
-    paths = (SINGLE,) if kind in (SinglePath, PackedPath) else ()
-    tiles: TilePair = choose_tiles(problem, problem.tokens, (ALIGNED, *paths))
-    assert tiles.path == (SINGLE if paths else ALIGNED)
+    name = getattr(kind, "name", "aligned")  # products over segments are of no path
+    tiles: MoEConfig = choose_tiles(problem, problem.tokens, ("aligned", name))
+    assert tiles.path == name
     x_TH, weights, routing = random_inputs(problem, CPU)
     scale = None
     if problem.scheme.quantises_activations:
@@ -130,11 +131,11 @@ SCHEMES: tuple[dict[str, Any], ...] = (
 CALLS = (
     *((kind, MANY, change) for kind in (AlignedPath, SegmentProducts) for change in SCHEMES),
     (AlignedPath, MANY, KEPT | {"quant": "fp8_w8a8_channel"}),
-    (AlignedPath, MANY, {"quant": "int4_w4a16_group:group=32"}),
+    (AlignedW4Path, MANY, {"quant": "int4_w4a16_group:group=32"}),
     (SegmentProducts, MANY, KEPT),
     (SegmentProducts, MANY, ON_INPUT),
-    *((SinglePath, FEW, change) for change in SCHEMES),
-    (PackedPath, FEW, {"quant": "mxfp4_w4a16", "intermediate": 256}),
+    *((GemvPath, FEW, change) for change in SCHEMES),
+    (GemvW4Path, FEW, {"quant": "mxfp4_w4a16", "intermediate": 256}),
 )
 
 

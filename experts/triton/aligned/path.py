@@ -1,14 +1,24 @@
 """The aligned path: sort pairs into blocks of an expert, two grouped GEMMs over them, sum."""
 
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import torch
 
-from experts.triton.aligned_w4 import config as aligned_w4_config
-from experts.triton.aligned_w4 import path as aligned_w4
-from experts.triton.launch_config import ALIGNED, Tile
+from experts.triton.aligned import config
+from experts.triton.aligned.candidates import candidates
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import (
+    Device,
+    Gemm,
+    Launch,
+    LaunchConfig,
+    MoEConfig,
+    Violation,
+    violations,
+)
 from experts.triton.operands import Product, first_product, second_product
-from experts.triton.path import PathCall
+from experts.triton.path import Path, PathCall
 from modular_kernel import stages
 from modular_kernel.ops.align import Aligned, align, align_specs
 from modular_kernel.ops.launch.launch import launch
@@ -21,34 +31,61 @@ from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
 
-class AlignedPath:
+class AlignedPath(Path):
     """Serves every problem. Row p of both products' results is pair p."""
 
-    name = ALIGNED
-    roundings: Roundings | None = Roundings()
+    name = config.NAME
+    refuses = False
+    former_names: ClassVar[tuple[str, ...]] = (config.NAME,)
+    roundings = Roundings()
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return True: no problem is beyond it."""
+        return True
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by the mean rows of an expert."""
+        return config.default(problem, tokens, device)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where the mean rows of an expert enter the next row of the table."""
+        return config.turns(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the least product, a scheme's groups and shared memory forbid."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, gemm, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return the entries of the table beside this one."""
+        return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
+        """Bind the kernel and what a call repeats."""
         from experts.triton.aligned.kernels.grouped_gemm import grouped_gemm_kernel
 
         self.problem = problem
         self._kernel = grouped_gemm_kernel
         self._sums = problem.combine is Combine.SUM
-        self._four_bit = aligned_w4_config.serves(problem)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
-        """Any."""
+        """Return True: every stride is an argument."""
         return True
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens in blocks of block_m rows."""
+        """Return the buffers of a call of `tokens` tokens in blocks of block_m rows."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {
             "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
             **align_specs(pairs, block_m, problem.e),
         }
-        if self._four_bit:
-            for name, spec in aligned_w4.specs(problem, pairs).items():
-                specs[name] = max(specs[name], spec, key=attrgetter("numel"))
         if self._sums:
             # GEMM 2 reads GEMM 1's results unless they were quantised, into other memory.
             over = ("workspace13",) if problem.scheme.quantises_activations else ()
@@ -58,17 +95,14 @@ class AlignedPath:
         return specs
 
     def run(self, call: PathCall) -> None:
+        """Align, multiply, quantise, multiply, sum."""
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         num_tokens, top_k = routing.topk_ids_TK.shape
         pairs = num_tokens * top_k
-        tiles: tuple[Tile | None, Tile | None] = (call.tiles.gemm1, call.tiles.gemm2)
-        block_m = call.tiles.gemm1.block_m
-        if self._four_bit and aligned_w4.takes(problem, call):
-            tiles, block_m = (None, None), aligned_w4_config.block_m(problem, pairs)
         with stages.stage(stages.SORT):
             aligned = align(
                 routing,
-                block_size=block_m,
+                block_size=call.config.gemm1.block_m,
                 num_local=problem.e,
                 workspace=workspace,
                 ignore_invalid=self._sums,
@@ -78,14 +112,14 @@ class AlignedPath:
         with stages.stage(stages.GATHER_GEMM1):
             product = first_product(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
-            self._multiply(rows, product, tiles[0], aligned, h_PI, on_input)
+            self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input)
         h_rows = self._quantised(h_PI, call)
         rows_PH = call.output
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
             product = second_product(call.weights, problem)
-            self._multiply(h_rows, product, tiles[1], aligned, rows_PH, None)
+            self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None)
         if self._sums:
             with stages.stage(stages.REDUCE):
                 weight_and_sum(
@@ -112,28 +146,24 @@ class AlignedPath:
             quantise_rows(h_PI, scheme, out=out, live=live)
         return out.q_RK, out.scale
 
-    def _multiply(
+    def multiply(
         self,
         rows: tuple[torch.Tensor, torch.Tensor | None],
         product: Product,
-        tile: Tile | None,
+        config: Launch,
         aligned: Aligned,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
     ) -> None:
-        """One grouped GEMM. rows: (T, H) tokens, or (P, I) one row per pair, and their scales;
-        out: a row per pair. tile: None for the kernel of a few rows and 4-bit weights."""
+        """Launch one grouped GEMM.
+
+        rows: (T, H) tokens, or (P, I) one row per pair, and their scales; out: a row per pair.
+        """
+        assert isinstance(config, LaunchConfig)
         a, a_scale = rows
         pairs = out.numel() // product.columns
-        if tile is None:
-            aligned_w4.multiply(
-                *(a, product, aligned, out, row_weights_TK),
-                spread=aligned_w4_config.Spread.of(self.problem, pairs),
-                write_zeros=not self._sums,
-            )
-            return
         blocks = aligned.expert_ids.numel()
-        num_n = -(-product.columns // tile.block_n)
+        num_n = -(-product.columns // config.block_n)
         launch(
             self._kernel,
             (blocks * num_n,),
@@ -150,6 +180,6 @@ class AlignedPath:
             A_TOP_K=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
-            **product.arguments(tile, self.problem.fp32_precision, a_scale),
+            **product.arguments(config, self.problem.fp32_precision, a_scale),
             **overlap(),
         )

@@ -1,142 +1,145 @@
-"""Products of a few rows an expert with 4-bit weights: how the aligned path launches them."""
+"""The aligned path for 4-bit weights and few rows of an expert: words of eight, blocks of 8 or 16.
 
-from operator import attrgetter
+All is as on the aligned path but for the products: weights are the left operand, unpacked in
+registers, and the warps of a program share the depth.
+"""
+
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from experts.triton.aligned_w4.config import (
-    FEW,
-    LEAST_M,
-    FewRows,
-    Shape,
-    Spread,
-    few,
-    product_depth,
-    shape,
-)
-from experts.triton.operands import Product, scale_group, word_format
-from experts.triton.path import PathCall
-from modular_kernel.ops.align import Aligned, align_specs
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned_w4 import config
+from experts.triton.aligned_w4.config import AlignedW4Config
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
+from experts.triton.operands import Product
+from experts.triton.operands_w4 import lie_ready, product_depth, w4_arguments
+from modular_kernel.ops.align import Aligned
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
-from modular_kernel.workspace import BufferSpec
-
-_ALIGNMENT = 16  # bytes of one copy
 
 
-def takes(problem: Problem, call: PathCall) -> bool:
-    """Return whether the kernel takes `call`.
+class AlignedW4Path(AlignedPath):
+    """Serves what config.serves says. Row p of both products' results is pair p."""
 
-    Its rows and tiles are few, and its weights and tokens lie as the kernel reads them: words of
-    weights 16 bytes at once.
-    """
-    return (
-        few(problem, call.tokens.routing.topk_ids_TK.numel(), call.tiles)
-        and call.tokens.x_TH.stride(1) == 1
-        and lie_ready(call.weights)
-    )
+    name = config.NAME
+    former_names = ()
+    refuses = True
+    replaces = AlignedPath.name
+    launch = AlignedW4Config
+    lends = False
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether rows and weights fill words of eight."""
+        return config.serves(problem)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where weights are not unpacked too often."""
+        return config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by how many experts have rows."""
+        return config.default(problem, tokens)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where the launches change, or would if the next token came."""
+        return config.turns(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the kernel's layouts forbid."""
+        assert isinstance(config, AlignedW4Config)
+        return config.violations()
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches around those that won."""
+        return config.candidates(problem, tokens)
+
+    @classmethod
+    def in_place_of(
+        cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
+    ) -> MoEConfig:
+        """Return the default for tiles of few rows: such files do not say what was launched."""
+        if config.took_over(problem, tokens, given.gemm1.block_m):
+            return config.default(problem, tokens)
+        return given
+
+    def __init__(self, problem: Problem) -> None:
+        """Bind the kernel."""
+        from experts.triton.aligned_w4.kernels.grouped_gemm_w4 import four_bit_gemm_kernel
+
+        super().__init__(problem)
+        self._kernel = four_bit_gemm_kernel
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Return whether words of weights can be read 16 bytes at once, and x along its rows."""
+        return x_TH.stride(1) == 1 and lie_ready(weights)
+
+    def multiply(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        product: Product,
+        config: Launch,
+        aligned: Aligned,
+        out: torch.Tensor,
+        row_weights_TK: torch.Tensor | None,
+    ) -> None:
+        """Launch one grouped GEMM over pairs aligned in blocks of block_m rows.
+
+        rows: (T, H) tokens, or (P, I) one row per pair, values side by side; out: a row per pair.
+        """
+        assert isinstance(config, AlignedW4Config)
+        a, _ = rows
+        pairs = out.numel() // product.columns
+        blocks = aligned.expert_ids.numel()
+        launch(
+            self._kernel,
+            (blocks * -(-product.columns // config.block_n),),
+            a_ptr=a,
+            row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
+            out_ptr=out,
+            sorted_ptr=aligned.sorted_token_ids,
+            expert_ids_ptr=aligned.expert_ids,
+            num_post_ptr=aligned.num_tokens_post_padded,
+            num_pairs=pairs,
+            num_m=blocks,
+            stride_am=a.stride(0),
+            A_TOP_K=pairs // a.shape[0],
+            WRITE_ZEROS=not self._sums,
+            HAS_ROW_WEIGHTS=row_weights_TK is not None,
+            BLOCK_M=config.block_m,
+            **_arguments(product, config),
+            **overlap(),
+        )
 
 
-def lie_ready(weights: ExpertWeights) -> bool:
-    """Whether w1 and w2, of bytes, can be read 16 bytes at once along their rows."""
-    return all(
-        w.stride(2) == 1
-        and all(n % _ALIGNMENT == 0 for n in (w.data_ptr(), w.stride(0), w.stride(1)))
-        for w in (weights.w1, weights.w2)
-    )
-
-
-def specs(problem: Problem, pairs: int) -> dict[str, BufferSpec]:
-    """Return the buffers to align any call of up to `pairs` pairs, in blocks of either size."""
-    least, most = (align_specs(pairs, rows, problem.e) for rows in (LEAST_M, FEW))
-    return {name: max(least[name], most[name], key=attrgetter("numel")) for name in most}
-
-
-def multiply(
-    a: torch.Tensor,
-    product: Product,
-    aligned: Aligned,
-    out: torch.Tensor,
-    row_weights_TK: torch.Tensor | None,
-    *,
-    spread: Spread,
-    write_zeros: bool,
-) -> None:
-    """One grouped GEMM over pairs aligned in blocks of spread.block_m rows.
-
-    a: (T, H) tokens, or (P, I) one row per pair, values of a row side by side; out: a row per pair.
-    """
-    from experts.triton.aligned_w4.kernels.grouped_gemm_w4 import four_bit_gemm_kernel
-
-    pairs = out.numel() // product.columns
-    blocks = aligned.expert_ids.numel()
-    gated, zeros = bool(product.constants["GATED"]), product.zero_point is not None
-    rows = FewRows(product.scheme, product.columns, product.depth, gated, zeros)
-    found = shape(rows, spread)
-    launch(
-        four_bit_gemm_kernel,
-        (blocks * -(-product.columns // found.block_n),),
-        a_ptr=a,
-        row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
-        out_ptr=out,
-        sorted_ptr=aligned.sorted_token_ids,
-        expert_ids_ptr=aligned.expert_ids,
-        num_post_ptr=aligned.num_tokens_post_padded,
-        num_pairs=pairs,
-        num_m=blocks,
-        stride_am=a.stride(0),
-        A_TOP_K=pairs // a.shape[0],
-        WRITE_ZEROS=write_zeros,
-        HAS_ROW_WEIGHTS=row_weights_TK is not None,
-        BLOCK_M=spread.block_m,
-        **_arguments(product, found),
-        **overlap(),
-    )
-
-
-def _arguments(product: Product, found: Shape) -> dict[str, object]:
-    """Kernel arguments that do not depend on how rows are found."""
-    depth = product_depth(product.scheme, product.depth, found.depth)
+def _arguments(product: Product, config: AlignedW4Config) -> dict[str, object]:
+    """Return the kernel's arguments that do not depend on how rows are found."""
+    depth = product_depth(product.scheme, product.depth, config.block_k)
     return {
-        **packed_arguments(product),
+        **w4_arguments(product),
         "columns": product.columns,
         "depth": product.depth,
         "UP_ROW": product.up_row,
         "ROW_STEP": product.step,
-        "EVEN_K": product.depth % (found.num_warps * found.depth) == 0,
+        "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
         "DEPTH": depth,
-        "PARTS": found.num_warps,
-        "GROUPS": found.depth // depth,
-        "BLOCK_N": found.block_n,
-        "EVEN_N": product.columns % found.block_n == 0,
-        "num_warps": found.num_warps,
-        "num_stages": found.num_stages,
-        "maxnreg": found.registers or None,
+        "PARTS": config.num_warps,
+        "GROUPS": config.block_k // depth,
+        "BLOCK_N": config.block_n,
+        "EVEN_N": product.columns % config.block_n == 0,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": config.registers or None,
         **product.constants,
-    }
-
-
-def packed_arguments(product: Product) -> dict[str, object]:
-    """Where kernels for packed weights find a product's, and what lies beside them."""
-    w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
-    assert scale is not None
-    _, group = scale_group(product.scheme, product.depth)
-    return {
-        "b_ptr": w,
-        "b_scale_ptr": scale,
-        "zero_ptr": w if zero is None else zero,
-        "bias_ptr": w if bias is None else bias,
-        "stride_be": w.stride(0),
-        "stride_bn": w.stride(1),
-        "stride_bse": scale.stride(0),
-        "stride_bsn": scale.stride(1),
-        "stride_bze": 0 if zero is None else zero.stride(0),
-        "stride_bzn": 0 if zero is None else zero.stride(1),
-        "stride_bias": 0 if bias is None else bias.stride(0),
-        "HAS_BIAS": bias is not None,
-        "FORMAT": word_format(product.scheme),
-        "HAS_ZERO": zero is not None,
-        "GROUP_K": group or product.depth,
     }

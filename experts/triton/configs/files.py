@@ -2,7 +2,7 @@
 
 Ours:
 
-    {"format": "modular_kernel.tiles/1",
+    {"format": "modular_kernel.tiles/2",
      "triton_version": "3.6.0",
      "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
      "64": {"gemm1": {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128,
@@ -11,9 +11,10 @@ Ours:
             "path": "aligned", "us": 650.1, "untuned_us": 664.0},
      "128": ...}
 
-"64" is a number of tokens. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts columns of
-the product's output: a gated GEMM 1 computes as many gate columns and as many up columns. "path" is
-one of launch_config.PATHS, "aligned" if absent.
+"64" is a number of tokens. "path" is one of experts.triton.paths, the first if absent; what a
+launch has depends on it. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts columns of the
+product's output: a gated GEMM 1 computes as many gate columns and as many up columns. Version 1
+knows fewer names of paths (former), and tiles alone.
 
 vLLM and SGLang have no "format" and one launch for both GEMMs, {"64": {"BLOCK_SIZE_M": ...}};
 SGLang may have a second file, NAME_down.json, for GEMM 2. Their BLOCK_SIZE_N counts columns of the
@@ -25,29 +26,32 @@ A file is refused whole, with its name, what it has and what it needs: nothing i
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Never
 
-from experts.triton.launch_config import ALIGNED, PATHS, Tile, TilePair
+from experts.triton.configs.former import FORMER_NAMES
+from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig
+from experts.triton.paths import BASE, BY_NAME, NAMES
 from modular_kernel.errors import ConfigurationError
 
-FORMAT = "modular_kernel.tiles/1"
+VERSION = 2
+FORMAT = f"modular_kernel.tiles/{VERSION}"
+FORMATS = {"modular_kernel.tiles/1": 1, FORMAT: VERSION}
 MOST_BYTES = 1 << 20
 _TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
 _TOP = ("format", "triton_version", "tuned_for")
 _MOST = 1 << 31
 _LONGEST = 1e12  # microseconds that are worth keeping
-# Keys of the files, in the order of Tile's fields; None: must be there.
-_LAUNCH: dict[str, int | None] = {
-    "BLOCK_SIZE_M": None,
-    "BLOCK_SIZE_N": None,
-    "BLOCK_SIZE_K": None,
-    "GROUP_SIZE_M": None,
-    "num_warps": 4,  # triton's own defaults
-    "num_stages": 3,
+# What vLLM calls the fields of a launch; all others have their own names.
+_KEYS = {
+    "block_m": "BLOCK_SIZE_M",
+    "block_n": "BLOCK_SIZE_N",
+    "block_k": "BLOCK_SIZE_K",
+    "group_m": "GROUP_SIZE_M",
 }
+_DEFAULTS = {"num_warps": 4, "num_stages": 3}  # triton's own
 
 
 @dataclass(frozen=True)
@@ -73,24 +77,26 @@ class Recipe:
 
     gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
     columns together. strict: a launch that does not fit is an error, otherwise it is clamped.
-    paths: (tokens, path); a number of tokens that is not there takes ALIGNED.
+    paths: (tokens, path), as that version names them; a number of tokens that is not there takes
+    the first of all. version: of files of ours whose words these are.
     """
 
     origin: str
-    gemm1: tuple[tuple[int, Tile], ...]
-    gemm2: tuple[tuple[int, Tile], ...]
+    gemm1: tuple[tuple[int, Launch], ...]
+    gemm2: tuple[tuple[int, Launch], ...]
     fused_columns: bool
     strict: bool
     triton: str | None = None
     tuned_for: TunedFor | None = None
     paths: tuple[tuple[int, str], ...] = ()
+    version: int = VERSION
     times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
 
-    def pairs(self) -> dict[int, TilePair]:
+    def configs(self) -> dict[int, MoEConfig]:
         """By tokens; of a recipe of ours, whose GEMMs have the same numbers."""
         paths = dict(self.paths)
         return {
-            tokens: TilePair(first, second, paths.get(tokens, ALIGNED))
+            tokens: MoEConfig(first, second, paths.get(tokens, BASE.name))
             for (tokens, first), (_, second) in zip(self.gemm1, self.gemm2, strict=True)
         }
 
@@ -139,14 +145,17 @@ def _no_constant(name: str) -> Never:
     raise ValueError(f"{name} is no number")
 
 
-def override_recipe(value: "TilePair | Mapping[str, object]") -> Recipe:
-    """Make a recipe from code: a pair, the contents of a file, or one launch for every call.
+def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
+    """Make a recipe from code: a configuration, what a file has, or one launch for every call.
 
     A mapping follows the rules of files (tokens may be numbers): {"gemm1": .., "gemm2": ..} is
     ours, {"BLOCK_SIZE_M": ..} is vLLM's and counts fused columns. What does not fit is an error.
     """
     what = "override_config"
-    if isinstance(value, TilePair):
+    if isinstance(value, MoEConfig):
+        if value.path not in BY_NAME:
+            need = f"one of {', '.join(NAMES)}"
+            raise ConfigurationError(f"{what}: path", got=_short(value.path), need=need)
         launches = ((1, value.gemm1),), ((1, value.gemm2),)
         paths = ((1, value.path),)
         return Recipe(what, *launches, fused_columns=False, strict=True, paths=paths)
@@ -156,14 +165,20 @@ def override_recipe(value: "TilePair | Mapping[str, object]") -> Recipe:
     elif "BLOCK_SIZE_M" in contents:
         contents = {"1": contents}
     named = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
-    return replace(_recipe(named, what, what), strict=True, triton=None, tuned_for=None)
+    recipe = _recipe(named, what, what)
+    version = recipe.version if "format" in contents else VERSION
+    return replace(recipe, strict=True, triton=None, tuned_for=None, version=version)
 
 
 def _recipe(value: object, what: str, origin: str) -> Recipe:
     top = _mapping(value, what)
-    ours = "format" in top
-    if ours and top["format"] != FORMAT:
-        raise ConfigurationError(f"{what}: format", got=_short(top["format"]), need=FORMAT)
+    ours, version = "format" in top, 1
+    if ours:
+        known = top["format"]
+        version = FORMATS.get(known, 0) if isinstance(known, str) else 0
+        if not version:
+            need = f"one of {', '.join(FORMATS)}"
+            raise ConfigurationError(f"{what}: format", got=_short(known), need=need)
     entries: dict[int, Mapping[str, object]] = {}
     for key, entry in top.items():
         if key in _TOP:
@@ -174,17 +189,22 @@ def _recipe(value: object, what: str, origin: str) -> Recipe:
         entries[int(key)] = _mapping(entry, f"{what}: tokens {key}")
     if not entries:
         raise ConfigurationError(what, got="no number of tokens", need="at least one")
-    read: Callable[[Mapping[str, object], str], tuple[Tile, Tile]] = _ours if ours else _theirs
-    pairs = {t: read(entries[t], f"{what}: tokens {t}") for t in sorted(entries)}
+    configs: dict[int, MoEConfig] = {}
+    for tokens in sorted(entries):
+        where = f"{what}: tokens {tokens}"
+        configs[tokens] = (
+            _ours(entries[tokens], where, version) if ours else _theirs(entries[tokens], where)
+        )
     return Recipe(
         origin=origin,
-        gemm1=tuple((tokens, pair[0]) for tokens, pair in pairs.items()),
-        gemm2=tuple((tokens, pair[1]) for tokens, pair in pairs.items()),
+        gemm1=tuple((tokens, config.gemm1) for tokens, config in configs.items()),
+        gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
         fused_columns=not ours,
         strict=ours,
         triton=_version(top, what),
         tuned_for=_tuned_for(top, what) if ours else None,
-        paths=tuple((t, _path(entries[t], f"{what}: tokens {t}")) for t in pairs) if ours else (),
+        paths=tuple((tokens, config.path) for tokens, config in configs.items()) if ours else (),
+        version=version,
         times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
     )
 
@@ -204,35 +224,43 @@ def _mapping(value: object, what: str) -> Mapping[Any, object]:
     return value
 
 
-def _ours(entry: Mapping[str, object], what: str) -> tuple[Tile, Tile]:
+def _ours(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
+    path = _path(entry, what, version)
+    launch = BY_NAME[path].launch if version == VERSION else LaunchConfig
     for name in ("gemm1", "gemm2"):
         if name not in entry:
             raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
     first, second = (
-        _launch(_mapping(entry[name], f"{what} {name}"), f"{what} {name}")
+        _launch(_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
         for name in ("gemm1", "gemm2")
     )
     if first.block_m != second.block_m:
         got = f"{first.block_m} and {second.block_m}"
         raise ConfigurationError(f"{what} BLOCK_SIZE_M", got=got, need="the same for both GEMMs")
-    return first, second
+    return MoEConfig(first, second, path)
 
 
-def _theirs(entry: Mapping[str, object], what: str) -> tuple[Tile, Tile]:
-    tile = _launch(entry, what)
-    return tile, tile
+def _theirs(entry: Mapping[str, object], what: str) -> MoEConfig:
+    tile = _launch(entry, what, LaunchConfig)
+    return MoEConfig(tile, tile, BASE.name)
 
 
-def _launch(values: Mapping[str, object], what: str) -> Tile:
-    """Positive whole numbers; whether they make a tile depends on the problem."""
-    numbers = []
-    for key, default in _LAUNCH.items():
-        value = values.get(key, default)
-        if type(value) is not int or not 1 <= value < _MOST:
-            need = f"a whole number from 1 to {_MOST - 1}"
+def _launch(values: Mapping[str, object], what: str, kind: type[Any]) -> Launch:
+    """Return a launch of whole numbers; whether it can be launched depends on the problem.
+
+    They are positive, but for a field whose default is 0.
+    """
+    numbers = {}
+    for each in fields(kind):
+        key = _KEYS.get(each.name, each.name)
+        default = _DEFAULTS.get(each.name) if each.default is MISSING else each.default
+        value, least = values.get(key, default), 0 if each.default == 0 else 1
+        if type(value) is not int or not least <= value < _MOST:
+            need = f"a whole number from {least} to {_MOST - 1}"
             raise ConfigurationError(f"{what}: {key}", got=_short(value), need=need)
-        numbers.append(value)
-    return Tile(*numbers)
+        numbers[each.name] = value
+    made: Launch = kind(**numbers)
+    return made
 
 
 def _version(top: Mapping[str, object], what: str) -> str | None:
@@ -254,11 +282,11 @@ def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
     return TunedFor(part, hidden, top_k)
 
 
-def _path(entry: Mapping[str, object], what: str) -> str:
-    path = entry.get("path", ALIGNED)
-    if isinstance(path, str) and path in PATHS:
+def _path(entry: Mapping[str, object], what: str, version: int) -> str:
+    path, known = entry.get("path", BASE.name), NAMES if version == VERSION else FORMER_NAMES
+    if isinstance(path, str) and path in known:
         return path
-    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(PATHS)}")
+    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(known)}")
 
 
 def _times(entry: Mapping[str, object]) -> Times | None:
@@ -270,9 +298,10 @@ def _microseconds(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
 
 
-def pair_as_json(pair: TilePair) -> dict[str, object]:
+def config_as_json(config: MoEConfig) -> dict[str, object]:
     """Return an entry of a file of ours, without its times."""
-    return {"gemm1": _as_json(pair.gemm1), "gemm2": _as_json(pair.gemm2), "path": pair.path}
+    one, two = (_as_json(launch) for launch in (config.gemm1, config.gemm2))
+    return {"gemm1": one, "gemm2": two, "path": config.path}
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -282,11 +311,11 @@ def dump_recipe(recipe: Recipe) -> str:
         top["triton_version"] = recipe.triton
     if recipe.tuned_for is not None:
         top["tuned_for"] = asdict(recipe.tuned_for)
-    for tokens, pair in recipe.pairs().items():
+    for tokens, config in recipe.configs().items():
         times = recipe.times.get(tokens)
-        top[str(tokens)] = pair_as_json(pair) | (asdict(times) if times is not None else {})
+        top[str(tokens)] = config_as_json(config) | (asdict(times) if times is not None else {})
     return json.dumps(top, indent=2) + "\n"
 
 
-def _as_json(tile: Tile) -> dict[str, int]:
-    return dict(zip(_LAUNCH, vars(tile).values(), strict=True))
+def _as_json(launch: Launch) -> dict[str, int]:
+    return {_KEYS.get(name, name): value for name, value in vars(launch).items()}

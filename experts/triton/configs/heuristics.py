@@ -1,226 +1,34 @@
-"""Tiles without a tuned file: four regimes by the mean rows of an expert."""
+"""What is launched without a tuned file: the default configurations of the paths, by tokens."""
 
-from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Collection
 
-import torch
-
-from experts.triton.dequantised import config as dequantised_config
-from experts.triton.gemv import config as gemv_config
-from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.launch_config import (
-    DEQUANTISED,
-    PATHS,
-    PERMUTED,
-    SINGLE,
-    STREAMED,
-    Device,
-    Gemm,
-    Tile,
-    TilePair,
-    clamped,
-    gemms,
-    require,
-)
+from experts.triton.configs.steps import Steps
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.path import ENDLESS, Path
+from experts.triton.paths import BASE, NAMES, PATHS
 from modular_kernel.types import Problem
 
-_LEAST_HALVED = 128  # shallower steps cost more than masks: gpt-oss, depth 2880, H200, 2026-11-20
-_LEAST_STAGES = 3  # of a shallow product: Qwen3-30B, depth 768, H200, 2026-11-20
-ENDLESS = 1 << 62  # more tokens than any call has
-# block_m of tiles for every number of tokens: a warpgroup's product has 64 rows, and where an
-# expert has fewer, weights still take longer to arrive than to be multiplied.
-_FIXED_ROWS = 64
 
+def heuristics(problem: Problem, device: Device, paths: Collection[str] = NAMES) -> Steps:
+    """Return the configurations of `problem` on `device`, by the paths named, BASE at least.
 
-@dataclass(frozen=True)
-class Steps:
-    """Tiles by tokens: pairs[i] serves calls of at most lasts[i] tokens, as far as none before it
-    does. lasts ascends and ends with ENDLESS."""
-
-    lasts: tuple[int, ...]
-    pairs: tuple[TilePair, ...]
-
-    def index(self, tokens: int) -> int:
-        return bisect_left(self.lasts, tokens)
-
-    def choose(self, tokens: int) -> TilePair:
-        return self.pairs[self.index(tokens)]
-
-    def most_tokens(self, tokens: int) -> dict[tuple[str, int], int]:
-        """(path, block_m) -> the most tokens of a call that meets it, none above `tokens`."""
-        most: dict[tuple[str, int], int] = {}
-        for last in self.lasts:
-            limit = min(tokens, last)
-            pair = self.choose(limit)
-            kind = pair.path, pair.gemm1.block_m
-            most[kind] = max(limit, most.get(kind, 0))
-        return most
-
-    def since(self, last: int, before: TilePair) -> "Steps":
-        """`before` up to calls of `last` tokens, behind them these steps."""
-        kept = self.index(last + 1)
-        return Steps((last, *self.lasts[kept:]), (before, *self.pairs[kept:]))
-
-    def until(self, last: int, then: TilePair) -> "Steps":
-        """Take these steps up to calls of `last` tokens, and always `then` behind them."""
-        lasts = [end for end in self.lasts if end < last]
-        pairs = [*self.pairs[: len(lasts)], self.choose(last), then]
-        return Steps((*lasts, last, ENDLESS), tuple(pairs))
-
-    def within(self, paths: tuple[str, ...], other: "Steps") -> "Steps":
-        """Take these steps, or those of `other` wherever a pair takes a path outside `paths`."""
-        lasts = sorted({*self.lasts, *other.lasts})
-        pairs = [self.choose(last) for last in lasts]
-        chosen = (
-            pair if pair.path in paths else other.choose(last)
-            for pair, last in zip(pairs, lasts, strict=True)
-        )
-        return Steps(tuple(lasts), tuple(chosen))
-
-
-# By the mean rows of an expert, up to the first number: (block_n, block_k, warps, stages) of GEMM 1
-# and GEMM 2, and the swizzle group. Measured on one H200 (2026-11-20, triton 3.6.0, bf16) as the
-# best mean over Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss from 1 to 8192 tokens.
-_Row = tuple[int | None, int, tuple[int, int, int, int], tuple[int, int, int, int], int]
-_HALF: tuple[_Row, ...] = (
-    (10, 16, (64, 128, 4, 3), (64, 128, 4, 4), 1),
-    (24, 32, (64, 64, 4, 6), (64, 128, 4, 4), 8),
-    (48, 64, (64, 64, 4, 4), (128, 128, 8, 4), 16),
-    (None, 128, (128, 64, 8, 3), (256, 64, 8, 4), 16),
-)
-# Float32 products take twice the shared memory, and without tensor cores gain nothing from width.
-_FLOAT32: tuple[_Row, ...] = (
-    (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
-    (None, 64, (32, 32, 4, 2), (64, 32, 4, 2), 8),
-)
-# Rows that start off a 16-element boundary load value by value: larger tiles spill registers.
-_UNALIGNED: tuple[_Row, ...] = (
-    (24, 16, (32, 32, 4, 3), (64, 32, 4, 3), 1),
-    (None, 64, (64, 32, 8, 3), (128, 32, 8, 3), 8),
-)
-
-
-# Both operands 8 bits: one scale per row and column, or one per block along the depth, whose
-# partial sums need registers of their own. Same machine and shapes, 1 to 4096 tokens.
-_W8A8: tuple[_Row, ...] = (
-    (12, 16, (64, 256, 4, 3), (64, 256, 4, 4), 1),
-    (24, 32, (64, 128, 4, 5), (64, 256, 4, 4), 8),
-    (80, 64, (64, 128, 4, 3), (128, 128, 4, 4), 16),
-    (None, 128, (64, 128, 4, 3), (256, 128, 8, 3), 16),
-)
-# One scale per tensor comes with strides of zero, known only at run time: four warps spill.
-_W8A8_TENSOR: tuple[_Row, ...] = (*_W8A8[:-1], (None, 128, (64, 128, 8, 3), (256, 128, 8, 3), 16))
-_W8A8_BLOCK: tuple[_Row, ...] = (
-    (12, 16, (64, 128, 4, 6), (64, 128, 4, 4), 1),
-    (24, 32, (64, 128, 4, 5), (64, 128, 4, 4), 8),
-    (300, 64, (64, 128, 4, 4), (128, 128, 4, 3), 16),
-    (None, 128, (64, 128, 8, 4), (128, 128, 8, 3), 16),
-)
-# Weights that are dequantised on the way need registers for it; e2m1's groups of 32 bound a step,
-# so more of them are kept in flight.
-_W8A16: tuple[_Row, ...] = (
-    (10, 16, (32, 128, 4, 4), (64, 128, 4, 4), 1),
-    (48, 32, (64, 128, 8, 3), (128, 64, 8, 3), 1),
-    (None, 64, (64, 64, 8, 3), (128, 64, 8, 3), 16),
-)
-_W4A16: tuple[_Row, ...] = (
-    (24, 16, (64, 128, 4, 4), (128, 128, 4, 4), 1),
-    (None, 32, (64, 64, 4, 4), (128, 64, 4, 3), 1),
-)
-_W4A16_STEP = 128  # of the deepest tiles above
-# Masks along the depth, and zero points, take registers from four warps of larger tiles.
-_W4A16_UNEVEN: tuple[_Row, ...] = (
-    (24, 16, (32, 64, 4, 4), (64, 64, 4, 4), 1),
-    (None, 32, (64, 64, 8, 3), (128, 64, 8, 3), 1),
-)
-_MXFP4: tuple[_Row, ...] = (
-    (24, 16, (64, 32, 4, 6), (64, 32, 4, 8), 1),
-    (96, 32, (64, 32, 4, 4), (256, 32, 4, 4), 1),
-    (192, 32, (64, 32, 4, 4), (128, 32, 8, 6), 1),
-    (None, 128, (32, 32, 4, 3), (64, 32, 4, 3), 16),
-)
-
-
-def aligned(problem: Problem) -> bool:
-    """Whether rows of both products start on 16 elements."""
-    return problem.hidden % 16 == 0 and problem.intermediate % 16 == 0
-
-
-def _table(problem: Problem) -> tuple[_Row, ...]:
-    if problem.dtype is torch.float32:
-        return _FLOAT32
-    if not aligned(problem):
-        return _UNALIGNED
-    scheme = problem.scheme
-    if scheme.quantises_activations:
-        return {"block": _W8A8_BLOCK, "tensor": _W8A8_TENSOR}.get(scheme.granularity, _W8A8)
-    if scheme.weight == "float4_e2m1":
-        return _MXFP4
-    if scheme.packed:
-        even = all(gemm.depth % _W4A16_STEP == 0 for gemm in gemms(problem))
-        return _W4A16 if even else _W4A16_UNEVEN
-    if scheme.quantised:
-        return _W8A16
-    return _HALF
-
-
-def regimes(problem: Problem, device: Device, paths: tuple[str, ...] = PATHS) -> Steps:
-    """Return the tiles of `problem` on `device`, by paths among `paths`, ALIGNED at least.
-
-    block_k is halved (down to 128) if that makes it divide the depth of the product, which spares
-    the masks along it, or if the depth has few steps, which also get fewer stages; a tile too large
-    for the scheme's groups or the device is made smaller.
-    Raise ConfigurationError where the scheme's groups allow no tile.
+    Raise ConfigurationError where the scheme's groups allow no launch.
     """
-    lasts, pairs = [], []
-    for row in _table(problem):
-        lasts.append(ENDLESS if row[0] is None else row[0] * problem.experts // problem.top_k)
-        pairs.append(_pair(row, problem, device))
-    steps = Steps(tuple(lasts), tuple(pairs))
-    if SINGLE in paths and gemv_config.serves(problem):
-        for most, pair in reversed(tuple(gemv_config.defaults(problem))):
-            steps = steps.since(most, pair)
-    most = gemv_tma_config.most_tokens(problem)
-    if STREAMED in paths and most and gemv_tma_config.serves(problem, device):
-        steps = steps.since(most, gemv_tma_config.default(problem, device))
-    if PERMUTED in paths and grouped_tma_config.serves(problem, device):
-        rows = grouped_tma_config.LEAST_ROWS * problem.experts // problem.top_k
-        steps = steps.until(rows - 1, grouped_tma_config.default(problem))
-    if DEQUANTISED in paths and dequantised_config.serves(problem, device):
-        rows = dequantised_config.least_rows(problem) * problem.experts // problem.top_k
-        steps = steps.until(rows - 1, dequantised_config.default(problem))
+    steps = Steps((ENDLESS,), (BASE.default_config(problem, ENDLESS, device),))
+    for path in PATHS:
+        if path is BASE or (path.name in paths and path.serves(problem, device)):
+            steps = _over(steps, path, problem, device)
     return steps
 
 
-def fixed(problem: Problem, device: Device) -> Steps:
-    """One pair of tiles for every number of tokens, so that sums do not depend on it: the regime of
-    the most rows up to _FIXED_ROWS, the first of several. ConfigurationError as `regimes`."""
-    row = max(_table(problem), key=lambda row: row[1] if row[1] <= _FIXED_ROWS else 0)
-    return Steps((ENDLESS,), (_pair(row, problem, device),))
+def _over(steps: Steps, path: type[Path], problem: Problem, device: Device) -> Steps:
+    """Return `steps`, but what `path` takes where it does without a tuned file."""
+    least, most = path.least_tokens(problem), path.most_tokens(problem)
+    if most == 0:
+        return steps
+    top = ENDLESS if most is None else most
 
+    def change(last: int, config: MoEConfig) -> MoEConfig:
+        return path.default_config(problem, last, device) if least <= last <= top else config
 
-def _pair(row: _Row, problem: Problem, device: Device) -> TilePair:
-    _, block_m, one, two, group_m = row
-    (first, second), blocks = gemms(problem), (block_m, group_m)
-    return TilePair(_tile(one, first, device, blocks), _tile(two, second, device, blocks))
-
-
-def _too_few(steps: int, stages: int) -> bool:
-    """Whether a pipeline holds so much of the depth that more blocks at a time are worth more."""
-    return steps * 2 < stages * 3
-
-
-def _tile(
-    choice: tuple[int, int, int, int], gemm: Gemm, device: Device, blocks: tuple[int, int]
-) -> Tile:
-    block_n, block_k, warps, stages = choice
-    block_m, group_m = blocks
-    half, steps = block_k // 2, -(-gemm.depth // block_k)
-    spares_masks = gemm.depth % block_k and gemm.depth % half == 0
-    if (spares_masks or _too_few(steps, stages)) and half >= _LEAST_HALVED:
-        block_k, steps = half, -(-gemm.depth // half)
-    if _too_few(steps, stages):
-        stages = min(stages, max(_LEAST_STAGES, steps * 2 // 3))
-    tile = Tile(block_m, block_n, block_k, group_m, warps, stages)
-    return require(clamped(tile, gemm, device), gemm, device, "tiles without a tuned file")
+    return steps.changed((least - 1, *path.turns(problem), top), change)

@@ -1,55 +1,37 @@
-"""What bounds a tile, whatever path it is for."""
+"""Whether a configuration can be launched, whatever path it is for."""
 
 from collections.abc import Iterator
 
-from experts.triton.dequantised import config as dequantised_config
-from experts.triton.gemv import config as gemv_config
-from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.launch_config import (
-    ALIGNED,
-    DEQUANTISED,
-    PERMUTED,
-    SINGLE,
-    STREAMED,
-    Device,
-    Gemm,
-    Tile,
-    TilePair,
-    Violation,
-    gemms,
-    violations,
-)
+from experts.triton.launch_config import Device, MoEConfig, Violation, gemms
+from experts.triton.paths import BY_NAME
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
-# Paths of a few tokens, which read the weights of an expert once for each of its pairs: the most
-# tokens of a call that takes one without a tuned file.
-MOST_TOKENS = {SINGLE: gemv_config.most_tokens, STREAMED: gemv_tma_config.most_tokens}
+
+def config_violations(
+    config: MoEConfig, problem: Problem, device: Device
+) -> Iterator[tuple[str, Violation]]:
+    """Yield every reason not to launch `config`, each with the GEMM that it is about, or ""."""
+    path = BY_NAME[config.path]
+    if not path.serves(problem, device):
+        yield "", Violation("path", config.path, f"one that serves {problem.quant}")
+        return
+    for launch, gemm in zip((config.gemm1, config.gemm2), gemms(problem), strict=True):
+        if not isinstance(launch, path.launch):
+            need = f"{path.launch.__name__}, as the {path.name} path has it"
+            yield str(gemm), Violation("launch", type(launch).__name__, need)
+            continue
+        for violation in path.violations(launch, gemm, problem, device):
+            yield str(gemm), violation
 
 
-def path_violations(
-    tile: Tile, gemm: Gemm, path: str, problem: Problem, device: Device
-) -> Iterator[Violation]:
-    """Every reason not to launch `tile` for one of `problem`'s GEMMs on `path`."""
-    if path == ALIGNED:
-        yield from violations(tile, gemm, device)
-    elif path == SINGLE and gemv_config.serves(problem):
-        yield from violations(tile, gemv_config.unbounded(gemm), device)
-    elif path == STREAMED and gemv_tma_config.serves(problem, device):
-        yield from gemv_tma_config.violations(tile, gemm, device)
-    elif path == PERMUTED and problem.scheme.name in grouped_tma_config.MODES:
-        mode = grouped_tma_config.MODES[problem.scheme.name]
-        yield from grouped_tma_config.violations(tile, gemm, mode, device)
-    elif path == DEQUANTISED and dequantised_config.serves(problem, device):
-        yield from dequantised_config.violations(tile, gemm, problem, device)
-    else:
-        yield Violation("path", path, f"one that serves {problem.quant}")
+def fits(config: MoEConfig, problem: Problem, device: Device) -> bool:
+    """Return whether `config` can be launched for `problem` on `device`."""
+    return next(config_violations(config, problem, device), None) is None
 
 
-def require_pair(pair: TilePair, problem: Problem, device: Device, origin: str) -> None:
-    """ConfigurationError with origin, got and need if `pair` cannot be launched on its path."""
-    for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-        for violation in path_violations(tile, gemm, pair.path, problem, device):
-            what = f"{origin}: {gemm} {violation.what}"
-            raise ConfigurationError(what, got=violation.got, need=violation.need)
+def require_config(config: MoEConfig, problem: Problem, device: Device, origin: str) -> None:
+    """Raise ConfigurationError with origin, got and need if `config` cannot be launched."""
+    for gemm, violation in config_violations(config, problem, device):
+        what = f"{origin}: {gemm} {violation.what}" if gemm else f"{origin}: {violation.what}"
+        raise ConfigurationError(what, got=violation.got, need=violation.need)

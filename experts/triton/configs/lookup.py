@@ -1,8 +1,8 @@
-"""Which tuned file serves a problem, and the tiles it gives.
+"""Which tuned file serves a problem, and the configurations it gives.
 
 Order: an override in force > the user's folder (MK_CONFIG_DIR) > the packaged files in data/ > the
-nearest layers that have a packaged file (`nearest`) > the regimes of `heuristics`, where no file is
-for this device and number format. In a folder a file may lie under
+nearest layers that have a packaged file (`nearest`) > `heuristics`, where no file is for this
+device and number format. In a folder a file may lie under
 triton_X_Y_Z/, as SGLang keeps them, or at its top, as vLLM does: this triton's subfolder first,
 then the top, then other versions, newest first. A name is looked for everywhere in a folder before
 the next name is (see configs.filenames).
@@ -13,38 +13,35 @@ equally near ones those of the smaller number.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 from experts.triton.configs.filenames import TileKey, names_for
-from experts.triton.configs.files import Recipe, read_recipe
-from experts.triton.configs.heuristics import ENDLESS, Steps, aligned, fixed, regimes
-from experts.triton.configs.limits import MOST_TOKENS, require_pair
+from experts.triton.configs.files import VERSION, Recipe, read_recipe
+from experts.triton.configs.former import MEANT, named_now, path_meant, replaced
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import require_config
 from experts.triton.configs.nearest import Known, borrow, steps_of
-from experts.triton.dequantised import config as dequantised_config
-from experts.triton.gemv import config as gemv_config
-from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import (
-    ALIGNED,
-    DEQUANTISED,
     GROUP,
-    PERMUTED,
     SHARED,
-    SINGLE,
-    STREAMED,
     Device,
     Gemm,
-    Tile,
-    TilePair,
+    Launch,
+    LaunchConfig,
+    MoEConfig,
     clamped,
     gemms,
     require,
+    starts_on_16,
     violations,
 )
+from experts.triton.path import ENDLESS
+from experts.triton.paths import BASE, BY_NAME
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import printable
 from modular_kernel.types import Problem
@@ -52,25 +49,19 @@ from modular_kernel.types import Problem
 _LOG = logging.getLogger("modular_kernel.tiles")
 _SUBFOLDER = re.compile(r"triton_(\d+)_(\d+)_(\d+)", re.ASCII)
 PACKAGED = "packaged"  # what the folder that ships is called
-FIXED = "one tile for every number of tokens: batch_invariant"  # an origin
+FIXED = "one configuration for every number of tokens: batch_invariant"  # an origin
 _LEAST_BLOCK_N = 16
 # What gives way when a launch of somebody else's is fitted; the rest must be right as it is.
 _FITTED = frozenset({GROUP, SHARED})
-# What serves a problem on some devices alone.
-_BY_BOXES = {
-    PERMUTED: grouped_tma_config.serves,
-    STREAMED: gemv_tma_config.serves,
-    DEQUANTISED: dequantised_config.serves,
-}
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tiles of a problem and where they come from.
+    """The configurations of a problem and where they come from.
 
-    origin: "override_config", a file, "neighbours", "regimes" or FIXED. keys: numbers of tokens
-    that the file has. whose: of each of the steps, the neighbour it is from. notes: what else a
-    reader should know. looked_in: places without a file, in order.
+    origin: "override_config", a file, "nearest", "heuristics" or FIXED. keys: numbers of tokens
+    that the file has. whose: of each of the steps, the layer it is from. notes: what else a reader
+    should know. looked_in: places without a file, in order. former: files of version 1 say so.
     """
 
     steps: Steps
@@ -79,6 +70,16 @@ class Source:
     whose: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     looked_in: tuple[str, ...] = ()
+    former: bool = False
+
+    def launched(self, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
+        """Return what is launched by these paths where this decides."""
+        steps = self.steps
+        if self.former:
+            steps = replaced(steps, problem, device, paths)
+        if all(config.path in paths for config in steps.configs):
+            return steps
+        return steps.within(paths, heuristics(problem, device, paths))
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ class TileStore:
     triton: str | None = None
 
     def source(self, problem: Problem) -> Source:
-        """Tiles from the first file there is, or from the regimes. Reads files.
+        """Return what the first file there is has, or the heuristics. Reads files.
 
         ConfigurationError names a file that cannot be read, is malformed or, being ours, does not
         fit. Warns, once for each file, where one of another triton is used or was clamped.
         """
         if problem.batch_invariant:  # files are by the number of tokens
-            return Source(fixed(problem, self.device), FIXED)
+            return Source(heuristics(problem, self.device), FIXED)
         looked_in: list[str] = []
         for title, folder in self.folders if self.device.name else ():
             path = self._first(folder, problem)
@@ -119,19 +120,22 @@ class TileStore:
             if recipe.tuned_for is not None:
                 notes = (*notes, *_other_layer(recipe, problem))
             return replace(found, notes=notes, looked_in=tuple(looked_in))
-        steps, known = regimes(problem, self.device), self._known(problem)
+        known = self._known(problem)
         if not known:
-            return Source(steps, "regimes", looked_in=tuple(looked_in))
-        lent = borrow(known, problem, self.device, steps)
+            steps = heuristics(problem, self.device)
+            return Source(steps, "heuristics", looked_in=tuple(looked_in))
+        lent = borrow(known, problem, self.device, heuristics(problem, self.device, MEANT))
         whose = tuple(one.origin for one in lent)
-        return Source(steps_of(lent), "neighbours", whose=whose, looked_in=tuple(looked_in))
+        return Source(
+            steps_of(lent), "nearest", whose=whose, looked_in=tuple(looked_in), former=True
+        )
 
     def _known(self, problem: Problem) -> list[Known]:
         """Return the packaged layers for this device and number format.
 
         There are none for a problem whose rows start elsewhere than theirs do.
         """
-        if not self.device.name or not aligned(problem):
+        if not self.device.name or not starts_on_16(problem):
             return []
         wanted, known = TileKey.of(problem, self.device.name), list[Known]()
         for title, folder in self.folders:
@@ -198,7 +202,7 @@ def _with_down(path: Path) -> Recipe:
 
 def _same_rows(recipe: Recipe, problem: Problem) -> bool:
     """Whether large tiles load this problem's rows as they did the tuner's."""
-    if aligned(problem):
+    if starts_on_16(problem):
         return True
     return recipe.tuned_for is not None and recipe.tuned_for.hidden == problem.hidden
 
@@ -217,57 +221,90 @@ def nearest(keys: Sequence[int], tokens: int) -> int:
 
 
 def fit(recipe: Recipe, problem: Problem, device: Device) -> Source:
-    """Return the recipe's tiles for `problem`.
+    """Return the recipe's configurations for `problem`.
 
     Raise ConfigurationError if they cannot be launched.
     """
-    first, second = gemms(problem)
-    # A few tokens' path reads weights once for every pair: what was tuned for fewer tokens than
-    # it pays for says nothing about more.
-    tops = {
-        tokens: max(tokens, MOST_TOKENS[path](problem))
-        for tokens, path in recipe.paths
-        if path in MOST_TOKENS
-    }
+    tops = {tokens: _top(path, tokens, recipe, problem, device) for tokens, path in recipe.paths}
     one, two = _lasts(recipe.gemm1, tops), _lasts(recipe.gemm2, tops)
     lasts = sorted({last for last, _ in (*one, *two)})
-    pairs, notes = [], dict[str, None]()
+    configs, notes = [], dict[str, None]()
     for last in lasts:
-        tiles: list[Tile] = []
-        tokens = next(choice[0] for end, choice in one if last <= end)
-        path = dict(recipe.paths).get(tokens, ALIGNED)
-        for gemm, choices in ((first, one), (second, two)):
-            if path == SINGLE:
-                gemm = gemv_config.unbounded(gemm)
-            tokens, tile = next(choice for end, choice in choices if last <= end)
-            if recipe.fused_columns and gemm.sides == 2:
-                tile = replace(tile, block_n=max(tile.block_n // 2, _LEAST_BLOCK_N))
-            if tiles:  # SGLang's second file may say otherwise, but the alignment is shared
-                tile = replace(tile, block_m=tiles[0].block_m)
-            where = f"{recipe.origin}, tokens {tokens}"
-            fitted = tile
-            if path not in (STREAMED, DEQUANTISED):  # whose bounds are their own
-                fitted = _fitted(tile, gemm, device, recipe.strict, where)
-            if fitted != tile:
-                notes[f"tokens {tokens} {gemm}: {tile} clamped to {fitted}"] = None
-            tiles.append(fitted)
-        pair = TilePair(tiles[0], tiles[1], path)
-        # Where that path does not serve the problem its tiles are not taken: see Steps.within.
-        served = _BY_BOXES.get(pair.path)
-        if served is not None and served(problem, device):
-            require_pair(pair, problem, device, f"{recipe.origin}, tokens {tokens}")
-        pairs.append(pair)
-    if problem.batch_invariant and (len(set(pairs)) > 1 or pairs[0].path != ALIGNED):
-        got = ", ".join(dict.fromkeys(map(str, pairs)))
-        need = "one pair for every number of tokens, by the aligned path: batch_invariant"
-        raise ConfigurationError(recipe.origin, got=got, need=need)
+        (tokens, first), (tokens2, second) = (_until(last, choices) for choices in (one, two))
+        if recipe.fused_columns:
+            places = (f"{recipe.origin}, tokens {t}" for t in (tokens, tokens2))
+            first, second, clamps = _fitted(first, second, recipe, problem, device, tuple(places))
+            notes |= dict.fromkeys(clamps)
+        config = MoEConfig(first, second, dict(recipe.paths).get(tokens, BASE.name))
+        if recipe.version < VERSION:
+            config = named_now(config, problem, device)
+        # Where its path does not serve the problem it is not taken: see Steps.within.
+        if BY_NAME[config.path].serves(problem, device):
+            require_config(config, problem, device, f"{recipe.origin}, tokens {tokens}")
+        configs.append(config)
+    if problem.batch_invariant:
+        _require_one(configs, problem, device, recipe.origin)
     keys = tuple(tokens for tokens, _ in recipe.gemm1)
-    return Source(Steps(tuple(lasts), tuple(pairs)), recipe.origin, keys, notes=_few(list(notes)))
+    former = recipe.version < VERSION
+    steps = Steps(tuple(lasts), tuple(configs))
+    return Source(steps, recipe.origin, keys, notes=_few(list(notes)), former=former)
+
+
+def _until(last: int, choices: Sequence[tuple[int, tuple[int, Launch]]]) -> tuple[int, Launch]:
+    return next(choice for end, choice in choices if last <= end)
+
+
+def _top(name: str, tokens: int, recipe: Recipe, problem: Problem, device: Device) -> int:
+    """Return the most tokens that what was tuned for `tokens` on this path may serve.
+
+    A path of a few tokens reads weights once for every pair: what was tuned for fewer tokens than
+    it pays for says nothing about more.
+    """
+    former = recipe.version < VERSION
+    path = path_meant(name, problem, device) if former else BY_NAME[name]
+    most = path.most_tokens(problem)
+    return ENDLESS if most is None else max(tokens, most)
+
+
+def _require_one(
+    configs: Sequence[MoEConfig], problem: Problem, device: Device, origin: str
+) -> None:
+    served = all(BY_NAME[config.path].serves(problem, device) for config in configs)
+    if len(set(configs)) > 1 or not served:
+        got = ", ".join(dict.fromkeys(map(str, configs)))
+        serving = " or ".join(p.name for p in BY_NAME.values() if p.serves(problem, device))
+        need = f"one configuration for every number of tokens, by {serving}: batch_invariant"
+        raise ConfigurationError(origin, got=got, need=need)
+
+
+def _fitted(
+    first: Launch,
+    second: Launch,
+    recipe: Recipe,
+    problem: Problem,
+    device: Device,
+    places: tuple[str, ...],
+) -> tuple[LaunchConfig, LaunchConfig, list[str]]:
+    """Return launches of vLLM's or SGLang's as they fit here, and which ones were made smaller."""
+    made: list[LaunchConfig] = []
+    clamps = []
+    for tile, gemm, where in zip((first, second), gemms(problem), places, strict=True):
+        assert isinstance(tile, LaunchConfig)
+        if gemm.sides == 2:
+            tile = replace(tile, block_n=max(tile.block_n // 2, _LEAST_BLOCK_N))
+        if made:  # SGLang's second file may say otherwise, but the alignment is shared
+            tile = replace(tile, block_m=made[0].block_m)
+        fitted = _clamped(tile, gemm, device, recipe.strict, where)
+        if fitted != tile:
+            tokens = where.removeprefix(f"{recipe.origin}, ")
+            clamps.append(f"{tokens} {gemm}: {tile} clamped to {fitted}")
+        made.append(fitted)
+    return made[0], made[1], clamps
 
 
 def _lasts(
-    launches: Sequence[tuple[int, Tile]], tops: Mapping[int, int]
-) -> list[tuple[int, tuple[int, Tile]]]:
+    launches: Sequence[tuple[int, Launch]], tops: Mapping[int, int]
+) -> list[tuple[int, tuple[int, Launch]]]:
     """(most tokens to which this launch is the nearest, launch), ascending.
 
     tops: where launches that are not the last end, at the latest, by their tokens.
@@ -277,7 +314,9 @@ def _lasts(
     return list(zip([*ends, ENDLESS], launches, strict=True))
 
 
-def _fitted(tile: Tile, gemm: Gemm, device: Device, strict: bool, where: str) -> Tile:
+def _clamped(
+    tile: LaunchConfig, gemm: Gemm, device: Device, strict: bool, where: str
+) -> LaunchConfig:
     """`tile`, or a smaller one where it does not fit and need not be taken as it is."""
     if not strict:
         found = {violation.what for violation in violations(tile, gemm, device)}

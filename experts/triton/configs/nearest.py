@@ -1,4 +1,4 @@
-"""Tiles of a layer without a file of its own: those of the nearest layers that have one.
+"""Configurations of a layer without a file of its own: the nearest layers' that have one.
 
 What a launch costs depends on few things: how deep and wide the products are, how many experts have
 rows, and how many. Each entry of a tuned file is a point by these; a call takes the entry of the
@@ -6,17 +6,18 @@ nearest point, whatever layer it was tuned for.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from experts.triton.configs.filenames import TileKey
-from experts.triton.configs.files import Recipe
-from experts.triton.configs.heuristics import ENDLESS, Steps
-from experts.triton.configs.limits import MOST_TOKENS, path_violations
-from experts.triton.gemv_tma import config as gemv_tma_config
-from experts.triton.gemv_w4 import config as gemv_w4_config
-from experts.triton.launch_config import SINGLE, STREAMED, Device, TilePair, gemms
+from experts.triton.configs.files import VERSION, Recipe
+from experts.triton.configs.former import named_now
+from experts.triton.configs.limits import fits
+from experts.triton.configs.steps import Steps
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.path import ENDLESS
+from experts.triton.paths import BY_NAME
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
@@ -75,16 +76,22 @@ class Known:
         sizes = self.experts, self.top_k, self.hidden, self.intermediate
         return "E={}, K={}, H={}, I={}".format(*sizes)
 
+    def configs(self, problem: Problem, device: Device) -> Iterator[tuple[int, MoEConfig]]:
+        """Yield what the file has by tokens, by the paths that it means for `problem`."""
+        for tokens, config in self.recipe.configs().items():
+            former = self.recipe.version < VERSION
+            yield tokens, named_now(config, problem, device) if former else config
+
     def point(self, tokens: int) -> Point:
         return Point.of(self.experts, self.top_k, self.hidden, self.intermediate, tokens)
 
 
 @dataclass(frozen=True)
 class Borrowed:
-    """A pair for calls of about `tokens` tokens, and whose it is: a layer's, or "regimes"."""
+    """What calls of about `tokens` tokens launch, and whose it is: a layer's, or "heuristics"."""
 
     tokens: int
-    pair: TilePair
+    config: MoEConfig
     origin: str
 
 
@@ -95,66 +102,58 @@ def borrow(
     otherwise: Steps,
     tokens: Sequence[int] = _TOKENS,
 ) -> list[Borrowed]:
-    """For each number of tokens the pair of the nearest point, of `otherwise` if none is near.
+    """Return for each number of tokens the nearest point's, of `otherwise` if none is near.
 
-    A pair that cannot be launched for `problem` is no point.
+    A configuration that cannot be launched for `problem` is no point.
     """
     points = [
-        (layer.point(there), pair, f"{layer.name}, {there} tokens", _top(pair, there, problem))
+        (layer.point(there), config, f"{layer.name}, {there} tokens", _top(config, there, problem))
         for layer in known
-        for there, pair in layer.recipe.pairs().items()
-        if _fits(_lent(pair, problem, device, there), problem, device)
+        for there, config in layer.configs(problem, device)
+        if fits(_lent(config, problem, device, there), problem, device)
     ]
     found = []
     for number in tokens:
         sizes = problem.e, problem.top_k, problem.hidden, problem.intermediate
         here = Point.of(*sizes, number)
-        apart, pair, origin = min(
+        apart, config, origin = min(
             (
-                (here.distance(point), pair, origin)
-                for point, pair, origin, top in points
+                (here.distance(point), config, origin)
+                for point, config, origin, top in points
                 if number <= top
             ),
             key=lambda each: each[0],
             default=(math.inf, otherwise.choose(number), ""),
         )
         if apart > NEAR:
-            found.append(Borrowed(number, otherwise.choose(number), "regimes"))
+            found.append(Borrowed(number, otherwise.choose(number), "heuristics"))
         else:
-            found.append(Borrowed(number, _lent(pair, problem, device, number), origin))
+            found.append(Borrowed(number, _lent(config, problem, device, number), origin))
     return found
 
 
-def _top(pair: TilePair, tokens: int, problem: Problem) -> int:
-    """Return the most tokens that a pair tuned for `tokens` serves.
+def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
+    """Return the most tokens that a configuration tuned for `tokens` serves.
 
     They are a few where the path is for those.
     """
-    most = MOST_TOKENS.get(pair.path)
-    return max(tokens, most(problem)) if most else ENDLESS
+    most = BY_NAME[config.path].most_tokens(problem)
+    return ENDLESS if most is None else max(tokens, most)
 
 
-def _lent(pair: TilePair, problem: Problem, device: Device, tokens: int) -> TilePair:
-    """Return what `problem` makes of a neighbour's pair.
+def _lent(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
+    """Return what `problem` makes of a neighbour's: some paths lend their names alone.
 
-    How long a ring may be depends on the problem's depths, and launches of packed weights on how
+    How long a ring may be depends on the problem's depths, and launches of 4-bit weights on how
     many programs there are.
     """
-    if pair.path == STREAMED and gemv_tma_config.serves(problem, device):
-        return gemv_tma_config.default(problem, device)
-    if pair.path == SINGLE and problem.scheme.packed and gemv_w4_config.serves(problem):
-        return gemv_w4_config.default(problem, tokens)
-    return pair
-
-
-def _fits(pair: TilePair, problem: Problem, device: Device) -> bool:
-    return not any(
-        any(path_violations(tile, gemm, pair.path, problem, device))
-        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True)
-    )
+    path = BY_NAME[config.path]
+    if path.lends or not path.serves(problem, device):
+        return config
+    return path.default_config(problem, tokens, device)
 
 
 def steps_of(borrowed: Sequence[Borrowed]) -> Steps:
-    """Give a call the pair of the nearest number of tokens."""
+    """Give a call the configuration of the nearest number of tokens."""
     between = [(one.tokens + two.tokens) // 2 for one, two in pairwise(borrowed)]
-    return Steps((*between, ENDLESS), tuple(one.pair for one in borrowed))
+    return Steps((*between, ENDLESS), tuple(one.config for one in borrowed))

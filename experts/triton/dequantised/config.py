@@ -1,6 +1,6 @@
-"""Tiles of the dequantised path: which problems it serves, and how many experts go at once.
+"""The dequantised path: which problems it serves, and how many experts go at once.
 
-Its products are the permuted path's, of weights that a launch has written as bf16 before.
+Its products are grouped GEMMs of weights that a launch has written as bf16 before.
 """
 
 from collections.abc import Iterator
@@ -9,10 +9,15 @@ from functools import lru_cache
 
 import torch
 
-from experts.triton.grouped_tma import config as grouped_tma_config
-from experts.triton.launch_config import DEQUANTISED, Device, Gemm, Tile, TilePair, Violation, gemms
+from experts.triton.candidates import Groups, Rows
+from experts.triton.grouped_tma import config as grouped
+from experts.triton.grouped_tma.candidates import candidates as plain_candidates
+from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation, gemms
 from modular_kernel.types import Problem
 
+NAME = "dequantised"
+
+_TRIED: Rows = {128: (32, 1 << 62)}
 # Mean rows of an expert from which the path pays, by how slowly the aligned path unpacks. Measured
 # on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss.
 _LEAST_ROWS = {
@@ -41,15 +46,17 @@ def serves(problem: Problem, device: Device) -> bool:
     weights_alone = scheme.quantised and not scheme.quantises_activations
     if not weights_alone or problem.dtype is not torch.bfloat16:
         return False
-    return grouped_tma_config.serves(plain(problem), device)
+    return grouped.serves(plain(problem), device)
 
 
-def violations(tile: Tile, gemm: Gemm, problem: Problem, device: Device) -> Iterator[Violation]:
+def violations(
+    tile: LaunchConfig, gemm: Gemm, problem: Problem, device: Device
+) -> Iterator[Violation]:
     """Every reason not to launch `tile` for this GEMM of `problem` on this path."""
     unquantised = gemms(plain(problem))[gemm.index - 1]
-    for violation in grouped_tma_config.violations(tile, unquantised, "plain", device):
+    for violation in grouped.violations(tile, unquantised, "plain", device):
         yield replace(
-            violation, need=violation.need.replace("permuted path", f"{DEQUANTISED} path")
+            violation, need=violation.need.replace(f"{grouped.NAME} path", f"{NAME} path")
         )
 
 
@@ -58,6 +65,11 @@ def least_rows(problem: Problem) -> int:
     scheme = problem.scheme
     option = ":zero_points" if scheme.zero_points else ":repacked" if scheme.repacked else ""
     return _LEAST_ROWS.get(scheme.name + option, _LEAST_ROWS[scheme.name])
+
+
+def least_tokens(problem: Problem) -> int:
+    """Return the fewest tokens of a call that takes this path without a tuned file."""
+    return least_rows(problem) * problem.experts // problem.top_k
 
 
 def experts_at_once(problem: Problem) -> int:
@@ -72,6 +84,11 @@ def values_at_once(problem: Problem) -> int:
     return experts_at_once(problem) * max(problem.w1_rows, problem.intermediate) * problem.hidden
 
 
-def default(problem: Problem) -> TilePair:
+def default(problem: Problem) -> MoEConfig:
     """Return the tiles without a tuned file: the permuted path's for unquantised weights."""
-    return replace(grouped_tma_config.default(plain(problem)), path=DEQUANTISED)
+    return replace(grouped.default(plain(problem)), path=NAME)
+
+
+def candidates(problem: Problem, tokens: int) -> Groups:
+    """Return launches worth timing with so many tokens."""
+    return plain_candidates(plain(problem), tokens, _TRIED)

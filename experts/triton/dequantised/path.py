@@ -1,18 +1,21 @@
-"""The dequantised path: weights of 4 or 8 bits become bf16, then the permuted path multiplies.
+"""The dequantised path: weights of 4 or 8 bits become bf16, then grouped GEMMs multiply them.
 
 For many rows an expert. Experts go a few at a time, so that the buffer of dequantised weights stays
-small (dequantised_config); only those that have rows are dequantised.
+small (config); only those that have rows are dequantised.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
-from experts.triton.dequantised import config as dequantised_config
+from experts.triton.candidates import Groups
+from experts.triton.dequantised import config
+from experts.triton.dequantised.config import violations
 from experts.triton.grouped.base import Rows
-from experts.triton.grouped_tma.path import PermutedPath
-from experts.triton.launch_config import DEQUANTISED, Tile
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import MIDDLE, Product, scale_group, word_format
 from experts.triton.path import PathCall
 from modular_kernel.ops.count import next_power_of_2
@@ -30,17 +33,46 @@ _WIDEST_STEP = 128  # of the depth, with one scale
 _FILL = 64  # tiles that a program copies
 
 
-class DequantisedPath(PermutedPath):
-    """Serves what dequantised_config.serves says."""
+class DequantisedPath(GroupedTmaPath):
+    """Serves what config.serves says."""
 
-    name = DEQUANTISED
+    name = config.NAME
+    former_names = (config.NAME,)
     roundings = Roundings(weights=True)
 
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether weights alone are quantised, and grouped GEMMs serve the rest."""
+        return config.serves(problem, device)
+
+    @classmethod
+    def least_tokens(cls, problem: Problem) -> int:
+        """Return from where experts have enough rows."""
+        return config.least_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches for unquantised weights."""
+        return config.default(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what forbids a launch for unquantised weights."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, gemm, problem, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return the launches for unquantised weights."""
+        return config.candidates(problem, tokens)
+
     def __init__(self, problem: Problem) -> None:
-        super().__init__(dequantised_config.plain(problem))
+        super().__init__(config.plain(problem))
         self._scheme = problem.scheme
-        self._at_once = dequantised_config.experts_at_once(problem)
-        self._values = dequantised_config.values_at_once(problem)
+        self._at_once = config.experts_at_once(problem)
+        self._values = config.values_at_once(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Buffers of the permuted path, of dequantised weights, and of some experts' tiles."""
@@ -61,7 +93,7 @@ class DequantisedPath(PermutedPath):
         self,
         rows: Rows,
         product: Product,
-        tile: Tile,
+        tile: LaunchConfig,
         order: Sorted,
         out: torch.Tensor,
         call: PathCall,

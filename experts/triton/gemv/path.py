@@ -1,19 +1,39 @@
-"""The single path: a few tokens without an alignment, in two launches.
+"""The gemv path: a few tokens without an alignment, in two launches.
 
 GEMM 1 has a program for each routed pair, GEMM 2 one for each token, which weights and sums its
 pairs itself. Both multiply without tensor cores: the weights of a few tokens are read once, and
 nothing else takes time. Activations are quantised where they are used.
 
-What a tile means here: see gemv.config.
+What a tile means here: see config.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from experts.triton.launch_config import SINGLE, Tile
-from experts.triton.operands import Product, first_product, scale_group, second_product
-from experts.triton.path import PathCall
+from experts.triton.candidates import Groups
+from experts.triton.gemv import config
+from experts.triton.gemv.candidates import candidates
+from experts.triton.launch_config import (
+    Device,
+    Gemm,
+    Launch,
+    LaunchConfig,
+    MoEConfig,
+    Violation,
+    violations,
+)
+from experts.triton.operands import (
+    Product,
+    first_product,
+    input_scales,
+    row_scale,
+    scale_group,
+    second_product,
+)
+from experts.triton.path import Path, PathCall
 from modular_kernel import stages
 from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.launch.launch import launch
@@ -21,8 +41,7 @@ from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.quant import LARGEST, MIDDLE, MIN_SCALE
 from modular_kernel.roundings import Roundings
-from modular_kernel.schemes import QuantScheme
-from modular_kernel.tensors import ContiguousTokens, ExpertWeights
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec
 
@@ -32,10 +51,41 @@ _MOST_ROW = 8192  # columns of x that a program looks through at once for the la
 _MOST_IDS = 1024
 
 
-class SinglePath:
-    """Serves what gemv.config.serves says. Row p of h is pair p."""
+class GemvPath(Path):
+    """Serves what config.serves says. Row p of h is pair p."""
 
-    name = SINGLE
+    name = config.NAME
+    refuses = False
+    former_names = ("single",)
+    quantises_input = True
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether its kernels can cut the groups of activations by halves."""
+        return config.serves(problem)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where experts are seldom shared."""
+        return config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by the depths of both GEMMs."""
+        return config.default(problem, tokens)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what bounds any tile, but for a scheme's groups."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, replace(gemm, group_k=0), device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches that differ in how many warps share what."""
+        return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
         from experts.triton.gemv.kernels.down import single_down_kernel
@@ -48,10 +98,10 @@ class SinglePath:
         self._sums = problem.combine is Combine.SUM
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens; block_m is of no account."""
+        """Buffers for a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
-        if _row_scale(problem.scheme, problem.intermediate) in ("token", "tensor"):
+        if row_scale(problem.scheme, problem.intermediate) in ("token", "tensor"):
             blocks = -(-problem.intermediate // _LEAST_BLOCK_N)
             specs["single_largest"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs
@@ -63,9 +113,10 @@ class SinglePath:
     def run(self, call: PathCall) -> None:
         problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
         pairs = routing.topk_ids_TK.numel()
+        one, two = call.config.both(LaunchConfig)
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
-        largest, blocks = h_PI, -(-problem.intermediate // call.tiles.gemm1.block_n)
-        keeps = _row_scale(problem.scheme, problem.intermediate) in ("token", "tensor")
+        largest, blocks = h_PI, -(-problem.intermediate // one.block_n)
+        keeps = row_scale(problem.scheme, problem.intermediate) in ("token", "tensor")
         if keeps:
             largest = workspace.take("single_largest", (pairs * blocks,))
         use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
@@ -83,13 +134,13 @@ class SinglePath:
                 HAS_ROW_WEIGHTS=problem.apply_router_weight_on_input,
                 KEEP_LARGEST=keeps,
                 BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
-                **self._up_arguments(call),
+                **self._up_arguments(call, one),
                 **ids,
             )
         with stages.stage(self._second_stage):
             launch(
                 self._down,
-                self._down_grid(pairs, call.tiles.gemm2),
+                self._down_grid(pairs, two),
                 h_ptr=h_PI,
                 largest_ptr=largest,
                 row_weights_ptr=routing.topk_weights_TK,
@@ -98,7 +149,7 @@ class SinglePath:
                 blocks=blocks,
                 HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
                 BLOCK_B=next_power_of_2(blocks),
-                **self._down_arguments(call),
+                **self._down_arguments(call, two),
                 **ids,
             )
 
@@ -113,9 +164,9 @@ class SinglePath:
         before = (stages.QUANTISE,) if self.problem.scheme.quantises_activations else ()
         return stages.fused(*before, stages.GEMM2, *((stages.REDUCE,) if self._sums else ()))
 
-    def _up_arguments(self, call: PathCall) -> dict[str, object]:
+    def _up_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """GEMM 1's, as far as x, the weights and the tile decide."""
-        problem, tile = self.problem, call.tiles.gemm1
+        problem = self.problem
         product = first_product(call.weights, problem)
         quant, scales = input_scales(call.tokens, call.weights.a1_scale, problem)
         x_TH = call.tokens.x_TH
@@ -135,9 +186,9 @@ class SinglePath:
             **_arguments(product, tile, tile.block_n),
         }
 
-    def _down_arguments(self, call: PathCall) -> dict[str, object]:
+    def _down_arguments(self, call: PathCall, tile: LaunchConfig) -> dict[str, object]:
         """GEMM 2's, as far as h, the weights and the tile decide."""
-        problem, tile = self.problem, call.tiles.gemm2
+        problem = self.problem
         slots, held = self._slots(tile)
         static = call.weights.a2_scale
         return {
@@ -147,46 +198,24 @@ class SinglePath:
             "factor": float(problem.routed_scaling_factor) if self._sums else 1.0,
             "SLOTS": slots,
             "S": held,
-            "QUANT": _row_scale(problem.scheme, problem.intermediate),
+            "QUANT": row_scale(problem.scheme, problem.intermediate),
             **_arguments(second_product(call.weights, problem), tile, tile.block_n // held),
         }
 
-    def _slots(self, tile: Tile) -> tuple[int, int]:
+    def _slots(self, tile: LaunchConfig) -> tuple[int, int]:
         """Pairs of an output row, and how many a program of GEMM 2 holds at once."""
         slots = self.problem.top_k if self._sums else 1
         most = min(next_power_of_2(slots), tile.block_n)
         held = 1 << (min(most, tile.group_m).bit_length() - 1)
         return slots, held
 
-    def _down_grid(self, pairs: int, tile: Tile) -> tuple[int, ...]:
+    def _down_grid(self, pairs: int, tile: LaunchConfig) -> tuple[int, ...]:
         slots, held = self._slots(tile)
         columns = tile.block_n // held
         return (pairs // slots * -(-self.problem.hidden // columns),)
 
 
-def _row_scale(scheme: QuantScheme, depth: int) -> str:
-    """Return what one scale of rows of `depth` values covers, as the kernels name it."""
-    if scheme.static:
-        return "static"
-    granularity = scheme.activation_granularity
-    if granularity == "group" and not scale_group(scheme, depth)[1]:
-        return "token"
-    return granularity
-
-
-def input_scales(
-    tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
-) -> tuple[str, dict[str, object]]:
-    """How GEMM 1 finds the scales of x: QUANT, and where they are."""
-    scale, quant = tokens.scale, _row_scale(problem.scheme, problem.hidden)
-    if scale is None:
-        scale = tokens.x_TH if static is None else static
-        return quant, {"x_scale_ptr": scale, "stride_xsm": 0, "stride_xsk": 0}
-    strides = scale.stride() if scale.dim() == 2 else (0, 0)
-    return "given", {"x_scale_ptr": scale, "stride_xsm": strides[0], "stride_xsk": strides[1]}
-
-
-def _arguments(product: Product, tile: Tile, columns: int) -> dict[str, object]:
+def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, object]:
     """Return what both kernels take of a product; columns: BLOCK_N."""
     scheme, w = product.scheme, product.w
     scale = w if product.scale is None else product.scale

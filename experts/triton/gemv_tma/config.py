@@ -1,16 +1,24 @@
-"""Tiles of the streamed path: which problems it serves, what bounds a tile, which one is taken.
+"""The TMA-pipelined gemv path: which problems it serves, what bounds a launch, which is taken.
 
 block_n is fixed: 64 rows of weights, which gate and up columns share. block_k is what one place of
-the ring holds of the depth, num_stages how many places there are. block_m and group_m are of no
-account.
+the ring holds of the depth, num_stages how many places there are. block_m and group_m are ignored.
 """
 
 from collections.abc import Iterator
 
 import torch
 
-from experts.triton.launch_config import STREAMED, Device, Gemm, Tile, TilePair, Violation, gemms
+from experts.triton.launch_config import (
+    Device,
+    Gemm,
+    LaunchConfig,
+    MoEConfig,
+    Violation,
+    gemms,
+)
 from modular_kernel.types import Combine, Problem
+
+NAME = "gemv_tma"
 
 ROWS = 64  # of weights in a tile
 PANEL = 128  # bytes, and values, of the depth that a box covers
@@ -28,7 +36,9 @@ _STAGING = 1 << 12  # bytes for sums across warps, barriers, and what separates 
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`."""
     scheme = problem.scheme
-    if not device.boxes or scheme.name not in _SCHEMES or problem.dtype is torch.float32:
+    if problem.batch_invariant or not device.tma:
+        return False
+    if scheme.name not in _SCHEMES or problem.dtype is torch.float32:
         return False
     if scheme.granularity == "block" and not _one_scale_a_half(problem):
         return False
@@ -61,14 +71,14 @@ def most_tokens(problem: Problem) -> int:
     return min(VECTORS, max(1, problem.experts // ((4 if block else 2) * problem.top_k)))
 
 
-def violations(tile: Tile, gemm: Gemm, device: Device) -> Iterator[Violation]:
+def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
     """Every reason not to launch `tile` on this path."""
     fixed = {"block_n": ROWS // gemm.sides, "num_warps": 4}
     for name, value in fixed.items():
         if getattr(tile, name) != value:
-            yield Violation(name, getattr(tile, name), f"{value} on the {STREAMED} path")
+            yield Violation(name, getattr(tile, name), f"{value} on the {NAME} path")
     if tile.block_k not in _DEPTHS:
-        yield Violation("block_k", tile.block_k, f"one of {_DEPTHS} on the {STREAMED} path")
+        yield Violation("block_k", tile.block_k, f"one of {_DEPTHS} on the {NAME} path")
     elif not 2 <= tile.num_stages <= _places(tile.block_k, gemm, device):
         need = f"2 to {_places(tile.block_k, gemm, device)}, beside vectors of {gemm.depth} values"
         yield Violation("num_stages", tile.num_stages, need)
@@ -85,13 +95,13 @@ def _places(block_k: int, gemm: Gemm, device: Device) -> int:
     return max(0, device.shared - _STAGING - vectors) // (ROWS * block_k)
 
 
-def default(problem: Problem, device: Device) -> TilePair:
+def default(problem: Problem, device: Device) -> MoEConfig:
     """Return the tiles without a tuned file: the deepest places of which there are enough."""
     first, second = (_tile(gemm, device) for gemm in gemms(problem))
-    return TilePair(first, second, STREAMED)
+    return MoEConfig(first, second, NAME)
 
 
-def _tile(gemm: Gemm, device: Device) -> Tile:
+def _tile(gemm: Gemm, device: Device) -> LaunchConfig:
     places = {block_k: _places(block_k, gemm, device) for block_k in reversed(_DEPTHS)}
     block_k = next((k for k, count in places.items() if count >= _ENOUGH), _DEPTHS[0])
-    return Tile(16, ROWS // gemm.sides, block_k, 1, 4, places[block_k])
+    return LaunchConfig(16, ROWS // gemm.sides, block_k, 1, 4, places[block_k])

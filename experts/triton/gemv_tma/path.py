@@ -1,17 +1,26 @@
-"""The streamed path: a few tokens and fp8 weights on sm_90, in two launches.
+"""The TMA-pipelined gemv path: a few tokens and fp8 weights on sm_90, in two launches.
 
-As the single path, but weights come through shared memory by TMA, as fast as memory gives them,
-whatever the multiplying warps wait for. What a tile means here: see gemv_tma.config.
+As the gemv path, but weights come through shared memory by TMA, as fast as memory gives them,
+whatever the multiplying warps wait for. What a launch means here: see config.
 """
+
+from collections.abc import Iterator
 
 import torch
 
-from experts.triton.gemv.path import input_scales
-from experts.triton.gemv_tma.config import COLUMNS, PANEL, ROWS, VECTORS, pieces
-from experts.triton.grouped_tma.config import TMA_BYTES
-from experts.triton.launch_config import STREAMED, Tile
-from experts.triton.operands import Product, first_product, second_product
-from experts.triton.path import PathCall
+from experts.triton.candidates import Groups
+from experts.triton.gemv_tma import config
+from experts.triton.gemv_tma.candidates import candidates
+from experts.triton.gemv_tma.config import COLUMNS, PANEL, ROWS, VECTORS, pieces, violations
+from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import (
+    TMA_BYTES,
+    Product,
+    first_product,
+    input_scales,
+    second_product,
+)
+from experts.triton.path import Path, PathCall
 from modular_kernel import stages
 from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.launch.launch import launch
@@ -26,10 +35,41 @@ from modular_kernel.workspace import BufferSpec
 _REGISTERS = (128, 144)
 
 
-class StreamedPath:
-    """Serves what gemv_tma.config.serves says. Row p of h is pair p."""
+class GemvTmaPath(Path):
+    """Serves what config.serves says. Row p of h is pair p."""
 
-    name = STREAMED
+    name = config.NAME
+    former_names = ("streamed",)
+    quantises_input = True
+    lends = False
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether fp8 weights come in boxes that TMA fetches."""
+        return config.serves(problem, device)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where experts are seldom shared."""
+        return config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches of the deepest places of which there are enough."""
+        return config.default(problem, device)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what bounds the ring of places in shared memory."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, gemm, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return rings of as many places as fit, and of fewer."""
+        return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -38,7 +78,7 @@ class StreamedPath:
         self._grouped = problem.scheme.granularity == "block"
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens; block_m is of no account."""
+        """Buffers for a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
         if not self._grouped:
@@ -134,7 +174,7 @@ class StreamedPath:
             **scales,
             **constants,
             **_weights(product, COLUMNS if product.step == 1 else ROWS),
-            **_ring(call.tiles.gemm1, problem.hidden),
+            **_ring(call.config.both(LaunchConfig)[0], problem.hidden),
         }
 
     def _down_arguments(self, call: PathCall, slots: int) -> dict[str, object]:
@@ -149,7 +189,7 @@ class StreamedPath:
             "SLOTS": slots,
             "BLOCKS": max(PANEL // 4, next_power_of_2(self._blocks)),
             **_weights(second_product(call.weights, problem), ROWS // slots),
-            **_ring(call.tiles.gemm2, problem.intermediate),
+            **_ring(call.config.both(LaunchConfig)[1], problem.intermediate),
         }
 
 
@@ -169,5 +209,5 @@ def _weights(product: Product, box_rows: int) -> dict[str, object]:
     }
 
 
-def _ring(tile: Tile, depth: int) -> dict[str, object]:
+def _ring(tile: LaunchConfig, depth: int) -> dict[str, object]:
     return {"EACH": tile.block_k // PANEL, "STAGES": tile.num_stages, "PIECES": pieces(depth)}

@@ -1,17 +1,22 @@
-"""Tiles of the single path for packed weights: which problems it serves, and which are taken.
-
-A program multiplies block_n columns (of gate, and as many of up) with the row of a pair. num_warps
-share the depth, and in GEMM 2 a token's pairs too, in blocks of block_k. Of each warp num_stages
-blocks are in registers or on their way to them. In GEMM 2 block_n may be 8: the 16 rows of a
-product are then twice the same, each time with half of a block. block_m and group_m are of no
-account.
-"""
+"""The gemv path for 4-bit weights: which problems it serves, and what it launches."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from experts.triton.aligned_w4 import config as aligned_w4_config
-from experts.triton.launch_config import SINGLE, Gemm, Tile, TilePair
+from experts.triton.launch_config import (
+    Device,
+    Gemm,
+    LaunchConfig,
+    MoEConfig,
+    Violation,
+)
+from experts.triton.launch_config import violations as bounds
+from experts.triton.operands_w4 import fills_words
 from modular_kernel.types import Problem
+
+NAME = "gemv_w4"
 
 CHUNK = 128  # weights of a row that a warp loads 16 bytes a lane
 ROWS = 16  # of weights in a product, at least
@@ -23,13 +28,41 @@ _MOST_PAIRS = 64  # of a token
 _MOST_TOKENS = 8  # of a call without a tuned file: those of 16 were slower, if little
 
 
+@dataclass(frozen=True)
+class GemvW4Config:
+    """One launch: a program multiplies block_n columns (of gate, and as many of up) with one row.
+
+    num_warps share the depth, and in GEMM 2 a token's pairs too, in blocks of block_k. Of each warp
+    num_stages blocks are in registers or on their way to them. In GEMM 2 block_n may be 8: the 16
+    rows of a product are then twice the same, each time with half of a block.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    block_m: ClassVar[int] = 1  # a pair, or a token
+
+    def __str__(self) -> str:
+        sizes = f"block_n={self.block_n} block_k={self.block_k}"
+        return f"{sizes} warps={self.num_warps} stages={self.num_stages}"
+
+
 def serves(problem: Problem) -> bool:
-    """Whether the kernels of this path can compute `problem`."""
-    served = aligned_w4_config.serves(problem) and not problem.batch_invariant
-    return served and problem.top_k <= _MOST_PAIRS
+    """Return whether the kernels of this path can compute `problem`."""
+    return fills_words(problem) and not problem.batch_invariant and problem.top_k <= _MOST_PAIRS
 
 
-def chunks(tile: Tile, group: int) -> int:
+def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Violation]:
+    """Yield every reason not to launch `config`: as a tile of 16 rows that may be narrow.
+
+    A scheme's groups do not bound it.
+    """
+    tile = LaunchConfig(16, config.block_n, config.block_k, 1, config.num_warps, config.num_stages)
+    return bounds(tile, replace(gemm, group_k=0, least_block_n=least_block_n(gemm)), device)
+
+
+def chunks(tile: GemvW4Config, group: int) -> int:
     """Chunks of a block of block_k, no more than there are columns for groups of `group`."""
     slots = CHUNK // math.gcd(group, CHUNK)
     return max(1, min(tile.block_k // CHUNK, SLOTS // slots))
@@ -40,12 +73,12 @@ def least_block_n(gemm: Gemm) -> int:
     return ROWS // 2 if gemm.index == 2 else ROWS // gemm.sides
 
 
-def halves(tile: Tile) -> int:
+def halves(tile: GemvW4Config) -> int:
     """Of a block of GEMM 2, that each have rows of a product to themselves: 2 for 8 columns."""
     return max(1, ROWS // tile.block_n)
 
 
-def registers(tile: Tile, gemm: int, *, in_lanes: bool) -> int:
+def registers(tile: GemvW4Config, gemm: int, *, in_lanes: bool) -> int:
     """Return the most registers of a thread of GEMM 1 or 2.
 
     With 128 sixteen warps are at work on a multiprocessor, with 80 there are 24, with 64 there are
@@ -78,17 +111,14 @@ _Launch = tuple[int, int, int, int]  # block_n, block_k, warps, stages
 _PROGRAMS = 132  # one on each multiprocessor
 
 
-def default(problem: Problem, tokens: int = 1) -> TilePair:
+def default(problem: Problem, tokens: int = 1) -> MoEConfig:
     """Return the tiles without a tuned file for a call of `tokens` tokens.
 
     Measured as said above, and on the shapes of Qwen3-235B and Qwen2-57B: the fastest or within 4 %
     of it, and none spills 16 bytes or more.
     """
-    first, second = (
-        Tile(16, block_n, block_k, 1, warps, stages)
-        for block_n, block_k, warps, stages in (_first(problem, tokens), _second(problem, tokens))
-    )
-    return TilePair(first, second, SINGLE)
+    first, second = _first(problem, tokens), _second(problem, tokens)
+    return MoEConfig(GemvW4Config(*first), GemvW4Config(*second), NAME)
 
 
 def _first(problem: Problem, tokens: int) -> _Launch:

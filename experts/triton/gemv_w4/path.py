@@ -1,19 +1,21 @@
-"""The single path for packed weights: a few tokens without an alignment, in two launches.
+"""The gemv path for 4-bit weights: a few tokens without an alignment, in two launches.
 
-As gemv.path, with tensor cores: eight 4-bit weights are a word, unpacked in registers. GEMM 1
+As the gemv path, with tensor cores: eight 4-bit weights are a word, unpacked in registers. GEMM 1
 leaves its results in the order and with the factors that GEMM 2's products need.
-
-What a tile means here: see gemv_w4.config.
 """
+
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from experts.triton.aligned_w4.path import lie_ready, packed_arguments
-from experts.triton.gemv import config as gemv_config
-from experts.triton.gemv_w4 import config as gemv_w4_config
-from experts.triton.launch_config import SINGLE, Tile
+from experts.triton.candidates import Groups
+from experts.triton.gemv_w4 import config
+from experts.triton.gemv_w4.candidates import candidates
+from experts.triton.gemv_w4.config import GemvW4Config, violations
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
 from experts.triton.operands import Product, first_product, scale_group, second_product
-from experts.triton.path import PathCall
+from experts.triton.operands_w4 import lie_ready, w4_arguments
+from experts.triton.path import Path, PathCall
 from modular_kernel import stages
 from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.launch.launch import launch
@@ -27,17 +29,54 @@ from modular_kernel.workspace import BufferSpec
 _MOST_IDS = 128  # looked at at once: one kernel for all numbers of tokens
 
 
-class PackedPath:
-    """Serves what gemv_w4_config.serves says. Row p of h is pair p."""
+class GemvW4Path(Path):
+    """Serves what config.serves says. Row p of h is pair p."""
 
-    name = SINGLE
+    name = config.NAME
+    former_names = ("single",)
+    launch = GemvW4Config
+    lends = False
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether rows and weights fill words of eight."""
+        return config.serves(problem)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where experts are seldom shared."""
+        return config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by how many programs there are."""
+        return config.default(problem, tokens)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return every number of tokens that takes this path."""
+        return range(1, config.most_tokens(problem) + 1)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what bounds any tile, but for a scheme's groups."""
+        assert isinstance(config, GemvW4Config)
+        return violations(config, gemm, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches that differ in how many warps share what."""
+        return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
+        """Bind the kernels."""
         from experts.triton.gemv_w4.kernels.down import packed_down_kernel
         from experts.triton.gemv_w4.kernels.gate_up import packed_up_kernel
         from modular_kernel.ops.launch.triton_versions import WORDS_STAY_IN_LANES
 
-        assert gemv_config.serves(problem)
+        assert config.serves(problem)
         self.problem = problem
         # Of a sum: products of all of a token's pairs are added up before anything is rounded.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
@@ -48,7 +87,7 @@ class PackedPath:
         self._second_stage = stages.fused(stages.GEMM2, *reduce)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens; block_m is of no account."""
+        """Buffers for a call of `tokens` tokens; block_m is ignored."""
         problem = self.problem
         shape = (tokens * problem.top_k, problem.intermediate)
         return {"workspace13": BufferSpec(shape, problem.dtype)}
@@ -68,7 +107,8 @@ class PackedPath:
             self._multiply_h(call, h_PI, ids)
 
     def _multiply_x(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
-        problem, routing, tile = self.problem, call.tokens.routing, call.tiles.gemm1
+        problem, routing = self.problem, call.tokens.routing
+        tile, _ = call.config.both(GemvW4Config)
         product, pairs = first_product(call.weights, problem), h_PI.shape[0]
         x_TH = call.tokens.x_TH
         launch(
@@ -89,15 +129,16 @@ class PackedPath:
             BLOCK_P=_MOST_IDS,
             **product.constants,
             **_arguments(product, tile, 1),
-            maxnreg=gemv_w4_config.registers(tile, 1, in_lanes=self._in_lanes),
+            maxnreg=config.registers(tile, 1, in_lanes=self._in_lanes),
             **ids,
         )
 
     def _multiply_h(self, call: PathCall, h_PI: torch.Tensor, ids: dict[str, object]) -> None:
-        problem, routing, tile = self.problem, call.tokens.routing, call.tiles.gemm2
+        problem, routing = self.problem, call.tokens.routing
+        _, tile = call.config.both(GemvW4Config)
         product = second_product(call.weights, problem)
         slots = problem.top_k if self._sums else 1
-        halves = gemv_w4_config.halves(tile)
+        halves = config.halves(tile)
         tokens = h_PI.shape[0] // slots
         launch(
             self._down,
@@ -113,24 +154,26 @@ class PackedPath:
             HALVES=halves,
             TEAM=_team(tile, slots),
             **_arguments(product, tile, slots, halves),
-            maxnreg=gemv_w4_config.registers(tile, 2, in_lanes=self._in_lanes),
+            maxnreg=config.registers(tile, 2, in_lanes=self._in_lanes),
             **ids,
         )
 
 
-def _arguments(product: Product, tile: Tile, slots: int, halves: int = 1) -> dict[str, object]:
+def _arguments(
+    product: Product, tile: GemvW4Config, slots: int, halves: int = 1
+) -> dict[str, object]:
     """Return what both kernels take of a product.
 
     slots: pairs whose products a program adds up. halves: of a block, as HALVES of the kernels.
     """
     _, group = scale_group(product.scheme, product.depth)
     group = group or product.depth
-    chunks = max(1, gemv_w4_config.chunks(tile, group) // halves)
-    blocks = -(-product.depth // (halves * chunks * gemv_w4_config.CHUNK))
+    chunks = max(1, config.chunks(tile, group) // halves)
+    blocks = -(-product.depth // (halves * chunks * config.CHUNK))
     team = _team(tile, slots)
     steps = -(-blocks // team) if team else -(-slots * blocks // tile.num_warps)
     return {
-        **packed_arguments(product),
+        **w4_arguments(product),
         "DEPTH": product.depth,
         "IN_TWOS": _in_twos(product, group, chunks),
         "BLOCK_N": tile.block_n,
@@ -146,7 +189,7 @@ def _arguments(product: Product, tile: Tile, slots: int, halves: int = 1) -> dic
     }
 
 
-def _team(tile: Tile, slots: int) -> int:
+def _team(tile: GemvW4Config, slots: int) -> int:
     """Warps that keep to one of a program's pairs; 0 if they cannot be shared out evenly."""
     return 0 if tile.num_warps % slots else tile.num_warps // slots
 
@@ -154,10 +197,10 @@ def _team(tile: Tile, slots: int) -> int:
 def _in_twos(product: Product, group: int, chunks: int) -> bool:
     """Whether scales can be loaded two at a time: a block has an even number of whole groups, and
     so has a row, whose scales are contiguous."""
-    slots = max(1, gemv_w4_config.CHUNK // group)
+    slots = max(1, config.CHUNK // group)
     assert product.scale is not None
     return (
-        group * slots == gemv_w4_config.CHUNK
+        group * slots == config.CHUNK
         and slots * chunks % 2 == 0
         and product.depth % (2 * group) == 0
         and product.scale.shape[2] % 2 == 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from experts.triton.launch_config import Tile
+from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product, second_product
 from experts.triton.path import PathCall
 from modular_kernel import stages
@@ -58,7 +58,7 @@ class SortedProducts(ABC):
 
     @abstractmethod
     def multiply(
-        self, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
         """One product: `out` (P, columns) contiguous, as far as there are rows."""
 
@@ -66,7 +66,7 @@ class SortedProducts(ABC):
         self,
         rows: Rows,
         product: Product,
-        tile: Tile,
+        tile: LaunchConfig,
         order: Sorted,
         out: torch.Tensor,
         call: PathCall,
@@ -103,8 +103,9 @@ class SortedProducts(ABC):
         """Write every element of call.output."""
         problem, workspace, routing = self.problem, call.workspace, call.tokens.routing
         pairs = routing.topk_ids_TK.numel()
+        one, two = call.config.both(LaunchConfig)
         with stages.stage(stages.SORT):
-            block_m = call.tiles.gemm1.block_m
+            block_m = one.block_m
             order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)
         x = Rows(call.tokens.x_TH, call.tokens.scale, tokens=order.token_of_row)
         if self.moves_tokens:
@@ -113,12 +114,12 @@ class SortedProducts(ABC):
         h_RI = workspace.take("workspace13", (pairs, problem.intermediate))
         with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
             product = first_product(call.weights, problem)
-            self.products(x, product, call.tiles.gemm1, order, h_RI, call)
+            self.products(x, product, one, order, h_RI, call)
         h = self._quantised(h_RI, order, call)
         rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
             product = second_product(call.weights, problem)
-            self.products(h, product, call.tiles.gemm2, order, rows_RH, call)
+            self.products(h, product, two, order, rows_RH, call)
         sums = problem.combine is Combine.SUM
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)

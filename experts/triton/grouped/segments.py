@@ -3,7 +3,7 @@
 import torch
 
 from experts.triton.grouped.base import Rows, SortedProducts
-from experts.triton.launch_config import Tile
+from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
@@ -13,13 +13,18 @@ class SegmentProducts(SortedProducts):
     """One launch a product; an expert's rows are a segment."""
 
     def multiply(
-        self, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
         multiply_segments(rows, product, tile, order.tiles, out, self.problem.fp32_precision)
 
 
 def multiply_segments(
-    rows: Rows, product: Product, tile: Tile, tiles: torch.Tensor, out: torch.Tensor, precision: str
+    rows: Rows,
+    product: Product,
+    tile: LaunchConfig,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    precision: str,
 ) -> None:
     """out[r] = rows[r] times the weights of r's expert, for the rows of `tiles`, as ops.sort cuts.
 

@@ -1,14 +1,16 @@
-"""Tiles of the permuted path: which problems it serves, what bounds a tile, which one is taken."""
+"""Persistent grouped GEMMs: which problems they serve, what bounds a launch, which is taken."""
 
 from collections.abc import Iterator
 
 import torch
 
-from experts.triton.launch_config import PERMUTED, Device, Gemm, Tile, TilePair, Violation
+from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import TMA_BYTES
 from modular_kernel.types import Problem
 
+NAME = "grouped_tma"
+
 BOX_BYTES = 128  # of the depth that one step covers: the widest swizzle of a TMA box
-TMA_BYTES = 16  # rows start on multiples of it
 BLOCK_M = 128  # two warpgroups of 64 rows
 # How the kernel scales, by scheme.
 MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
@@ -24,7 +26,9 @@ _MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest 
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`."""
     scheme = problem.scheme
-    if not device.boxes or scheme.name not in MODES or problem.dtype is torch.float32:
+    if problem.batch_invariant or not device.tma:
+        return False
+    if scheme.name not in MODES or problem.dtype is torch.float32:
         return False
     if scheme.granularity == "block" and not _one_scale_a_half(problem):
         return False
@@ -33,6 +37,11 @@ def serves(problem: Problem, device: Device) -> bool:
     return not problem.apply_router_weight_on_input and all(
         width * itemsize % TMA_BYTES == 0 for width in widths
     )
+
+
+def least_tokens(problem: Problem) -> int:
+    """Return the fewest tokens of a call that takes this path without a tuned file."""
+    return LEAST_ROWS * problem.experts // problem.top_k
 
 
 def _one_scale_a_half(problem: Problem) -> bool:
@@ -52,16 +61,16 @@ def gathers(problem: Problem) -> bool:
     return MODES[problem.scheme.name] != "block" and steps >= _MOST_STAGES - 1
 
 
-def half_rows(tile: Tile, sides: int) -> int:
+def half_rows(tile: LaunchConfig, sides: int) -> int:
     """Weight rows of half a tile: gate rows, or half the columns."""
     return tile.block_n if sides == 2 else tile.block_n // 2
 
 
-def _ring_bytes(tile: Tile, half: int) -> int:
+def _ring_bytes(tile: LaunchConfig, half: int) -> int:
     return tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES
 
 
-def staging_slots(tile: Tile, half: int, columns: int) -> int:
+def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
     """How many boxes of results, `columns` wide, a warpgroup keeps until they are stored: 1 or 2.
 
     Two where they fit beside the ring, so that a tile's second one need not wait for its first.
@@ -70,7 +79,7 @@ def staging_slots(tile: Tile, half: int, columns: int) -> int:
     return 2 if fit else 1
 
 
-def violations(tile: Tile, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
+def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
     """Every reason not to launch `tile` on this path."""
     step = BOX_BYTES * 8 // gemm.a_bits
     halves = _HALVES[mode]
@@ -81,22 +90,22 @@ def violations(tile: Tile, gemm: Gemm, mode: str, device: Device) -> Iterator[Vi
     )
     for name, got, need in fixed:
         if got != need:
-            yield Violation(name, got, f"{need} on the {PERMUTED} path")
+            yield Violation(name, got, f"{need} on the {NAME} path")
     half = half_rows(tile, gemm.sides)
     if half not in halves:
         sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
-        yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {PERMUTED} path")
+        yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
         return
     shared = _ring_bytes(tile, half) + _STAGED * half
     if shared > device.shared:
         yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
 
 
-def default(problem: Problem) -> TilePair:
+def default(problem: Problem) -> MoEConfig:
     """Return the tiles without a tuned file, as measured on one H200."""
     mode = MODES[problem.scheme.name]
     half, num_stages = (64, 6) if mode == "block" else (128, 4)
     block_k = BOX_BYTES // (1 if problem.scheme.quantised else problem.dtype.itemsize)
     first = half if problem.act.gated else 2 * half
-    one, two = (Tile(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))
-    return TilePair(one, two, PERMUTED)
+    one, two = (LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))
+    return MoEConfig(one, two, NAME)

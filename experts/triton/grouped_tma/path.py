@@ -1,24 +1,30 @@
-"""The permuted path: products over rows in the order of experts, fed by TMA (sm_90).
+"""Persistent grouped GEMMs over rows in the order of experts, fed by TMA (sm_90).
 
 For many rows an expert: whole boxes are loaded, and nothing is masked. GEMM 1 fetches the tokens
 from where they are; where it cannot, a launch moves them first. What is launched besides the
 products is in experts.triton.grouped.base.
 """
 
+from collections.abc import Iterator
+
 import torch
 
+from experts.triton.candidates import Groups
 from experts.triton.grouped.base import Rows, SortedProducts
+from experts.triton.grouped_tma import config
+from experts.triton.grouped_tma.candidates import candidates
 from experts.triton.grouped_tma.config import (
     BLOCK_M,
     BOX_BYTES,
     MODES,
-    TMA_BYTES,
     gathers,
     half_rows,
     staging_slots,
+    violations,
 )
-from experts.triton.launch_config import PERMUTED, Tile
-from experts.triton.operands import Product
+from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import TMA_BYTES, Product
+from experts.triton.path import Path
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.roundings import Roundings
@@ -26,11 +32,42 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
 
-class PermutedPath(SortedProducts):
+class GroupedTmaPath(SortedProducts, Path):
     """Products in Gluon."""
 
-    name = PERMUTED
-    roundings: Roundings | None = Roundings()
+    name = config.NAME
+    former_names = ("permuted",)
+    roundings = Roundings()
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether rows start where TMA fetches them, on sm_90."""
+        return config.serves(problem, device)
+
+    @classmethod
+    def least_tokens(cls, problem: Problem) -> int:
+        """Return from where experts have enough rows."""
+        return config.least_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches that were the fastest on one H200."""
+        return config.default(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the kernel's fixed sizes and shared memory forbid."""
+        assert isinstance(config, LaunchConfig)
+        mode = MODES[problem.scheme.name]
+        return violations(config, gemm, mode, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches with other swizzle groups and fewer stages."""
+        return candidates(problem, tokens)
+
     skips_unused = False  # as it was measured: all rows were in use
 
     def __init__(self, problem: Problem) -> None:
@@ -48,7 +85,7 @@ class PermutedPath(SortedProducts):
         return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
 
     def multiply(
-        self, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
         from experts.triton.grouped_tma.kernels.gemm import sorted_gemm_kernel
         from experts.triton.kernels.tma_descriptors import boxes, multiprocessors

@@ -1,4 +1,4 @@
-"""How the Triton experts are tuned: which tiles are worth timing, and where the best are kept."""
+"""How the Triton experts are tuned: what is worth timing, and where the best are kept."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,15 +8,17 @@ from statistics import median
 
 from experts.triton.configs.filenames import TileKey
 from experts.triton.configs.files import (
+    VERSION,
     Recipe,
     Times,
     TunedFor,
+    config_as_json,
     dump_recipe,
-    pair_as_json,
     read_recipe,
 )
-from experts.triton.configs.heuristics import regimes
-from experts.triton.configs.limits import MOST_TOKENS, path_violations
+from experts.triton.configs.former import in_words_of_now
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import fits
 from experts.triton.configs.lookup import subfolder
 from experts.triton.configs.select import (
     choose_tiles,
@@ -26,104 +28,90 @@ from experts.triton.configs.select import (
     reread,
     this_store,
 )
-from experts.triton.launch_config import ALIGNED, Gemm, Tile, TilePair, gemms
-from experts.triton.tuning.candidates import FEW_TRIED, ROWS, Entry, entries, rows_span
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, gemms
+from experts.triton.path import Path as LaunchPath
+from experts.triton.paths import BASE, BY_NAME
 from modular_kernel import stages
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tunable import Best, Choice, Took, Tunable
 from modular_kernel.types import Problem
 
-_GROUP_M = 16  # of a swizzle group where an entry names none and blocks are tall
-_SHORT = 32  # block_m up to which there is nothing to swizzle
 _GROUPS_KEPT, _TILES_KEPT, _FINALISTS = 2, 2, 4
 
 
 class TileSpace(Tunable):
-    """Pairs of tiles. A choice is a TilePair, and its GEMMs are told apart by their stages.
+    """Configurations. A choice is a MoEConfig, and its GEMMs are told apart by their stages.
 
-    experts_part: name of the part, noted in the file. paths: those it can take for `problem`.
-    few_rows: whether it has the launches of aligned_w4.config.
-    Hand it to another process, and `using` pretends this one's GPU there.
+    experts_part: name of the part, noted in the file. paths: those it has; what they serve of
+    `problem` depends on the device. Hand it to another process, and `using` pretends this one's GPU
+    there.
     """
 
     stages = (stages.GEMM1, stages.GEMM2)
 
     def __init__(
-        self,
-        problem: Problem,
-        experts_part: str,
-        paths: Sequence[str] = (ALIGNED,),
-        *,
-        few_rows: bool = False,
+        self, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
     ) -> None:
         self.problem = problem
         self.experts_part = experts_part
-        self.paths = tuple(paths)
-        self.few_rows = few_rows
+        self._all = tuple(paths)
         self._gemms = gemms(problem)
         self._device = this_store().device
+        self.paths = self._serving(self._device)
+
+    def _serving(self, device: Device) -> tuple[str, ...]:
+        return tuple(path.name for path in self._all if path.serves(self.problem, device))
 
     def untuned(self, tokens: int) -> Choice:
-        return regimes(self.problem, self._device, self.paths).choose(tokens)
+        return heuristics(self.problem, self._device, self.paths).choose(tokens)
 
     @contextmanager
     def using(self, choice: Choice) -> Iterator[None]:
-        assert isinstance(choice, TilePair)
+        assert isinstance(choice, MoEConfig)
         with on_device(self._device), override_config(choice):
             yield
 
     def candidates(self, tokens: int) -> Sequence[Choice]:
         """GEMM 1 and GEMM 2 are tried at once: their times are told apart."""
         now = choose_tiles(self.problem, tokens, self.paths)  # of a file, if there is one
-        found = [now] if self._fits(now) else []
+        found = [now] if self._sound_both(now) else []
         for path in self.paths:
-            for block_m in self.blocks_m(path, tokens):
-                found += self._diagonal(path, block_m)
+            for block_m, (one, two) in BY_NAME[path].candidates(self.problem, tokens).items():
+                found += self._diagonal(path, block_m, (one, two))
         return list(dict.fromkeys(found))
 
-    def blocks_m(self, path: str, tokens: int) -> list[int]:
-        """Row blocks worth a try on `path`."""
-        rows = tokens * self.problem.top_k / self.problem.experts
-        most = MOST_TOKENS.get(path)
-        if most and tokens > FEW_TRIED * most(self.problem):
-            return []
-        known = entries(self.problem, path)[0]
-        untuned = {pair.gemm1.block_m for pair in self._untuned_pairs(path)}
-        spans = {m: rows_span(self.problem, path, m) for m in ROWS[path]}
-        worth = [m for m, (least, most) in spans.items() if least <= rows <= most]
-        return [block_m for block_m in worth if block_m in known or block_m in untuned]
+    def _untuned_of(self, path: str, block_m: int) -> list[MoEConfig]:
+        steps = heuristics(self.problem, self._device, self.paths)
+        return [c for c in steps.configs if c.path == path and c.gemm1.block_m == block_m]
 
-    def _untuned_pairs(self, path: str) -> list[TilePair]:
-        steps = regimes(self.problem, self._device, self.paths)
-        return [pair for pair in steps.pairs if pair.path == path]
-
-    def _diagonal(self, path: str, block_m: int) -> list[TilePair]:
-        """Every launch of either GEMM with this block_m, in as few pairs as there can be."""
-        untuned = [pair for pair in self._untuned_pairs(path) if pair.gemm1.block_m == block_m]
-        lists: list[list[Tile]] = []
-        known = entries(self.problem, path)
+    def _diagonal(
+        self, path: str, block_m: int, tried: tuple[Sequence[Launch], Sequence[Launch]]
+    ) -> list[MoEConfig]:
+        """Every launch of either GEMM with this block_m, in as few choices as there can be."""
+        untuned = self._untuned_of(path, block_m)
+        lists: list[list[Launch]] = []
         for index, gemm in enumerate(self._gemms):
-            tiles = [(pair.gemm1, pair.gemm2)[index] for pair in untuned]
-            tiles += [_tile(entry, block_m, gemm) for entry in known[index].get(block_m, ())]
-            tiles = list(dict.fromkeys(tiles))
-            lists.append([tile for tile in tiles if self._sound(tile, gemm, path)])
+            launches = [(config.gemm1, config.gemm2)[index] for config in untuned]
+            launches = list(dict.fromkeys((*launches, *tried[index])))
+            lists.append([launch for launch in launches if self._sound(launch, gemm, path)])
         first, second = lists
         if not first or not second:
             return []
         count = max(len(first), len(second))
         return [
-            TilePair(first[i % len(first)], second[i % len(second)], path) for i in range(count)
+            MoEConfig(first[i % len(first)], second[i % len(second)], path) for i in range(count)
         ]
 
-    def _sound(self, tile: Tile, gemm: Gemm, path: str) -> bool:
+    def _sound(self, launch: Launch, gemm: Gemm, path: str) -> bool:
         """Whether it can be launched and is no deeper than the product."""
-        deep = tile.block_k >= 2 * gemm.depth
-        found = path_violations(tile, gemm, path, self.problem, self._device)
+        deep = getattr(launch, "block_k", 0) >= 2 * gemm.depth
+        found = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
         return not deep and next(found, None) is None
 
-    def _fits(self, pair: TilePair) -> bool:
-        tiles = zip((pair.gemm1, pair.gemm2), self._gemms, strict=True)
-        return pair.path in self.paths and all(self._sound(*each, pair.path) for each in tiles)
+    def _sound_both(self, config: MoEConfig) -> bool:
+        launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
+        fit = config.path in self.paths and fits(config, self.problem, self._device)
+        return fit and all(self._sound(*each, config.path) for each in launches)
 
     def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
         """Pair the best GEMM 1 with the best GEMM 2 of the same path and block_m, and near ones."""
@@ -133,8 +121,8 @@ class TileSpace(Tunable):
         return sorted(pairs, key=model.seconds)[:_FINALISTS]
 
     def as_json(self, choice: Choice) -> Mapping[str, object]:
-        assert isinstance(choice, TilePair)
-        return pair_as_json(choice)
+        assert isinstance(choice, MoEConfig)
+        return config_as_json(choice)
 
     def saved(self, folder: Path) -> Mapping[int, Best]:
         path = self._path(folder)
@@ -145,17 +133,21 @@ class TileSpace(Tunable):
             got = recipe.tuned_for if recipe.strict else "a file of vLLM's or SGLang's"
             need = f"{self._tuned_for()}; another folder, or to start afresh"
             raise ConfigurationError(f"tile file {path}", got=got, need=need)
-        return {
-            tokens: Best(pair, times.us / 1e6, _seconds(times.untuned_us))
-            for tokens, pair in recipe.pairs().items()
-            if (times := recipe.times.get(tokens)) is not None
-        }
+        found = {}
+        for tokens, config in recipe.configs().items():
+            times = recipe.times.get(tokens)
+            if times is None:
+                continue
+            if recipe.version < VERSION:
+                config = in_words_of_now(config, tokens, self.problem, self._device, self.paths)
+            found[tokens] = Best(config, times.us / 1e6, _seconds(times.untuned_us))
+        return found
 
     def save(self, best: Mapping[int, Best], folder: Path) -> Path:
-        pairs: dict[int, TilePair] = {}
+        pairs: dict[int, MoEConfig] = {}
         for tokens in sorted(best):
             pair = best[tokens].choice
-            assert isinstance(pair, TilePair)
+            assert isinstance(pair, MoEConfig)
             pairs[tokens] = pair
         recipe = Recipe(
             origin="",
@@ -177,7 +169,9 @@ class TileSpace(Tunable):
         return path
 
     def explain(self, tokens: int, device_name: str | None = None) -> str:
-        return explain(self.problem, tokens, device_name, self.paths, few_rows=self.few_rows)
+        device = self._device if device_name is None else Device.named(device_name)
+        paths = self._serving(device)
+        return explain(self.problem, tokens, device_name, paths)
 
     def _tuned_for(self) -> TunedFor:
         return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
@@ -188,12 +182,6 @@ class TileSpace(Tunable):
         return folder / subfolder(store.triton) / name
 
 
-def _tile(entry: Entry, block_m: int, gemm: Gemm) -> Tile:
-    columns, block_k, warps, num_stages, *group = entry
-    group_m = group[0] if group else 1 if block_m <= _SHORT else _GROUP_M
-    return Tile(block_m, columns // gemm.sides, block_k, group_m, warps, num_stages)
-
-
 Kind = tuple[str, int]  # path and block_m
 
 
@@ -201,10 +189,10 @@ class Additive:
     """What pairs take by what others took: GEMM 1, GEMM 2 and, for each kind, the rest."""
 
     def __init__(self, took: Mapping[Choice, Took]) -> None:
-        self.tiles: dict[Kind, tuple[dict[Tile, float], dict[Tile, float]]] = {}
+        self.tiles: dict[Kind, tuple[dict[Launch, float], dict[Launch, float]]] = {}
         rests: dict[Kind, list[float]] = {}
         for pair, one in took.items():
-            assert isinstance(pair, TilePair)
+            assert isinstance(pair, MoEConfig)
             kind = pair.path, pair.gemm1.block_m
             first, second = self.tiles.setdefault(kind, ({}, {}))
             seconds = [one.stages.get(name, 0.0) for name in TileSpace.stages]
@@ -222,12 +210,12 @@ class Additive:
         """Seconds of the best pair of this kind."""
         return self.rest[kind] + sum(min(tiles.values()) for tiles in self.tiles[kind])
 
-    def best_pairs(self, kind: Kind, count: int) -> list[TilePair]:
+    def best_pairs(self, kind: Kind, count: int) -> list[MoEConfig]:
         """Every pair of the `count` fastest launches of either GEMM."""
         fastest = (sorted(tiles, key=tiles.__getitem__)[:count] for tiles in self.tiles[kind])
-        return [TilePair(one, two, kind[0]) for one, two in product(*fastest)]
+        return [MoEConfig(one, two, kind[0]) for one, two in product(*fastest)]
 
-    def seconds(self, pair: TilePair) -> float:
+    def seconds(self, pair: MoEConfig) -> float:
         """Of a whole call; KeyError where one of its launches was not timed."""
         kind = pair.path, pair.gemm1.block_m
         first, second = self.tiles[kind]

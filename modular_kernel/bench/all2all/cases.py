@@ -25,7 +25,7 @@ _INTERMEDIATE = 256  # of experts that nobody computes
 
 
 @dataclass(frozen=True)
-class Cell:
+class ExchangeCase:
     """One size. tokens: T of each rank. capacity: the most a call may pass; buffers are for it.
 
     quant: how rows travel to the experts, "none" (bfloat16) or a scheme such as fp8_w8a8_block;
@@ -91,7 +91,7 @@ class Cell:
         tables = self.problem(0).placement.tables()
         found = []
         for rank in range(self.world_size):
-            home_TK, _, _ = pairs_to_slots(self.routing(rank).topk_ids_TK, tables)
+            home_TK, _, _ = pairs_to_slots(self.routing(rank).topk_ids_TK, tables, together=True)
             wanted = [(home_TK == d).any(1).sum() for d in range(self.world_size)]
             found.append(tuple(map(int, wanted)))
         return tuple(found)
@@ -106,7 +106,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Link:
+class TransportLink:
     """What a floor is made of: bytes a second into one GPU, and seconds before the first."""
 
     bytes_per_s: float = 393e9
@@ -127,15 +127,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Given:
+class ExchangeInputs:
     """A call: x_TH (T, H) bfloat16; topk_ids int32 and weights float32, (T, K), contiguous."""
 
-    cell: Cell
+    cell: ExchangeCase
     x_TH: torch.Tensor
     routing: Routing
 
     @classmethod
-    def of(cls, cell: Cell, rank: int, device: torch.device) -> "Given":
+    def of(cls, cell: ExchangeCase, rank: int, device: torch.device) -> "ExchangeInputs":
         drawn = cell.routing(rank)
         routing = Routing(drawn.topk_weights_TK.to(device), drawn.topk_ids_TK.to(device))
         return cls(cell, cell.x_TH(rank, device), routing)
@@ -160,16 +160,16 @@ class Transport(ABC):
     note: str = ""
     arrived: Any = None
 
-    def refusal(self, cell: Cell) -> str:
+    def refusal(self, cell: ExchangeCase) -> str:
         """Why this cell cannot be served; "" if it can. Asked on a rank, before `open`."""
         return ""
 
     @abstractmethod
-    def open(self, cell: Cell, place: Place) -> None:
+    def open(self, cell: ExchangeCase, place: Place) -> None:
         """Make what calls of at most cell.capacity tokens need. Collective; then `load`s follow."""
 
     @abstractmethod
-    def load(self, given: Given) -> None:
+    def load(self, given: ExchangeInputs) -> None:
         """Take the tensors of the calls to come, and prepare whatever is not to be timed."""
 
     @abstractmethod
@@ -184,7 +184,7 @@ class Transport(ABC):
     def combine(self) -> torch.Tensor:
         """Return the sums of this rank's tokens, (T, H) bfloat16, or what `expected` says."""
 
-    def expected(self, given: Given) -> torch.Tensor:
+    def expected(self, given: ExchangeInputs) -> torch.Tensor:
         """Return what `combine` must return.
 
         That is x, unless the transport leaves adding up to its caller.

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 
-from modular_kernel.bench.all2all.cases import Cell, Given, Place, Transport, dequantised
+from modular_kernel.bench.all2all.cases import (
+    ExchangeCase,
+    ExchangeInputs,
+    Place,
+    Transport,
+    dequantised,
+)
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
 from modular_kernel.errors import ConfigurationError
@@ -50,7 +56,7 @@ class PartTransport(Transport):
         self._part: PrepareAndFinalize | None = None
         self._kind, self._reduce = _reducer(self.cls)
 
-    def refusal(self, cell: Cell) -> str:
+    def refusal(self, cell: ExchangeCase) -> str:
         batched = self.cls.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
         if batched and cell.capacity > _MOST_BATCHED:
             return f"rows of {cell.capacity} tokens for each expert: {_MOST_BATCHED} at most"
@@ -63,7 +69,7 @@ class PartTransport(Transport):
         reasons.sort(key=lambda found: len(found))
         return "; ".join(reasons[0]) if reasons else "no experts part"
 
-    def open(self, cell: Cell, place: Place) -> None:
+    def open(self, cell: ExchangeCase, place: Place) -> None:
         problem = cell.problem(place.rank)
         self._part = part = self.cls(problem, place.group)
         device = place.device
@@ -76,7 +82,7 @@ class PartTransport(Transport):
         empty = torch.empty(problem.e, 1, 1, dtype=problem.dtype, device=device)
         self._weights = ExpertWeights(empty, empty)
 
-    def load(self, given: Given) -> None:
+    def load(self, given: ExchangeInputs) -> None:
         assert self._part is not None
         ids = given.routing.topk_ids_TK.to(self._part.topk_indices_dtype() or torch.int32)
         self._given = given

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.bench.all2all.cases import Cell, Link
+from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 
@@ -58,7 +58,11 @@ class ExchangeRow:
 
 
 def row_of(
-    transport: str, origin: str, cell: Cell, told: Sequence[dict[str, Any]], link: Link
+    transport: str,
+    origin: str,
+    cell: ExchangeCase,
+    told: Sequence[dict[str, Any]],
+    link: TransportLink,
 ) -> ExchangeRow:
     """Make a row from what each rank told of a cell.
 

@@ -19,7 +19,14 @@ from typing import Any, Protocol, TextIO
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.all2all.cases import Cell, Given, Link, Place, Transport, distance
+from modular_kernel.bench.all2all.cases import (
+    ExchangeCase,
+    ExchangeInputs,
+    Place,
+    Transport,
+    TransportLink,
+    distance,
+)
 from modular_kernel.bench.all2all.parts import PartTransport
 from modular_kernel.bench.all2all.peers import load_peers
 from modular_kernel.bench.all2all.records import ExchangeRow, row_of
@@ -34,7 +41,7 @@ _HANG = "no answer"
 _CODE = 3  # of a process that its watch ended
 
 
-class Ranks(Protocol):
+class RankRunner(Protocol):
     """What a pool of ranks does; modular_kernel.testing.ranks.pool.RankPool is one."""
 
     world_size: int
@@ -45,7 +52,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Offer:
+class ExchangeOffer:
     """A transport that ranks make for themselves: a part's, or one of a file of peers.
 
     cells: those it is to serve. seconds: that one of them may take, `open` included; a rank that
@@ -54,7 +61,7 @@ class Offer:
 
     name: str
     origin: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ExchangeCase, ...]
     machine: Machine
     alone: bool = False
     path: Path | None = None
@@ -67,19 +74,19 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """What a rank is sent. folder: where it writes {rank}.jsonl."""
 
-    offer: Offer
+    offer: ExchangeOffer
     repeats: Repeats
     folder: str
 
 
 def run(
-    offers: Iterable[Offer],
-    new_pool: Callable[[], Ranks],
+    offers: Iterable[ExchangeOffer],
+    new_pool: Callable[[], RankRunner],
     *,
-    link: Link,
+    link: TransportLink,
     repeats: Repeats,
     deadline_s: float | None = None,
 ) -> Iterator[tuple[ExchangeRow, ...]]:
@@ -104,7 +111,9 @@ def run(
         pool.close()
 
 
-def _by_batches(offer: Offer, pool: Ranks, link: Link, repeats: Repeats) -> Iterator[ExchangeRow]:
+def _by_batches(
+    offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
+) -> Iterator[ExchangeRow]:
     """Cells of one capacity and format share what `open` made, and what goes wrong. After a hang
     in the first cell of some, no others are tried: each would take as long."""
     hung = False
@@ -119,12 +128,14 @@ def _by_batches(offer: Offer, pool: Ranks, link: Link, repeats: Repeats) -> Iter
         yield from rows
 
 
-def _rows(offer: Offer, pool: Ranks, link: Link, repeats: Repeats) -> tuple[ExchangeRow, ...]:
+def _rows(
+    offer: ExchangeOffer, pool: RankRunner, link: TransportLink, repeats: Repeats
+) -> tuple[ExchangeRow, ...]:
     trouble = ""
     with tempfile.TemporaryDirectory(prefix="mk-exchange-") as folder:
         seconds = _START_S + 2 * len(offer.cells) + offer.seconds
         try:
-            pool.run(measure, Task(offer, repeats, folder), timeout=seconds)
+            pool.run(measure, RankTask(offer, repeats, folder), timeout=seconds)
         except ModularKernelError as error:
             trouble = _gist(error)
         told = [_read(Path(folder, f"{rank}.jsonl")) for rank in range(pool.world_size)]
@@ -164,14 +175,14 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
 # --------------------------------------------------------------------------------- on the ranks
 
 
-def measure(rank: int, world_size: int, group: Any, task: Task) -> None:
+def measure(rank: int, world_size: int, group: Any, task: RankTask) -> None:
     """Every cell of an offer, of one capacity and format, each told as soon as it is known."""
     cuda = task.offer.machine.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     place = Place(rank, world_size, group, device)
     with Path(task.folder, f"{rank}.jsonl").open("w", encoding="utf-8") as file:
         teller = Teller(file)
-        with Watch(task.offer.seconds, teller) as watch:
+        with RunWatch(task.offer.seconds, teller) as watch:
             for told in _batch(task, task.offer.cells, place, teller):
                 teller.tell(told)
                 teller.cell += 1
@@ -198,7 +209,7 @@ class Teller:
         return told
 
 
-class Watch:
+class RunWatch:
     """Ends this process, a rank of a pool, when there was no progress for `seconds`: whoever waits
     inside a library cannot be called back."""
 
@@ -207,7 +218,7 @@ class Watch:
         self._until = time.monotonic() + seconds
         self._done = threading.Event()
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "RunWatch":
         threading.Thread(target=self._look, daemon=True).start()
         return self
 
@@ -231,7 +242,7 @@ def gap(rank: int, world_size: int, group: Any) -> float | None:
 
 
 def _batch(
-    task: Task, cells: Sequence[Cell], place: Place, teller: Teller
+    task: RankTask, cells: Sequence[ExchangeCase], place: Place, teller: Teller
 ) -> Iterator[dict[str, Any]]:
     transport, note, told = None, "", _skipped("after a failure")
     try:
@@ -264,14 +275,14 @@ def _batch(
 
 
 def _cell(
-    transport: Transport, cell: Cell, place: Place, task: Task, teller: Teller
+    transport: Transport, cell: ExchangeCase, place: Place, task: RankTask, teller: Teller
 ) -> dict[str, Any]:
     """Check the transport, then time it.
 
     Ranks agree after each step, so a rank that fails is not waited for.
     """
     note, error, times = "", float("inf"), None
-    given = Given.of(cell, 0 if transport.replicated else place.rank, place.device)
+    given = ExchangeInputs.of(cell, 0 if transport.replicated else place.rank, place.device)
     try:
         transport.load(given)
         error = max(_checked(transport, given) for _ in range(2))
@@ -299,7 +310,7 @@ def _cell(
     return {"status": OK, "note": transport.note, **asdict(replace(times, error=error))}
 
 
-def _checked(transport: Transport, given: Given) -> float:
+def _checked(transport: Transport, given: ExchangeInputs) -> float:
     transport.dispatch()
     transport.identity()
     out = transport.combine()

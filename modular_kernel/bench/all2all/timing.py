@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.all2all.cases import Given, Place, Transport, distance
+from modular_kernel.bench.all2all.cases import ExchangeInputs, Place, Transport, distance
 from modular_kernel.measure.records import INTERPRETER
 from modular_kernel.measure.timing import Call, capture, clock_of
 
@@ -32,7 +32,7 @@ class Repeats:
 
 
 @dataclass(frozen=True)
-class Times:
+class ExchangeTimes:
     """Microseconds of one call on one rank. spread: of the rounds' pairs, over their median.
 
     mode: graph, eager or cpu. error: the distance from x after a replay, where there are graphs.
@@ -48,11 +48,11 @@ class Times:
 
 def time_transport(
     transport: Transport,
-    given: Given,
+    given: ExchangeInputs,
     place: Place,
     repeats: Repeats,
     agreed: Callable[[bool], bool],
-) -> Times:
+) -> ExchangeTimes:
     """Time calls that were checked; all ranks do so at once.
 
     agreed: whether all ranks say yes; a capture that failed on one is not replayed on any.
@@ -78,7 +78,7 @@ class _Graphs:
     arrived: Any
 
 
-def _capture(transport: Transport, given: Given) -> _Graphs | None:
+def _capture(transport: Transport, given: ExchangeInputs) -> _Graphs | None:
     def dispatch() -> torch.Tensor:
         transport.dispatch()
         return given.x_TH
@@ -92,7 +92,7 @@ def _capture(transport: Transport, given: Given) -> _Graphs | None:
     return _Graphs(first[0], combine, pairs, arrived)
 
 
-def _replayed(transport: Transport, given: Given, graphs: _Graphs) -> float:
+def _replayed(transport: Transport, given: ExchangeInputs, graphs: _Graphs) -> float:
     """Return the distance from x after a replay of each half, with the identity in between."""
     transport.arrived = graphs.arrived
     graphs.dispatch()
@@ -102,7 +102,7 @@ def _replayed(transport: Transport, given: Given, graphs: _Graphs) -> float:
     return distance(out, transport.expected(given))
 
 
-def _graph(graphs: _Graphs, place: Place, repeats: Repeats, error: float) -> Times:
+def _graph(graphs: _Graphs, place: Place, repeats: Repeats, error: float) -> ExchangeTimes:
     halves, pairs = [], []
     for _ in range(repeats.rounds):
         parts = _queued([graphs.dispatch, graphs.combine], place, repeats.replays)
@@ -110,7 +110,7 @@ def _graph(graphs: _Graphs, place: Place, repeats: Repeats, error: float) -> Tim
         pairs.append(median(_queued([graphs.pairs], place, repeats.replays)[0]) / _PAIRS)
     dispatch, combine = (median(times) for times in zip(*halves, strict=True))
     spread = (max(pairs) - min(pairs)) / median(pairs)
-    return Times(dispatch, combine, median(pairs), spread, "graph", error)
+    return ExchangeTimes(dispatch, combine, median(pairs), spread, "graph", error)
 
 
 def _queued(runs: list[Call], place: Place, replays: int) -> list[list[float]]:
@@ -128,7 +128,7 @@ def _queued(runs: list[Call], place: Place, replays: int) -> list[list[float]]:
     return [times[len(runs) + index :: len(runs)] for index in range(len(runs))]
 
 
-def _eager(transport: Transport, place: Place, repeats: Repeats) -> Times:
+def _eager(transport: Transport, place: Place, repeats: Repeats) -> ExchangeTimes:
     clock = clock_of(place.device)
     rounds = []
     for _ in range(repeats.rounds):
@@ -149,7 +149,7 @@ def _eager(transport: Transport, place: Place, repeats: Repeats) -> Times:
     pairs = [figures[2] for figures in rounds]
     mode = "eager" if place.device.type == "cuda" else "cpu"
     mode = INTERPRETER if transport.interpreted else mode
-    return Times(dispatch, combine, pair, (max(pairs) - min(pairs)) / pair, mode)
+    return ExchangeTimes(dispatch, combine, pair, (max(pairs) - min(pairs)) / pair, mode)
 
 
 def event_gap_us(device: torch.device) -> float | None:

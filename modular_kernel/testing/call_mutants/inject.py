@@ -62,7 +62,7 @@ def _always(_pf: PrepareFinalizeRequirements, _experts: ExpertsRequirements) -> 
 
 
 @dataclass(frozen=True)
-class Mutant:
+class CallMutant:
     """One defect: a name, what it does, when it shows, and where it acts (one place or more).
 
     applies: problems and kinds of routing whose output, or a promise, it must break.
@@ -124,7 +124,7 @@ class MutatedKernel(FusedMoEModularKernel):
 
     def __init__(
         self,
-        mutant: Mutant,
+        mutant: CallMutant,
         prepare_finalize: PrepareAndFinalize,
         experts: PermuteExpertsUnpermute,
         *,
@@ -174,7 +174,7 @@ class MutatedKernel(FusedMoEModularKernel):
 class MutatedPending(Pending):
     """A call in flight that ends in the mutant's `finished`."""
 
-    mutant: Mutant = field(kw_only=True)
+    mutant: CallMutant = field(kw_only=True)
     started: Started = field(kw_only=True)
 
     def finish(self) -> torch.Tensor:
@@ -185,7 +185,7 @@ class MutatedPending(Pending):
         return out if other is None else other
 
 
-def wrap(part: PrepareAndFinalize, mutant: Mutant, problem: Problem) -> PrepareAndFinalize:
+def wrap(part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> PrepareAndFinalize:
     """`part` with a tampered handle; declares what `part` does, and shows the true problem."""
     declared = {"requires": part.requires, "prepares_at_once": part.prepares_at_once}
     wrapper = type(type(part).__name__, (_WrappedPrepareAndFinalize,), declared)
@@ -194,7 +194,7 @@ def wrap(part: PrepareAndFinalize, mutant: Mutant, problem: Problem) -> PrepareA
 
 
 def wrap_experts(
-    part: PermuteExpertsUnpermute, mutant: Mutant, problem: Problem
+    part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem
 ) -> PermuteExpertsUnpermute:
     """`part` with tampered tokens and rows; declares what `part` does."""
     wrapper = type(type(part).__name__, (_WrappedExperts,), {"requires": part.requires})
@@ -203,7 +203,7 @@ def wrap_experts(
 
 
 class _WrappedPrepareAndFinalize(PrepareAndFinalize):
-    def __init__(self, part: PrepareAndFinalize, mutant: Mutant, problem: Problem) -> None:
+    def __init__(self, part: PrepareAndFinalize, mutant: CallMutant, problem: Problem) -> None:
         super().__init__(problem)
         self.part, self.mutant = part, mutant
 
@@ -240,7 +240,7 @@ class _WrappedPrepareAndFinalize(PrepareAndFinalize):
 
 
 class _WrappedExperts(PermuteExpertsUnpermute):
-    def __init__(self, part: PermuteExpertsUnpermute, mutant: Mutant, problem: Problem) -> None:
+    def __init__(self, part: PermuteExpertsUnpermute, mutant: CallMutant, problem: Problem) -> None:
         super().__init__(problem)
         self.part, self.mutant = part, mutant
 

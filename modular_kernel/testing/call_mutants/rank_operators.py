@@ -14,7 +14,7 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
 from modular_kernel.tensors import BatchedTokens, Dispatched, Handle
-from modular_kernel.testing.call_mutants.inject import Arguments, Mutant
+from modular_kernel.testing.call_mutants.inject import Arguments, CallMutant
 from modular_kernel.testing.call_mutants.inputs import square_weights
 from modular_kernel.testing.call_mutants.operators import MUTANTS
 from modular_kernel.testing.cases.case import Case
@@ -32,7 +32,7 @@ class RankMutant:
     name: str
     description: str
     applies: Callable[[RankCase], bool]
-    make: Callable[[Problem], Mutant]
+    make: Callable[[Problem], CallMutant]
     waits: float | None = None
 
 
@@ -87,23 +87,23 @@ def _idle(case: RankCase) -> bool:
     return _spread_out(case) and 0 in case.tokens
 
 
-def _nothing(name: str) -> Mutant:
+def _nothing(name: str) -> CallMutant:
     """Harmless."""
-    return Mutant(name, "nothing", lambda _p, _r: True)
+    return CallMutant(name, "nothing", lambda _p, _r: True)
 
 
 def _everywhere(
     name: str, arguments: Callable[[Arguments], Arguments]
-) -> Callable[[Problem], Mutant]:
+) -> Callable[[Problem], CallMutant]:
     return lambda _problem: replace(_nothing(name), arguments=arguments)
 
 
 def _on_last_rank(
     name: str, make: Callable[[Problem], dict[str, Any]]
-) -> Callable[[Problem], Mutant]:
+) -> Callable[[Problem], CallMutant]:
     """`make` gives the places where it acts, as fields of Mutant."""
 
-    def made(problem: Problem) -> Mutant:
+    def made(problem: Problem) -> CallMutant:
         last = problem.parallel.rank == problem.parallel.world_size - 1
         return replace(_nothing(name), **(make(problem) if last else {}))
 
@@ -211,7 +211,7 @@ def _copied(tokens: Dispatched) -> Dispatched:
     return replace(tokens, x_TH=tokens.x_TH.clone())
 
 
-def _rest_when_idle(_problem: Problem) -> Mutant:
+def _rest_when_idle(_problem: Problem) -> CallMutant:
     """On every rank: a call without tokens of its own computes nothing for the others."""
     idle: list[bool] = []
 

@@ -4,12 +4,12 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.testing.call_mutants import conditions as when
 from modular_kernel.testing.call_mutants import inputs as given
-from modular_kernel.testing.call_mutants.inject import Mutant
+from modular_kernel.testing.call_mutants.inject import CallMutant
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.types import Machine
 
 
-class RoundingMutant(Mutant):
+class RoundingMutant(CallMutant):
     """One that shows where experts say where they round."""
 
     def occurs(self, case: Case, machine: Machine) -> bool:
@@ -18,7 +18,7 @@ class RoundingMutant(Mutant):
         return declares and super().occurs(case, machine)
 
 
-ROUNDING_MUTANTS: tuple[Mutant, ...] = (
+ROUNDING_MUTANTS: tuple[CallMutant, ...] = (
     RoundingMutant(
         "router_weights_rounded",
         "router weights are rounded to 16 bits",

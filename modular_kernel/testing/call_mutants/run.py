@@ -7,7 +7,7 @@ runs. One that survives is a failure, of the harness.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from modular_kernel.testing.call_mutants.inject import Mutant
+from modular_kernel.testing.call_mutants.inject import CallMutant
 from modular_kernel.testing.call_mutants.operators import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.call_mutants.quantised import SCALE_MUTANTS
 from modular_kernel.testing.call_mutants.roundings import ROUNDING_MUTANTS
@@ -18,7 +18,7 @@ from modular_kernel.testing.verify.one_process import findings, prove
 from modular_kernel.types import Machine
 
 MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS
-__all__ = ["MUTANTS", "Kill", "Mutant", "sensitivity"]
+__all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def sensitivity(
     experts: str,
     machine: Machine,
     *,
-    mutants: Sequence[Mutant] = MUTANTS,
+    mutants: Sequence[CallMutant] = MUTANTS,
     cases_each: int = 2,
     proven: dict[Case, str | None] | None = None,
 ) -> tuple[Kill, ...]:

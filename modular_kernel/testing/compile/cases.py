@@ -25,9 +25,11 @@ from modular_kernel.ops.activation import gated_activation
 from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.ops.mask_unwritten import live_pairs
 from modular_kernel.ops.quantise import quantise_specs, take_quantised
+from modular_kernel.ops.route import RouterTensors, route
 from modular_kernel.ops.slots_and_quantise import number_and_quantise
 from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.placement import Placement, PlacementTables
+from modular_kernel.routers import RouterSpec
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.settings import hide_gpus
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -55,7 +57,7 @@ _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
 
 
 @dataclass(frozen=True)
-class Row:
+class CompiledRow:
     """One compiled kernel: the case that launched it, its report and what is wrong with it."""
 
     case: str
@@ -76,7 +78,7 @@ class LeftOut:
 class Compiled:
     """Each distinct kernel once, and those of the installed parts that no case launched."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[CompiledRow, ...]
     left_out: tuple[LeftOut, ...]
 
 
@@ -120,7 +122,7 @@ def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int =
     the seconds.
     """
     steps = _steps(_machine(target), target)
-    rows: dict[str, Row] = {}
+    rows: dict[str, CompiledRow] = {}
     with (bar or _no_bar)(len(steps)) as advance:
         each = _shared(target, len(steps), workers) if workers > 1 else _called(steps, target)
         for found in each:
@@ -139,28 +141,28 @@ def launched(target: str) -> Cases:
         yield from step()
 
 
-def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[Row]]:
+def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
     for step in steps:
         yield _judged(step(), target)
 
 
-def _judged(cases: Cases, target: str) -> list[Row]:
+def _judged(cases: Cases, target: str) -> list[CompiledRow]:
     """What is wrong with each kernel, told where it was compiled: counting takes as long."""
     return [
-        Row(case, record, check(record, _expected(record, target)))
+        CompiledRow(case, record, check(record, _expected(record, target)))
         for case, records in cases
         for record in records
     ]
 
 
-def _shared(target: str, steps: int, workers: int) -> Iterator[list[Row]]:
+def _shared(target: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
     """What the steps yield, in their order; each process takes the next that nobody has."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
         yield from pool.map(_step, [target] * steps, range(steps))
 
 
-def _step(target: str, index: int) -> list[Row]:
+def _step(target: str, index: int) -> list[CompiledRow]:
     """One step of `compile_all`, in a process of its own."""
     return _judged(_steps(_machine(target), target)[index](), target)
 
@@ -193,6 +195,7 @@ def _steps(machine: Machine, target: str) -> list[Callable[[], Cases]]:
         "numbers": _number,
         "live pairs": _live_pairs,
         "rows of zeros": _zero_rows,
+        "router": _route,
     }
     for part in load_catalog().parts:
         if issubclass(part.cls, PrepareAndFinalize | PermuteExpertsUnpermute):
@@ -287,6 +290,23 @@ def _zero_rows() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         rows = torch.empty(4, 256, _BASE.hidden, dtype=dtype, device=_META)
         zero_rows(rows, torch.empty(4, dtype=torch.int32, device=_META))
+
+
+def _route() -> None:
+    """The router, which stands above the parts."""
+    for spec, experts in (
+        (RouterSpec(2), 8),
+        (RouterSpec(4, order="topk_first"), 128),
+        (RouterSpec(8, "sigmoid", groups=8, topk_groups=4, renormalise=True), 256),
+        (RouterSpec(6, "sqrtsoftplus", table=True, renormalise=True), 256),
+        (RouterSpec(12, zero_experts=256), 512),
+    ):
+        logits = torch.empty(4, spec.columns(experts), device=_META)
+        table = words = None
+        if spec.table:
+            table = torch.empty(100, spec.top_k, dtype=torch.int32, device=_META)
+            words = torch.empty(4, dtype=torch.int32, device=_META)
+        route(logits, spec, RouterTensors(None, table), token_ids_T=words)
 
 
 def _meta(inputs: Inputs) -> Inputs:

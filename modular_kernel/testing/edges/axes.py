@@ -28,7 +28,7 @@ _IDS = (None, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class Situation:
+class EdgeSituation:
     """A pairing with what it is judged on. pf, experts: the parts, whatever they declare here."""
 
     pf: type[PrepareAndFinalize]
@@ -59,7 +59,7 @@ class Line:
 
     field: str
     start: int
-    at: Callable[[int], Situation | None]
+    at: Callable[[int], EdgeSituation | None]
     low: int
     high: int
     falls: bool = False
@@ -70,7 +70,7 @@ def _declaring(cls: Any, requires: object) -> Any:
     return cls if cls.requires == requires else type(cls.__name__, (cls,), {"requires": requires})
 
 
-def choices(base: Situation) -> Iterator[tuple[str, Situation]]:
+def choices(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
     """Situations one field away, for fields whose values have no order; "part.field" first."""
     for of in ("problem", "machine", "pf_requires", "experts_requires"):
         record = getattr(base, of)
@@ -85,13 +85,13 @@ def choices(base: Situation) -> Iterator[tuple[str, Situation]]:
         yield "machine.device", changed
 
 
-def lines(base: Situation) -> Iterator[Line]:
+def lines(base: EdgeSituation) -> Iterator[Line]:
     """The fields that count."""
     yield from _problem_lines(base)
     if base.machine.arch is not None:
         major, minor = base.machine.arch
 
-        def on(number: int) -> Situation | None:
+        def on(number: int) -> EdgeSituation | None:
             return _changed(base, "machine", arch=divmod(number, 10))
 
         yield Line("machine.arch", 10 * major + minor, on, 10, 199)
@@ -101,7 +101,7 @@ def lines(base: Situation) -> Iterator[Line]:
             yield from _declared_lines(base, of, name, kind, getattr(record, name))
 
 
-def _changed(base: Situation, of: str, **values: object) -> Situation | None:
+def _changed(base: EdgeSituation, of: str, **values: object) -> EdgeSituation | None:
     """`base` with other values in one record; None if they are none that it may hold."""
     try:
         return replace(base, **{of: replace(getattr(base, of), **values)})
@@ -114,7 +114,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return get_type_hints(cls, include_extras=True)
 
 
-def _others(base: Situation, name: str, kind: Any, value: object) -> Iterator[object]:
+def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterator[object]:
     """Other values of a field without an order."""
     plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     own = {
@@ -189,7 +189,7 @@ def _parallels(problem: Problem) -> Iterator[object]:
         yield replace(parallel, placement=linear.with_copies({0: (1,)}))
 
 
-def _elsewhere(base: Situation) -> Iterator[Situation]:
+def _elsewhere(base: EdgeSituation) -> Iterator[EdgeSituation]:
     """The same software on the other kind of device."""
     machine = base.machine
     if machine.device == "cuda":
@@ -200,25 +200,25 @@ def _elsewhere(base: Situation) -> Iterator[Situation]:
         yield replace(base, machine=replace(machine, device="cuda", arch=(9, 0)))
 
 
-def _problem_lines(base: Situation) -> Iterator[Line]:
+def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
     problem = base.problem
     most = {"experts": _MOST_EXPERTS}
     for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts"):
         value = getattr(problem, name)
 
-        def at(number: int, name: str = name) -> Situation | None:
+        def at(number: int, name: str = name) -> EdgeSituation | None:
             return _changed(base, "problem", **{name: number})
 
         start = problem.e if name == "local_experts" else value
         yield Line(f"problem.{name}", start, at, 0, most.get(name, 2**31 - 1))
     if problem.chunk_tokens is not None:
 
-        def in_chunks(number: int) -> Situation | None:
+        def in_chunks(number: int) -> EdgeSituation | None:
             return _changed(base, "problem", chunk_tokens=number)
 
         yield Line("problem.chunk_tokens", problem.chunk_tokens, in_chunks, 1, 2**31 - 1)
 
-    def among(ranks: int) -> Situation | None:
+    def among(ranks: int) -> EdgeSituation | None:
         parallel = problem.parallel
         if parallel.placement != "linear" or not 1 <= ranks <= problem.experts:
             return None
@@ -228,12 +228,12 @@ def _problem_lines(base: Situation) -> Iterator[Line]:
 
 
 def _declared_lines(
-    base: Situation, of: str, name: str, kind: Any, value: object
+    base: EdgeSituation, of: str, name: str, kind: Any, value: object
 ) -> Iterator[Line]:
     """A declared number, or each of a declared pair of them; None is no bound."""
     field = f"{of}.{name}"
 
-    def at(number: int) -> Situation | None:
+    def at(number: int) -> EdgeSituation | None:
         return _changed(base, of, **{name: number})
 
     if isinstance(value, int) and not isinstance(value, bool):
@@ -245,7 +245,7 @@ def _declared_lines(
         assert isinstance(value, tuple)
         for place, bound in enumerate(value):
 
-            def with_bound(number: int, place: int = place) -> Situation | None:
+            def with_bound(number: int, place: int = place) -> EdgeSituation | None:
                 pair = (*value[:place], number, *value[place + 1 :])
                 return _changed(base, of, **{name: pair})
 
@@ -254,7 +254,7 @@ def _declared_lines(
     elif name == "min_arch" and base.machine.arch is not None:
         number = 10 * base.machine.arch[0] + base.machine.arch[1]
 
-        def from_arch(number: int) -> Situation | None:
+        def from_arch(number: int) -> EdgeSituation | None:
             return _changed(base, of, min_arch=divmod(number, 10))
 
         yield Line(field, number, from_arch, 0, 199)

@@ -24,7 +24,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.support import Rejection
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.edges.axes import Line, Situation, choices, lines
+from modular_kernel.testing.edges.axes import EdgeSituation, Line, choices, lines
 from modular_kernel.testing.edges.sites import Site
 from modular_kernel.testing.edges.words import contradiction
 from modular_kernel.types import Machine, Parallel, Problem
@@ -36,7 +36,7 @@ _HIDDEN = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 @dataclass(frozen=True)
-class Reason:
+class EdgeReason:
     """One way to be refused.
 
     rule: its tag. parties: who disagrees. need: what it asks for, without numbers. site: where the
@@ -58,10 +58,10 @@ class Edge:
     nothing but `reason`'s rule, as `rejection` says. values: of the field, passing and failing, if
     it counts."""
 
-    reason: Reason
+    reason: EdgeReason
     field: str
-    passing: Situation
-    failing: Situation
+    passing: EdgeSituation
+    failing: EdgeSituation
     rejection: Rejection
     values: tuple[int, int] | None = None
 
@@ -81,9 +81,9 @@ class Edges:
     """What a walk found. base: where it began; None if the pairing took nothing that was tried.
     edges: one for each reason, field and way along it. met: every reason that was given."""
 
-    base: Situation | None
-    by_place: dict[tuple[Reason, str, bool], Edge] = field(default_factory=dict)
-    met: dict[Reason, Rejection] = field(default_factory=dict)
+    base: EdgeSituation | None
+    by_place: dict[tuple[EdgeReason, str, bool], Edge] = field(default_factory=dict)
+    met: dict[EdgeReason, Rejection] = field(default_factory=dict)
 
     @property
     def edges(self) -> tuple[Edge, ...]:
@@ -91,7 +91,7 @@ class Edges:
         return tuple(self.by_place.values())
 
     @property
-    def without(self) -> tuple[Reason, ...]:
+    def without(self) -> tuple[EdgeReason, ...]:
         """Reasons that were given, and never alone one step from a valid problem."""
         with_edge = {edge.reason for edge in self.edges}
         return tuple(reason for reason in self.met if reason not in with_edge)
@@ -121,7 +121,7 @@ def edges_of(
 
 def _valid(
     pf: type[PrepareAndFinalize], experts: type[PermuteExpertsUnpermute], machine: Machine
-) -> Situation | None:
+) -> EdgeSituation | None:
     """A small problem that the pairing takes, here or else on a GPU; None if none is found."""
     packages = frozenset((*pf.requires.packages, *experts.requires.packages))
     arches = [req.min_arch for req in (pf.requires, experts.requires) if req.min_arch is not None]
@@ -131,15 +131,17 @@ def _valid(
         for ranks in _RANKS:
             for hidden in sizes:
                 problem = replace(_START, hidden=hidden, parallel=Parallel(ranks))
-                one = Situation(pf, experts, pf.requires, experts.requires, problem, where)
+                one = EdgeSituation(pf, experts, pf.requires, experts.requires, problem, where)
                 if one.verdict.ok:
                     return one
     return None
 
 
-def _around(base: Situation, found: Edges, sites: dict[int, Site], *, far: bool) -> list[Situation]:
+def _around(
+    base: EdgeSituation, found: Edges, sites: dict[int, Site], *, far: bool
+) -> list[EdgeSituation]:
     """Note the edges around `base`, and those far along its lines; return the valid neighbours."""
-    valid = list[Situation]()
+    valid = list[EdgeSituation]()
 
     for name, other in choices(base):
         if not other.verdict.ok:
@@ -155,7 +157,7 @@ def _around(base: Situation, found: Edges, sites: dict[int, Site], *, far: bool)
     return valid
 
 
-def _place(one: Situation, name: str) -> tuple[object, str]:
+def _place(one: EdgeSituation, name: str) -> tuple[object, str]:
     """The record of a field, and the field's name in it."""
     of, _, field_name = name.partition(".")
     return getattr(one, of), field_name
@@ -201,15 +203,15 @@ def _note(
     found: Edges,
     sites: dict[int, Site],
     name: str,
-    passing: Situation,
-    failing: Situation,
+    passing: EdgeSituation,
+    failing: EdgeSituation,
     values: tuple[int, int] | None = None,
 ) -> None:
     rejections = failing.verdict.rejections
     alone = len({rejection.rule for rejection in rejections}) == 1
     for rejection in rejections:
         need = re.sub(r"\d+(\.\d+)?", "#", rejection.need)
-        reason = Reason(rejection.rule, rejection.parties, need, sites[id(rejection)])
+        reason = EdgeReason(rejection.rule, rejection.parties, need, sites[id(rejection)])
         found.met.setdefault(reason, rejection)
         if alone:
             rises = values is not None and values[0] < values[1]

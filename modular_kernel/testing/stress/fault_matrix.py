@@ -17,7 +17,7 @@ from modular_kernel.testing.stress.faults import (
     POINTS,
     SLACK_S,
     VICTIM,
-    Report,
+    RankReport,
     Scenario,
     pid_of,
     suffer,
@@ -35,12 +35,12 @@ _START_S = 60.0  # processes, and the first use of what they import
 
 
 @dataclass(frozen=True)
-class Result:
+class FaultResult:
     """What became of a scenario. lost: ranks that did not report, and what is known of them."""
 
     scenario: Scenario
     world_size: int
-    reports: dict[int, Report]
+    reports: dict[int, RankReport]
     lost: dict[int, str]
     seconds: float
 
@@ -66,7 +66,7 @@ class Result:
                 found.append(f"rank {rank}: the group does not serve again")
         return found
 
-    def _of_survivor(self, report: Report) -> Iterator[str]:
+    def _of_survivor(self, report: RankReport) -> Iterator[str]:
         if report.error != "CommunicationError":
             yield f"raised {report.error or 'nothing'}: {report.message[:200]}"
             return
@@ -108,7 +108,7 @@ def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
     )
 
 
-def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> Result:
+def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> FaultResult:
     """One scenario on a pool, which is as good as new after it. Never waits longer than told:
     a rank that does not answer is ended, and said to be lost."""
     with tempfile.TemporaryDirectory(prefix="mk-fault-") as folder:
@@ -121,7 +121,7 @@ def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -
         except RankError as error:
             reports, lost = error.results, error.failures
         seconds = time.monotonic() - started
-    return Result(scenario, pool.world_size, reports, lost, seconds)
+    return FaultResult(scenario, pool.world_size, reports, lost, seconds)
 
 
 def run_matrix(
@@ -130,9 +130,9 @@ def run_matrix(
     backend: Backend,
     *,
     lanes: int = 1,
-    tell: Callable[[Result], None] = lambda _: None,
+    tell: Callable[[FaultResult], None] = lambda _: None,
     seconds: float = 300.0,
-) -> tuple[Result, ...]:
+) -> tuple[FaultResult, ...]:
     """Every scenario, in `lanes` pools side by side: each is mostly waiting.
 
     Those that cost a pool its processes begin first. tell: is told each result as it comes. None
@@ -142,7 +142,7 @@ def run_matrix(
     queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
     for item in enumerate(ordered):
         queue.put(item)
-    results: dict[int, Result] = {}
+    results: dict[int, FaultResult] = {}
     until, told = time.monotonic() + seconds, threading.Lock()
 
     def lane() -> None:
@@ -165,23 +165,23 @@ def run_matrix(
     return tuple(results[index] for index in range(len(ordered)))
 
 
-def _tried(scenario: Scenario, pool: RankPool) -> Result:
+def _tried(scenario: Scenario, pool: RankPool) -> FaultResult:
     """A pool that does not even start is a result too."""
     try:
         return run_scenario(scenario, pool)
     except RankError as error:
-        return Result(scenario, pool.world_size, {}, error.failures, 0.0)
+        return FaultResult(scenario, pool.world_size, {}, error.failures, 0.0)
 
 
-def _not_begun(scenario: Scenario, world_size: int) -> Result:
+def _not_begun(scenario: Scenario, world_size: int) -> FaultResult:
     lost = dict.fromkeys(range(world_size), "not begun: the time was up")
-    return Result(scenario, world_size, {}, lost, 0.0)
+    return FaultResult(scenario, world_size, {}, lost, 0.0)
 
 
 # ---------------------------------------------------------------------------------- the tables
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[FaultResult]) -> str:
     """A line for each scenario: seconds to the error of each survivor, what they and rank 1 raise,
     and what is not as it must be."""
     head = ("part", "what happens to rank 1", "time to error", "the others raise",
@@ -208,7 +208,7 @@ def markdown(results: Sequence[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def summary(results: Sequence[Result]) -> str:
+def summary(results: Sequence[FaultResult]) -> str:
     """One line."""
     bad = sum(bool(result.findings()) for result in results)
     slowest = max((report.seconds for result in results for rank, report in result.reports.items()
@@ -216,7 +216,7 @@ def summary(results: Sequence[Result]) -> str:
     return f"{len(results)} scenarios, {bad} with findings, slowest survivor {slowest:.1f} s"
 
 
-def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
+def as_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
     """What `json.dumps` takes."""
     return [
         {
@@ -231,7 +231,7 @@ def as_json(results: Sequence[Result]) -> list[dict[str, object]]:
     ]
 
 
-def _in_words(report: Report) -> str:
+def _in_words(report: RankReport) -> str:
     if not report.error:
         return "nothing"
     if report.error != "CommunicationError":

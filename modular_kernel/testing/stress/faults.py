@@ -92,7 +92,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What became of one rank. good: calls it completed, all of them with the right output.
 
     last: the newest record of its last exchanges, where its manager keeps some.
@@ -190,7 +190,7 @@ def suffer(
     scenario: Scenario,
     folder: str,
     pids: tuple[int, ...],
-) -> Report:
+) -> RankReport:
     """A rank's part in a scenario; what it raised, and when."""
     stage = Stage(scenario, rank, world_size, group, folder, pids)
     report = _disagree(stage) if scenario.kind == "disagrees" else _break_down(stage)
@@ -199,7 +199,7 @@ def suffer(
     return replace(report, serves_again=_serves_again(stage))
 
 
-def _break_down(stage: Stage) -> Report:
+def _break_down(stage: Stage) -> RankReport:
     """A good call, then up to two of which the victim breaks one."""
     scenario, problem = stage.scenario, stage.problem()
     given = stage.inputs(problem, stage.tokens_W)
@@ -224,7 +224,7 @@ def _break_down(stage: Stage) -> Report:
     return report
 
 
-def _disagree(stage: Stage) -> Report:
+def _disagree(stage: Stage) -> RankReport:
     """The victim means another layer."""
     other: dict[str, Any] = dict(stage.scenario.other) if stage.rank == VICTIM else {}
     experts = other.pop("experts_part", None)
@@ -240,7 +240,7 @@ def _disagree(stage: Stage) -> Report:
     return outcome(kernel, given, None)
 
 
-def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | None) -> Report:
+def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | None) -> RankReport:
     """Of two calls, each of which must return `good` (None: must fail) or raise."""
     exact = kernel.prepare_finalize.requires.deterministic
 
@@ -255,7 +255,7 @@ def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | N
     return outcome_of(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
 
 
-def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> Report:
+def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
     """Of calls, until one raises. manager: with `last_calls`, or anything without."""
     started, done = time.monotonic(), 0
     try:
@@ -264,11 +264,11 @@ def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> R
             done += 1
     except Exception as error:  # noqa: BLE001  the parent looks at what it was
         return replace(_raised(error, time.monotonic() - started, done), last=_last(manager))
-    return Report("", "", time.monotonic() - started, done)
+    return RankReport("", "", time.monotonic() - started, done)
 
 
-def _raised(error: Exception, seconds: float, done: int) -> Report:
-    report = Report(type(error).__name__, str(error), seconds, done)
+def _raised(error: Exception, seconds: float, done: int) -> RankReport:
+    report = RankReport(type(error).__name__, str(error), seconds, done)
     if isinstance(error, CommunicationError):
         return replace(report, phase=error.phase, peers=error.peers)
     return report

@@ -28,7 +28,7 @@ COLUMNS: dict[str, dict[str, object]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class InvarianceRow:
     """Rows of `tokens` whose bits differ in some other call; None where the pairing is refused."""
 
     prepare_finalize: str
@@ -43,7 +43,7 @@ class Measured:
         return "refused" if self.rows is None else f"{self.rows} of {self.tokens}"
 
 
-def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[Measured]:
+def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]:
     """Every pairing on one rank in every column, without and with `batch_invariant`; pairings that
     take no column are left out."""
     catalog = load_catalog()
@@ -57,7 +57,7 @@ def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[Measured]:
                     rows = None
                     if check(pf, experts, problem, machine).ok:
                         rows = changed_rows(Case(pf, experts, problem), machine)
-                    yield Measured(pf, experts, column, asked, rows, layer.tokens)
+                    yield InvarianceRow(pf, experts, column, asked, rows, layer.tokens)
 
 
 def changed_rows(case: Case, machine: Machine) -> int:
@@ -70,7 +70,7 @@ def changed_rows(case: Case, machine: Machine) -> int:
     return int(changed.sum())
 
 
-def as_markdown(found: list[Measured]) -> str:
+def as_markdown(found: list[InvarianceRow]) -> str:
     """A table: a line for each experts part, without and with `batch_invariant`."""
     columns = list(dict.fromkeys(one.column for one in found))
     lines = [

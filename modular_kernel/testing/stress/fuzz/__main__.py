@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 
 from modular_kernel.testing.stress.fuzz.outcome import BAD, GOOD
-from modular_kernel.testing.stress.fuzz.runs import Report, run
+from modular_kernel.testing.stress.fuzz.runs import FuzzReport, run
 from modular_kernel.testing.stress.fuzz.targets import NAMES
 
 _INTERPRETED = 20  # of these, one configuration is run with interpreted kernels
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(report.findings for report in reports))
 
 
-def summary(reports: list[Report]) -> list[str]:
+def summary(reports: list[FuzzReport]) -> list[str]:
     """Every finding, the classes of each target, and the classes of all."""
     lines = [line for report in reports for line in report.lines()]
     total: Counter[tuple[str, str]] = sum((r.by_target for r in reports), Counter())

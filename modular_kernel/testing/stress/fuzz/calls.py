@@ -24,17 +24,17 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     RIGHT,
     TYPED,
     WRONG,
-    Outcome,
+    FuzzOutcome,
     attempt,
 )
 
 _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 
 
-def right_call(rng: Random) -> Outcome:
+def right_call(rng: Random) -> FuzzOutcome:
     """A pairing that fits, valid inputs, and the number that must come out."""
     made = _kernel(rng)
-    if isinstance(made, Outcome):
+    if isinstance(made, FuzzOutcome):
         return made
     kernel, what = made
     given = draw_inputs(kernel.problem, rng)
@@ -43,10 +43,10 @@ def right_call(rng: Random) -> Outcome:
     return _judged(kernel, given, mode, what, refusable=False)
 
 
-def changed_call(rng: Random) -> Outcome:
+def changed_call(rng: Random) -> FuzzOutcome:
     """The same with one thing changed."""
     made = _kernel(rng)
-    if isinstance(made, Outcome):
+    if isinstance(made, FuzzOutcome):
         return made
     kernel, what = made
     given = draw_inputs(kernel.problem, rng)
@@ -56,7 +56,7 @@ def changed_call(rng: Random) -> Outcome:
     try:
         changed = change(given, kernel.problem, rng)
     except (RuntimeError, NotImplementedError, IndexError, ValueError, TypeError):
-        return Outcome(RIGHT, f"{what}: no such tensor can be made")
+        return FuzzOutcome(RIGHT, f"{what}: no such tensor can be made")
     if changed is None:
         return _judged(kernel, given, mode, what, refusable=False)
     grad = torch.enable_grad() if name == "requires grad" else torch.no_grad()
@@ -65,20 +65,20 @@ def changed_call(rng: Random) -> Outcome:
             return _judged(kernel, changed, mode, what, refusable=True)
         started = _watched(kernel)
         found = attempt(what, lambda: _called(kernel, changed, mode, started))
-    if not isinstance(found, Outcome):
-        return Outcome(ACCEPTED, what)
-    return Outcome(LATE, what) if found.kind == TYPED and started else found
+    if not isinstance(found, FuzzOutcome):
+        return FuzzOutcome(ACCEPTED, what)
+    return FuzzOutcome(LATE, what) if found.kind == TYPED and started else found
 
 
-def nan_call(rng: Random) -> Outcome:
+def nan_call(rng: Random) -> FuzzOutcome:
     """NaN where it must stay: in its token's row, or nowhere as the weight of a skipped pair."""
     made = _kernel(rng)
-    if isinstance(made, Outcome):
+    if isinstance(made, FuzzOutcome):
         return made
     kernel, what = made
     given = draw_inputs(kernel.problem, rng)
     if len(given.x_TH) == 0:
-        return Outcome(RIGHT, what)
+        return FuzzOutcome(RIGHT, what)
     oracle = Oracle(kernel.problem, given.x_TH.clone(), given.weights, given.routing)
     rows = slice(None)
     if rng.random() < 0.5 and kernel.problem.scheme.activation_granularity != "tensor":
@@ -93,40 +93,40 @@ def nan_call(rng: Random) -> Outcome:
         given = replace(given, routing=replace(given.routing, topk_weights_TK=router))
         what = f"{what}, skipped pairs weigh NaN"
     found = attempt(what, lambda: kernel(given.x_TH, given.weights, given.routing))
-    if isinstance(found, Outcome):
-        return found if found.kind != TYPED else Outcome(WRONG, f"{what}: refused")
+    if isinstance(found, FuzzOutcome):
+        return found if found.kind != TYPED else FuzzOutcome(WRONG, f"{what}: refused")
     fault = oracle.fault(found, rows=rows)
-    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def _kernel(rng: Random) -> tuple[FusedMoEModularKernel, str] | Outcome:
+def _kernel(rng: Random) -> tuple[FusedMoEModularKernel, str] | FuzzOutcome:
     """A kernel and what it is, or how it was refused."""
     prepare, experts = draw_parts(rng)
     problem = attempt("a problem", lambda: draw_problem(rng))
-    if isinstance(problem, Outcome):
+    if isinstance(problem, FuzzOutcome):
         return problem
     what = f"{prepare} x {experts}, {described(problem)}"
     kernel = attempt(what, lambda: make_kernel(prepare, experts, problem))
-    return kernel if isinstance(kernel, Outcome) else (kernel, what)
+    return kernel if isinstance(kernel, FuzzOutcome) else (kernel, what)
 
 
 def _judged(
     kernel: FusedMoEModularKernel, given: Given, mode: str, what: str, *, refusable: bool
-) -> Outcome:
+) -> FuzzOutcome:
     """The outcome of a call whose result is known. refusable: a typed error is as good."""
     # Of copies: an inplace call overwrites x.
     plain = replace(given, x_TH=given.x_TH.clone())
     oracle = Oracle(kernel.problem, plain.x_TH, plain.weights, plain.routing)
     started = _watched(kernel)
     found = attempt(what, lambda: _called(kernel, given, mode, started))
-    if isinstance(found, Outcome):
+    if isinstance(found, FuzzOutcome):
         if found.kind != TYPED:
             return found
         if started:
-            return Outcome(LATE, what)
-        return found if refusable else Outcome(WRONG, f"{what}: a right call is refused")
+            return FuzzOutcome(LATE, what)
+        return found if refusable else FuzzOutcome(WRONG, f"{what}: a right call is refused")
     fault = oracle.fault(found)
-    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
 def _watched(kernel: FusedMoEModularKernel) -> list[str]:

@@ -16,7 +16,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     RIGHT,
     TYPED,
     WRONG,
-    Outcome,
+    FuzzOutcome,
     attempt,
 )
 from modular_kernel.testing.stress.fuzz.outside import named
@@ -26,10 +26,10 @@ _TERMS = ("tokens", "budget", "routing", "replicated", "fresh", "tell")
 _NEVER = (bytes, list, dict, set, complex)
 
 
-def composed_call(rng: Random) -> Outcome:
+def composed_call(rng: Random) -> FuzzOutcome:
     """Compose a drawn problem, and call the layer or its plan; or give an argument that is junk."""
     problem = attempt("a problem", lambda: draw_problem(rng))
-    if isinstance(problem, Outcome):
+    if isinstance(problem, FuzzOutcome):
         return problem
     # Nothing is measured, or one or two pairings before time is over.
     terms: dict[str, Any] = {"budget": rng.choice((0.0, 0.0, 0.0, 0.0, 0.02))}
@@ -60,10 +60,10 @@ def composed_call(rng: Random) -> Outcome:
 
     oracles: list[Oracle] = []
     found = attempt(what, call)
-    if isinstance(found, Outcome):
+    if isinstance(found, FuzzOutcome):
         late = found.kind == TYPED and bool(oracles)
-        return Outcome(WRONG, f"{what}: a right call is refused") if late else found
+        return FuzzOutcome(WRONG, f"{what}: a right call is refused") if late else found
     if junk:
-        return Outcome(ACCEPTED, what)
+        return FuzzOutcome(ACCEPTED, what)
     fault = oracles[0].fault(found)
-    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)

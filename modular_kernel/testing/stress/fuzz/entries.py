@@ -10,7 +10,7 @@ from modular_kernel.machine import current_machine
 from modular_kernel.rules import judge, unavailable
 from modular_kernel.testing.stress.fuzz.draw import draw_problem
 from modular_kernel.testing.stress.fuzz.facts import JUNK, word
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, WRONG, Outcome, attempt
+from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, WRONG, FuzzOutcome, attempt
 
 _RAISED: tuple[Callable[[], BaseException], ...] = (
     lambda: ModuleNotFoundError("No module named 'moon'"),
@@ -24,7 +24,7 @@ _RAISED: tuple[Callable[[], BaseException], ...] = (
 _GOOD = ("MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize", "TorchExperts")
 
 
-def entry_points(rng: Random) -> Outcome:
+def entry_points(rng: Random) -> FuzzOutcome:
     """Up to four packages of others beside a good one: it is found and judged as ever, and each of
     theirs is listed as unusable or judged."""
     good = load_catalog()
@@ -47,11 +47,11 @@ def entry_points(rng: Random) -> Outcome:
         return _judged(catalog, rng)
 
     fault = attempt(what, call)
-    if isinstance(fault, Outcome):
+    if isinstance(fault, FuzzOutcome):
         return fault
     if fault.startswith("usable"):
-        return Outcome(ACCEPTED, f"{what}: {fault}")
-    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+        return FuzzOutcome(ACCEPTED, f"{what}: {fault}")
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
 def _judged(catalog: Any, rng: Random) -> str:

@@ -12,7 +12,7 @@ import torch
 from modular_kernel.catalog import check, check_all, make_kernel
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.testing.stress.fuzz.draw import described, draw_parts, draw_problem
-from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, Outcome, attempt
+from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
 from modular_kernel.types import (
     GATED,
     UNGATED,
@@ -105,24 +105,24 @@ def _value(name: str, rng: Random) -> Any:
     return rng.choice(list(filter(FIELDS[name], JUNK)) if rng.random() < 0.4 else JUNK)
 
 
-def problem_fields(rng: Random) -> Outcome:
+def problem_fields(rng: Random) -> FuzzOutcome:
     """A valid problem with junk in one to three fields, then judged by everything that judges."""
     base = attempt("a problem", lambda: draw_problem(rng))
-    if isinstance(base, Outcome):
+    if isinstance(base, FuzzOutcome):
         return base
     names = rng.sample(sorted(FIELDS), rng.choice((1, 1, 2, 3)))
     junk = {name: _value(name, rng) for name in names}
     words = ", ".join(f"{name}={word(value)}" for name, value in junk.items())
     what = f"{described(base)} with {words}"
     made = attempt(what, lambda: replace(base, **junk))
-    if isinstance(made, Outcome):
+    if isinstance(made, FuzzOutcome):
         return made
     if not all(FIELDS[name](value) for name, value in junk.items()):
-        return Outcome(ACCEPTED, what)
+        return FuzzOutcome(ACCEPTED, what)
     return _used(made, what, rng)
 
 
-def _used(problem: Problem, what: str, rng: Random) -> Outcome:
+def _used(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
     """A problem that was accepted can be printed, compared, judged and composed."""
     prepare, experts = draw_parts(rng)
 
@@ -138,10 +138,10 @@ def _used(problem: Problem, what: str, rng: Random) -> Outcome:
         return make_kernel(prepare, experts, problem) if small else judged
 
     found = attempt(f"{what}, {prepare} x {experts}", use)
-    return found if isinstance(found, Outcome) else Outcome(RIGHT, what)
+    return found if isinstance(found, FuzzOutcome) else FuzzOutcome(RIGHT, what)
 
 
-def small_facts(rng: Random) -> Outcome:
+def small_facts(rng: Random) -> FuzzOutcome:
     """ActivationSpec, Parallel and Machine with junk."""
     calls: tuple[tuple[Callable[..., Any], int], ...] = (
         (ActivationSpec, 4),
@@ -155,23 +155,23 @@ def small_facts(rng: Random) -> Outcome:
         arguments[0] = rng.choice(GATED + UNGATED)
     what = f"{call.__qualname__}({', '.join(map(word, arguments))})"
     found = attempt(what, lambda: call(*arguments))
-    if isinstance(found, Outcome):
+    if isinstance(found, FuzzOutcome):
         return found
     if call is ActivationSpec:
         number = (int, float, type(None))
         fits: tuple[Any, ...] = (str, number, number, bool)
         plain = all(isinstance(v, kind) for v, kind in zip(arguments, fits, strict=False))
         if not plain or any(isinstance(v, bool) for v in arguments[1:3]):
-            return Outcome(ACCEPTED, what)
+            return FuzzOutcome(ACCEPTED, what)
     if call is Parallel and not _count(1)(arguments[0]):
-        return Outcome(ACCEPTED, what)
-    return attempt(what, lambda: Outcome(RIGHT, what + str(found)[:0]))
+        return FuzzOutcome(ACCEPTED, what)
+    return attempt(what, lambda: FuzzOutcome(RIGHT, what + str(found)[:0]))
 
 
-def judges(rng: Random) -> Outcome:
+def judges(rng: Random) -> FuzzOutcome:
     """check, check_all and make_kernel with junk in place of any argument."""
     problem = attempt("a problem", lambda: draw_problem(rng))
-    if isinstance(problem, Outcome):
+    if isinstance(problem, FuzzOutcome):
         return problem
     arguments: list[Any] = [*draw_parts(rng), problem]
     options: dict[str, Any] = {}
@@ -184,7 +184,7 @@ def judges(rng: Random) -> Outcome:
     call = rng.choice((check, make_kernel))
     what = f"{call.__name__} with {word(value)} as argument {place}"
     found = attempt(what, lambda: call(*arguments, **options))
-    if isinstance(found, Outcome):
+    if isinstance(found, FuzzOutcome):
         return found
     fits = value is None and place == 3
-    return Outcome(RIGHT if fits else ACCEPTED, what)
+    return FuzzOutcome(RIGHT if fits else ACCEPTED, what)

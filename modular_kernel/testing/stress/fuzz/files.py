@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, Outcome, attempt
+from modular_kernel.testing.stress.fuzz.outcome import RIGHT, WRONG, FuzzOutcome, attempt
 from modular_kernel.testing.stress.fuzz.outside import named
 from modular_kernel.types import Problem
 
@@ -21,28 +21,28 @@ _VALUES: tuple[Any, ...] = (
 _WORDS = ("NaN", "-Infinity", "1e999", "0x10", "[" * 2000, "'x'", "\x00", "{", "", '"\\ud800"')
 
 
-def stored_files(rng: Random) -> Outcome:
+def stored_files(rng: Random) -> FuzzOutcome:
     """A file as it is written, or with up to four things changed: read right, or a typed error."""
     kind, value, read, check = rng.choice(_KINDS)
     changes = rng.choice((0, 1, 1, 1, 2, 4))
     value = json.loads(json.dumps(value))
     for _ in range(changes):
-        value = _changed(rng, value)
+        value = changed(rng, value)
     text = json.dumps(value)
     hurt = changes > 0 and rng.random() < 0.3
     if hurt:
-        text = _hurt(rng, text)
+        text = hurt_text(rng, text)
     what = f"{kind}, {changes} changes{', then the text' if hurt else ''}: {text[:300]}"
     found = attempt(what, lambda: read(text))
-    if isinstance(found, Outcome):
-        return Outcome(WRONG, f"{what}: refused") if changes == 0 else found
+    if isinstance(found, FuzzOutcome):
+        return FuzzOutcome(WRONG, f"{what}: refused") if changes == 0 else found
     fault = attempt(what, lambda: check(found))
-    if isinstance(fault, Outcome):
+    if isinstance(fault, FuzzOutcome):
         return fault
-    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
-def _changed(rng: Random, value: Any) -> Any:
+def changed(rng: Random, value: Any) -> Any:
     """`value` with one thing in it, however deep, gone, renamed, twice or another."""
     if isinstance(value, dict) and value and rng.random() < 0.85:
         name = rng.choice(sorted(value))
@@ -52,7 +52,7 @@ def _changed(rng: Random, value: Any) -> Any:
         if kind == 1:
             other = rng.choice((name.upper(), name + "x", "0", "-1", str(2**40), "١٢"))
             return {(other if k == name else k): v for k, v in value.items()}
-        return value | {name: _changed(rng, value[name])}
+        return value | {name: changed(rng, value[name])}
     if isinstance(value, list) and value and rng.random() < 0.85:
         at = rng.randrange(len(value))
         kind = rng.randrange(6)
@@ -60,11 +60,11 @@ def _changed(rng: Random, value: Any) -> Any:
             return value[:at] + value[at + 1 :]
         if kind == 1:
             return [*value, value[at]]
-        return [*value[:at], _changed(rng, value[at]), *value[at + 1 :]]
+        return [*value[:at], changed(rng, value[at]), *value[at + 1 :]]
     return rng.choice(_VALUES)
 
 
-def _hurt(rng: Random, text: str) -> str:
+def hurt_text(rng: Random, text: str) -> str:
     """`text` cut off, with a word or a character put in, or a part of it twice."""
     start, stop = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
     kind = rng.randrange(4)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FuzzOutcome:
     """kind: one of GOOD or BAD. what: the configuration in words, and what is wrong."""
 
     kind: str
@@ -37,10 +37,10 @@ def told(error: Exception) -> str:
     return f"{type(error).__name__} at {where}: {text[:160]}"
 
 
-def attempt(what: str, call: Callable[[], T]) -> T | Outcome:
+def attempt(what: str, call: Callable[[], T]) -> T | FuzzOutcome:
     """What `call` returns, or the outcome of its exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 (telling them apart is what this is for)
         kind = refused(error)
-        return Outcome(kind, what if kind == TYPED else f"{what}: {told(error)}")
+        return FuzzOutcome(kind, what if kind == TYPED else f"{what}: {told(error)}")

@@ -28,7 +28,7 @@ from modular_kernel.testing.stress.fuzz.outcome import (
     RIGHT,
     TYPED,
     WRONG,
-    Outcome,
+    FuzzOutcome,
     attempt,
 )
 from modular_kernel.types import ActivationSpec, Combine, Problem
@@ -40,10 +40,10 @@ def named(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
-def fused_experts(rng: Random) -> Outcome:
+def fused_experts(rng: Random) -> FuzzOutcome:
     """`fused_experts` of a drawn problem, as it is or with an argument exchanged for junk."""
     drawn = attempt("a problem", lambda: _fused_problem(rng))
-    if isinstance(drawn, Outcome):
+    if isinstance(drawn, FuzzOutcome):
         return drawn
     problem, given = drawn, draw_inputs(drawn, rng)
     config: dict[str, Any] = {
@@ -75,12 +75,12 @@ def fused_experts(rng: Random) -> Outcome:
         return found
 
     found = attempt(what, call)
-    if isinstance(found, Outcome):
+    if isinstance(found, FuzzOutcome):
         return found
     if junk:
-        return Outcome(ACCEPTED, what)
+        return FuzzOutcome(ACCEPTED, what)
     fault = oracle.fault(found)
-    return Outcome(WRONG, f"{what}: {fault}") if fault else Outcome(RIGHT, what)
+    return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
 def _fused_problem(rng: Random) -> Problem:
@@ -136,7 +136,7 @@ def _spoilt(
     return f" with {name}={word(options[name])}"
 
 
-def importers(rng: Random) -> Outcome:
+def importers(rng: Random) -> FuzzOutcome:
     """A random GPTQ or AWQ matrix gives the numbers it stands for; with junk, a typed error."""
     generator = generator_of(rng)
     awq = rng.random() < 0.4
@@ -170,10 +170,10 @@ def importers(rng: Random) -> Outcome:
         what += f" with {spoilt}={word(arguments[spoilt])}"
     scales = arguments["scales"]
     found = attempt(what, lambda: named(f"modular_kernel.importers:{name}")(**arguments))
-    if isinstance(found, Outcome):
-        return found if junk else Outcome(WRONG, f"{what}: refused")
+    if isinstance(found, FuzzOutcome):
+        return found if junk else FuzzOutcome(WRONG, f"{what}: refused")
     if junk:
-        return Outcome(ACCEPTED, what)
+        return FuzzOutcome(ACCEPTED, what)
     given = found.zero_point is not None
     quant = f"int{bits}_w{bits}a16_group:group={group},zero_points={str(given).lower()}"
     problem = Problem(1, depth, rows, 1, 1, dtype=torch.float32, quant=quant)
@@ -181,7 +181,7 @@ def importers(rng: Random) -> Outcome:
     numbers = matrix(found.w[None], found.scale[None], zero, problem)[0]
     expected = (codes - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)
     close = torch.allclose(numbers.T, expected.double(), rtol=1e-6)
-    return Outcome(RIGHT, what) if close else Outcome(WRONG, what)
+    return FuzzOutcome(RIGHT, what) if close else FuzzOutcome(WRONG, what)
 
 
 def _by_turns(values: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ _VALUES = (
 )  # fmt: skip
 
 
-def command_line(rng: Random) -> Outcome:
+def command_line(rng: Random) -> FuzzOutcome:
     """`mk list`, `mk check`, `mk plan` or `mk compose` with random options ends with 0, 1 or 2, and
     no traceback.
 
@@ -241,10 +241,10 @@ def command_line(rng: Random) -> Outcome:
         return 0
 
     found = attempt(what, call)
-    if isinstance(found, Outcome):  # an error that came through, of ours or not
-        return Outcome(RAW, found.what)
+    if isinstance(found, FuzzOutcome):  # an error that came through, of ours or not
+        return FuzzOutcome(RAW, found.what)
     if "Traceback" in printed.getvalue() or found not in (0, 1, 2):
-        return Outcome(RAW, f"{what}: exit {found}")
+        return FuzzOutcome(RAW, f"{what}: exit {found}")
     if "\x1b[2J" in printed.getvalue():
-        return Outcome(WRONG, f"{what}: a control sequence is printed as it came")
-    return Outcome(TYPED if found else RIGHT, what)
+        return FuzzOutcome(WRONG, f"{what}: a control sequence is printed as it came")
+    return FuzzOutcome(TYPED if found else RIGHT, what)

@@ -19,7 +19,7 @@ _WORKER = "modular_kernel.testing.stress.fuzz.worker"
 
 
 @dataclass(frozen=True)
-class Finding:
+class FuzzFinding:
     """A configuration that came to no good end."""
 
     number: int
@@ -29,7 +29,7 @@ class Finding:
 
 
 @dataclass
-class Report:
+class FuzzReport:
     """What came of the configurations of one seed."""
 
     seed: str
@@ -37,9 +37,9 @@ class Report:
     only: str = ""
     counts: Counter[str] = field(default_factory=Counter)
     by_target: Counter[tuple[str, str]] = field(default_factory=Counter)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[FuzzFinding] = field(default_factory=list)
 
-    def reproducer(self, finding: Finding) -> str:
+    def reproducer(self, finding: FuzzFinding) -> str:
         """A command that runs this configuration alone."""
         words = "python -m modular_kernel.testing.stress.fuzz"
         words += f" --seed {self.seed} --only {finding.number}"
@@ -63,17 +63,17 @@ def run(
     interpreted: bool = False,
     only: str = "",
     deadline_s: float = 60.0,
-) -> Report:
+) -> FuzzReport:
     """The configurations of `numbers`. only: of the target of that name. deadline_s: seconds for
     one of them."""
-    report = Report(seed, interpreted, only)
+    report = FuzzReport(seed, interpreted, only)
     first = numbers.start
     while first < numbers.stop:
         first = _some(report, range(first, numbers.stop), deadline_s)
     return report
 
 
-def _some(report: Report, numbers: range, deadline_s: float) -> int:
+def _some(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     """Run until the process ends; returns the number to go on from."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
@@ -88,9 +88,9 @@ def _some(report: Report, numbers: range, deadline_s: float) -> int:
         while (line := lines.get(timeout=patience)) is not None:
             number, target, kind, what = json.loads(line)
             current, patience = number + 1, deadline_s
-            _note(report, Finding(number, target, kind, what))
+            _note(report, FuzzFinding(number, target, kind, what))
     except queue.Empty:
-        _note(report, Finding(current, "?", HANG, f"no answer in {patience:.0f} s"))
+        _note(report, FuzzFinding(current, "?", HANG, f"no answer in {patience:.0f} s"))
         return current + 1
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,7 +98,7 @@ def _some(report: Report, numbers: range, deadline_s: float) -> int:
         process.kill()
         code = process.wait()
     if current < numbers.stop:
-        _note(report, Finding(current, "?", CRASH, f"the process ended with {code}"))
+        _note(report, FuzzFinding(current, "?", CRASH, f"the process ended with {code}"))
     return current + 1
 
 
@@ -110,7 +110,7 @@ def _read(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> N
     lines.put(None)
 
 
-def _note(report: Report, found: Finding) -> None:
+def _note(report: FuzzReport, found: FuzzFinding) -> None:
     report.counts[found.kind] += 1
     report.by_target[found.target, found.kind] += 1
     if found.kind not in GOOD:

@@ -3,15 +3,23 @@
 from collections.abc import Callable
 from random import Random
 
-from modular_kernel.testing.stress.fuzz import calls, composed, entries, facts, files, outside
-from modular_kernel.testing.stress.fuzz.outcome import Outcome, attempt
+from modular_kernel.testing.stress.fuzz import (
+    calls,
+    checkpoints,
+    composed,
+    entries,
+    facts,
+    files,
+    outside,
+)
+from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
 
-Target = Callable[[Random], Outcome]
+Target = Callable[[Random], FuzzOutcome]
 
 # With shares out of 100.
 TARGETS: tuple[tuple[Target, int], ...] = (
     (calls.right_call, 18),
-    (calls.changed_call, 25),
+    (calls.changed_call, 23),
     (calls.nan_call, 5),
     (facts.problem_fields, 14),
     (facts.small_facts, 5),
@@ -21,6 +29,7 @@ TARGETS: tuple[tuple[Target, int], ...] = (
     (outside.command_line, 6),
     (composed.composed_call, 3),
     (files.stored_files, 4),
+    (checkpoints.checkpoints, 2),
     (entries.entry_points, 1),
 )
 CALLS = (calls.right_call, calls.changed_call, calls.nan_call, outside.fused_experts)
@@ -31,7 +40,7 @@ NAMES = tuple(target.__name__ for target, _ in TARGETS)
 
 def outcome_of(
     seed: str, number: int, *, calls_only: bool = False, only: str = ""
-) -> tuple[str, Outcome]:
+) -> tuple[str, FuzzOutcome]:
     """The target's name and the outcome of configuration `number`.
 
     calls_only: draw from those targets that launch something, as where kernels are interpreted.
