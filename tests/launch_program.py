@@ -1,5 +1,5 @@
 """What tests/test_replayed_launch.py runs in a process whose libcuda.so.1 is the stand-in: kernels
-compiled for sm_90 and launched by triton's own launcher, then by a plan's player."""
+compiled for sm_90 and launched by triton's own launcher, then by a plan's replayer."""
 
 import ctypes
 import json
@@ -101,23 +101,23 @@ def last() -> dict[str, Any]:
 
 def both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any) -> dict[str, Any]:
     """A call with each of two sets of inputs by triton, then the first again and the second by
-    the player of a recording of the first; reason: why it was refused."""
+    the replayer of a recording of the first; reason: why it was refused."""
     with replay.recording(first) as recorder:
         call(*first)
     before = last()["number"] - 1
     triton_first = last()
     call(*second)
     triton_second = last()
-    tape = recorder.tape()
-    if tape is None:
+    recorded = recorder.recorded()
+    if recorded is None:
         return {"refused": recorder.refused}
-    played = []
+    replayed = []
     for tensors in (first, second):
-        tape.play(5, [tensor.data_ptr() for tensor in tensors])
-        played.append(last())
-    for seen in (triton_first, triton_second, *played):
+        recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
+        replayed.append(last())
+    for seen in (triton_first, triton_second, *replayed):
         seen["number"] -= before
-    return {"triton": [triton_first, triton_second], "played": played}
+    return {"triton": [triton_first, triton_second], "replayed": replayed}
 
 
 def plain(x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:

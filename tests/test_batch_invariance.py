@@ -25,7 +25,6 @@ from modular_kernel.ops.launch.runtime import HAS_TRITON
 from modular_kernel.testing import MUTANTS, Case, cases_for, prove
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.verify.checks import Trial
 from modular_kernel.testing.verify.invariance import (
     batch_invariant,
     doubling_calls,
@@ -34,6 +33,7 @@ from modular_kernel.testing.verify.invariance import (
 )
 from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
 from modular_kernel.testing.verify.over_ranks import prove_ranks
+from modular_kernel.testing.verify.trial import Trial
 from modular_kernel.types import Machine, Parallel, Problem
 
 LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
