@@ -98,6 +98,8 @@ def test_bytes_read_are_those_that_were_read(
     monkeypatch.setattr(Tensors, "read", counted)
     loaded = mk.load_experts(tmp_path, 0, ep=(1, 4))
     assert {name.split(".")[5] for name, _ in seen} == {"1"}
+    told = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
+    assert repr(loaded) == f"LoadedExperts({told})"
     assert loaded.bytes_read == sum(n for _, n in seen) == expert_bytes(sample) // 4
 
 
