@@ -96,7 +96,7 @@ def variables() -> State:
 
 
 def states() -> tuple[State, ...]:
-    """Return every state of this process. Where replay is possible, player.c is compiled."""
+    """Return every state of this process. Where replay is possible, cuda_replay.c is compiled."""
     return replay(), *without_compiling()
 
 

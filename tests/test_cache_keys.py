@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.lookup import subfolder
 from experts.triton.launch_config import Device
 from modular_kernel import replay
@@ -143,7 +143,7 @@ def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:
     assert len(paths | {Cache(tmp_path, whole, {}).path}) == len(whole) + 1
 
 
-# --------------------------------------------------------------------------------- tile files
+# --------------------------------------------------------------------------------- config files
 
 TILE_CHANGES: dict[str, Any] = {
     "experts": 9,
@@ -158,8 +158,8 @@ TILE_CHANGES: dict[str, Any] = {
 
 def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
     """An arch has no field of its own: a device's name says it."""
-    assert {field.name for field in fields(TileKey)} == set(TILE_CHANGES)
-    base = TileKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
+    assert {field.name for field in fields(ConfigKey)} == set(TILE_CHANGES)
+    base = ConfigKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
     names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
     assert len(names | {base.file_name}) == len(TILE_CHANGES) + 1
     versions = ("3.6.0", "3.6.1", "3.7.0", "4.6.0")
@@ -173,7 +173,7 @@ def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
     both = ("aligned", "grouped_tma")
 
     def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.MoEConfig:
-        return tiles.choose_tiles(problem, tokens, paths)
+        return tiles.choose_config(problem, tokens, paths)
 
     with tiles.on_device(hopper):
         many, few = chosen(large, 4096), chosen(large, 4)
@@ -192,8 +192,8 @@ def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
 # ------------------------------------------------------------------------------------- replay
 
 
-def kind(x: torch.Tensor, weights: ExpertWeights, tapes: replay.Tapes) -> Any:
-    return replay.kind_and_pointers((x,), tapes.bind(weights))[0]
+def kind(x: torch.Tensor, weights: ExpertWeights, recordings: replay.RecordedCalls) -> Any:
+    return replay.signature_and_pointers((x,), recordings.bind(weights))[0]
 
 
 def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
@@ -217,12 +217,12 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
         "one for two": ExpertWeights(w1=w1, w2=w1),
         "alignment of weights": ExpertWeights(w1=torch.zeros(257)[1:].view(2, 8, 16), w2=w2),
     }
-    tapes = replay.Tapes()
+    recordings = replay.RecordedCalls()
     like = ExpertWeights(w1=w1.clone(), w2=w2.clone())
-    assert kind(x, weights, tapes) == kind(memory[64:128].view(4, 16), like, tapes)
-    kinds = {name: kind(tensor, weights, tapes) for name, tensor in tensors.items()}
-    kinds |= {name: kind(x, one, tapes) for name, one in other_weights.items()}
-    kinds["as it is"] = kind(x, weights, tapes)
+    assert kind(x, weights, recordings) == kind(memory[64:128].view(4, 16), like, recordings)
+    kinds = {name: kind(tensor, weights, recordings) for name, tensor in tensors.items()}
+    kinds |= {name: kind(x, one, recordings) for name, one in other_weights.items()}
+    kinds["as it is"] = kind(x, weights, recordings)
     assert len(set(kinds.values())) == len(kinds)
 
 
@@ -237,5 +237,5 @@ def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda_replay, "_built", cuda_replay._built.__wrapped__)
     for version in ("3.6.0", "3.9.0", "3.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
-        assert cuda_replay.module() == "modular_kernel_player"
+        assert cuda_replay.module() == "modular_kernel_replay"
     assert names[0] == names[2] != names[1]

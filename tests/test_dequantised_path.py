@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.select import choose_tiles, on_device, override_config
+from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.dequantised import config as dequantised_config
 from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.grouped.base import Rows
@@ -44,7 +44,7 @@ def _multiply(
     order: Sorted,
     out: torch.Tensor,
 ) -> None:
-    """The permuted path's product in float32, tile by tile as the kernel finds them."""
+    """The grouped GEMM's product in float32, tile by tile as the kernel finds them."""
     max_tiles, (_, _, depth) = order.max_tiles, product.w.shape
     spec = self.problem.act if product.constants["GATED"] or depth == self.problem.hidden else None
     if spec is not None and activation_constants(spec)["KIND"] != product.constants["KIND"]:
@@ -102,7 +102,7 @@ def test_proven(
         dequantised_config, "experts_at_once", lambda problem: min(at_once, problem.e)
     )
     with override_config(dequantised_config.default(problem)):
-        assert choose_tiles(problem, 1, ("aligned", "dequantised")).path == "dequantised"
+        assert choose_config(problem, 1, ("aligned", "dequantised")).path == "dequantised"
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from experts.triton.configs.select import choose_tiles, on_device, override_config
+from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.contiguous import paths_of
 from experts.triton.dequantised import config as dequantised_config
 from experts.triton.gemv_tma import config as gemv_tma_config
@@ -49,5 +49,5 @@ def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:
             default = DEFAULTS[path](case.problem)
             assert default.path == path
             with override_config(default):
-                tiles = choose_tiles(case.problem, case.problem.tokens, paths_of(case.problem))
+                tiles = choose_config(case.problem, case.problem.tokens, paths_of(case.problem))
             assert tiles == default, str(case)

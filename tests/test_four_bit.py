@@ -13,7 +13,7 @@ from experts.triton.aligned_w4.path import AlignedW4Path
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.configs.former import in_words_of_now
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from experts.triton.path import Path, PathCall
@@ -133,7 +133,7 @@ def test_what_its_kernel_cannot_launch_is_refused(change: dict[str, int], named:
         override_config(broken),
         pytest.raises(ConfigurationError, match=f"override_config.*GEMM 1 {named}"),
     ):
-        choose_tiles(_BASE, 4, _PATHS)
+        choose_config(_BASE, 4, _PATHS)
 
 
 def test_a_tile_is_no_launch_of_it() -> None:
@@ -142,7 +142,7 @@ def test_a_tile_is_no_launch_of_it() -> None:
         override_config(MoEConfig(tile, tile, "aligned_w4")),
         pytest.raises(ConfigurationError, match="got LaunchConfig, need AlignedW4Config"),
     ):
-        choose_tiles(_BASE, 4, _PATHS)
+        choose_config(_BASE, 4, _PATHS)
 
 
 def _noting(blocks: set[int]) -> Callable[..., None]:

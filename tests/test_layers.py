@@ -294,6 +294,8 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"top_k": 2}, "top_k: got 2, need 3, the router's"),
     ({"num_experts": 2}, "router experts: got 2, need top_k = 3 to 1024"),
     ({"intermediate_size": 49, "parallel": LayerParallel(tp=(0, 2))},
+     "intermediate: got 49, need a multiple of the 2 tensor-parallel ranks"),
+    ({"intermediate_size": 49, "parallel": LayerParallel(tp=(0, 2)), "quant_config": "none"},
      "intermediate_size: got 49, need a multiple of 2, the TP ranks"),
     ({"quant_config": "int4_w4a16_group:group=32", "parallel": LayerParallel(tp=(0, 2))},
      "intermediate_size: got 48, need 2 shares of whole groups of 32"),

@@ -6,9 +6,9 @@ import pytest
 from tile_samples import MACHINE
 
 import experts
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.files import Recipe, read_recipe
-from experts.triton.configs.lookup import TileStore, fit
+from experts.triton.configs.lookup import ConfigLookup, fit
 from experts.triton.launch_config import Device
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.types import Problem
@@ -17,7 +17,7 @@ FOLDER = Path(experts.__file__).parent / "triton" / "configs" / "data"
 FILES = sorted(FOLDER.glob("*/*.json"))
 DEVICE = Device.of(MACHINE)
 SCHEMES = ("none", "fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16")
-STORE = TileStore((("packaged", FOLDER),), DEVICE, "3.6.0")
+STORE = ConfigLookup((("packaged", FOLDER),), DEVICE, "3.6.0")
 
 
 def shape_of(name: str) -> tuple[int, int]:
@@ -26,12 +26,12 @@ def shape_of(name: str) -> tuple[int, int]:
 
 def layer_of(path: Path) -> tuple[Recipe, Problem]:
     """What a file was tuned for, by its name and its contents."""
-    key, recipe = TileKey.parse(path.name), read_recipe(path)
+    key, recipe = ConfigKey.parse(path.name), read_recipe(path)
     assert recipe.tuned_for is not None
     for quant in SCHEMES:
         sizes = recipe.tuned_for.hidden, key.intermediate, key.experts, recipe.tuned_for.top_k
         problem = Problem(1, *sizes, quant=quant)
-        if TileKey.of(problem, DEVICE.name) == key:
+        if ConfigKey.of(problem, DEVICE.name) == key:
             return recipe, problem
     raise AssertionError(f"{path.name} is for none of {SCHEMES}")
 

@@ -1,4 +1,4 @@
-"""The single path for packed weights: proven at few tokens, whatever the regimes choose there."""
+"""The gemv path for 4-bit weights: proven at few tokens, whatever the heuristics choose there."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.limits import config_violations, fits
-from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.configs.select import choose_config, override_config
 from experts.triton.gemv_w4 import config as gemv_w4_config
 from experts.triton.gemv_w4.config import GemvW4Config
 from experts.triton.gemv_w4.path import GemvW4Path
@@ -121,7 +121,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
     problem = replace(_BASE, **changes)
     with override_config(pair):
-        assert choose_tiles(problem, 1, _PATHS) == pair
+        assert choose_config(problem, 1, _PATHS) == pair
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 

@@ -109,7 +109,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from experts import TritonExperts
-from experts.triton.configs.select import choose_tiles, on_device, override_config
+from experts.triton.configs.select import choose_config, on_device, override_config
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.toy.path import SEEN, ToyConfig, ToyPath
 from modular_kernel.composer import random_inputs

@@ -1,4 +1,4 @@
-"""The single path: proven at few tokens, whatever the regimes would choose there."""
+"""The gemv path: proven at few tokens, whatever the heuristics would choose there."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.configs.select import choose_config, override_config
 from experts.triton.contiguous import TritonExperts
 from experts.triton.gemv import config as gemv_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
@@ -64,7 +64,7 @@ _CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
 def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
     problem = replace(BASE, **changes)
     with override_config(pair):
-        assert choose_tiles(problem, 1, _PATHS) == pair
+        assert choose_config(problem, 1, _PATHS) == pair
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 
@@ -141,10 +141,10 @@ def test_a_step_may_span_groups_here_alone() -> None:
     problem = replace(BASE, hidden=256, intermediate=256, quant="fp8_w8a8_block", dtype=_BF16)
     wide = LaunchConfig(16, 16, 256, 1, 4, 1)
     with override_config(MoEConfig(wide, wide, "gemv")):
-        assert choose_tiles(problem, 1, _PATHS).gemm1 == wide
+        assert choose_config(problem, 1, _PATHS).gemm1 == wide
     tiles = MoEConfig(wide, wide, "aligned")
     with override_config(tiles), pytest.raises(ConfigurationError, match="group"):
-        choose_tiles(problem, 1)
+        choose_config(problem, 1)
 
 
 def test_activations_come_unquantised_where_every_call_takes_it() -> None:

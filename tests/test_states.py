@@ -152,7 +152,7 @@ def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     launch = pytest.importorskip("modular_kernel.ops.launch.launch")
-    monkeypatch.setattr(launch.compat, "RELEASE", "3.5")
+    monkeypatch.setattr(launch.triton_versions, "RELEASE", "3.5")
     monkeypatch.setattr(launch, "JITFunction", Kernel)
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
     launch._say.cache_clear()

@@ -1,4 +1,4 @@
-"""The streamed path's host side, which needs no GPU: whose weights it takes, and what that means
+"""The host side of gemv_tma, which needs no GPU: whose weights it takes, and what that means
 for those who quantise and those who make room. Its numbers: tests/gpu/test_streamed_path.py."""
 
 from dataclasses import replace
@@ -53,8 +53,8 @@ def test_it_takes_no_weights_off_16_bytes(name: str) -> None:
 
 
 def test_x_stays_as_it_is_only_where_any_weights_may_come() -> None:
-    """Up to 4 tokens calls whose weights TMA cannot fetch take the single path, which quantises
-    too; up to 8 the streamed path serves, but those others would come to the aligned path."""
+    """Up to 4 tokens calls whose weights TMA cannot fetch take the gemv path, which quantises
+    too; up to 8 gemv_tma serves, but those others would come to the aligned path."""
     with on_device(H200):
         part = TritonExperts(LAYER)
         assert [part.takes_unquantised(shape(tokens)) for tokens in (1, 4, 5, 8, 9)] == [
@@ -66,8 +66,8 @@ def test_x_stays_as_it_is_only_where_any_weights_may_come() -> None:
 def test_there_is_room_for_both_ways() -> None:
     with on_device(H200):
         extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
-    assert {"streamed_largest", "single_largest"} <= set(extra)
-    assert extra["streamed_largest"].shape == (8 * 2,)
+    assert {"gemv_tma_amax", "gemv_amax"} <= set(extra)
+    assert extra["gemv_tma_amax"].shape == (8 * 2,)
     with on_device(replace(H200, tma=False)):
         extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
-    assert "streamed_largest" not in extra
+    assert "gemv_tma_amax" not in extra

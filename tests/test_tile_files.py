@@ -1,4 +1,4 @@
-"""Tuned tile files: three formats, hostile ones, and tiles that do not fit."""
+"""Tuned config files: three formats, hostile ones, and tiles that do not fit."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from tile_samples import BLOCK_FP8, H200, MIXTRAL, NAME, launch, ours, store, wr
 
 from experts.triton.configs.files import FORMAT, MOST_BYTES, dump_recipe, parse_recipe, read_recipe
 from experts.triton.configs.lookup import fit, nearest
-from experts.triton.configs.select import choose_tiles, override_config
+from experts.triton.configs.select import choose_config, override_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
 from modular_kernel.errors import ConfigurationError
 
@@ -225,7 +225,7 @@ def test_our_files_and_overrides_must_fit(
         override_config(bad),
         pytest.raises(ConfigurationError, match=rf"override_config.* GEMM 1 {what}: got"),
     ):
-        choose_tiles(MIXTRAL, 64)
+        choose_config(MIXTRAL, 64)
 
 
 @pytest.mark.parametrize(("changes", "what", "need"), UNUSABLE)
@@ -243,8 +243,8 @@ def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     wide = launch(64, 128, 256, num_stages=2)
     with override_config({"gemm1": wide, "gemm2": wide}):
         with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):
-            choose_tiles(BLOCK_FP8, 64)
-        assert choose_tiles(replace(MIXTRAL, quant="fp8_w8a8_channel"), 64).gemm1.block_k == 256
+            choose_config(BLOCK_FP8, 64)
+        assert choose_config(replace(MIXTRAL, quant="fp8_w8a8_channel"), 64).gemm1.block_k == 256
     name = NAME.replace(".json", ",dtype=fp8_w8a8,block_shape=[128, 128].json")
     path = write(tmp_path / name, {"64": wide, "512": wide})
     for _ in range(3):
@@ -282,4 +282,4 @@ def test_their_files_give_way_where_memory_is_short(tmp_path: Path) -> None:
 
 def test_groups_that_allow_no_tile_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="block_k within a group: got 32"):
-        choose_tiles(replace(MIXTRAL, quant="int4_w4a16_group:group=24"), 64)
+        choose_config(replace(MIXTRAL, quant="int4_w4a16_group:group=24"), 64)

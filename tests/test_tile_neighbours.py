@@ -7,7 +7,7 @@ import pytest
 from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
 
 from experts.triton.configs import nearest
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.files import Recipe, parse_recipe, read_recipe
 from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.lookup import fit
@@ -31,13 +31,13 @@ def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: i
     if tuned:
         facts = {"hidden": problem.hidden, "top_k": problem.top_k}
         contents["tuned_for"] = {"experts_part": "TritonExperts", **facts}
-    name = TileKey.of(problem, H200.name).file_name
+    name = ConfigKey.of(problem, H200.name).file_name
     return write(folder / FOLDER / name, contents)
 
 
 def known(folder: Path, problem: Problem, **entries: int) -> Known:
     path = packaged(folder, problem, **entries)
-    return Known.of(TileKey.parse(path.name), read_recipe(path))
+    return Known.of(ConfigKey.parse(path.name), read_recipe(path))
 
 
 def block_ms(found: list[Borrowed]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tiles of the permuted path: whom it serves, which tiles it takes, what it refuses."""
+"""Persistent grouped GEMMs: whom the path serves, which tiles it takes, what it refuses."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     pair = steps.choose(least)
     assert pair.path == "grouped_tma"
     assert pair == steps.choose(1 << 40)
-    require_config(pair, problem, H200, "regimes")
+    require_config(pair, problem, H200, "heuristics")
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
         mode = grouped_tma_config.MODES[quant]
         assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))

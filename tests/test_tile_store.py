@@ -25,12 +25,12 @@ from tile_samples import (
 )
 
 from experts.triton.configs import select as tiles
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.files import read_recipe
 from experts.triton.configs.limits import config_violations
-from experts.triton.configs.lookup import TileStore, fit
+from experts.triton.configs.lookup import ConfigLookup, fit
 from experts.triton.configs.select import (
-    choose_tiles,
+    choose_config,
     explain,
     kinds_up_to,
     on_device,
@@ -130,14 +130,14 @@ def test_large_tiles_do_not_reach_rows_that_load_slowly(tmp_path: Path) -> None:
 
 def test_without_a_gpu_no_file_is_looked_for(tmp_path: Path) -> None:
     folder = write(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
-    source = TileStore((("user", folder),), Device(), TRITON).source(MIXTRAL)
+    source = ConfigLookup((("user", folder),), Device(), TRITON).source(MIXTRAL)
     assert (source.origin, source.looked_in) == ("heuristics", ())
 
 
 def test_packaged_files_are_sound() -> None:
     folder = Path(tiles.__file__).parent / "data"
     for path in folder.rglob("*.json"):
-        key, read = TileKey.parse(path.name), read_recipe(path)
+        key, read = ConfigKey.parse(path.name), read_recipe(path)
         assert read.strict, f"{path} is not in our format"
         assert read.tuned_for is not None
         assert path.parent.name.replace("triton_", "").replace("_", ".") == read.triton
@@ -147,7 +147,7 @@ def test_packaged_files_are_sound() -> None:
             fit(read, problem, H200)
 
 
-# ----------------------------------------------------------------------------- fallback and regimes
+# -------------------------------------------------------------------------- fallback and heuristics
 
 # What is launched where there are no files: rows an expert, block_m, GEMM 1, GEMM 2, group.
 OLD: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
@@ -198,7 +198,7 @@ def test_without_a_file_tiles_are_those_of_the_regimes(
         for activation in ("silu", "relu2"):
             problem = Problem(1, hidden, intermediate, experts, top_k, dtype, activation=activation)
             with on_device(Device()):  # for which there is no file
-                found = {tokens: choose_tiles(problem, tokens) for tokens in numbers}
+                found = {tokens: choose_config(problem, tokens) for tokens in numbers}
             assert found == {tokens: old_tiles(problem, tokens) for tokens in numbers}
 
 
@@ -207,7 +207,7 @@ def test_without_a_file_tiles_are_those_of_the_regimes(
 def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) -> None:
     device = Device.of(Machine("cuda", arch, name="X"))
     problem = replace(MIXTRAL, quant=quant)
-    for pair in TileStore((), device, TRITON).source(problem).steps.configs:
+    for pair in ConfigLookup((), device, TRITON).source(problem).steps.configs:
         assert not list(config_violations(pair, problem, device))
 
 
@@ -238,7 +238,7 @@ def test_workspaces_of_a_tuned_file_never_shrink(blocks: dict[int, int]) -> None
         part = TritonExperts(problem)
         most = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
         for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
-            block_m = choose_tiles(problem, tokens).gemm1.block_m
+            block_m = choose_config(problem, tokens).gemm1.block_m
             assert block_m in [m for _, _, m in kinds_up_to(problem, tokens)]
             for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
                 assert spec.numel <= most[name].numel, (name, tokens)
@@ -280,25 +280,25 @@ def test_explain_without_a_gpu() -> None:
 
 def test_files_are_read_once_until_reread(here: Path) -> None:
     path = write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
-    assert choose_tiles(MIXTRAL, 3).gemm1.block_m == 64
+    assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
     path.write_text("broken", encoding="utf-8")
-    assert choose_tiles(MIXTRAL, 3).gemm1.block_m == 64
-    assert choose_tiles(MIXTRAL.with_tokens(2), 700).gemm1.block_m == 64
+    assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
+    assert choose_config(MIXTRAL.with_tokens(2), 700).gemm1.block_m == 64
     tiles.reread()
     with pytest.raises(ConfigurationError, match="device_name"):
-        choose_tiles(MIXTRAL, 3)
+        choose_config(MIXTRAL, 3)
 
 
 def test_the_user_s_folder_goes_first(here: Path) -> None:
     for place, block_m in (("packaged", 32), ("user", 64)):
         write(here.parent / place / NAME, ours(tokens_1=(launch(block_m), launch(block_m))))
         tiles.reread()
-        assert choose_tiles(MIXTRAL, 3).gemm1.block_m == block_m
+        assert choose_config(MIXTRAL, 3).gemm1.block_m == block_m
 
 
 def test_a_bad_file_of_another_layer_harms_nobody(here: Path) -> None:
     write(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
-    assert choose_tiles(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
+    assert choose_config(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
 
 
 def test_the_user_s_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tiles of the streamed path: whom it serves, which tiles it takes, what it refuses."""
+"""Launches of the TMA-pipelined gemv: whom it serves, which tiles it takes, what it refuses."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from experts.triton.configs.select import on_device
 from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms
 from experts.triton.paths import PATHS
-from experts.triton.tuning.space import TileSpace
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Combine
@@ -34,7 +34,7 @@ def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> 
     assert pair.path == "gemv_tma"
     assert steps.choose(most) == pair
     assert steps.choose(most + 1).path != "gemv_tma"
-    require_config(pair, problem, H200, "regimes")
+    require_config(pair, problem, H200, "heuristics")
     assert "gemv_tma" not in {
         p.path for p in heuristics(problem, H200, ("aligned", "gemv")).configs
     }
@@ -140,7 +140,7 @@ def test_a_neighbour_lends_the_path_not_the_ring() -> None:
 
 def test_tuning_tries_every_ring_that_fits() -> None:
     with on_device(H200):
-        space = TileSpace(QWEN, "X", PATHS)
+        space = ConfigSpace(QWEN, "X", PATHS)
         tried = [pair for pair in space.candidates(1) if pair.path == "gemv_tma"]
         assert not [pair for pair in space.candidates(64) if pair.path == "gemv_tma"]
     assert PAIR in tried

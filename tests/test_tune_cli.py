@@ -16,9 +16,9 @@ import typer
 from run_mk import Ended, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.files import config_as_json
-from experts.triton.tuning.space import TileSpace
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES
@@ -73,7 +73,7 @@ def test_explain_needs_no_gpu(mk: Mk) -> None:
     assert code == 0
     assert out.count("on NVIDIA B200") == 4
     assert "E=128,N=768,device_name=NVIDIA_B200.json" in out
-    assert re.search(r"regime \d of \d: 25 rows an expert", out)
+    assert re.search(r"heuristic \d of \d: 25 rows an expert", out)
     code, out, _ = mk("--explain", "--json")
     assert code == 0
     (text,) = json.loads(out)["explanations"]
@@ -128,7 +128,7 @@ def test_all_shapes_in_several_schemes() -> None:
 def test_no_two_shapes_share_a_file() -> None:
     for quant in ("none", "fp8_w8a8_block", "int4_w4a16_group"):
         made = _problems(ProblemOptions(model="all", quant=quant))
-        names = {TileKey.of(problem, "NVIDIA H200").file_name for _, problem in made}
+        names = {ConfigKey.of(problem, "NVIDIA H200").file_name for _, problem in made}
         assert len(names) == len(SHAPES) >= 13
 
 
@@ -167,7 +167,7 @@ TUNED = [
 
 def small_layer() -> TunedLayer:
     problem = Problem(tokens=256, hidden=64, intermediate=64, experts=4, top_k=2)
-    space, pair = TileSpace(problem, "E"), Pair("P", "E", MACHINE)
+    space, pair = ConfigSpace(problem, "E"), Pair("P", "E", MACHINE)
     return TunedLayer("mine", problem, pair, space, (1, 64, 256, 512), Path("folder"))
 
 
@@ -244,7 +244,7 @@ def test_a_layer_is_tuned_from_end_to_end(
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     monkeypatch.setattr(compiled, "Compiler", NoCompiler)
-    monkeypatch.setattr(TileSpace, "candidates", lambda _self, tokens: [ONE, TWO])
+    monkeypatch.setattr(ConfigSpace, "candidates", lambda _self, tokens: [ONE, TWO])
     times = tmp_path / "times.jsonl"
     pair, options = (
         Pair(*PAIR, machine),
@@ -282,7 +282,7 @@ def test_a_choice_that_is_right_has_a_time(quant: str) -> None:
     for tokens in (1, 17) if quant == "none" else (5,):
         took = made.screen(tokens, ONE)
         assert isinstance(took, Took), took
-        assert sorted(took.stages) == sorted(TileSpace.stages)
+        assert sorted(took.stages) == sorted(ConfigSpace.stages)
         # They are timed apart from the whole, and another process may have been busy by then.
         assert 0 < sum(took.stages.values()) < 2 * took.seconds
         seconds = made.compare(tokens, [ONE, TWO])

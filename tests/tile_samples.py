@@ -11,7 +11,7 @@ import pytest
 
 from experts.triton.configs import select as tiles
 from experts.triton.configs.files import FORMAT
-from experts.triton.configs.lookup import TileStore
+from experts.triton.configs.lookup import ConfigLookup
 from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel.types import Machine, Problem
 
@@ -45,10 +45,10 @@ def write(path: Path, contents: object) -> Path:
     return path
 
 
-def store(folder: Path, *more: Path, triton: str | None = TRITON) -> TileStore:
+def store(folder: Path, *more: Path, triton: str | None = TRITON) -> ConfigLookup:
     """The user's folder, and the packaged one if given, on an H200."""
     titles = ("user", "packaged")
-    return TileStore(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
+    return ConfigLookup(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experts.triton.launch_config import LaunchConfig, MoEConfig
-from experts.triton.tuning.space import TileSpace
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.tunable import Best, Choice, Took, Tunable
 from modular_kernel.tuning.search import Bench, Refusal, Tuned, TuneJob, tune
 
@@ -96,7 +96,7 @@ def staged(seconds: float, choice: Choice) -> dict[str, float]:
         tile_cost(tile, want)
         for tile, want in zip((choice.gemm1, choice.gemm2), WANTED, strict=True)
     ]
-    return dict(zip(TileSpace.stages, costs, strict=True))
+    return dict(zip(ConfigSpace.stages, costs, strict=True))
 
 
 def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> TuneJob:

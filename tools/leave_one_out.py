@@ -3,8 +3,8 @@
     python tools/leave_one_out.py time record.json                # on the GPU that files are for
     python tools/leave_one_out.py report record.json > leave-one-out.md
 
-A layer that is left out takes the tiles that the nearest other layers were tuned to
-(experts/triton/configs/nearest.py), and then those of the regimes alone (heuristics.py there).
+A layer that is left out takes the launches that the nearest other layers were tuned to
+(experts/triton/configs/nearest.py), and then those of the heuristics alone (heuristics.py there).
 Whole planned layers with them and with its own tuned tiles are checked and timed by turns, as the
 tuner compares its finalists (modular_kernel/tuning/measured.py). Tiles that are the same are not
 timed.
@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import triton
 
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.heuristics import heuristics
-from experts.triton.configs.lookup import PACKAGED, TileStore, subfolder
+from experts.triton.configs.lookup import PACKAGED, ConfigLookup, subfolder
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
@@ -49,8 +49,8 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 _INTRO = """# Tiles without a tuned file, on one H200
 
-Each layer is left out in turn, and takes the tiles that the nearest other layers were tuned to
-(where one is near), or those of the regimes alone. Whole planned layers with them and with the
+Each layer is left out in turn, and takes the launches that the nearest other layers were tuned to
+(where one is near), or those of the heuristics alone. Whole planned layers with them and with the
 layer's own tuned tiles were checked against float64 and timed by turns, with uniform routing and
 weights not in the cache (`tools/leave_one_out.py`). Ratios are to the tuned tiles' time; `within`
 counts cells (a layer and a number of tokens) within {bound:.2f} x. In {timed} of {cells} cells
@@ -109,17 +109,17 @@ def _of_layer(
     layer: str, problem: Problem, tokens: Sequence[int], configs: Path
 ) -> list[TimedCell]:
     files = sorted((configs / subfolder(TRITON)).glob("E=*.json"))
-    own = TileKey.of(problem, H200.name)
-    others = [path for path in files if TileKey.parse(path.name) != own]
+    own = ConfigKey.of(problem, H200.name)
+    others = [path for path in files if ConfigKey.parse(path.name) != own]
     if len(others) == len(files):
         return []
-    mine = TileStore(((PACKAGED, configs),), H200, TRITON).source(problem)
+    mine = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
     with tempfile.TemporaryDirectory() as folder:
         inner = Path(folder) / subfolder(TRITON)
         inner.mkdir()
         for path in others:
             (inner / path.name).symlink_to(path.resolve())
-        lent = TileStore(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
+        lent = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
     alone, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
     made = []
     for number in tokens:

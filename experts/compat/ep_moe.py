@@ -17,9 +17,9 @@ wait for the device.
 
 import torch
 
-from experts.triton.configs.select import choose_tiles
+from experts.triton.configs.select import choose_config
 from experts.triton.grouped.base import Rows
-from experts.triton.grouped.segments import multiply_segments
+from experts.triton.grouped.segments import m_grouped_gemm
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import scale_group, second_product
 from modular_kernel.errors import (
@@ -224,10 +224,10 @@ def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field
     scale_rows = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
     _require_triton(a)
     # The one that has no activation behind it.
-    _, tile = choose_tiles(problem, rows).both(LaunchConfig)
+    _, tile = choose_config(problem, rows).both(LaunchConfig)
     tiles = _cut(seg_indptr, weight_indices, rows, tile.block_m)
     product = second_product(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
-    multiply_segments(Rows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
+    m_grouped_gemm(Rows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
     return c
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from experts.triton.configs.select import choose_tiles
+from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import (
     SCHEMES,
@@ -11,7 +11,7 @@ from experts.triton.operands import (
     group_rejections,
     second_product,
 )
-from experts.triton.tuning.space import TileSpace
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.launch.launch import launch
@@ -58,10 +58,10 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         self._kernel = batched_gemm_kernel
 
     @classmethod
-    def tunable(cls, problem: Problem) -> TileSpace | None:
+    def tunable(cls, problem: Problem) -> ConfigSpace | None:
         if problem.batch_invariant:  # its tiles are fixed
             return None
-        return TileSpace(problem, cls.__name__)
+        return ConfigSpace(problem, cls.__name__)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -103,7 +103,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         assert isinstance(tokens, BatchedTokens)
         problem = self.problem
         experts, capacity, _ = tokens.x_eCH.shape
-        one, two = choose_tiles(problem, capacity).both(LaunchConfig)
+        one, two = choose_config(problem, capacity).both(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
         with stages.stage(stages.GEMM1):
             product = first_product(weights, problem)

@@ -5,12 +5,12 @@ from itertools import combinations
 
 import torch
 
-from experts.triton.configs.select import choose_tiles, kinds_up_to, on_device, this_store
+from experts.triton.configs.select import choose_config, kinds_up_to, on_device, this_store
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.operands import SCHEMES, group_rejections
 from experts.triton.path import PathCall, room_for
 from experts.triton.paths import BY_NAME, PATHS
-from experts.triton.tuning.space import TileSpace
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.roundings import Roundings
 from modular_kernel.support import ExpertsRequirements, Rejection
@@ -56,10 +56,10 @@ class TritonExperts(PermuteExpertsUnpermute):
         self._choices = _choices(tuple(self._paths))
 
     @classmethod
-    def tunable(cls, problem: Problem) -> TileSpace | None:
+    def tunable(cls, problem: Problem) -> ConfigSpace | None:
         if problem.batch_invariant:  # its tiles are fixed
             return None
-        return TileSpace(problem, cls.__name__, PATHS)
+        return ConfigSpace(problem, cls.__name__, PATHS)
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -112,11 +112,11 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return what a call of these tensors launches."""
-        config = choose_tiles(self.problem, len(x_TH), tuple(self._paths))
+        config = choose_config(self.problem, len(x_TH), tuple(self._paths))
         if self._paths[config.path].takes(weights, x_TH):
             return config
         paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
-        return choose_tiles(self.problem, len(x_TH), paths)
+        return choose_config(self.problem, len(x_TH), paths)
 
 
 def paths_of(problem: Problem) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 
-from experts.triton.configs.select import choose_tiles, kinds_up_to
-from experts.triton.grouped.segments import SegmentProducts
+from experts.triton.configs.select import choose_config, kinds_up_to
+from experts.triton.grouped.segments import MGroupedGemms
 from experts.triton.operands import group_rejections
 from experts.triton.path import PathCall, room_for
-from experts.triton.tuning.space import TileSpace
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.roundings import Roundings
@@ -55,13 +55,13 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
-        self._products = SegmentProducts(problem)
+        self._products = MGroupedGemms(problem)
 
     @classmethod
-    def tunable(cls, problem: Problem) -> TileSpace | None:
+    def tunable(cls, problem: Problem) -> ConfigSpace | None:
         if problem.batch_invariant:  # its tiles are fixed
             return None
-        return TileSpace(problem, cls.__name__)
+        return ConfigSpace(problem, cls.__name__)
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
@@ -103,5 +103,5 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        config = choose_tiles(self.problem, tokens.x_TH.shape[0])
+        config = choose_config(self.problem, tokens.x_TH.shape[0])
         self._products.run(PathCall(tokens, weights, workspace, output, config))

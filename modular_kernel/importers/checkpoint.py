@@ -17,11 +17,11 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.fields import Count, expect
-from modular_kernel.importers.boxes import Source
+from modular_kernel.importers.boxes import LayerSource
 from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import open_tensors
 from modular_kernel.importers.formats import Format
-from modular_kernel.importers.layouts import Place
+from modular_kernel.importers.layouts import ProjectionPlace
 from modular_kernel.importers.merging import Matrix, stack
 from modular_kernel.importers.stored import Range
 from modular_kernel.importers.tensors import static_scale
@@ -132,7 +132,7 @@ class _Asked:
 
 
 def _load(
-    source: Source,
+    source: LayerSource,
     found: Examined,
     asked: _Asked,
     placement: Literal["linear"] | Placement,
@@ -160,7 +160,7 @@ def _scale_dtype(stored: dict[str, frozenset[torch.dtype]], dtype: torch.dtype) 
 class _Share:
     """What one rank reads of a layer's matrices. fine: the format as the layer holds it."""
 
-    source: Source
+    source: LayerSource
     fine: Format
     problem: Problem
     tp: tuple[int, int]
@@ -223,7 +223,7 @@ class _Share:
         whole: dict[str, torch.Tensor],
         name: str,
         slot: int,
-        parts: Sequence[tuple[Place, Range, Range]],
+        parts: Sequence[tuple[ProjectionPlace, Range, Range]],
         rows: Range,
     ) -> None:
         """Read rows of some projections, merge them, and copy each to its place in w1 or w2."""
@@ -238,7 +238,11 @@ class _Share:
             _copy(whole, name, slot, matrix, self.fine, rows, (number, number * width))
 
     def _put_biases(
-        self, whole: dict[str, torch.Tensor], slot: int, first: Sequence[Place], down: Place
+        self,
+        whole: dict[str, torch.Tensor],
+        slot: int,
+        first: Sequence[ProjectionPlace],
+        down: ProjectionPlace,
     ) -> None:
         biases = [self.source.bias_of(place, self._rows(0, self._width)) for place in first]
         whole["b1"][slot] = torch.cat(biases).to(whole["b1"].dtype)

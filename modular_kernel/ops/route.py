@@ -9,6 +9,7 @@ Computed in float32, whatever the logits' type. See `modular_kernel.routers` for
 from dataclasses import dataclass
 
 import torch
+from torch.compiler import is_compiling
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -82,7 +83,8 @@ def route(
     routed = Routed(Routing(weights_TK, ids_TK), identity_T)
     if tokens == 0:
         return routed
-    if use_triton(logits_TE):
+    # What torch.compile traces is the twin: it becomes part of the graph.
+    if not is_compiling() and use_triton(logits_TE):
         _launch(logits_TE, spec, tensors, token_ids_T, routed)
     else:
         route_ref(logits_TE, spec, tensors, token_ids_T, routed)

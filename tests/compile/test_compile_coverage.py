@@ -14,7 +14,7 @@ from modular_kernel.testing.compile.report import CompileRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("experts", "prepare_finalize", "modular_kernel/ops")
-GLUON = {"sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel"}
+GLUON = {"grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel"}
 
 
 @pytest.fixture(autouse=True)

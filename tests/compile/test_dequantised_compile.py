@@ -46,5 +46,5 @@ def test_every_launch_is_clean(
     assert ("tiles_of_experts_kernel" in names) == (parts > 1)
     for record in records:
         assert check(record) == ()
-    for record in (r for r in records if r.kernel == "sorted_gemm_kernel"):
+    for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         assert check(record, "HGMMA") == ()

@@ -5,7 +5,7 @@ import pytest
 from modular_kernel.testing.compile.cases import Compiled, CompiledRow, compile_all
 
 pytestmark = pytest.mark.timeout(1200)  # some 300 forms of kernels, one after the other
-GLUON = ("sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel")
+GLUON = ("grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,6 @@ def test_products_use_the_instructions_they_should(rows: tuple[CompiledRow, ...]
     assert not any(precision == "ieee" for dtype, precision, _ in used if dtype == "fp32")
     gluon = {name: [r.record for r in rows if r.record.kernel == name] for name in GLUON}
     assert all(r.instructions["UTMALDG"] for records in gluon.values() for r in records)
-    assert any(r.instructions["HGMMA"] for r in gluon["sorted_gemm_kernel"])
-    assert any(r.instructions["QGMMA"] for r in gluon["sorted_gemm_kernel"])
+    assert any(r.instructions["HGMMA"] for r in gluon["grouped_gemm_tma_kernel"])
+    assert any(r.instructions["QGMMA"] for r in gluon["grouped_gemm_tma_kernel"])
     assert all(r.instructions["QGMMA"] for name in GLUON[1:] for r in gluon[name])

@@ -1,4 +1,4 @@
-"""The single path for packed weights compiles for sm_90: from registers alone, no spills."""
+"""The gemv path for 4-bit weights compiles for sm_90: from registers alone, no spills."""
 
 from dataclasses import replace
 
@@ -41,7 +41,10 @@ def compiled(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[C
 def test_defaults_are_clean(quant: str, model: Problem) -> None:
     problem = replace(model, quant=quant)
     records = compiled(problem, gemv_w4_config.default(problem))
-    assert [record.kernel for record in records] == ["packed_up_kernel", "packed_down_kernel"]
+    assert [record.kernel for record in records] == [
+        "gemv_w4_gate_up_kernel",
+        "gemv_w4_down_kernel",
+    ]
     for record in records:
         assert check(record, expect="HMMA", max_shared=SUMS) == ()
 

@@ -1,4 +1,4 @@
-"""The permuted path's launches compile for sm_90: TMA, warpgroup products, no spills.
+"""Persistent grouped GEMMs compile for sm_90: TMA, warpgroup products, no spills.
 
 Where GEMM 1 gathers there is no launch that moves tokens, and rows are copied by cp.async.
 """
@@ -66,7 +66,7 @@ def test_every_launch_is_clean(change: dict[str, object]) -> None:
     problem = replace(BASE, **change)
     quantised = problem.scheme.quantised
     records = compiled(problem, grouped_tma_config.default(problem))
-    products = [r for r in records if r.kernel == "sorted_gemm_kernel"]
+    products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert len(products) == 2
     for record in records:
         assert check(record) == ()
@@ -97,7 +97,7 @@ def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
     """Threads put matrices of 8 by 8 into shared memory, not single values; TMA stores them."""
     problem = replace(BASE, **change)
     records = compiled(problem, grouped_tma_config.default(problem))
-    for record in (r for r in records if r.kernel == "sorted_gemm_kernel"):
+    for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
         one = record.config["GATED"] and record.config["STEP"] == 1
         boxes = 1 if one else 2
@@ -110,7 +110,7 @@ def test_products_of_two_steps_are_under_way_together(hidden: int) -> None:
     """Each of two warpgroups has a step that an even number of them leaves, and a loop of two."""
     problem = replace(BASE, hidden=hidden, quant="fp8_w8a8_block")
     records = compiled(problem, grouped_tma_config.default(problem))
-    products = [r for r in records if r.kernel == "sorted_gemm_kernel"]
+    products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert [r.instructions["QGMMA"] for r in products] == [2 * 3 * 4, 2 * 3 * 4]
 
 
@@ -120,5 +120,5 @@ def test_a_scale_per_block_has_registers_for_half_a_tile() -> None:
     wide = MoEConfig(
         LaunchConfig(128, 128, 128, 8, 4, 4), LaunchConfig(128, 256, 128, 8, 4, 4), "permuted"
     )
-    products = [r for r in compiled(problem, wide) if r.kernel == "sorted_gemm_kernel"]
+    products = [r for r in compiled(problem, wide) if r.kernel == "grouped_gemm_tma_kernel"]
     assert all(record.stack > 0 for record in products)

@@ -1,4 +1,4 @@
-"""The single path's launches compile for sm_90: wide loads, no tensor cores, no spills."""
+"""The gemv path's launches compile for sm_90: wide loads, no tensor cores, no spills."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
 )
 def test_both_launches_are_clean(change: dict[str, Any]) -> None:
     records = compiled(replace(BASE, **change))
-    assert [record.kernel for record in records] == ["single_up_kernel", "single_down_kernel"]
+    assert [record.kernel for record in records] == ["gemv_gate_up_kernel", "gemv_down_kernel"]
     for record in records:
         assert check(record, "FFMA") == ()
         assert not any(n for name, n in record.instructions.items() if name.endswith("MMA"))

@@ -1,4 +1,4 @@
-"""The streamed path's launches compile for sm_90: TMA, warpgroup products of few columns."""
+"""The TMA-pipelined gemv's launches compile for sm_90: TMA, warpgroup products of few columns."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_every_launch_is_clean(quant: str, change: dict[str, object]) -> None:
     fields = {name: value for name, value in change.items() if name != "given"}
     problem = replace(BASE, quant=quant, **fields)
     records = compiled(problem, given="given" in change)
-    assert [r.kernel for r in records] == ["streamed_up_kernel", "streamed_down_kernel"]
+    assert [r.kernel for r in records] == ["gemv_tma_gate_up_kernel", "gemv_tma_down_kernel"]
     for record in records:
         assert check(record, "QGMMA") == ()
         assert record.instructions["UTMALDG"] > 0

@@ -1,4 +1,4 @@
-"""The dequantised path on a GPU: its tiles are forced, whatever the regimes say.
+"""The dequantised path on a GPU: its launches are forced, whatever the heuristics say.
 
 Every way in which weights alone are quantised, tails of groups and depths, experts of no, few and
 many tiles, all experts at once and a few at a time.

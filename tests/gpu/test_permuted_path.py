@@ -1,4 +1,4 @@
-"""The permuted path on every axis of the harness: its tiles are forced, whatever the regimes say.
+"""Persistent grouped GEMMs on every axis of the harness: forced, whatever the heuristics say.
 
 Groups and depths with tails, experts of no, few and many tiles, and what the harness always does:
 poisoned workspaces, plans, graphs, strided weights, which the path must leave to another.

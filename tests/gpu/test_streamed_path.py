@@ -1,4 +1,4 @@
-"""The streamed path on every axis of the harness: its tiles are forced, whatever the regimes say.
+"""The TMA-pipelined gemv on every axis of the harness: forced, whatever the heuristics say.
 
 Groups and depths with tails, one token to more than are held at once, experts that are elsewhere,
 and what the harness always does: poisoned workspaces, plans, graphs, strided weights, which the

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from experts.triton.configs.select import choose_tiles, reread
-from experts.triton.tuning.space import TileSpace
+from experts.triton.configs.select import choose_config, reread
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.tunable import Took
 from modular_kernel.tuning.compiled import Compiler, Pair
@@ -31,7 +31,7 @@ def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
         assert isinstance(took, Took), took
         (seconds,) = bench.compare(256, [untuned]).values()
     assert isinstance(seconds, float)
-    assert sorted(took.stages) == sorted(TileSpace.stages)
+    assert sorted(took.stages) == sorted(ConfigSpace.stages)
     assert 0.5 * took.seconds < sum(took.stages.values()) < took.seconds
     # Events cost some microseconds each; the host's hundreds are not in it.
     assert 0.6 * seconds < took.seconds < 1.5 * seconds + 3e-5
@@ -56,7 +56,7 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
             assert tuned.best.untuned_seconds is not None
             assert tuned.best.seconds <= tuned.best.untuned_seconds
             with space.using(tuned.best.choice):
-                there = choose_tiles(problem, tuned.tokens, tuple(space.paths))  # type: ignore[attr-defined]
+                there = choose_config(problem, tuned.tokens, tuple(space.paths))  # type: ignore[attr-defined]
             assert there == tuned.best.choice
         assert sorted(space.saved(tmp_path)) == [1, 64]
     finally:

@@ -15,10 +15,10 @@ import torch
 from experts import TritonExperts
 from experts.triton.aligned.path import AlignedPath
 from experts.triton.aligned_w4.path import AlignedW4Path
-from experts.triton.configs.select import choose_tiles
+from experts.triton.configs.select import choose_config
 from experts.triton.gemv.path import GemvPath
 from experts.triton.gemv_w4.path import GemvW4Path
-from experts.triton.grouped.segments import SegmentProducts
+from experts.triton.grouped.segments import MGroupedGemms
 from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
@@ -73,7 +73,7 @@ def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Foll
     """Run one call of a path and follow its buffers."""
     path: Path = kind(problem)
     name = getattr(kind, "name", "aligned")  # products over segments are of no path
-    tiles: MoEConfig = choose_tiles(problem, problem.tokens, ("aligned", name))
+    tiles: MoEConfig = choose_config(problem, problem.tokens, ("aligned", name))
     assert tiles.path == name
     x_TH, weights, routing = random_inputs(problem, CPU)
     scale = None
@@ -129,11 +129,11 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"quant": "int8_w8a16_channel"},
 )
 CALLS = (
-    *((kind, MANY, change) for kind in (AlignedPath, SegmentProducts) for change in SCHEMES),
+    *((kind, MANY, change) for kind in (AlignedPath, MGroupedGemms) for change in SCHEMES),
     (AlignedPath, MANY, KEPT | {"quant": "fp8_w8a8_channel"}),
     (AlignedW4Path, MANY, {"quant": "int4_w4a16_group:group=32"}),
-    (SegmentProducts, MANY, KEPT),
-    (SegmentProducts, MANY, ON_INPUT),
+    (MGroupedGemms, MANY, KEPT),
+    (MGroupedGemms, MANY, ON_INPUT),
     *((GemvPath, FEW, change) for change in SCHEMES),
     (GemvW4Path, FEW, {"quant": "mxfp4_w4a16", "intermediate": 256}),
 )

@@ -1,6 +1,6 @@
 """Launches of the aligned path worth timing, by number format and row block.
 
-Collected from what won on one H200 (2026-11-20, triton 3.6.0), and its neighbours.
+Collected from what won on one H200 (2026-11-20, triton 3.6.0), and what is near it.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""What the aligned path for 4-bit weights launches: few rows of an expert, unpacked in registers.
+"""What the aligned path for 4-bit weights launches: small M, weights unpacked in registers.
 
 Registers bound these launches, not shared memory.
 """
@@ -16,11 +16,11 @@ from modular_kernel.types import Problem
 
 NAME = "aligned_w4"
 
-FEW = 16  # rows of a block, where it has not LEAST_M
+MOST_M = 16  # rows of a block, where it has not LEAST_M
 LEAST_M = 8  # the narrow side of a tensor core's product
 _ROWS = 6  # mean rows of an expert up to which few have more than LEAST_M
 # Mean rows of an expert up to which calls come here without a tuned file: with more, weights are
-# unpacked too often, once for each block of FEW rows. The second number: where rows start off 16
+# unpacked too often, once for each block of MOST_M rows. The second number: where rows start off 16
 # elements. Integers: H200, 2026-11-22. mxfp4: up to where tiles of 32 rows were taken, which are
 # slower with any number (H200, 2026-11-24, triton 3.6.0, 1 to 1024 tokens).
 _MOST_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
@@ -29,7 +29,7 @@ _MOST_ROWS = {"uint4": (12, 12), "float4_e2m1": (192, 24)}
 _TAKEN_OVER: dict[str, tuple[int, float]] = {"uint4": (16, 12), "float4_e2m1": (32, math.inf)}
 _MOST_REGISTERS = 128  # by `_registers`: more, and the compiler spills some
 _ENDLESS = 1 << 62
-_BLOCKS_M, _WARPS = (LEAST_M, FEW), (1, 2, 4, 8, 16)
+_BLOCKS_M, _WARPS = (LEAST_M, MOST_M), (1, 2, 4, 8, 16)
 _LEAST_N, _MOST_N, _LEAST_K, _MOST_STAGES, _ALL_REGISTERS = 16, 256, 32, 16, 255
 
 
@@ -179,8 +179,8 @@ def took_over(problem: Problem, tokens: int, block_m: int) -> bool:
 
 def block_m(problem: Problem, pairs: int) -> int:
     """Return the rows of a block in a call of so many pairs: 16 where many experts have over 8."""
-    few_rows = pairs <= _ROWS * problem.experts and not problem.batch_invariant
-    return LEAST_M if few_rows else FEW
+    small = pairs <= _ROWS * problem.experts and not problem.batch_invariant
+    return LEAST_M if small else MOST_M
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class FewRows:
+class SmallM:
     """One product: rows of weights for `columns` output columns along `depth`. zeros: weights come
     with zero points."""
 
@@ -209,7 +209,7 @@ class FewRows:
     zeros: bool
 
     @classmethod
-    def both(cls, problem: Problem) -> "tuple[FewRows, FewRows]":
+    def both(cls, problem: Problem) -> "tuple[SmallM, SmallM]":
         scheme, gated = problem.scheme, problem.act.gated
         zeros = scheme.zero_points
         return (
@@ -221,7 +221,7 @@ class FewRows:
 def default(problem: Problem, tokens: int) -> MoEConfig:
     """Return the launches of a call of `tokens` tokens without a tuned file."""
     spread = Spread.of(problem, tokens * problem.top_k)
-    first, second = (shape(product, spread) for product in FewRows.both(problem))
+    first, second = (shape(product, spread) for product in SmallM.both(problem))
     return MoEConfig(first, second, NAME)
 
 
@@ -252,7 +252,7 @@ def _changes(problem: Problem, low: int, high: int) -> Iterator[int]:
     yield from _changes(problem, middle, high)
 
 
-def shape(product: FewRows, spread: Spread) -> AlignedW4Config:
+def shape(product: SmallM, spread: Spread) -> AlignedW4Config:
     """Return the launch of `product` in a call whose rows are spread so."""
     weight, block_m = product.scheme.weight, spread.block_m
     if block_m == LEAST_M:
@@ -269,7 +269,7 @@ def shape(product: FewRows, spread: Spread) -> AlignedW4Config:
     return _made(found, block_m)
 
 
-def _registers(found: _Shape, product: FewRows, block_m: int) -> int:
+def _registers(found: _Shape, product: SmallM, block_m: int) -> int:
     """Count the registers that a thread holds at once.
 
     Words, sums, and a step's products of each group, beside what several groups' zero points take
@@ -282,8 +282,8 @@ def _registers(found: _Shape, product: FewRows, block_m: int) -> int:
 
 
 # By block_m: mean rows of an expert between which it is worth a try, and block_k.
-_TRIED: Rows = {LEAST_M: (0, 12), FEW: (4, 64)}
-_TRIED_K = {LEAST_M: (WARP_K,), FEW: (WARP_K // 2, WARP_K)}
+_TRIED: Rows = {LEAST_M: (0, 12), MOST_M: (4, 64)}
+_TRIED_K = {LEAST_M: (WARP_K,), MOST_M: (WARP_K // 2, WARP_K)}
 _TRIED_WARPS = ((1, 4), (2, 3), (4, 2), (4, 4))  # and stages
 
 
@@ -299,7 +299,7 @@ def candidates(problem: Problem, tokens: int) -> Groups:
         ]
         one, two = (
             [_made(s, rows) for s in shapes if _registers(s, product, rows) <= _MOST_REGISTERS]
-            for product in FewRows.both(problem)
+            for product in SmallM.both(problem)
         )
         found[rows] = (one, two)
     return found

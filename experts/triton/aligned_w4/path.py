@@ -1,4 +1,4 @@
-"""The aligned path for 4-bit weights and few rows of an expert: words of eight, blocks of 8 or 16.
+"""The aligned path for 4-bit weights and small M: words of eight, blocks of 8 or 16 rows.
 
 All is as on the aligned path but for the products: weights are the left operand, unpacked in
 registers, and the warps of a program share the depth.
@@ -76,10 +76,10 @@ class AlignedW4Path(AlignedPath):
 
     def __init__(self, problem: Problem) -> None:
         """Bind the kernel."""
-        from experts.triton.aligned_w4.kernels.grouped_gemm_w4 import four_bit_gemm_kernel
+        from experts.triton.aligned_w4.kernels.grouped_gemm_w4 import grouped_gemm_w4_kernel
 
         super().__init__(problem)
-        self._kernel = four_bit_gemm_kernel
+        self._kernel = grouped_gemm_w4_kernel
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Return whether words of weights can be read 16 bytes at once, and x along its rows."""

@@ -1,4 +1,4 @@
-"""Names of tuned tile files: what they say, and which ones a problem is looked up under."""
+"""Names of tuned config files: what they say, and which ones a problem is looked up under."""
 
 import re
 from collections.abc import Iterator
@@ -32,14 +32,14 @@ def device_key(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class TileKey:
+class ConfigKey:
     """What a file name says.
 
     experts: on this rank, w2.shape[0]. intermediate: the logical I, w2.shape[2] where two values
     do not share a byte. device: as device_key gives it. dtype: "fp8_w8a8", "float32", ..., "" for
     float16 and bfloat16. block_shape: rows and depth of one weight scale, (0, g) for groups of g.
     down: SGLang's file for GEMM 2 alone.
-    `TileKey.parse(key.file_name) == key` for every key.
+    `ConfigKey.parse(key.file_name) == key` for every key.
     """
 
     experts: int
@@ -54,7 +54,7 @@ class TileKey:
         match = _NAME.fullmatch(self.file_name)
         if match is None or _values(match) != vars(self):
             need = "sizes >= 1, a device as device_key gives it, and a dtype of [a-z0-9_]"
-            raise ConfigurationError("name of a tile file", got=repr(self.file_name), need=need)
+            raise ConfigurationError("name of a config file", got=repr(self.file_name), need=need)
 
     @property
     def file_name(self) -> str:
@@ -67,18 +67,20 @@ class TileKey:
         return f"{sizes}{dtype}{block}{channel}{down}.json"
 
     @classmethod
-    def parse(cls, name: str) -> "TileKey":
+    def parse(cls, name: str) -> "ConfigKey":
         """From a file's name, with or without a space in the block shape."""
         match = _NAME.fullmatch(name)
         if match is None:
             need = "E=..,N=..,device_name=..[,dtype=..][,block_shape=[n, k]]"
             raise ConfigurationError(
-                "name of a tile file", got=repr(name), need=f"{need}[,per_channel_quant=True].json"
+                "name of a config file",
+                got=repr(name),
+                need=f"{need}[,per_channel_quant=True].json",
             )
         return cls(**_values(match))
 
     @classmethod
-    def of(cls, problem: Problem, device_name: str) -> "TileKey":
+    def of(cls, problem: Problem, device_name: str) -> "ConfigKey":
         """Return the name under which tiles for `problem` are kept."""
         scheme = problem.scheme
         dtype = "float32" if problem.dtype is torch.float32 else ""
@@ -98,7 +100,7 @@ class TileKey:
 
 
 def _values(match: re.Match[str]) -> dict[str, Any]:
-    """Return the fields of a TileKey."""
+    """Return the fields of a ConfigKey."""
     return {
         "experts": int(match["experts"]),
         "intermediate": int(match["intermediate"]),
@@ -117,7 +119,7 @@ def names_for(problem: Problem, device_name: str) -> tuple[str, ...]:
     per_channel_quant; and, for 4-bit weights, SGLang's, which counts the bytes of a packed row:
     N = I / 2.
     """
-    key = TileKey.of(problem, device_name)
+    key = ConfigKey.of(problem, device_name)
     keys = list(_spellings(key))
     if problem.scheme.packed and problem.intermediate % 2 == 0:
         keys += _spellings(replace(key, intermediate=problem.intermediate // 2))
@@ -125,7 +127,7 @@ def names_for(problem: Problem, device_name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _spellings(key: TileKey) -> Iterator[TileKey]:
+def _spellings(key: ConfigKey) -> Iterator[ConfigKey]:
     yield key
     if key.block_shape is not None and key.block_shape[0] == 0:
         yield replace(key, block_shape=None)

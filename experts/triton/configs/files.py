@@ -1,4 +1,4 @@
-"""Tuned tile files as text: ours, and those of vLLM and SGLang.
+"""Tuned config files as text: ours, and those of vLLM and SGLang.
 
 Ours:
 
@@ -107,7 +107,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _text(path: Path) -> str:
-    what = f"tile file {path}"
+    what = f"config file {path}"
     try:
         if not path.is_file():
             raise ConfigurationError(what, got="no regular file", need="a JSON file")
@@ -125,7 +125,7 @@ def _text(path: Path) -> str:
 
 def parse_recipe(text: str, origin: str) -> Recipe:
     """Parse the recipe in a file's text; origin: the name for errors."""
-    what = f"tile file {origin}"
+    what = f"config file {origin}"
     try:
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # a JSONDecodeError is a ValueError

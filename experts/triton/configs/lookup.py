@@ -19,7 +19,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from experts.triton.configs.filenames import TileKey, names_for
+from experts.triton.configs.filenames import ConfigKey, names_for
 from experts.triton.configs.files import VERSION, Recipe, read_recipe
 from experts.triton.configs.former import MEANT, named_now, path_meant, replaced
 from experts.triton.configs.heuristics import heuristics
@@ -83,7 +83,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class TileStore:
+class ConfigLookup:
     """Folders of tuned files for one device.
 
     folders: (what it is called, where), best first. triton: the version here, if known.
@@ -137,12 +137,12 @@ class TileStore:
         """
         if not self.device.name or not starts_on_16(problem):
             return []
-        wanted, known = TileKey.of(problem, self.device.name), list[Known]()
+        wanted, known = ConfigKey.of(problem, self.device.name), list[Known]()
         for title, folder in self.folders:
             if title != PACKAGED:
                 continue
             for path in sorted((folder / subfolder(self.triton)).glob("E=*.json")):
-                key = TileKey.parse(path.name)
+                key = ConfigKey.parse(path.name)
                 if replace(wanted, experts=key.experts, intermediate=key.intermediate) == key:
                     known.append(Known.of(key, read_recipe(path)))
         return known
@@ -196,7 +196,7 @@ def _with_down(path: Path) -> Recipe:
     second = read_recipe(down)
     if second.strict:
         need = "a file of SGLang's: ours has both GEMMs in one"
-        raise ConfigurationError(f"tile file {down}", got="a file of ours", need=need)
+        raise ConfigurationError(f"config file {down}", got="a file of ours", need=need)
     return replace(recipe, gemm2=second.gemm2)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.files import VERSION, Recipe
 from experts.triton.configs.former import named_now
 from experts.triton.configs.limits import fits
@@ -22,7 +22,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
 _TOKENS = tuple(1 << power for power in range(15))
-NEAR = 1.0  # the farthest point whose tiles are better than those of the regimes
+NEAR = 1.0  # the farthest point whose launches are better than those of the heuristics
 # How much it weighs that one of these is twice another, in the order of Point's fields.
 _WEIGHTS = (1.0, 0.5, 0.35, 0.5)
 
@@ -64,10 +64,10 @@ class Known:
     recipe: Recipe
 
     @classmethod
-    def of(cls, key: TileKey, recipe: Recipe) -> "Known":
+    def of(cls, key: ConfigKey, recipe: Recipe) -> "Known":
         """From a file of ours; ConfigurationError if it does not say what it was tuned for."""
         if recipe.tuned_for is None:
-            raise ConfigurationError(f"tile file {recipe.origin}", got="none", need="tuned_for")
+            raise ConfigurationError(f"config file {recipe.origin}", got="none", need="tuned_for")
         tuned = recipe.tuned_for
         return cls(key.experts, tuned.top_k, tuned.hidden, key.intermediate, recipe)
 
@@ -142,7 +142,7 @@ def _top(config: MoEConfig, tokens: int, problem: Problem) -> int:
 
 
 def _lent(config: MoEConfig, problem: Problem, device: Device, tokens: int) -> MoEConfig:
-    """Return what `problem` makes of a neighbour's: some paths lend their names alone.
+    """Return what `problem` makes of a point's: some paths lend their names alone.
 
     How long a ring may be depends on the problem's depths, and launches of 4-bit weights on how
     many programs there are.

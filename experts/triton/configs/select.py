@@ -1,6 +1,6 @@
 """What a call launches, who decided it, and how to decide otherwise.
 
-config = choose_tiles(problem, tokens)          # tuned where a file says so, see configs.lookup
+config = choose_config(problem, tokens)          # tuned where a file says so, see configs.lookup
 print(explain(problem, tokens))                # which file, and why
 with override_config(MoEConfig(...)):          # in this thread, inside the block
     ...
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from experts.triton.configs.filenames import names_for
 from experts.triton.configs.files import Recipe, override_recipe
-from experts.triton.configs.lookup import FIXED, PACKAGED, Source, TileStore, fit, nearest
+from experts.triton.configs.lookup import FIXED, PACKAGED, ConfigLookup, Source, fit, nearest
 from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.paths import BASE
@@ -26,11 +26,13 @@ from modular_kernel.settings import read_settings
 from modular_kernel.types import Problem
 
 _PACKAGED = Path(__file__).parent / "data"
-_override: ContextVar[Recipe | None] = ContextVar("tile override", default=None)
+_override: ContextVar[Recipe | None] = ContextVar("config override", default=None)
 _device: ContextVar[Device | None] = ContextVar("tile device", default=None)
 
 
-def choose_tiles(problem: Problem, tokens: int, paths: tuple[str, ...] = (BASE.name,)) -> MoEConfig:
+def choose_config(
+    problem: Problem, tokens: int, paths: tuple[str, ...] = (BASE.name,)
+) -> MoEConfig:
     """Return what a call of `tokens` tokens launches. Files are read at the first call.
 
     tokens: of this rank; in the batched format the rows reserved for an expert. paths: those the
@@ -137,18 +139,18 @@ def reread() -> None:
         function.cache_clear()
 
 
-def this_store() -> TileStore:
+def this_store() -> ConfigLookup:
     """Return the folders and the GPU of this machine, or the GPU of `on_device`."""
     store, device = _machine_s_store(), _device.get()
     return store if device is None else replace(store, device=device)
 
 
 @cache
-def _machine_s_store() -> TileStore:
+def _machine_s_store() -> ConfigLookup:
     """Look at this machine once; its first GPU stands for all."""
     own = read_settings().config_dir
     folders = ((PACKAGED, _PACKAGED),) if own is None else (("user", own), (PACKAGED, _PACKAGED))
-    return TileStore(folders, Device.of(current_machine()), triton_version())
+    return ConfigLookup(folders, Device.of(current_machine()), triton_version())
 
 
 def triton_version() -> str | None:

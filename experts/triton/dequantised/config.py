@@ -85,7 +85,7 @@ def values_at_once(problem: Problem) -> int:
 
 
 def default(problem: Problem) -> MoEConfig:
-    """Return the tiles without a tuned file: the permuted path's for unquantised weights."""
+    """Return the launches without a tuned file: those for unquantised weights."""
     return replace(grouped.default(plain(problem)), path=NAME)
 
 

@@ -75,7 +75,7 @@ class DequantisedPath(GroupedTmaPath):
         self._values = config.values_at_once(problem)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers of the permuted path, of dequantised weights, and of some experts' tiles."""
+        """Return buffers of grouped GEMMs, of dequantised weights, and of some experts' tiles."""
         specs = super().specs(tokens, block_m)
         specs["dequantised"] = BufferSpec((self._values,), self.problem.dtype)
         if self._at_once < self.problem.e:

@@ -88,22 +88,22 @@ class GemvPath(Path):
         return candidates(problem, tokens)
 
     def __init__(self, problem: Problem) -> None:
-        from experts.triton.gemv.kernels.down import single_down_kernel
-        from experts.triton.gemv.kernels.gate_up import single_up_kernel
+        from experts.triton.gemv.kernels.down import gemv_down_kernel
+        from experts.triton.gemv.kernels.gate_up import gemv_gate_up_kernel
 
         self.problem = problem
         # Of a sum: products of all of a token's pairs are added up before anything is rounded.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
-        self._up, self._down = single_up_kernel, single_down_kernel
+        self._up, self._down = gemv_gate_up_kernel, gemv_down_kernel
         self._sums = problem.combine is Combine.SUM
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens; block_m is ignored."""
+        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
         if row_scale(problem.scheme, problem.intermediate) in ("token", "tensor"):
             blocks = -(-problem.intermediate // _LEAST_BLOCK_N)
-            specs["single_largest"] = BufferSpec((pairs * blocks,), torch.float32)
+            specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
         return specs
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
@@ -118,7 +118,7 @@ class GemvPath(Path):
         largest, blocks = h_PI, -(-problem.intermediate // one.block_n)
         keeps = row_scale(problem.scheme, problem.intermediate) in ("token", "tensor")
         if keeps:
-            largest = workspace.take("single_largest", (pairs * blocks,))
+            largest = workspace.take("gemv_amax", (pairs * blocks,))
         use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
         ids = {**id_arguments(routing, problem.e), **overlap()}
         with stages.stage(self._first_stage(call)):

@@ -78,11 +78,11 @@ class GemvTmaPath(Path):
         self._grouped = problem.scheme.granularity == "block"
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens; block_m is ignored."""
+        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         specs = {"workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype)}
         if not self._grouped:
-            specs["streamed_largest"] = BufferSpec((pairs * self._blocks,), torch.float32)
+            specs["gemv_tma_amax"] = BufferSpec((pairs * self._blocks,), torch.float32)
         return specs
 
     @property
@@ -99,8 +99,8 @@ class GemvTmaPath(Path):
         )
 
     def run(self, call: PathCall) -> None:
-        from experts.triton.gemv_tma.kernels.down import streamed_down_kernel
-        from experts.triton.gemv_tma.kernels.gate_up import streamed_up_kernel
+        from experts.triton.gemv_tma.kernels.down import gemv_tma_down_kernel
+        from experts.triton.gemv_tma.kernels.gate_up import gemv_tma_gate_up_kernel
         from experts.triton.kernels.tma_descriptors import multiprocessors
 
         problem, workspace = self.problem, call.workspace
@@ -108,7 +108,7 @@ class GemvTmaPath(Path):
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         largest = h_PI
         if not self._grouped:
-            largest = workspace.take("streamed_largest", (pairs * self._blocks,))
+            largest = workspace.take("gemv_tma_amax", (pairs * self._blocks,))
         most = multiprocessors()
         common = {
             "h_ptr": h_PI,
@@ -122,7 +122,7 @@ class GemvTmaPath(Path):
         }
         with stages.stage(self._first_stage(call)):
             launch(
-                streamed_up_kernel,
+                gemv_tma_gate_up_kernel,
                 (min(most, pairs * self._blocks),),
                 invalid_ptr=call.tokens.routing.invalid_ids,
                 num_pairs=pairs,
@@ -134,7 +134,7 @@ class GemvTmaPath(Path):
         tokens, slots = len(call.output), next_power_of_2(problem.top_k)
         with stages.stage(stages.fused(stages.QUANTISE, stages.GEMM2, stages.REDUCE)):
             launch(
-                streamed_down_kernel,
+                gemv_tma_down_kernel,
                 (min(most, tokens * -(-problem.hidden // (ROWS // slots))),),
                 out_ptr=call.output,
                 num_tokens=tokens,
@@ -194,13 +194,13 @@ class GemvTmaPath(Path):
 
 
 def _weights(product: Product, box_rows: int) -> dict[str, object]:
-    from experts.triton.kernels.tma_descriptors import boxes
+    from experts.triton.kernels.tma_descriptors import tma_descriptor
 
     w, scale, bias = product.w, product.scale, product.bias
     assert scale is not None
     groups = scale.shape[1:] if scale.dim() == 3 else (0, 0)
     return {
-        "w_desc": boxes(w.view(-1, w.shape[2]), box_rows),
+        "w_desc": tma_descriptor(w.view(-1, w.shape[2]), box_rows),
         "w_scale_ptr": scale,
         "scale_rows": groups[0],
         "scale_groups": groups[1],

@@ -1,6 +1,6 @@
 """Launches of the gemv path for 4-bit weights worth timing.
 
-Collected from what won on one H200 (2026-11-20, triton 3.6.0), and its neighbours.
+Collected from what won on one H200 (2026-11-20, triton 3.6.0), and what is near it.
 """
 
 from experts.triton.candidates import FEW_TRIED, Entry, Groups, Rows, worth

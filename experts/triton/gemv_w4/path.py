@@ -72,22 +72,22 @@ class GemvW4Path(Path):
 
     def __init__(self, problem: Problem) -> None:
         """Bind the kernels."""
-        from experts.triton.gemv_w4.kernels.down import packed_down_kernel
-        from experts.triton.gemv_w4.kernels.gate_up import packed_up_kernel
+        from experts.triton.gemv_w4.kernels.down import gemv_w4_down_kernel
+        from experts.triton.gemv_w4.kernels.gate_up import gemv_w4_gate_up_kernel
         from modular_kernel.ops.launch.triton_versions import WORDS_STAY_IN_LANES
 
         assert config.serves(problem)
         self.problem = problem
         # Of a sum: products of all of a token's pairs are added up before anything is rounded.
         self.roundings = Roundings(rows=problem.combine is not Combine.SUM)
-        self._up, self._down = packed_up_kernel, packed_down_kernel
+        self._up, self._down = gemv_w4_gate_up_kernel, gemv_w4_down_kernel
         self._in_lanes = WORDS_STAY_IN_LANES
         self._sums = problem.combine is Combine.SUM
         reduce = (stages.REDUCE,) if self._sums else ()
         self._second_stage = stages.fused(stages.GEMM2, *reduce)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens; block_m is ignored."""
+        """Return the buffers of a call of `tokens` tokens; block_m is ignored."""
         problem = self.problem
         shape = (tokens * problem.top_k, problem.intermediate)
         return {"workspace13": BufferSpec(shape, problem.dtype)}

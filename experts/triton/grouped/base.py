@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     tokens: torch.Tensor | None = None
 
 
-class SortedProducts(ABC):
+class ExpertSortedGemms(ABC):
     """Row r of both products' inputs and results is sorted row r; see ops.sort.
 
     The buffers have room for every pair; as many rows as pairs have an expert here are used.
@@ -75,7 +75,7 @@ class SortedProducts(ABC):
         self.multiply(rows, product, tile, order, out)
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
-        """Buffers for a call of `tokens` tokens in tiles of block_m rows."""
+        """Return the buffers of a call of `tokens` tokens in tiles of block_m rows."""
         problem, pairs = self.problem, tokens * self.problem.top_k
         scheme = problem.scheme
         stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype

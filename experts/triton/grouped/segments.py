@@ -2,23 +2,23 @@
 
 import torch
 
-from experts.triton.grouped.base import Rows, SortedProducts
+from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 
 
-class SegmentProducts(SortedProducts):
+class MGroupedGemms(ExpertSortedGemms):
     """One launch a product; an expert's rows are a segment."""
 
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
-        multiply_segments(rows, product, tile, order.tiles, out, self.problem.fp32_precision)
+        m_grouped_gemm(rows, product, tile, order.tiles, out, self.problem.fp32_precision)
 
 
-def multiply_segments(
+def m_grouped_gemm(
     rows: Rows,
     product: Product,
     tile: LaunchConfig,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from experts.triton.candidates import Groups
-from experts.triton.grouped.base import Rows, SortedProducts
+from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.grouped_tma import config
 from experts.triton.grouped_tma.candidates import candidates
 from experts.triton.grouped_tma.config import (
@@ -32,7 +32,7 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
 
-class GroupedTmaPath(SortedProducts, Path):
+class GroupedTmaPath(ExpertSortedGemms, Path):
     """Products in Gluon."""
 
     name = config.NAME
@@ -87,23 +87,23 @@ class GroupedTmaPath(SortedProducts, Path):
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
-        from experts.triton.grouped_tma.kernels.gemm import sorted_gemm_kernel
-        from experts.triton.kernels.tma_descriptors import boxes, multiprocessors
+        from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
+        from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
         a, a_scale, _, tokens = rows  # it serves no weights on the input
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         half = half_rows(tile, 2 if product.constants["GATED"] else 1)
         stored = half // product.step  # gate and up rows by turns give half as many columns
-        b_desc = boxes(product.w.view(experts * rows_b, depth), half)
+        b_desc = tma_descriptor(product.w.view(experts * rows_b, depth), half)
         unused = product.w
         b_scale = unused if product.scale is None else product.scale
         launch(
-            sorted_gemm_kernel,
+            grouped_gemm_tma_kernel,
             (multiprocessors(),),
-            a_desc=b_desc if tokens is not None else boxes(a, BLOCK_M),
+            a_desc=b_desc if tokens is not None else tma_descriptor(a, BLOCK_M),
             b_desc=b_desc,
-            out_desc=boxes(out, BLOCK_M // 2, stored),
+            out_desc=tma_descriptor(out, BLOCK_M // 2, stored),
             x_ptr=a,
             tokens_ptr=order.tiles if tokens is None else tokens,
             out_ptr=out,

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.unpack_w4 import is_e2m1, nibbles
+from experts.triton.kernels.unpack_w4 import is_e2m1, unpack_int4
 
 
 @triton.jit
@@ -53,11 +53,11 @@ def _repacked_values(codes, dtype: tl.constexpr):
     low, high = tl.split(pair)
     words = low | (high << 16)
     if dtype == tl.bfloat16:
-        values = nibbles(words, "e2m1_repacked", tl.bfloat16) * tl.full(
+        values = unpack_int4(words, "e2m1_repacked", tl.bfloat16) * tl.full(
             (1, 1, 1, 1, 1), 2.0**126, tl.bfloat16
         )
     else:
-        values = nibbles(words, "e2m1_repacked", tl.float16) * tl.full(
+        values = unpack_int4(words, "e2m1_repacked", tl.float16) * tl.full(
             (1, 1, 1, 1, 1), 2.0**14, tl.float16
         )
     return tl.trans(tl.reshape(values, (COLUMNS, 2 * BYTES))).to(dtype)

@@ -1,8 +1,9 @@
 """Device functions: int32 words of eight 4-bit weights to operands of a product.
 
 Word c of a row holds the weights k = 8c to 8c + 7. Two of them come out at once as the halves of a
-register (`nibbles`): j and j + 4, or 2j and 2j + 1 of repacked words. So the weights of a step are
-multiplied in an order of their own; the rows they meet are read in the same one (`in_word_order`).
+register (`unpack_int4`): j and j + 4, or 2j and 2j + 1 of repacked words. So the weights of a step
+are multiplied in an order of their own; the rows they meet are read in the same one
+(`in_word_order`).
 """
 
 import triton
@@ -13,8 +14,8 @@ from experts.triton.kernels.unpack_w4 import (
     boost_of,
     counts_from_zero,
     is_e2m1,
-    nibbles,
     opaque,
+    unpack_int4,
 )
 
 
@@ -114,8 +115,8 @@ def unpack_words(
     words, FORMAT: tl.constexpr, dtype: tl.constexpr,
     STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """int32 (STEPS, ROWS, DEPTH / 8) to `nibbles` in the order of `in_word_order`."""
-    return in_word_order(nibbles(words, FORMAT, dtype), FORMAT, STEPS, ROWS, DEPTH)
+    """int32 (STEPS, ROWS, DEPTH / 8) to `unpack_int4` in the order of `in_word_order`."""
+    return in_word_order(unpack_int4(words, FORMAT, dtype), FORMAT, STEPS, ROWS, DEPTH)
 
 
 @triton.jit

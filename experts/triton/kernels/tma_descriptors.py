@@ -10,7 +10,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 BOX_BYTES = 128  # of a row: the widest swizzle
 
 
-def boxes(rows: torch.Tensor, block_rows: int, columns: int | None = None) -> TensorDescriptor:
+def tma_descriptor(
+    rows: torch.Tensor, block_rows: int, columns: int | None = None
+) -> TensorDescriptor:
     """Boxes of block_rows rows of `rows`: 2-D, contiguous, rows on 16 bytes.
 
     columns: of a box, a power of two, 128 bytes' worth unless told. What a box has beyond the

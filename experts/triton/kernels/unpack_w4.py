@@ -159,7 +159,7 @@ def _fp16_fields(pair):
 
 
 @triton.jit
-def nibbles(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
+def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """int32 (...) to (..., 2, 2, 2) by the bits of k, the highest first: q or q - 8
     (`counts_from_zero`), or e2m1 values, in bf16 or fp16.
 

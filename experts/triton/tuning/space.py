@@ -6,7 +6,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from experts.triton.configs.filenames import TileKey
+from experts.triton.configs.filenames import ConfigKey
 from experts.triton.configs.files import (
     VERSION,
     Recipe,
@@ -21,7 +21,7 @@ from experts.triton.configs.heuristics import heuristics
 from experts.triton.configs.limits import fits
 from experts.triton.configs.lookup import subfolder
 from experts.triton.configs.select import (
-    choose_tiles,
+    choose_config,
     explain,
     on_device,
     override_config,
@@ -39,7 +39,7 @@ from modular_kernel.types import Problem
 _GROUPS_KEPT, _TILES_KEPT, _FINALISTS = 2, 2, 4
 
 
-class TileSpace(Tunable):
+class ConfigSpace(Tunable):
     """Configurations. A choice is a MoEConfig, and its GEMMs are told apart by their stages.
 
     experts_part: name of the part, noted in the file. paths: those it has; what they serve of
@@ -73,7 +73,7 @@ class TileSpace(Tunable):
 
     def candidates(self, tokens: int) -> Sequence[Choice]:
         """GEMM 1 and GEMM 2 are tried at once: their times are told apart."""
-        now = choose_tiles(self.problem, tokens, self.paths)  # of a file, if there is one
+        now = choose_config(self.problem, tokens, self.paths)  # of a file, if there is one
         found = [now] if self._sound_both(now) else []
         for path in self.paths:
             for block_m, (one, two) in BY_NAME[path].candidates(self.problem, tokens).items():
@@ -132,7 +132,7 @@ class TileSpace(Tunable):
         if not recipe.strict or recipe.tuned_for != self._tuned_for():
             got = recipe.tuned_for if recipe.strict else "a file of vLLM's or SGLang's"
             need = f"{self._tuned_for()}; another folder, or to start afresh"
-            raise ConfigurationError(f"tile file {path}", got=got, need=need)
+            raise ConfigurationError(f"config file {path}", got=got, need=need)
         found = {}
         for tokens, config in recipe.configs().items():
             times = recipe.times.get(tokens)
@@ -178,7 +178,7 @@ class TileSpace(Tunable):
 
     def _path(self, folder: Path) -> Path:
         store = this_store()
-        name = TileKey.of(self.problem, store.device.name).file_name
+        name = ConfigKey.of(self.problem, store.device.name).file_name
         return folder / subfolder(store.triton) / name
 
 
@@ -195,7 +195,7 @@ class Additive:
             assert isinstance(pair, MoEConfig)
             kind = pair.path, pair.gemm1.block_m
             first, second = self.tiles.setdefault(kind, ({}, {}))
-            seconds = [one.stages.get(name, 0.0) for name in TileSpace.stages]
+            seconds = [one.stages.get(name, 0.0) for name in ConfigSpace.stages]
             for tiles, tile, each in zip(
                 (first, second), (pair.gemm1, pair.gemm2), seconds, strict=True
             ):

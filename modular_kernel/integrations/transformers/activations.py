@@ -1,6 +1,7 @@
 """Find what an experts module computes between its two projections, by probing it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from math import isfinite
 
@@ -44,7 +45,9 @@ def _activation_of(module: torch.nn.Module) -> ActivationSpec:
         raise unsupported(module, got, "a function of (rows, columns) values") from e
     for spec in _candidates(gated, numbers):
         if _same(found, probe, spec):
-            return spec
+            # Weights that were loaded packed may lie otherwise than the module would have them.
+            interleaved: bool = getattr(module, "_mk_interleaved", spec.interleaved)
+            return replace(spec, interleaved=interleaved)
     need = f"one of {', '.join(GATED if gated else UNGATED)}"
     raise unsupported(module, f"{label(module)} that computes something else", need)
 
@@ -96,7 +99,8 @@ def _rows(module: torch.nn.Module) -> int:
     """Return N of its first projection, (e, N, K) or transposed."""
     gated = getattr(module, "has_gate", True)
     shape = getattr(module, "gate_up_proj" if gated else "up_proj").shape
-    return int(shape[2 if getattr(module, "is_transposed", False) else 1])
+    packed = hasattr(module, "_mk_interleaved")
+    return int(shape[2 if getattr(module, "is_transposed", False) and not packed else 1])
 
 
 def _candidates(gated: bool, numbers: dict[str, list[float]]) -> Iterator[ActivationSpec]:

@@ -1,5 +1,6 @@
 """Read an experts module: which of its tensors are which weights, and what layer they make."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,9 @@ from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
 # A module that was loaded quantised says here what its tensors are.
-FIELDS, QUANT = "_mk_fields", "_mk_quant"
+FIELDS, QUANT, INTERLEAVED = "_mk_fields", "_mk_quant", "_mk_interleaved"
+
+_NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 Names = tuple[str, ...]
 
@@ -62,6 +65,17 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
 def first_of(module: torch.nn.Module) -> str:
     """Name the first projection."""
     return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+
+
+def dispatched(module: torch.nn.Module) -> bool:
+    """Tell whether transformers asks the experts implementation to run the module."""
+    return hasattr(type(module), "_apply_gate") and hasattr(module, "has_gate")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the number of the layer that a module or tensor of this name is in."""
+    found = _NUMBER.search(name)
+    return None if found is None else int(found[1])
 
 
 def is_quantised(module: torch.nn.Module) -> bool:

@@ -1,15 +1,15 @@
 /* Launches the kernels of a recording in one call from Python; see modular_kernel/ops/launch/cuda_replay.py.
  *
- *     tape = pack(device, inputs, launches, slots, places, values, owner)
- *     play(tape, stream, [pointer of each input])
+ *     recorded = pack(device, inputs, launches, slots, places, values, owner)
+ *     replay(recorded, stream, [pointer of each input])
  *
  * values: the parameters of all launches, in words of eight bytes; places: the word where each
  * begins. A slot (at, input, offset, map) says that parameter `at` is the pointer of an input plus
  * `offset` bytes, or a TMA map of what lies there. owner: what keeps the kernels loaded.
  *
  * A driver takes two to four microseconds for a launch, and little more for a graph of many. So a
- * tape that is played becomes a graph, whose nodes are told of pointers that have changed.
- * Into a stream that is captured it is played launch by launch, as nodes of the caller's graph.
+ * recorded that is replayed becomes a graph, whose nodes are told of pointers that have changed.
+ * Into a stream that is captured it is replayed launch by launch, as nodes of the caller's graph.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -47,7 +47,7 @@ typedef struct {
   CUgraph graph;
   CUgraphExec exec;
   uint64_t seen[MOST_INPUTS]; /* the pointers that `exec` has */
-} Tape;
+} RecordedCall;
 
 /* Looked up when the module is loaded: nothing of ours is linked to a driver. */
 static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
@@ -91,30 +91,30 @@ static const struct {
     {"cuTensorMapReplaceAddress", (void **)&replace_address},
 };
 
-static void drop_graph(Tape *tape) {
-  if (tape->exec)
-    exec_destroy(tape->exec);
-  if (tape->graph)
-    graph_destroy(tape->graph);
-  tape->exec = NULL;
-  tape->graph = NULL;
+static void drop_graph(RecordedCall *recorded) {
+  if (recorded->exec)
+    exec_destroy(recorded->exec);
+  if (recorded->graph)
+    graph_destroy(recorded->graph);
+  recorded->exec = NULL;
+  recorded->graph = NULL;
 }
 
 static void release(PyObject *capsule) {
-  Tape *tape = PyCapsule_GetPointer(capsule, "tape");
-  drop_graph(tape);
-  pthread_mutex_destroy(&tape->lock);
-  Py_DECREF(tape->owner);
-  PyMem_Free(tape->launch);
-  PyMem_Free(tape->slot);
-  PyMem_Free(tape->memory);
-  PyMem_Free(tape->parameter);
-  PyMem_Free(tape);
+  RecordedCall *recorded = PyCapsule_GetPointer(capsule, "recorded");
+  drop_graph(recorded);
+  pthread_mutex_destroy(&recorded->lock);
+  Py_DECREF(recorded->owner);
+  PyMem_Free(recorded->launch);
+  PyMem_Free(recorded->slot);
+  PyMem_Free(recorded->memory);
+  PyMem_Free(recorded->parameter);
+  PyMem_Free(recorded);
 }
 
 /* Where each parameter's value begins among `words` words from `value` on. */
-static int point(Tape *tape, PyObject *places, uint64_t *value, Py_ssize_t words) {
-  for (unsigned i = 0; i < tape->parameters; ++i) {
+static int point(RecordedCall *recorded, PyObject *places, uint64_t *value, Py_ssize_t words) {
+  for (unsigned i = 0; i < recorded->parameters; ++i) {
     Py_ssize_t word = PyLong_AsSsize_t(PyList_GET_ITEM(places, i));
     if (word == -1 && PyErr_Occurred())
       return 0;
@@ -122,37 +122,37 @@ static int point(Tape *tape, PyObject *places, uint64_t *value, Py_ssize_t words
       PyErr_SetString(PyExc_ValueError, "a parameter whose value is not there");
       return 0;
     }
-    tape->parameter[i] = value + word;
+    recorded->parameter[i] = value + word;
   }
   return 1;
 }
 
-static int fill(Tape *tape, PyObject *launches, PyObject *slots) {
-  for (unsigned i = 0; i < tape->launches; ++i) {
-    Launch *l = tape->launch + i;
+static int fill(RecordedCall *recorded, PyObject *launches, PyObject *slots) {
+  for (unsigned i = 0; i < recorded->launches; ++i) {
+    Launch *l = recorded->launch + i;
     if (!PyArg_ParseTuple(PyList_GET_ITEM(launches, i), "K(III)IIIIII", &l->function, &l->grid[0],
                           &l->grid[1], &l->grid[2], &l->threads, &l->shared, &l->dependent,
                           &l->cooperative, &l->first, &l->count))
       return 0;
-    if (l->first > tape->parameters || l->count > tape->parameters - l->first) {
+    if (l->first > recorded->parameters || l->count > recorded->parameters - l->first) {
       PyErr_SetString(PyExc_ValueError, "a launch has parameters that are not there");
       return 0;
     }
     if (l->cooperative)
-      tape->graphable = 0;
+      recorded->graphable = 0;
   }
-  for (unsigned i = 0; i < tape->slots; ++i) {
-    Slot *s = tape->slot + i;
+  for (unsigned i = 0; i < recorded->slots; ++i) {
+    Slot *s = recorded->slot + i;
     if (!PyArg_ParseTuple(PyList_GET_ITEM(slots, i), "IIKI", &s->at, &s->input, &s->offset,
                           &s->map))
       return 0;
-    if (s->at >= tape->parameters || s->input >= tape->inputs) {
+    if (s->at >= recorded->parameters || s->input >= recorded->inputs) {
       PyErr_SetString(PyExc_ValueError, "a slot for a parameter or an input that is not there");
       return 0;
     }
-    for (unsigned j = 0; j < tape->launches; ++j)
-      if (s->at >= tape->launch[j].first && s->at - tape->launch[j].first < tape->launch[j].count)
-        tape->launch[j].reads |= (uint64_t)1 << s->input;
+    for (unsigned j = 0; j < recorded->launches; ++j)
+      if (s->at >= recorded->launch[j].first && s->at - recorded->launch[j].first < recorded->launch[j].count)
+        recorded->launch[j].reads |= (uint64_t)1 << s->input;
   }
   return 1;
 }
@@ -168,31 +168,31 @@ static PyObject *pack(PyObject *self, PyObject *args) {
     return NULL;
   if (inputs > MOST_INPUTS)
     return PyErr_Format(PyExc_ValueError, "%u inputs: at most %d", inputs, MOST_INPUTS);
-  Tape *tape = PyMem_Calloc(1, sizeof(Tape));
-  if (!tape)
+  RecordedCall *recorded = PyMem_Calloc(1, sizeof(RecordedCall));
+  if (!recorded)
     return PyErr_NoMemory();
-  *tape = (Tape){.owner = owner, .device = device, .inputs = inputs, .graphable = 1};
-  PyObject *capsule = PyCapsule_New(tape, "tape", release);
+  *recorded = (RecordedCall){.owner = owner, .device = device, .inputs = inputs, .graphable = 1};
+  PyObject *capsule = PyCapsule_New(recorded, "recorded", release);
   if (!capsule) {
-    PyMem_Free(tape);
+    PyMem_Free(recorded);
     return NULL;
   }
   Py_INCREF(owner);
-  pthread_mutex_init(&tape->lock, NULL);
-  tape->launches = PyList_GET_SIZE(launches);
-  tape->slots = PyList_GET_SIZE(slots);
-  tape->parameters = PyList_GET_SIZE(places);
-  tape->launch = PyMem_Calloc(tape->launches + 1, sizeof(Launch));
-  tape->slot = PyMem_Calloc(tape->slots + 1, sizeof(Slot));
-  tape->memory = PyMem_Calloc(bytes + MAP_ALIGNMENT, 1);
-  tape->parameter = PyMem_Calloc(tape->parameters + 1, sizeof(void *));
-  if (!tape->launch || !tape->slot || !tape->memory || !tape->parameter) {
+  pthread_mutex_init(&recorded->lock, NULL);
+  recorded->launches = PyList_GET_SIZE(launches);
+  recorded->slots = PyList_GET_SIZE(slots);
+  recorded->parameters = PyList_GET_SIZE(places);
+  recorded->launch = PyMem_Calloc(recorded->launches + 1, sizeof(Launch));
+  recorded->slot = PyMem_Calloc(recorded->slots + 1, sizeof(Slot));
+  recorded->memory = PyMem_Calloc(bytes + MAP_ALIGNMENT, 1);
+  recorded->parameter = PyMem_Calloc(recorded->parameters + 1, sizeof(void *));
+  if (!recorded->launch || !recorded->slot || !recorded->memory || !recorded->parameter) {
     Py_DECREF(capsule);
     return PyErr_NoMemory();
   }
-  uintptr_t aligned = ((uintptr_t)tape->memory + MAP_ALIGNMENT - 1) & ~(uintptr_t)(MAP_ALIGNMENT - 1);
+  uintptr_t aligned = ((uintptr_t)recorded->memory + MAP_ALIGNMENT - 1) & ~(uintptr_t)(MAP_ALIGNMENT - 1);
   memcpy((void *)aligned, values, bytes);
-  if (!point(tape, places, (uint64_t *)aligned, bytes / 8) || !fill(tape, launches, slots)) {
+  if (!point(recorded, places, (uint64_t *)aligned, bytes / 8) || !fill(recorded, launches, slots)) {
     Py_DECREF(capsule);
     return NULL;
   }
@@ -235,14 +235,14 @@ static CUresult launch(const Launch *l, CUstream stream, void **parameters) {
   return launch_kernel(&config, (CUfunction)(uintptr_t)l->function, parameters, NULL);
 }
 
-static CUresult launch_all(Tape *tape, CUstream stream) {
+static CUresult launch_all(RecordedCall *recorded, CUstream stream) {
   CUresult result = CUDA_SUCCESS;
-  for (unsigned i = 0; i < tape->launches && result == CUDA_SUCCESS; ++i)
-    result = launch(tape->launch + i, stream, tape->parameter + tape->launch[i].first);
+  for (unsigned i = 0; i < recorded->launches && result == CUDA_SUCCESS; ++i)
+    result = launch(recorded->launch + i, stream, recorded->parameter + recorded->launch[i].first);
   return result;
 }
 
-static CUDA_KERNEL_NODE_PARAMS node_of(const Tape *tape, const Launch *l) {
+static CUDA_KERNEL_NODE_PARAMS node_of(const RecordedCall *recorded, const Launch *l) {
   return (CUDA_KERNEL_NODE_PARAMS){.func = (CUfunction)(uintptr_t)l->function,
                                    .gridDimX = l->grid[0],
                                    .gridDimY = l->grid[1],
@@ -251,16 +251,16 @@ static CUDA_KERNEL_NODE_PARAMS node_of(const Tape *tape, const Launch *l) {
                                    .blockDimY = 1,
                                    .blockDimZ = 1,
                                    .sharedMemBytes = l->shared,
-                                   .kernelParams = tape->parameter + l->first};
+                                   .kernelParams = recorded->parameter + l->first};
 }
 
 /* One kernel after the other; a dependent one as soon as that before it lets it start. */
-static CUresult build_graph(Tape *tape) {
-  CUresult result = graph_create(&tape->graph, 0);
-  for (unsigned i = 0; i < tape->launches && result == CUDA_SUCCESS; ++i) {
-    Launch *l = tape->launch + i;
-    CUDA_KERNEL_NODE_PARAMS parameters = node_of(tape, l);
-    result = graph_add_kernel(&l->node, tape->graph, NULL, 0, &parameters);
+static CUresult build_graph(RecordedCall *recorded) {
+  CUresult result = graph_create(&recorded->graph, 0);
+  for (unsigned i = 0; i < recorded->launches && result == CUDA_SUCCESS; ++i) {
+    Launch *l = recorded->launch + i;
+    CUDA_KERNEL_NODE_PARAMS parameters = node_of(recorded, l);
+    result = graph_add_kernel(&l->node, recorded->graph, NULL, 0, &parameters);
     if (i == 0 || result != CUDA_SUCCESS)
       continue;
     CUgraphEdgeData edge = {0};
@@ -268,84 +268,84 @@ static CUresult build_graph(Tape *tape) {
       edge.from_port = CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC;
       edge.type = CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC;
     }
-    result = graph_add_edges(tape->graph, &tape->launch[i - 1].node, &l->node, &edge, 1);
+    result = graph_add_edges(recorded->graph, &recorded->launch[i - 1].node, &l->node, &edge, 1);
   }
   if (result == CUDA_SUCCESS)
-    result = graph_instantiate(&tape->exec, tape->graph, 0);
+    result = graph_instantiate(&recorded->exec, recorded->graph, 0);
   return result;
 }
 
 /* Give the graph's kernels the pointers that have changed. */
-static CUresult update_graph(Tape *tape, const uint64_t *pointers) {
+static CUresult update_graph(RecordedCall *recorded, const uint64_t *pointers) {
   uint64_t changed = 0;
-  for (unsigned i = 0; i < tape->inputs; ++i)
-    if (tape->seen[i] != pointers[i])
+  for (unsigned i = 0; i < recorded->inputs; ++i)
+    if (recorded->seen[i] != pointers[i])
       changed |= (uint64_t)1 << i;
   CUresult result = CUDA_SUCCESS;
-  for (unsigned i = 0; changed && i < tape->launches && result == CUDA_SUCCESS; ++i) {
-    const Launch *l = tape->launch + i;
-    CUDA_KERNEL_NODE_PARAMS parameters = node_of(tape, l);
+  for (unsigned i = 0; changed && i < recorded->launches && result == CUDA_SUCCESS; ++i) {
+    const Launch *l = recorded->launch + i;
+    CUDA_KERNEL_NODE_PARAMS parameters = node_of(recorded, l);
     if (l->reads & changed)
-      result = exec_set(tape->exec, l->node, &parameters);
+      result = exec_set(recorded->exec, l->node, &parameters);
   }
   return result;
 }
 
-/* Whether the tape is, or became, a graph with these pointers. If not, it never will be. */
-static int as_graph(Tape *tape, const uint64_t *pointers) {
-  if (tape->graphable) {
-    CUresult result = tape->exec ? update_graph(tape, pointers) : build_graph(tape);
-    memcpy(tape->seen, pointers, sizeof(*pointers) * tape->inputs);
+/* Whether the recorded is, or became, a graph with these pointers. If not, it never will be. */
+static int as_graph(RecordedCall *recorded, const uint64_t *pointers) {
+  if (recorded->graphable) {
+    CUresult result = recorded->exec ? update_graph(recorded, pointers) : build_graph(recorded);
+    memcpy(recorded->seen, pointers, sizeof(*pointers) * recorded->inputs);
     if (result != CUDA_SUCCESS) {
-      drop_graph(tape);
-      tape->graphable = 0;
+      drop_graph(recorded);
+      recorded->graphable = 0;
     }
   }
-  return tape->graphable;
+  return recorded->graphable;
 }
 
-static CUresult play_locked(Tape *tape, CUstream stream, const uint64_t *pointers) {
+static CUresult replay_locked(RecordedCall *recorded, CUstream stream, const uint64_t *pointers) {
   CUstreamCaptureStatus capturing = CU_STREAM_CAPTURE_STATUS_ACTIVE;
-  CUresult result = have_context(tape->device);
+  CUresult result = have_context(recorded->device);
   if (result != CUDA_SUCCESS)
     return result;
-  for (unsigned i = 0; i < tape->slots && result == CUDA_SUCCESS; ++i) {
-    const Slot *s = tape->slot + i;
+  for (unsigned i = 0; i < recorded->slots && result == CUDA_SUCCESS; ++i) {
+    const Slot *s = recorded->slot + i;
     uint64_t pointer = pointers[s->input] + s->offset;
     if (s->map)
-      result = replace_address(tape->parameter[s->at], (void *)(uintptr_t)pointer);
+      result = replace_address(recorded->parameter[s->at], (void *)(uintptr_t)pointer);
     else
-      memcpy(tape->parameter[s->at], &pointer, sizeof(pointer));
+      memcpy(recorded->parameter[s->at], &pointer, sizeof(pointer));
   }
   if (result != CUDA_SUCCESS)
     return result;
   /* Where the status cannot be had, some capture is going on. */
-  if (tape->launches > 1 && is_capturing(stream, &capturing) == CUDA_SUCCESS &&
-      capturing == CU_STREAM_CAPTURE_STATUS_NONE && as_graph(tape, pointers))
-    return graph_launch(tape->exec, stream);
-  return launch_all(tape, stream);
+  if (recorded->launches > 1 && is_capturing(stream, &capturing) == CUDA_SUCCESS &&
+      capturing == CU_STREAM_CAPTURE_STATUS_NONE && as_graph(recorded, pointers))
+    return graph_launch(recorded->exec, stream);
+  return launch_all(recorded, stream);
 }
 
-static PyObject *play(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+static PyObject *replay(PyObject *self, PyObject *const *args, Py_ssize_t count) {
   uint64_t pointers[MOST_INPUTS];
   if (count != 3 || !PyList_Check(args[2]))
-    return PyErr_Format(PyExc_TypeError, "play(tape, stream, [pointer, ...])");
-  Tape *tape = PyCapsule_GetPointer(args[0], "tape");
-  if (!tape)
+    return PyErr_Format(PyExc_TypeError, "replay(recorded, stream, [pointer, ...])");
+  RecordedCall *recorded = PyCapsule_GetPointer(args[0], "recorded");
+  if (!recorded)
     return NULL;
   uint64_t stream = PyLong_AsUnsignedLongLong(args[1]);
-  if (PyList_GET_SIZE(args[2]) != tape->inputs)
+  if (PyList_GET_SIZE(args[2]) != recorded->inputs)
     return PyErr_Format(PyExc_ValueError, "%zd pointers for %u inputs", PyList_GET_SIZE(args[2]),
-                        tape->inputs);
-  for (unsigned i = 0; i < tape->inputs; ++i)
+                        recorded->inputs);
+  for (unsigned i = 0; i < recorded->inputs; ++i)
     pointers[i] = PyLong_AsUnsignedLongLong(PyList_GET_ITEM(args[2], i));
   if (PyErr_Occurred())
     return NULL;
   CUresult result;
   Py_BEGIN_ALLOW_THREADS; /* a full stream blocks its host */
-  pthread_mutex_lock(&tape->lock);
-  result = play_locked(tape, (CUstream)(uintptr_t)stream, pointers);
-  pthread_mutex_unlock(&tape->lock);
+  pthread_mutex_lock(&recorded->lock);
+  result = replay_locked(recorded, (CUstream)(uintptr_t)stream, pointers);
+  pthread_mutex_unlock(&recorded->lock);
   Py_END_ALLOW_THREADS;
   if (result == CUDA_SUCCESS)
     Py_RETURN_NONE;
@@ -355,12 +355,12 @@ static PyObject *play(PyObject *self, PyObject *const *args, Py_ssize_t count) {
 }
 
 static PyMethodDef methods[] = {{"pack", pack, METH_VARARGS, NULL},
-                                {"play", (PyCFunction)(void (*)(void))play, METH_FASTCALL, NULL},
+                                {"replay", (PyCFunction)(void (*)(void))replay, METH_FASTCALL, NULL},
                                 {NULL, NULL, 0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "modular_kernel_player", NULL, -1,
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "modular_kernel_replay", NULL, -1,
                                         methods};
 
-PyMODINIT_FUNC PyInit_modular_kernel_player(void) {
+PyMODINIT_FUNC PyInit_modular_kernel_replay(void) {
   void *library = dlopen("libcuda.so.1", RTLD_LAZY);
   if (!library)
     return PyErr_Format(PyExc_ImportError, "no libcuda.so.1");

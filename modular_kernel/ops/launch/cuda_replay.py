@@ -1,4 +1,4 @@
-"""player: all launches of a recording in one call of C (player.c beside this file).
+"""cuda_replay: all launches of a recorded call in one call of C (cuda_replay.c beside this file).
 
 Triton's launchers do the same for one launch each, with some 50 arguments through Python. The C
 file is compiled when it is first needed, by the compiler that triton builds its launchers with,
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from modular_kernel.ops.launch.build import BuildError, module_of
-from modular_kernel.replay import Play
+from modular_kernel.replay import Replay
 
 # Triton ships no annotations.
 Foreign = Any
 
 _LOG = logging.getLogger("modular_kernel.replay")
-_NAME = "modular_kernel_player"  # as player.c calls itself
+_NAME = "modular_kernel_replay"  # as cuda_replay.c calls itself
 
 MAP_BYTES = 128  # of a CUtensorMap
 _MAP_ALIGNMENT = 128  # what CUDA 13 declares; 12 asks for 64
@@ -33,8 +33,8 @@ _FLOATS = {"fp32": "<f4x", "fp64": "<d"}  # as struct has them
 
 
 @dataclass(frozen=True)
-class Packed:
-    """A launch as player.c takes it.
+class LaunchRecord:
+    """A launch as cuda_replay.c takes it.
 
     values: a kernel's parameters: TMA maps, and eight bytes of each other. slots: (which value,
     input, bytes into it). kernel: what owns the function, kept as long as this.
@@ -83,7 +83,7 @@ def pack(
     grid: tuple[int, ...],
     arguments: Sequence[Foreign],
     slots: dict[int, tuple[int, int]],
-) -> Packed | None:
+) -> LaunchRecord | None:
     """Pack a launch of a compiled kernel; None if one of its arguments has an unknown type.
 
     arguments: in the order of the kernel's parameters, pointers as numbers, boxes of tensors as
@@ -106,7 +106,7 @@ def pack(
         if packed is None:
             return None
         values += packed
-    return Packed(
+    return LaunchRecord(
         kernel=compiled,
         function=compiled.function,
         grid=(*grid, 1, 1)[:3],
@@ -121,7 +121,7 @@ def pack(
 
 @cache
 def _built() -> tuple[Foreign, str]:
-    """player.c as a module, or None and why not: tried once in a process, and said once."""
+    """cuda_replay.c as a module, or None and why not: tried once in a process, and said once."""
     try:
         import triton
         from triton.backends.nvidia.driver import include_dirs
@@ -134,7 +134,7 @@ def _built() -> tuple[Foreign, str]:
 
 
 def module() -> Foreign:
-    """player.c, compiled; None where there is no compiler or no driver that has what it needs."""
+    """cuda_replay.c, compiled; None without a compiler, or a driver that has what it needs."""
     return _built()[0]
 
 
@@ -146,8 +146,8 @@ def why_no_module() -> str:
 Described = tuple[list[tuple[Foreign, ...]], list[tuple[int, int, int, bool]], list[int], bytes]
 
 
-def describe(launches: Sequence[Packed]) -> Described:
-    """Return launches, slots, places and values as `pack` of player.c takes them.
+def describe(launches: Sequence[LaunchRecord]) -> Described:
+    """Return launches, slots, places and values as `pack` of cuda_replay.c takes them.
 
     All values lie in one row, maps on multiples of 128 bytes.
     """
@@ -166,8 +166,8 @@ def describe(launches: Sequence[Packed]) -> Described:
     return described, slots, places, values
 
 
-def player(launches: Sequence[Packed], inputs: int) -> Play:
-    """Plays `launches` in their order on the current device; `inputs`: how many pointers."""
+def replayer(launches: Sequence[LaunchRecord], inputs: int) -> Replay:
+    """Replays `launches` in their order on the current device; `inputs`: how many pointers."""
     compiled, device = module(), torch.cuda.current_device()
-    tape = compiled.pack(device, inputs, *describe(launches), tuple(launches))
-    return partial(compiled.play, tape)
+    recorded = compiled.pack(device, inputs, *describe(launches), tuple(launches))
+    return partial(compiled.replay, recorded)

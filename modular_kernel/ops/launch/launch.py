@@ -73,7 +73,7 @@ def _note(
     if packed is None:
         recording.refuse(f"{kernel} has a parameter of unknown type")
     elif 0 not in packed.grid:
-        recording.note(packed, cuda_replay.player, _watched)
+        recording.note(packed, cuda_replay.replayer, _watched)
 
 
 def _unknown(kernel: Foreign, compiled: Foreign) -> str:

@@ -1,1 +1,1 @@
-"""The grouped GEMM of few rows and 4-bit weights."""
+"""The grouped GEMM of small M and 4-bit weights."""

@@ -1,4 +1,4 @@
-"""Grouped GEMM of a few rows an expert with 4-bit weights, for calls bound by reading those."""
+"""Grouped GEMM of small M with 4-bit weights (w4a16), for calls bound by reading those."""
 
 import triton
 import triton.language as tl
@@ -55,7 +55,7 @@ def _load_scales(
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_m"])
-def four_bit_gemm_kernel(
+def grouped_gemm_w4_kernel(
     a_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
     sorted_ptr, expert_ids_ptr, num_post_ptr,
     num_pairs, columns, depth, num_m,

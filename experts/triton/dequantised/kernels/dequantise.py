@@ -7,7 +7,7 @@ than unpacking it in every product (experts.triton.dequantised.path).
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.unpack_w4 import nibbles
+from experts.triton.kernels.unpack_w4 import unpack_int4
 
 TARGETS = ("sm_90",)  # as their products: the only ones that `mk compile` can compile them for
 LEFT_OUT = {"tiles_of_experts_kernel": "launched for weights of more than 1 GiB alone"}
@@ -25,7 +25,7 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
     GROUPS: tl.constexpr = codes.shape[1]
     if FORMAT == "e2m1_repacked":  # int32 words
         words: tl.constexpr = codes.shape[2]
-        wide = tl.reshape(nibbles(codes, FORMAT, tl.bfloat16), (ROWS, GROUPS, 8 * words))
+        wide = tl.reshape(unpack_int4(codes, FORMAT, tl.bfloat16), (ROWS, GROUPS, 8 * words))
         values = wide.to(tl.float32) * _E2M1_UNIT
     elif PACKED:
         wide = codes.to(tl.int32)

@@ -1,4 +1,4 @@
-"""Device functions of the single path: rows of weights times one vector each, without tensor cores.
+"""Device functions of the gemv path: rows of weights times one vector each, without tensor cores.
 
 A program holds slots x rows x depth weights at once, (S, N, K). Each thread loads VEC values beside
 each other, multiplies them with the vector's and keeps one sum of them: sums are (S, N, K / VEC).

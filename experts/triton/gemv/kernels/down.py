@@ -1,4 +1,4 @@
-"""GEMM 2 of the single path: a program for each token (or pair) and block of hidden values."""
+"""GEMM 2 of the gemv path: a program for each token (or pair) and block of hidden values."""
 
 import triton
 import triton.language as tl
@@ -67,7 +67,7 @@ def _add_step(
 
 
 @triton.jit
-def single_down_kernel(
+def gemv_down_kernel(
     h_ptr, h_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, out_ptr, largest_ptr,
     num_pairs, hidden, depth, blocks, num_experts, num_local, factor,
@@ -87,8 +87,8 @@ def single_down_kernel(
     (num_pairs // SLOTS, hidden), both contiguous; with SLOTS = 1 every pair keeps a row, zero if
     skipped. w is (e, hidden, depth). Grid (num_pairs // SLOTS * blocks of BLOCK_N columns,), tokens
     side by side. S slots are held at once.
-    QUANT: how h is quantised, as in single_up_kernel; `blocks` largest values of each pair are at
-    largest_ptr.
+    QUANT: how h is quantised, as in gemv_gate_up_kernel; `blocks` largest values of each pair are
+    at largest_ptr.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // SLOTS

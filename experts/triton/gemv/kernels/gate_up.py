@@ -1,4 +1,4 @@
-"""GEMM 1 of the single path: a program for each routed pair and block of intermediate values."""
+"""GEMM 1 of the gemv path: a program for each routed pair and block of intermediate values."""
 
 import triton
 import triton.language as tl
@@ -81,7 +81,7 @@ def _add_step(
 
 
 @triton.jit
-def single_up_kernel(
+def gemv_gate_up_kernel(
     x_ptr, x_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, invalid_ptr, h_ptr, largest_ptr,
     num_pairs, intermediate, hidden, up_row, up_offset, num_experts, num_local,

@@ -1,4 +1,4 @@
-"""GEMM 2 of the streamed path: a tile has some rows of each expert that a token goes to."""
+"""GEMM 2 of the TMA-pipelined gemv: a tile has some rows of each expert that a token goes to."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -168,7 +168,7 @@ def _compute(
 
 
 @gluon.jit
-def streamed_down_kernel(
+def gemv_tma_down_kernel(
     w_desc, h_ptr, largest_ptr, w_scale_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
     num_tokens, hidden, depth, largest_blocks, num_experts, num_local, scale_rows, scale_groups,
     factor,

@@ -1,4 +1,4 @@
-"""GEMM 1 of the streamed path: programs go from block to block of the intermediate values."""
+"""GEMM 1 of the TMA-pipelined gemv: programs go from block to block of the intermediate values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -199,7 +199,7 @@ def _compute(
 
 
 @gluon.jit
-def streamed_up_kernel(
+def gemv_tma_gate_up_kernel(
     w_desc, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, ids_ptr, map_ptr, invalid_ptr,
     h_ptr, largest_ptr, num_pairs, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
     stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,

@@ -1,4 +1,4 @@
-"""Device functions of the streamed path: fp8 weights through a ring of shared memory, for sm_90.
+"""Device functions of the TMA-pipelined gemv: fp8 weights through a ring in shared memory (sm_90).
 
 What takes time with a few tokens is reading weights. So one warp of a program does nothing else:
 it asks for tile after tile by TMA, as far ahead as the ring has places, whatever the others do. A

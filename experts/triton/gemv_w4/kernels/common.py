@@ -1,4 +1,4 @@
-"""Device functions of the packed path: one row of x times 4-bit weights, from registers alone.
+"""Device functions of the w4a16 gemv: one row of x times 4-bit weights, from registers alone.
 
 A warp multiplies a block of each of its rows at once: CHUNKS * 128 weights. A chunk of a row is
 four lanes' 16 bytes side by side, and a lane's words go from memory to the product without leaving
@@ -21,7 +21,7 @@ from experts.triton.kernels.unpack_w4 import (
     counts_from_zero,
     is_e2m1,
     lacking,
-    nibbles,
+    unpack_int4,
 )
 
 
@@ -217,7 +217,7 @@ def _left(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
     parts: tl.constexpr = words.shape[2]
     groups: tl.constexpr = words.shape[3]
     chunks: tl.constexpr = words.shape[4]
-    values = nibbles(words, FORMAT, dtype)
+    values = unpack_int4(words, FORMAT, dtype)
     if FORMAT == "e2m1_repacked":
         ordered = tl.permute(values, (4, 2, 3, 1, 5, 7, 0, 6, 8))
     else:

@@ -1,4 +1,4 @@
-"""GEMM 2 of the packed path: a program for each token (or pair) and block of hidden values."""
+"""GEMM 2 of the w4a16 gemv: a program for each token (or pair) and block of hidden values."""
 
 import triton
 import triton.language as tl
@@ -192,7 +192,7 @@ def _step(
 
 
 @triton.jit
-def packed_down_kernel(
+def gemv_w4_down_kernel(
     h_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, ids_ptr, map_ptr, out_ptr,
     hidden, num_experts, num_local, steps, factor,
     stride_be, stride_bse, stride_bze, stride_bias,

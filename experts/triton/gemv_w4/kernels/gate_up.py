@@ -1,4 +1,4 @@
-"""GEMM 1 of the packed path: a program for each routed pair and block of intermediate values."""
+"""GEMM 1 of the w4a16 gemv: a program for each routed pair and block of intermediate values."""
 
 import triton
 import triton.language as tl
@@ -95,7 +95,7 @@ def _step(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def packed_up_kernel(
+def gemv_w4_gate_up_kernel(
     x_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
     ids_ptr, map_ptr, invalid_ptr, h_ptr,
     num_pairs, intermediate, num_experts, num_local, steps,
@@ -111,7 +111,7 @@ def packed_up_kernel(
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
 
-    As single_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
+    As gemv_gate_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
     `store_paired` writes it for GEMM 2. Grid (num_pairs, blocks of BLOCK_N columns + 1): the first
     program behind all blocks counts invalid ids. PARTS warps share the depth in blocks of
     CHUNKS * 128; STAGES blocks of each are on their way while one is multiplied, or with LATE one,

@@ -5,7 +5,7 @@ by TMA. Two warpgroups multiply 64 rows each by the same weights, and finish the
 next one is being loaded; rows that lie apart they copy themselves. Results leave by TMA too. A
 program serves tile after tile, as many programs as multiprocessors.
 
-A tile's weight rows are two halves, left and right: gate and up rows, or neighbours.
+A tile's weight rows are two halves, left and right: gate and up rows, or adjacent ones.
 """
 
 from triton.experimental import gluon
@@ -281,7 +281,7 @@ def _compute(
 
 
 @gluon.jit
-def sorted_gemm_kernel(
+def grouped_gemm_tma_kernel(
     a_desc, b_desc, out_desc, x_ptr, tokens_ptr, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr,
     bias_ptr, max_tiles, columns, depth, rows_b, up_rows, stride_x, a_groups, b_scale_rows,
     b_groups,

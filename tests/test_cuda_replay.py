@@ -1,4 +1,4 @@
-"""player.c without a GPU: against a libcuda.so.1 of this test's own, which counts and computes."""
+"""cuda_replay.c without a GPU: against a libcuda.so.1 of this test's own."""
 
 from typing import Any
 
@@ -12,8 +12,8 @@ ONE, TWO = [1.5, 0.5, -0.5, -1.5], [10.5, 2.5, -5.5, -13.5]  # 2.5 - x of both i
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What player_program.py saw."""
-    return run_with_stand_in("player_program", tmp_path_factory.mktemp("driver"))
+    """What replayer_program.py saw."""
+    return run_with_stand_in("replayer_program", tmp_path_factory.mktemp("driver"))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_launches_serve_where_graphs_fail(found: dict[str, Any]) -> None:
     [
         ("failed", "RuntimeError: CUDA error in a replayed launch: launch failed"),
         ("pointers", "ValueError: 1 pointers for 2 inputs"),
-        ("no tape", "ValueError: PyCapsule_GetPointer"),
+        ("no recorded", "ValueError: PyCapsule_GetPointer"),
         ("slot", "ValueError: a slot for a parameter or an input that is not there"),
         ("place", "ValueError: a parameter whose value is not there"),
         ("parameters", "ValueError: a launch has parameters that are not there"),

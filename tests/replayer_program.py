@@ -1,11 +1,11 @@
-"""What tests/test_player.py runs in a process whose libcuda.so.1 is the stand-in."""
+"""What tests/test_cuda_replay.py runs in a process whose libcuda.so.1 is the stand-in."""
 
 import ctypes
 import json
 import sys
 from typing import Any
 
-from modular_kernel.ops.launch.launch import cuda_replay as player
+from modular_kernel.ops.launch.launch import cuda_replay as replayer
 
 stand_in = ctypes.CDLL("libcuda.so.1")
 KERNEL = ctypes.cast(stand_in.scale_kernel, ctypes.c_void_p).value
@@ -39,17 +39,17 @@ def scale(
     *,
     dependent: bool = False,
     mapped: bool = False,
-) -> player.Packed:
+) -> replayer.LaunchRecord:
     kinds = ("*fp32", "*fp32", "fp32", "i32")
     values = tuple(
-        player.pack_value(kind, value)
+        replayer.pack_value(kind, value)
         for kind, value in zip(kinds, (*pointers, factor, step), strict=True)
     )
     assert KERNEL is not None
     assert None not in values
     if mapped:  # x comes as a TMA map, of which the stand-in reads the address
-        values = (values[0], values[1].ljust(player.MAP_BYTES, b"?"), *values[2:])  # type: ignore[union-attr]
-    return player.Packed(
+        values = (values[0], values[1].ljust(replayer.MAP_BYTES, b"?"), *values[2:])  # type: ignore[union-attr]
+    return replayer.LaunchRecord(
         kernel=None,
         function=KERNEL,
         grid=(1, 1, 1),
@@ -68,13 +68,13 @@ def make(*, dependent: bool = False, launches: int = 2, mapped: bool = False) ->
     first = scale((between.pointer, 0), 2.0, -3, [(1, 0, 4)], mapped=mapped)
     second = scale((0, between.pointer), -0.5, 1, [(0, 1, 0)], dependent=dependent)
     described = (first, second)[:launches]
-    tape = player.module().pack(0, 2, *player.describe(described), described)
-    return tape, between
+    recorded = replayer.module().pack(0, 2, *replayer.describe(described), described)
+    return recorded, between
 
 
-def play(tape: Any, x: Buffer, out: Buffer, stream: int = 7) -> list[float]:
+def replay(recorded: Any, x: Buffer, out: Buffer, stream: int = 7) -> list[float]:
     out.memory[:] = [float("nan")] * 4
-    player.module().play(tape, stream, [x.pointer - 4, out.pointer])
+    replayer.module().replay(recorded, stream, [x.pointer - 4, out.pointer])
     return list(out.memory)
 
 
@@ -90,7 +90,7 @@ def main() -> dict[str, Any]:
     found: dict[str, Any] = {}
     one, two = Buffer(1, 2, 3, 4), Buffer(-8, 0, 8, 16)
     out, other = Buffer(), Buffer()
-    tape, _between = make()
+    recorded, _between = make()
     for name, x, to in (
         ("first", one, out),
         ("same again", one, out),
@@ -98,34 +98,34 @@ def main() -> dict[str, Any]:
         ("other out", two, other),
         ("both back", one, out),
     ):
-        found[name] = [play(tape, x, to), counters()]
+        found[name] = [replay(recorded, x, to), counters()]
     set_to("capturing", 1)
-    found["captured"] = [play(tape, two, other), counters()]
+    found["captured"] = [replay(recorded, two, other), counters()]
     set_to("capturing", 0)
-    found["after it"] = [play(tape, one, out), counters()]
+    found["after it"] = [replay(recorded, one, out), counters()]
     found["stream"] = ctypes.c_ulonglong.in_dll(stand_in, "last_stream").value
     dependent, _other_between = make(dependent=True)
-    values = [play(dependent, one, out)]
+    values = [replay(dependent, one, out)]
     set_to("capturing", 1)
-    values.append(play(dependent, one, out))
+    values.append(replay(dependent, one, out))
     set_to("capturing", 0)
     found["dependent"] = [values, counters()]
     boxes, _of_boxes = make(mapped=True)
-    found["map"] = [[play(boxes, x, out) for x in (one, two)], counters()]
+    found["map"] = [[replay(boxes, x, out) for x in (one, two)], counters()]
     single, _third = make(launches=1)
     for _ in range(3):
-        play(single, one, out)
+        replay(single, one, out)
     found["single"] = counters()
     set_to("fail", 2)
     ungraphable, _fourth = make()
-    found["no graphs"] = [[play(ungraphable, one, out) for _ in range(3)], counters()]
+    found["no graphs"] = [[replay(ungraphable, one, out) for _ in range(3)], counters()]
     set_to("fail", 1)
     set_to("capturing", 1)
-    found["failed"] = error(lambda: play(make()[0], one, out))
+    found["failed"] = error(lambda: replay(make()[0], one, out))
     set_to("fail", 0)
-    module = player.module()
-    found["pointers"] = error(lambda: module.play(tape, 0, [1]))
-    found["no tape"] = error(lambda: module.play(None, 0, [1, 2]))
+    module = replayer.module()
+    found["pointers"] = error(lambda: module.replay(recorded, 0, [1]))
+    found["no recorded"] = error(lambda: module.replay(None, 0, [1, 2]))
     found["slot"] = error(lambda: module.pack(0, 1, [], [(5, 0, 0, 0)], [], b"", None))
     found["parameters"] = error(
         lambda: module.pack(0, 1, [(1, (1, 1, 1), 32, 0, 0, 0, 3, 4)], [], [0] * 5, bytes(40), None)
