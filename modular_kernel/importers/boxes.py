@@ -19,6 +19,7 @@ from modular_kernel.importers.merging import piece
 from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored
 from modular_kernel.printable import counted
 
+_MOST_MISSING = 10_000  # after which no other is looked for
 # Beside experts in some families' files, and no weight of them.
 _OTHERS = ("e_score_correction_bias",)
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
@@ -56,8 +57,8 @@ class LayerSource:
         return (*self.format.stored, *((_BIAS,) if self.bias else ()))
 
     def places(self) -> Iterator[ProjectionPlace]:
-        """Yield where each projection of each expert lies."""
-        for expert in range(self.layer.experts):
+        """Yield where each projection of each expert lies; of a stack that of the first."""
+        for expert in range(1 if self.layer.layout.stacked else self.layer.experts):
             first, second = self.layer.projections(expert)
             yield from (*first, *second)
 
@@ -73,6 +74,8 @@ class LayerSource:
         """
         missing, seen, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
         for place in self.places():
+            if len(missing) > _MOST_MISSING:
+                break
             for stored in self.stored():
                 key = self.key(place, stored)
                 if key is None:
