@@ -121,13 +121,17 @@ class LayerSource:
                 stored.check_cut(self.what, rows, columns, (place.rows, place.depth))
 
     def part(
-        self, fine: Format, place: ProjectionPlace, rows: Range, columns: Range
+        self, fine: Format, place: ProjectionPlace, rows: Range, columns: Range, *, order: bool
     ) -> dict[str, torch.Tensor]:
-        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them."""
+        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them.
+
+        order: read the order of columns too, and check it: once for all rows.
+        """
         rows = (place.first + rows[0], place.first + rows[1])
         found = {}
         for stored in self.format.stored:
-            key = None if stored.role in ("shape", "a_scale") else self.key(place, stored)
+            skipped = stored.role in ("shape", "a_scale") or (stored.role == "order" and not order)
+            key = None if skipped else self.key(place, stored)
             if key is not None:
                 found[stored.name] = self._read(key, place, stored, rows, columns)
         return piece(self.format, fine, found, rows, columns)

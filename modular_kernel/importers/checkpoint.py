@@ -237,7 +237,7 @@ class _Share:
     ) -> None:
         """Read rows of some projections, merge them, and copy each to its place in w1 or w2."""
         try:
-            read = [self.source.part(self.fine, *part) for part in parts]
+            read = [self.source.part(self.fine, *part, order=not rows[0]) for part in parts]
             merged = self._merged(read)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
