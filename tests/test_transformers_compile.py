@@ -206,20 +206,22 @@ def test_bad_texts_are_refused(place, value, match) -> None:
 
 
 def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
-    """Four layers of one shape and random token counts, past the largest that is planned."""
+    """1,000 calls of four layers of one shape, of any tokens, past the largest that is planned."""
     name = register(NO_EP, "TorchExperts", name="planned")
     layers = [experts() for _ in range(4)]
     for layer in layers:
         layer.config._experts_implementation = name
     generator = torch.Generator().manual_seed(0)
-    kept = []
+    pairing, kept, held = registration(name).pairing, [], []
     with torch.no_grad(), torch_twins():
-        for call in range(120):
-            tokens = int(torch.randint(0, 700, (1,), generator=generator))
-            given, layer = inputs(tokens), layers[call % 4]
-            out = layer(*given)
-            kept.append((out, out.clone()))
-    plans = registration(name).pairing.plans
-    assert {plan.problem.tokens for plan in plans.values()} <= {16, 32, 64, 128, 256, 512}
-    assert len(plans) == len({plan.problem.tokens for plan in plans.values()})
+        for call in range(1000):
+            tokens = int(torch.randint(0, 600, (1,), generator=generator))
+            out = layers[call % 4](*inputs(tokens))
+            if call % 40 == 0:
+                kept.append((out, out.clone()))
+                held.append(sum(plan.nbytes for plan in pairing.plans.values()))
+    assert {key[1] for key in pairing.plans} == {16, 32, 64, 128, 256, 512}
+    assert {key[1] for key in pairing.kernels} == {16, 32, 64, 128, 256, 512, 1024}
+    assert len(pairing.plans) == 6
+    assert held[-1] == held[-5]
     assert all(torch.equal(out, copy) for out, copy in kept)

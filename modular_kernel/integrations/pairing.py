@@ -109,6 +109,10 @@ class Pairing:
             plan = self._plan(layer, capacity, device, kernel)
             return plan(x_TH, weights, routing, out=torch.empty_like(x_TH))
 
+    def check(self, layer: str, device: torch.device) -> None:
+        """Raise the IncompatibleError of a layer that the pairing does not run on a device."""
+        self._kernel(layer, _SMALLEST_CAPACITY, device)
+
     def _kernel(self, layer: str, capacity: int, device: torch.device) -> FusedMoEModularKernel:
         key = (layer, capacity, device)
         kernel = self.kernels.get(key)

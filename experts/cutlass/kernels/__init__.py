@@ -1,0 +1,1 @@
+"""Kernels in CuTe DSL. Importing one imports the package `cutlass` (nvidia-cutlass-dsl)."""
