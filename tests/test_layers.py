@@ -19,6 +19,7 @@ from modular_kernel.errors import (
     InputError,
     ModularKernelError,
     ShapeError,
+    StateError,
     UnsupportedError,
 )
 from modular_kernel.layers import fused_moe as module
@@ -282,6 +283,11 @@ def test_large_calls_and_captures_keep_no_buffers(monkeypatch: pytest.MonkeyPatc
     layer(sample.x_TH[:9], sample.logits[:9])
     layer.warm_up(9)
     assert not shared.plans
+    with monkeypatch.context() as capture:
+        capture.setattr(planning, "_capturing", lambda device: True)
+        layer(sample.x_TH[:9], sample.logits[:9])
+        with pytest.raises(StateError, match="a kernel of a new size: got a CUDA graph being"):
+            layer(sample.x_TH[:40], sample.logits[:40])
     for tokens in (1, 20, 40):
         layer(sample.x_TH[:tokens], sample.logits[:tokens])
     assert [key[1].tokens for key in shared.kernels] == [32, 64]

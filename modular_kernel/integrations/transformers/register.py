@@ -1,7 +1,8 @@
 """register: a pairing as an experts implementation of transformers."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -102,7 +103,7 @@ class Registration:
         self.layers: WeakKeyDictionary[torch.nn.Module, Layer] = WeakKeyDictionary()
 
     @property
-    def kernels(self) -> dict[tuple[str, int, torch.device], FusedMoEModularKernel]:
+    def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
         """The kernels built so far."""
         return self.pairing.kernels
 
