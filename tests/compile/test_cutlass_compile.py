@@ -1,9 +1,8 @@
 """The kernel of CutlassExpertsFP8 compiles for sm_90a without a GPU, to the instructions it needs.
 
-Skipped without nvidia-cutlass-dsl, which `pip install '.[cutlass]'` brings: 330 MB, NVIDIA's licence.
+Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's licence.
 """
 
-import os
 import re
 import subprocess
 import sys
@@ -28,13 +27,12 @@ MOST_IN_LOOP = 230  # instructions of a step of 256 columns, 128 of them FFMA
 
 def disassembled(folder: Path, gated: bool) -> tuple[list[tuple[int, str]], str]:
     """Addresses and instructions of the kernel, and what cuobjdump says of its resources."""
-    environment = os.environ | {
-        "CUTE_DSL_ARCH": "sm_90a",
-        "CUTE_DSL_KEEP_CUBIN": "1",
-        "CUTE_DSL_DUMP_DIR": str(folder),
-    }
     command = [sys.executable, "-c", COMPILE, str(gated)]
-    subprocess.run(command, env=environment, check=True, timeout=120)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTE_DSL_ARCH", "sm_90a")
+        patch.setenv("CUTE_DSL_KEEP_CUBIN", "1")
+        patch.setenv("CUTE_DSL_DUMP_DIR", str(folder))
+        subprocess.run(command, check=True, timeout=120)
     (cubin,) = folder.glob("*.cubin")
 
     def told(option: str) -> str:

@@ -1,4 +1,4 @@
-"""The products in CuTe DSL against Gluon's, bit for bit: whole layers, whatever rows experts get."""
+"""The products in CuTe DSL against Gluon's, bit for bit: whole layers, all kinds of tails."""
 
 from dataclasses import replace
 
