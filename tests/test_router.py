@@ -125,6 +125,16 @@ def test_nan_is_never_chosen() -> None:
 
 
 @pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("order", ["score_first", "topk_first"])
+def test_nan_does_not_set_the_scale(order: Any) -> None:
+    """Of logits so low that their exponentials are 0 beside a logit of 0."""
+    logits = torch.tensor([[torch.nan, -200.0, -201.0]], device=DEVICE)
+    routed = checked(RouterSpec(2, order=order), logits, RouterTensors())
+    assert routed.routing.topk_ids_TK.tolist() == [[1, 2]]
+    assert float(routed.routing.topk_weights_TK.sum()) == pytest.approx(1)
+
+
+@pytest.mark.usefixtures("path")
 def test_a_negative_biased_score_beats_a_group_that_is_out() -> None:
     """Zeros in place of experts of other groups would be chosen first."""
     spec = RouterSpec(2, "sigmoid", groups=2, topk_groups=1, selection_bias=True)

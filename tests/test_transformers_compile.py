@@ -246,8 +246,9 @@ def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
             if call % 40 == 0:
                 kept.append((out, out.clone()))
                 held.append(sum(plan.nbytes for plan in pairing.plans.values()))
-    assert {key[1] for key in pairing.plans} == {16, 32, 64, 128, 256, 512}
-    assert {key[1] for key in pairing.kernels} == {16, 32, 64, 128, 256, 512, 1024}
+    assert {plan.problem.tokens for plan in pairing.plans.values()} == {16, 32, 64, 128, 256, 512}
+    sizes = {kernel.problem.tokens for kernel in pairing.kernels.values()}
+    assert sizes == {16, 32, 64, 128, 256, 512, 1024}
     assert len(pairing.plans) == 6
     assert held[-1] == held[-5]
     assert all(torch.equal(out, copy) for out, copy in kept)
