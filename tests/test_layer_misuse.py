@@ -5,8 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modular_kernel.errors import ConfigurationError, DtypeError, InputError, ShapeError
-from modular_kernel.errors import WeightsError
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    WeightsError,
+)
 from modular_kernel.importers import format_of
 from modular_kernel.integrations.fused_moe import fused_moe
 from modular_kernel.layers.ep_moe import EPMoE
