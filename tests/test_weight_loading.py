@@ -181,9 +181,9 @@ def test_input_scales_of_an_expert_are_one() -> None:
     loader, layer = static_loader()
     param, name = layer.w13_input_scale, "experts.w13_input_scale"
     loader.weight_loader(param, torch.tensor(0.5), name, "w1", 0)
-    loader.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
     with pytest.raises(WeightsError, match=r"input_scale: got 0\.75, need 0\.5"):
         loader.weight_loader(param, torch.tensor(0.75), name, "w3", 0)
+    loader.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
     loader.weight_loader(param, torch.tensor(0.25), name, "w1", 1)  # of another rank
     assert param.tolist() == [pytest.approx(0.5, abs=1e-5)]
     scale = layer.w13_weight_scale
