@@ -16,6 +16,7 @@ from test_checkpoint_numbers import PAIR, PUBLISHERS, numbers
 
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.importers import checkpoint
 from modular_kernel.importers.checkpoint import LoadedExperts
 from modular_kernel.importers.files import Tensors
 from modular_kernel.placement import Placement
@@ -101,6 +102,22 @@ def test_bytes_read_are_those_that_were_read(
     told = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
     assert repr(loaded) == f"LoadedExperts({told})"
     assert loaded.bytes_read == sum(n for _, n in seen) == expert_bytes(sample) // 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_a_matrix_are_the_whole(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = "step3p5" if kind == "deepseek fp8" else PUBLISHERS.get(kind, "mixtral")
+    sample = write(tmp_path, family, kind, intermediate=512)
+    whole = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    monkeypatch.setattr(checkpoint, "_AT_ONCE", 1 << 12)
+    pieces = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    for name, tensor in vars(whole.weights).items():
+        same = getattr(pieces.weights, name)
+        assert (same is None) == (tensor is None)
+        assert tensor is None or torch.equal(same.float(), tensor.float())
+    assert pieces.bytes_read <= 1.05 * expert_bytes(sample) / 2
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])

@@ -109,11 +109,22 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     file and tensor, what they got and what they need. Nothing is returned in part.
     """
     asked = _Asked(layer, ep, tp, dtype, prefix)
-    path = Path(checkpoint)
-    with open_tensors(path) as files:
+    expect("checkpoint", checkpoint, str | Path)
+    expect("config", config, str | Path | None)
+    place = _device(device)
+    with open_tensors(Path(checkpoint)) as files:
         found = examine(files, config, prefix)
         source = found.source(asked.layer)
-        return _load(source, found, asked, placement, torch.device(device))
+        return _load(source, found, asked, placement, place)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        need = "a device of torch, such as 'cuda'"
+        got = f"{device!r}"[:80] if isinstance(device, str) else type(device).__name__
+        raise ConfigurationError("device", got=got, need=need) from error
 
 
 @dataclass(frozen=True)
@@ -226,7 +237,7 @@ class _Share:
     ) -> None:
         """Read rows of some projections, merge them, and copy each to its place in w1 or w2."""
         try:
-            read = [self.source.part(self.fine, *part) for part in parts]
+            read = [self.source.part(self.fine, *part, order=not rows[0]) for part in parts]
             merged = self._merged(read)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"

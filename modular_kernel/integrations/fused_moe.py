@@ -88,7 +88,9 @@ def _fused_experts(
     config: MoeRunnerConfig,
     options: Quantisation,
 ) -> torch.Tensor:
-    _check_tensors(x=hidden_states, w1=w1, w2=w2)
+    for what, tensor in (("x", hidden_states), ("w1", w1), ("w2", w2)):
+        if not isinstance(tensor, torch.Tensor):
+            raise DtypeError(what, got=type(tensor).__name__, need="a tensor")
     x_TH = _flat(hidden_states, inplace=config.inplace)
     weights_TK, ids_TK = _topk(topk_output, config)
     if config.inplace and config.no_combine:
@@ -150,20 +152,13 @@ def fused_moe(
         need = "0, or what a router chose: a softmax does not choose shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
-    _check_tensors(w1=w1)
-    if w1.dim() == 3 and experts != _experts(w1, given):
+    if getattr(w1, "ndim", 0) == 3 and experts != _experts(w1, given):  # else told further on
         need = f"(..., E) with E = {_experts(w1, given)}, the experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalise=renormalize)).routing
     chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
     return _fused_experts(hidden_states, w1, w2, chosen, config, given)
-
-
-def _check_tensors(**given: object) -> None:
-    for what, tensor in given.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise DtypeError(what, got=type(tensor).__name__, need="a tensor")
 
 
 def _flat(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:

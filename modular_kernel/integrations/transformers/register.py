@@ -1,8 +1,9 @@
 """register: a pairing as an experts implementation of transformers."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from operator import index
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -103,7 +104,7 @@ class Registration:
         self.layers: WeakKeyDictionary[torch.nn.Module, Layer] = WeakKeyDictionary()
 
     @property
-    def kernels(self) -> dict[tuple[str, int, torch.device], FusedMoEModularKernel]:
+    def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
         """The kernels built so far."""
         return self.pairing.kernels
 
