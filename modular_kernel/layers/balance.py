@@ -9,7 +9,7 @@ All are pure functions: nothing is moved, and no rank is asked.
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ def rebalance(
     ConfigurationError where there are fewer slots than experts.
     """
     _check_load(load)
-    sizes = tuple(slots) if isinstance(slots, Iterable) else slots
+    sizes = tuple(slots) if hasattr(slots, "__iter__") else slots
     expect("slots", sizes, tuple[Count, ...])
     expect("old placement", old, Placement | None)
     if not load or not len(load) <= sum(sizes):
@@ -103,7 +103,7 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
 
 
 def _check_load(load: Sequence[float]) -> None:
-    if not isinstance(load, Sequence):
+    if not hasattr(load, "__len__"):
         raise ConfigurationError("load", got=type(load).__name__, need="a list, as tolist() gives")
     for expert, amount in enumerate(load):
         expect(f"load of expert {expert}", amount, float)
