@@ -184,6 +184,16 @@ BAD: dict[str, Case] = {
         WeightsError,
         rf"{AT}.3.w1: scale: got nan",
     ),
+    "a group's scale that is no number": (
+        changed(fill("3.w1.scales", float("inf")), "awq"),
+        WeightsError,
+        rf"{AT}.3.w1: scale: got inf, need finite",
+    ),
+    "a power of two that is no number": (
+        changed(fill("3.w2.weight_scale", 255), "compressed mxfp4"),
+        WeightsError,
+        rf"{AT}.3.w2: scale: got 255.0, need E8M0 below 255",
+    ),
     "a channel's scale of 0": (
         changed(fill("3.w2.weight_scale", 0.0), "compressed fp8 channel"),
         WeightsError,

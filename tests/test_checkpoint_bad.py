@@ -18,6 +18,8 @@ from modular_kernel.importers import files as files_module
 # What no header shows.
 OF_VALUES = (
     "a scale that is no number",
+    "a group's scale that is no number",
+    "a power of two that is no number",
     "a channel's scale of 0",
     "a static scale below 0",
     "columns out of order",

@@ -14,6 +14,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.importers import format_of
 from modular_kernel.integrations.fused_moe import fused_moe
+from modular_kernel.layers.balance import rebalance
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.router import Router, RouterSpec
@@ -145,3 +146,24 @@ def test_gate_and_up_rows_that_would_share_a_word_are_refused() -> None:
     with pytest.raises(InputError, match="intermediate: got 12, need a multiple of 8"):
         ExpertLoader(Share(1, H, 12), format_of(ZERO_POINTS))
     ExpertLoader(Share(1, H, 12, gated=False), format_of(ZERO_POINTS))
+
+
+def test_weights_of_a_layer_can_be_loaded_again() -> None:
+    layer = FusedMoE(1, H, I, top_k=1, params_dtype=torch.float32)
+    for value in (1.0, 2.0):
+        for shard, shape in (("w1", (I, H)), ("w3", (I, H)), ("w2", (H, I))):
+            name = "w2_weight" if shard == "w2" else "w13_weight"
+            parameter = getattr(layer, name)
+            parameter.weight_loader(parameter, torch.full(shape, value), name, shard, 0)
+        layer.process_weights_after_loading()
+        assert torch.equal(layer.w13_weight, torch.full((1, 2 * I, H), value))
+        assert torch.equal(layer.weights().w2, torch.full((1, H, I), value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [((3, [1]), "load"), (([1.0], 3), "slots"), (([1.0], [1], "linear"), "old placement")],
+)
+def test_a_load_that_is_no_list_is_refused(arguments: tuple[object, ...], what: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{what}: got"):
+        rebalance(*arguments)

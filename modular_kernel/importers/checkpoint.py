@@ -104,9 +104,9 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     prefix: what stands in front of "layers.N" in names of tensors, where a checkpoint has several
     models. config: another config.json than the one beside the tensors.
 
-    Everything is checked before a tensor is read: ConfigurationError for a config.json, a format or
-    a share that cannot be; WeightsError, ShapeError and DtypeError name file and tensor, what they
-    got and what they need. Nothing is returned in part.
+    Names, shapes and dtypes are checked before a tensor is read: ConfigurationError for a
+    config.json, a format or a share that cannot be; WeightsError, ShapeError and DtypeError name
+    file and tensor, what they got and what they need. Nothing is returned in part.
     """
     asked = _Asked(layer, ep, tp, dtype, prefix)
     expect("checkpoint", checkpoint, str | Path)

@@ -166,16 +166,19 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
         flat = scale.reshape(-1, w.shape[-2])
         return Matrix(w, channel_scale(flat).reshape(*lead, -1), None, a_scale)
     scale = scale.float()
-    bad = ~(scale.isfinite() & (scale >= 0))
-    if bool(bad.any()):
-        raise WeightsError("scale", got=float(scale[bad][0]), need="finite numbers from 0 on")
+    _check_scale(scale, ~(scale.isfinite() & (scale >= 0)), "finite numbers from 0 on")
     return Matrix(w, scale, None, a_scale)
+
+
+def _check_scale(scale: torch.Tensor, bad: torch.Tensor, need: str) -> None:
+    if bool(bad.any()):
+        raise WeightsError("scale", got=float(scale[bad][0]), need=need)
 
 
 def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     scheme = format.scheme
     if scheme.weight == "float4_e2m1":
-        return Matrix(tensors["weight_packed"], tensors["weight_scale"])
+        return _mxfp4(tensors["weight_packed"], tensors["weight_scale"])
     if scheme.quantises_activations:
         return _read_scaled(format, tensors, dtype)
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
@@ -217,12 +220,18 @@ def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     w, scale = from_gpt_oss(
         blocks.reshape(-1, *blocks.shape[-3:]), scales.reshape(-1, *scales.shape[-2:])
     )
-    return Matrix(w.reshape(*lead, *w.shape[1:]), scale.reshape(*lead, *scale.shape[1:]))
+    return _mxfp4(w.reshape(*lead, *w.shape[1:]), scale.reshape(*lead, *scale.shape[1:]))
+
+
+def _mxfp4(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
+    _check_scale(scale, scale == 255, "E8M0 below 255, which is NaN")
+    return Matrix(w, scale)
 
 
 def _of_groups(format: Format, made: GroupWeights, dtype: torch.dtype) -> Matrix:
     if not format.scheme.zero_points:
         made = symmetric(made)
+    _check_scale(made.scale, ~made.scale.isfinite(), "finite numbers")
     scale = made.scale if made.scale.dtype is dtype else made.scale.float()
     return Matrix(made.w, scale, made.zero_point)
 

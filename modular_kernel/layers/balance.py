@@ -57,8 +57,9 @@ def rebalance(
     ConfigurationError where there are fewer slots than experts.
     """
     _check_load(load)
-    sizes = tuple(slots)
+    sizes = tuple(slots) if hasattr(slots, "__iter__") else slots
     expect("slots", sizes, tuple[Count, ...])
+    expect("old placement", old, Placement | None)
     if not load or not len(load) <= sum(sizes):
         need = f">= {max(len(load), 1)}, the experts"
         raise ConfigurationError("slots of all ranks", got=sum(sizes), need=need)
@@ -102,6 +103,8 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
 
 
 def _check_load(load: Sequence[float]) -> None:
+    if not hasattr(load, "__len__"):
+        raise ConfigurationError("load", got=type(load).__name__, need="a list, as tolist() gives")
     for expert, amount in enumerate(load):
         expect(f"load of expert {expert}", amount, float)
         if not 0 <= amount < math.inf:

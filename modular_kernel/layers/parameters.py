@@ -143,6 +143,8 @@ class ExpertParameters(nn.Module):
                 delattr(self, name)
         for field in specs:
             parameter = nn.Parameter(tensors[field].detach(), requires_grad=False)
+            if self._loader is not None and not self.problem.scheme.quantised:
+                self._loader.mark(parameter, self.weight_loader)  # a checkpoint's shape still
             self.register_parameter(PARAMETERS[field], parameter)
         self._ready = True
 

@@ -161,17 +161,17 @@ class ExpertLoader:
         self._stored: tuple[Stored, ...] = (*self.format.stored, *biases)
         self._kept = {each.name: each for each in (*self._fine.stored, *biases)}
         self._loaded: set[tuple[str, str, int]] = set()
-        # Of all experts, here or not: by matrix, expert and shard.
+        # Of all experts, here or not; and which of them since the last `expert_weights`.
         self._input_scales: dict[tuple[str, int, str], float] = {}
-        self._new_scales: set[tuple[str, int, str]] = set()  # since the last `expert_weights`
+        self._new_scales: set[tuple[str, int, str]] = set()
 
     def _check_halves(self) -> None:
         """Raise the ConfigurationError of gate and up rows that would share a packed word."""
-        for stored in self.format.stored if self.share.gated else ():
-            for dim in stored.dims:
-                if dim.whole and dim.axis == "N" and self.share.width % dim.step:
-                    need = f"a multiple of {dim.step} on a rank: {stored.name} packs so many rows"
-                    raise ConfigurationError("intermediate", got=self.share.width, need=need)
+        dims = [(each, dim) for each in self.format.stored for dim in each.dims if dim.whole]
+        for stored, dim in dims if self.share.gated else ():
+            if dim.axis == "N" and self.share.width % dim.step:
+                need = f"a multiple of {dim.step} on a rank: {stored.name} packs so many rows"
+                raise ConfigurationError("intermediate", got=self.share.width, need=need)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Return shape and dtype of every parameter by its name; None is the layer's dtype."""
@@ -214,9 +214,14 @@ class ExpertLoader:
                 data += _UNSET
             parameter = torch.nn.Parameter(data, requires_grad=False)
             kind = self.scheme.granularity if roles[name] == "scale" else ""
-            parameter.quant_method = kind  # type: ignore[attr-defined]
-            parameter.weight_loader = weight_loader or self.weight_loader  # type: ignore[attr-defined]
+            self.mark(parameter, weight_loader or self.weight_loader, kind)
             layer.register_parameter(name, parameter)
+
+    @staticmethod
+    def mark(parameter: torch.nn.Parameter, loader: WeightLoader, kind: str = "") -> None:
+        """Give a parameter the attributes that engines ask for."""
+        parameter.quant_method = kind  # type: ignore[attr-defined]
+        parameter.weight_loader = loader  # type: ignore[attr-defined]
 
     def weight_loader(
         self,
@@ -312,9 +317,8 @@ class ExpertLoader:
     def _copy_number(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: Stored, shard: str
     ) -> None:
-        if stored.role == "scale" and target.dim():
-            target = target[0 if shard == "w1" else 1]
-        target.copy_(loaded)
+        both = stored.role == "scale" and target.dim()
+        (target[0 if shard == "w1" else 1] if both else target).copy_(loaded)
 
     def _put_input_scale(
         self, stored: Stored, matrix: str, expert: int, shard: str, value: float
@@ -378,8 +382,8 @@ class UnquantizedEPMoEMethod:
     ) -> None:
         """Register w13_weight (e, 2I, H), w2_weight (e, H, I), and scales of the format."""
         share = Share(num_experts_per_partition, hidden_size, intermediate_size)
-        loader = ExpertLoader(share, self.format)
-        loader.create_weights(layer, params_dtype, weight_loader=weight_loader)
+        create = ExpertLoader(share, self.format).create_weights
+        create(layer, params_dtype, weight_loader=weight_loader)
 
 
 class Fp8EPMoEMethod(UnquantizedEPMoEMethod):
