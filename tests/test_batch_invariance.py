@@ -83,14 +83,14 @@ def test_tiles_are_the_same_for_every_number_of_tokens(
     tokens = (0, 1, 7, 64, 500, 4096, 1 << 20)
     assert len({choose_config(layer.with_tokens(n), n) for n in tokens}) == 1
     assert [path for _, path, _ in kinds_up_to(layer, 4096)] == ["aligned"]
-    assert "one tile for every number of tokens" in explain(layer, 7)
+    assert "one configuration for every number of tokens" in explain(layer, 7)
 
 
 def test_an_override_must_be_one_tile() -> None:
     with override_config(ONE):
         assert choose_config(LAYER, 1) == ONE
     two = ours(tokens_1=(launch(), launch()), tokens_64=(launch(m=32), launch(m=32)))
-    need = "one pair for every number of tokens"
+    need = "one configuration for every number of tokens"
     with override_config(two), pytest.raises(ConfigurationError, match=need):
         choose_config(LAYER, 1)
 

@@ -19,6 +19,7 @@ from modular_kernel.errors import (
     InputError,
     ModularKernelError,
     ShapeError,
+    StateError,
     UnsupportedError,
 )
 from modular_kernel.layers import fused_moe as module
@@ -135,6 +136,17 @@ def test_weights_that_are_exchanged_are_seen() -> None:
     layer.half()
     with pytest.raises(DtypeError, match="w1: got float16, need float32"):
         layer(sample.x_TH, sample.logits)
+
+
+def test_transposed_storage_is_read_where_it_lies() -> None:
+    """(e, H, 2I) and (e, I, H), as other libraries store them, given as views."""
+    sample = Sample()
+    layer, good = layer_of(sample), share(sample, (0, 1), (0, 1))
+    want = layer(sample.x_TH, sample.logits)
+    w13, w2 = good.w1.mT.contiguous(), good.w2.mT.contiguous()
+    layer.set_weights(ExpertWeights(w13.mT, w2.mT))
+    assert layer.w13_weight.data_ptr() == w13.data_ptr()
+    assert torch.allclose(layer(sample.x_TH, sample.logits), want, atol=1e-6)
 
 
 def test_describe_tells_where_experts_are() -> None:
@@ -282,6 +294,11 @@ def test_large_calls_and_captures_keep_no_buffers(monkeypatch: pytest.MonkeyPatc
     layer(sample.x_TH[:9], sample.logits[:9])
     layer.warm_up(9)
     assert not shared.plans
+    with monkeypatch.context() as capture:
+        capture.setattr(planning, "_capturing", lambda device: True)
+        layer(sample.x_TH[:9], sample.logits[:9])
+        with pytest.raises(StateError, match="a kernel of a new size: got a CUDA graph being"):
+            layer(sample.x_TH[:40], sample.logits[:40])
     for tokens in (1, 20, 40):
         layer(sample.x_TH[:tokens], sample.logits[:tokens])
     assert [key[1].tokens for key in shared.kernels] == [32, 64]

@@ -19,6 +19,7 @@ from modular_kernel.importers.merging import piece
 from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored
 from modular_kernel.printable import counted
 
+_MOST_MISSING = 10_000  # after which no other is looked for
 # Beside experts in some families' files, and no weight of them.
 _OTHERS = ("e_score_correction_bias",)
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
@@ -56,8 +57,8 @@ class LayerSource:
         return (*self.format.stored, *((_BIAS,) if self.bias else ()))
 
     def places(self) -> Iterator[ProjectionPlace]:
-        """Yield where each projection of each expert lies."""
-        for expert in range(self.layer.experts):
+        """Yield where each projection of each expert lies; of a stack that of the first."""
+        for expert in range(1 if self.layer.layout.stacked else self.layer.experts):
             first, second = self.layer.projections(expert)
             yield from (*first, *second)
 
@@ -73,6 +74,8 @@ class LayerSource:
         """
         missing, seen, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
         for place in self.places():
+            if len(missing) > _MOST_MISSING:
+                break
             for stored in self.stored():
                 key = self.key(place, stored)
                 if key is None:
@@ -118,13 +121,17 @@ class LayerSource:
                 stored.check_cut(self.what, rows, columns, (place.rows, place.depth))
 
     def part(
-        self, fine: Format, place: ProjectionPlace, rows: Range, columns: Range
+        self, fine: Format, place: ProjectionPlace, rows: Range, columns: Range, *, order: bool
     ) -> dict[str, torch.Tensor]:
-        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them."""
+        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them.
+
+        order: read the order of columns too, and check it: once for all rows.
+        """
         rows = (place.first + rows[0], place.first + rows[1])
         found = {}
         for stored in self.format.stored:
-            key = None if stored.role in ("shape", "a_scale") else self.key(place, stored)
+            skipped = stored.role in ("shape", "a_scale") or (stored.role == "order" and not order)
+            key = None if skipped else self.key(place, stored)
             if key is not None:
                 found[stored.name] = self._read(key, place, stored, rows, columns)
         return piece(self.format, fine, found, rows, columns)

@@ -3,13 +3,14 @@
     from modular_kernel.integrations.transformers import from_pretrained, register
 
     register()
-    model = from_pretrained("checkpoint/", device_map="cuda")
+    model = from_pretrained("checkpoint/", device="cuda")
 
 Experts are read by `load_experts` and run on our parts; what else is quantised is dequantised once.
 No library of a packer is needed. The modules of the model are the ones that transformers makes:
 their routers, names and dispatch stay.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from modular_kernel.errors import UnsupportedError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.importers.checkpoint import LoadedExperts, load_experts
 from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import Tensors, open_tensors
@@ -57,13 +58,15 @@ def from_pretrained(
     experts_implementation: str = "modular_kernel",
     dtype: torch.dtype | str = "auto",
     auto_class: Any = AutoModelForCausalLM,
+    device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model whose experts are quantised, or are not, as `auto_class.from_pretrained` does.
 
     name: a folder, or a model's name on the hub. experts_implementation: a name given to
-    `register`. dtype: of what is not quantised; "auto" is the config.json's, or bfloat16. kwargs:
-    more of from_pretrained; `revision`, `token`, `cache_dir` and `local_files_only` for the hub.
+    `register`. dtype: of what is not quantised; "auto" is the config.json's, or bfloat16. device:
+    where all of it goes, experts at once; transformers' device_map needs accelerate. kwargs: more
+    of from_pretrained; `revision`, `token`, `cache_dir` and `local_files_only` for the hub.
     Formats: those of `load_experts`.
 
     ConfigurationError for a format or a name that is unknown, UnsupportedError where a model would
@@ -72,12 +75,27 @@ def from_pretrained(
     """
     registration(experts_implementation)
     folder = _folder(name, kwargs)
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(folder)
+    older = kwargs.pop("torch_dtype", None)
+    if older is not None:
+        if dtype not in ("auto", older):
+            raise ConfigurationError("torch_dtype", got=older, need=f"dtype={dtype}, or one alone")
+        dtype = older
+    given_config = kwargs.pop("config", None)  # which stays as it is
+    config = copy.deepcopy(given_config) or AutoConfig.from_pretrained(folder)
     given = _quantization_of(config)
     if given is None:
-        return auto_class.from_pretrained(
-            folder, dtype=dtype, experts_implementation=experts_implementation, **kwargs
+        model = auto_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            experts_implementation=experts_implementation,
+            **kwargs,
         )
+        return model if device is None else model.to(device)
+    for option in ("quantization_config", "output_loading_info"):
+        if kwargs.pop(option, None):
+            need = "none: the format is the checkpoint's own, and what returns is a model alone"
+            raise UnsupportedError("quantised experts", got=option, need=need)
     shared = [name for name in _SHARING if kwargs.get(name) is not None]
     if shared:
         need = "a model in one process: register() and plain from_pretrained share unquantised ones"
@@ -86,6 +104,7 @@ def from_pretrained(
     layer_dtype = parse_dtype(torch.bfloat16 if wanted is None else wanted)
     original = given if isinstance(given, dict) else given.to_dict()
     ours = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
+    ours |= {} if device is None else {"device": str(device)}
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
@@ -102,7 +121,7 @@ def from_pretrained(
         )
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
+    return model if device is None else model.to(device)
 
 
 def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
@@ -110,10 +129,15 @@ def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     options = ("revision", "token", "cache_dir", "local_files_only")
     given = {option: kwargs.pop(option) for option in options if option in kwargs}
-    return Path(snapshot_download(str(name), allow_patterns=list(_FILES), **given))
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(_FILES), **given))
+    except HFValidationError:
+        need = "a folder, or a model's name on the hub"
+        raise ConfigurationError("checkpoint", got=str(name)[:200], need=need) from None
 
 
 def _class_of(auto_class: Any, config: Any) -> Any:
@@ -196,10 +220,13 @@ def _dequantised(
 class Config(QuantizationConfigMixin):
     """What a config.json says of a model that was loaded by `from_pretrained`."""
 
-    def __init__(self, original: dict[str, Any], checkpoint: str, **_: Any) -> None:
+    def __init__(
+        self, original: dict[str, Any], checkpoint: str, device: str | None = None, **_: Any
+    ) -> None:
         self.quant_method: Any = METHOD
         self.original = original
         self.checkpoint = checkpoint
+        self.device = device
 
 
 class Quantizer(HfQuantizer):
@@ -232,9 +259,9 @@ class Quantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        checkpoint = self.quantization_config.checkpoint
+        checkpoint, given = self.quantization_config.checkpoint, self.quantization_config.device
         for number, module in _modules_of(model).items():
-            device = _device_of(model, number)
+            device = _device_of(model, number) if given is None else torch.device(given)
             loaded = load_experts(checkpoint, number, dtype=model.dtype, device=device)
             fill(module, loaded)
         return model
@@ -304,4 +331,14 @@ def _packed(cls: Any) -> Any:
         found: torch.Tensor = implementation(self, *args, **kwargs)
         return found
 
-    return type(f"Packed{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
+    def reduced(self: Any, _protocol: Any) -> tuple[Any, ...]:
+        return _blank, (cls,), self.__getstate__()
+
+    body = {"forward": forward, "__reduce_ex__": reduced, "__module__": __name__}
+    return type(f"Packed{cls.__name__}", (cls,), body)
+
+
+def _blank(cls: Any) -> Any:
+    """Make what a pickle fills: a class that is made here cannot be found by its name."""
+    packed = _packed(cls)
+    return packed.__new__(packed)
