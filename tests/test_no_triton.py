@@ -17,6 +17,7 @@ TRITON_PARTS = {
     "TritonExperts",
     "GroupedGemmExperts",
     "BatchedTritonExperts",
+    "CutlassExpertsFP8",
     "SymmMemPrepareAndFinalize",
 }
 
@@ -51,7 +52,9 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
     packages = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
     paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
     own = [
-        path for path in paths if _imports_triton(path) or path.match("testing/compile/cases.py")
+        path
+        for path in paths
+        if _imports_a_language(path) or path.match("testing/compile/cases.py")
     ]
     modules = [_module(path) for path in paths if path not in own and path.name != "__main__.py"]
     assert {path.relative_to(ROOT).parts[:2] for path in own} == {
@@ -59,6 +62,7 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
         ("modular_kernel", "testing"),
         ("modular_kernel", "interpreter"),
         ("experts", "compat"),
+        ("experts", "cutlass"),
         ("experts", "triton"),
         ("prepare_finalize", "symm_mem"),
     }
@@ -68,9 +72,12 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
     assert loaded.split() == []
 
 
-def _imports_triton(path: Path) -> bool:
-    """Whether the module needs triton to be imported, without a guard."""
-    return re.search(r"^(import|from) triton\b", path.read_text(encoding="utf-8"), re.M) is not None
+def _imports_a_language(path: Path) -> bool:
+    """Whether the module needs triton or CuTe DSL to be imported, without a guard."""
+    return (
+        re.search(r"^(import|from) (triton|cutlass)\b", path.read_text(encoding="utf-8"), re.M)
+        is not None
+    )
 
 
 def _module(path: Path) -> str:
@@ -120,7 +127,10 @@ def test_triton_parts_are_listed_with_the_reason() -> None:
         assert part["available"] is not (needs_triton or bool(others))
     for name in TRITON_PARTS:
         missing = [r for r in parts[name]["unavailable"] if r["rule"] == "package"]
-        assert [(r["parties"], r["need"]) for r in missing] == [([name, "machine"], "triton")]
+        needs = ["triton", *sorted(set(parts[name]["requires"]["packages"]) - {"triton"})]
+        assert [(r["parties"], r["need"]) for r in missing] == [
+            ([name, "machine"], need) for need in needs
+        ]
 
 
 def test_a_triton_pair_is_refused_with_the_reason() -> None:

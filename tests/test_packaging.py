@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"modular_kernel", "prepare_finalize", "experts", "topk_reduce"}
-EXTRAS = {"transformers", "bench", "interpreter", "test", "dev"}
+EXTRAS = {"transformers", "cutlass", "bench", "interpreter", "test", "dev"}
 NEVER_PACKAGED = ("tests", "tools", "docs")
 
 

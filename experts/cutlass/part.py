@@ -1,8 +1,5 @@
 """CutlassExpertsFP8: TritonExperts whose products of many fp8 rows are in CuTe DSL."""
 
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-
 import torch
 
 from experts.cutlass.path import CutlassPath
@@ -11,7 +8,6 @@ from experts.triton.grouped_tma.config import NAME
 from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 
-_DISTRIBUTION = "nvidia-cutlass-dsl"
 _ARCH = (9, 0)  # what the kernel's instructions are of: later ones have others
 _BLOCK = (128, 128)
 
@@ -27,7 +23,8 @@ class CutlassExpertsFP8(TritonExperts):
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
-        packages=("triton", "cutlass"),
+        # What it imports is called cutlass, as another package of the index is.
+        packages=("triton", "nvidia_cutlass_dsl", "tvm_ffi"),
         packages_extra="cutlass",
         triton=True,
         min_arch=_ARCH,
@@ -67,19 +64,4 @@ class CutlassExpertsFP8(TritonExperts):
             found.append(
                 Rejection("quant_block", (cls.__name__, "problem"), f"{group}", f"{_BLOCK}")
             )
-        if "cutlass" in machine.packages and _is_another_package():
-            hint = f"pip install {_DISTRIBUTION}"
-            got = "another package of that name"
-            found.append(Rejection("package", (cls.__name__, "machine"), got, _DISTRIBUTION, hint))
         return tuple(found)
-
-
-def _is_another_package() -> bool:
-    """Whether what `import cutlass` would find here is not NVIDIA's."""
-    if find_spec("cutlass") is None:  # the machine is not this one
-        return False
-    try:
-        version(_DISTRIBUTION)
-    except PackageNotFoundError:
-        return True
-    return False

@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import triton
 
-from experts.cutlass.part import _is_another_package
+from experts import CutlassExpertsFP8
+from modular_kernel.machine import importable
 
-pytest.importorskip("cutlass.cute", reason="pip install '.[cutlass]'")
-pytestmark = pytest.mark.skipif(_is_another_package(), reason="another package called cutlass")
+pytestmark = pytest.mark.skipif(
+    not importable(CutlassExpertsFP8.requires.packages) >= {*CutlassExpertsFP8.requires.packages},
+    reason="pip install '.[cutlass]'",
+)
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 COMPILE = (

@@ -17,7 +17,7 @@ BASE = Problem(300, 512, 256, 4, 2, "bfloat16", "fp8_w8a8_block")
 
 
 def here() -> Machine:
-    return current_machine({"cutlass"})
+    return current_machine(("nvidia_cutlass_dsl", "tvm_ffi"))
 
 
 pytestmark = [

@@ -12,6 +12,7 @@ from there to where the judgement turns. What is refused for one reason alone, o
 is accepted, is that reason's edge. So a rule of anybody's part gets its edges by being declared.
 """
 
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.support import Rejection
+from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.edges.axes import EdgeSituation, Line, choices, lines
@@ -127,14 +128,27 @@ def _valid(
     arches = [req.min_arch for req in (pf.requires, experts.requires) if req.min_arch is not None]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
     sizes = (*_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
+    start = _start(experts.requires)
     for where in (machine, gpu):
         for ranks in _RANKS:
             for hidden in sizes:
-                problem = replace(_START, hidden=hidden, parallel=Parallel(ranks))
+                problem = replace(start, hidden=hidden, parallel=Parallel(ranks))
                 one = EdgeSituation(pf, experts, pf.requires, experts.requires, problem, where)
                 if one.verdict.ok:
                     return one
     return None
+
+
+def _start(requires: ExpertsRequirements) -> Problem:
+    """_START, as a part takes it that is for some schemes only: in its first one."""
+    if "none" in requires.schemes:
+        return _START
+    return replace(
+        _START,
+        quant=min(requires.schemes),
+        dtype=min(requires.dtypes, key=str),
+        intermediate=math.lcm(_START.intermediate, requires.intermediate_multiple),
+    )
 
 
 def _around(
