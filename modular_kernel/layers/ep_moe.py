@@ -25,8 +25,8 @@ class EPMoE(FusedMoE):
     renormalize: the K weights of a token sum to 1. use_grouped_topk: choose among the topk_group
     best of num_expert_group groups: by softmax and the best expert of each, or with correction_bias
     (E,) by sigmoid and the two best. quant_config: as FusedMoE's; or what has an
-    `activation_scheme`, "dynamic" or "static": float8 with one scale an expert. experts: what
-    multiplies; GroupedGemmExperts need Triton.
+    `activation_scheme`, "dynamic" or "static": float8 with one scale an expert, or in blocks where
+    it has a `weight_block_size`. experts: what multiplies; GroupedGemmExperts need Triton.
     ConfigurationError for a combination that these rules leave out.
     """
 
@@ -128,4 +128,5 @@ def _format(quant_config: object | None) -> str | Mapping[str, object] | None:
         got = type(quant_config).__name__ if scheme is None else f"activation_scheme={scheme!r}"
         need = "a quantization_config, a scheme by its name, or an activation_scheme"
         raise ConfigurationError("quant_config", got=got, need=need)
-    return {"quant_method": "fp8", "activation_scheme": scheme}
+    block = getattr(quant_config, "weight_block_size", None)
+    return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}

@@ -114,6 +114,7 @@ class FusedMoE(ExpertParameters):
         expect("layer_id", layer_id, int | None)
         expect("router", router, Router | RouterSpec | None)
         expect("parallel", parallel, LayerParallel | None)
+        expect("shared_experts", shared_experts, Callable | None)
         for name, flag in (("reduce_results", reduce_results), ("shared_partial", shared_partial)):
             expect(name, flag, bool)
         if experts is not None:
@@ -161,7 +162,7 @@ class FusedMoE(ExpertParameters):
         self.reduce_results, self.shared_partial = reduce_results, shared_partial
         self.router, self.shared_experts = router, shared_experts
         self.prepare_finalize, self.experts = prepare_finalize, experts
-        check_selection_bias(selection_bias, router)
+        check_selection_bias(selection_bias, router, num_experts)
         self.register_buffer("selection_bias", selection_bias)
         # Who else holds parts of the output; found now, so that a missing group is told now.
         self._sums_ep = away
@@ -249,6 +250,8 @@ class FusedMoE(ExpertParameters):
             need = f"(..., H) with H = {self.problem.hidden}"
             raise ShapeError("x", got=tuple(hidden_states.shape), need=need)
         x_TH = hidden_states.reshape(-1, self.problem.hidden)
+        if token_ids is not None:
+            dense("token_ids", token_ids)
         words = None if token_ids is None else token_ids.reshape(-1)
         routed = self._routed(x_TH, routing, words)
         y_TH, shared_TH = self._computed(x_TH, routed.routing)

@@ -26,6 +26,8 @@ PARAMETERS = {
     "a2_scale": "w2_input_scale",
 }
 
+_E8M0_NAN = 255
+
 
 class ExpertParameters(nn.Module):
     """The share of a layer's experts that one rank holds, as parameters by PARAMETERS.
@@ -58,6 +60,8 @@ class ExpertParameters(nn.Module):
         else:
             for field, spec in self.specs().items():
                 empty = torch.empty(spec.shape, dtype=spec.dtypes[0], device=device)
+                if field.endswith("_scale") and not empty.is_floating_point():
+                    empty.fill_(_E8M0_NAN)
                 self.register_parameter(PARAMETERS[field], nn.Parameter(empty, False))
         for parameter in self.parameters() if self._ready else ():
             if parameter.is_floating_point() and parameter.itemsize > 1:

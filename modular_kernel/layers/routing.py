@@ -14,14 +14,19 @@ def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
 
 
 def check_selection_bias(
-    selection_bias: torch.Tensor | None, router: Router | RouterSpec | None
+    selection_bias: torch.Tensor | None, router: Router | RouterSpec | None, experts: int
 ) -> None:
-    """Check that a bias is given exactly where a RouterSpec has one."""
+    """Check that a bias of every column is given exactly where a RouterSpec has one."""
     wanted = isinstance(router, RouterSpec) and router.selection_bias
     if (selection_bias is not None) != wanted:
         got = "None" if selection_bias is None else "a tensor"
         need = "a tensor exactly where a RouterSpec has selection_bias"
         raise ConfigurationError("selection_bias", got=got, need=need)
+    if selection_bias is not None and isinstance(router, RouterSpec):
+        dense("selection_bias", selection_bias)
+        need_shape = (router.columns(experts),)
+        if tuple(selection_bias.shape) != need_shape:
+            raise ShapeError("selection_bias", got=tuple(selection_bias.shape), need=need_shape)
 
 
 def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
