@@ -98,6 +98,8 @@ def problems() -> tuple[Problem, ...]:
         {"dtype": torch.float32, "fp32_precision": "tf32"},
         {"activation": "relu2"},
         {"activation": "swiglu_oai", "bias": True},
+        {"activation": "situ:alpha=4,limit=25"},
+        {"activation": "silu_no_mul"},
         {"activation": "gelu", "expert_map": True, "local_experts": 3},
         {"activation": "gelu_tanh", "top_k": 8, "experts": 64, "ids_dtype": torch.int64},
         {"activation": "swiglu_clamp_after", "combine": Combine.TOPK_WEIGHTED},
