@@ -114,10 +114,10 @@ def pool_of(world_size: int, backend: str | None) -> "RankPool":
     return RankPool(world_size)
 
 
-def over_ranks(case: "Case", rank_tokens: str | None) -> "RankCase":
-    """Give each rank of the case its tokens.
+def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
+    """Give each rank of the case its tokens, and the ranks a fault.
 
-    They are as many as the problem has, or as the text says.
+    Tokens are as many as the problem has, or as the text says.
     """
     from modular_kernel.testing.cases_ranks import RankCase
 
@@ -130,4 +130,5 @@ def over_ranks(case: "Case", rank_tokens: str | None) -> "RankCase":
             raise ConfigurationError("--rank-tokens", got=repr(rank_tokens), need=need)
         tokens = tuple(map(int, words))
     pair = case.prepare_finalize, case.experts
-    return RankCase(*pair, problem, case.routing, case.seed, tokens=tokens)
+    how = case.routing, case.seed, case.manner
+    return RankCase(*pair, problem, *how, tokens=tokens, fault=fault)

@@ -26,8 +26,9 @@ from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.case import Case
 from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import CHECKS, Build, Check, Trial, call
+from modular_kernel.testing.checks import CHECKS, Build, Check, Findings, Trial, call
 from modular_kernel.testing.compare import Comparison, compare
+from modular_kernel.testing.fault_scenes import Stage, play
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
 from modular_kernel.testing.prove import Proof, raised
@@ -63,7 +64,14 @@ class RankSample(Sample):
         """What the whole world passes, and every expert's weights."""
         tokens = self.counts[0] if self.all.replicated else sum(self.counts)
         whole = self.all.whole.with_tokens(tokens)
-        return make_inputs(whole, self.routing, _CPU, seed=self.seed, strided=self.strided)
+        return make_inputs(
+            whole,
+            self.routing,
+            _CPU,
+            seed=self.seed,
+            strided=self.strided,
+            manner=self.manner,
+        )
 
     @property
     def mine(self) -> slice:
@@ -129,6 +137,7 @@ class RankTrial(Trial):
 
     def __init__(self, case: RankCase, rank: int, machine: Machine, build: Build) -> None:
         self.case, self.machine, self.build = case.of_rank(rank), machine, build
+        self.fault = case.fault
         device = torch.device(machine.device)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -144,11 +153,31 @@ class RankTrial(Trial):
     def first_again(self) -> Sample:
         return self._like_first(salt=0)
 
+    @cached_property
+    def told(self) -> tuple[tuple[str, str], ...]:
+        """What each call of the case's scene said to this rank, and what it must say."""
+        if not self.fault:
+            return ()
+        return play(self.fault, Stage(self.case, self.machine, self.first, self.build))
+
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
         # The second call's tokens are another rank's number, and a graph is for one.
         fresh = self._like_first(salt=3)
         return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
+
+
+def faults(trial: Trial) -> Findings:
+    """Where ranks do not mean the same call, each is told so, and by what it can find out why."""
+    assert isinstance(trial, RankTrial)
+    for number, (said, must) in enumerate(trial.told, 1):
+        if said != must:
+            yield f"call {number} of {trial.fault}: {said}, not {must}"
+            return  # what comes after it follows from it
+
+
+# On every rank: those of one process, and what only ranks can do.
+RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
 
 
 @dataclass(frozen=True)
@@ -217,7 +246,7 @@ def prove_ranks(
     machine: Machine | None = None,
     build: RankBuild = build_kernel,
     *,
-    checks: Sequence[Check] = CHECKS,
+    checks: Sequence[Check] = RANK_CHECKS,
     timeout: float = 300,
 ) -> Proof:
     """Run the checks on every rank. IncompatibleError if the pairing is refused for this case.

@@ -12,7 +12,7 @@ from typing import TypeVar
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing.cases import Case
 from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
-from modular_kernel.testing.checks import CHECKS, numeric
+from modular_kernel.testing.checks import numeric
 from modular_kernel.testing.mutation import rank_runs
 from modular_kernel.testing.mutation.child import Ended
 from modular_kernel.testing.mutation.coverage import Coverage, Covered
@@ -22,7 +22,7 @@ from modular_kernel.testing.mutation.scope import known_imports
 from modular_kernel.testing.mutation.serve import dependents
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.steps import Listing, run_cases
-from modular_kernel.testing.prove_ranks import prove_ranks
+from modular_kernel.testing.prove_ranks import RANK_CHECKS, faults, prove_ranks
 from modular_kernel.testing.ranks import DIED, SILENT, RankError, RankPool
 from modular_kernel.types import Machine
 
@@ -118,8 +118,9 @@ class Ranks:
         assert isinstance(case, RankCase)
         waits, limit = self._limits(case)
         build = rank_runs.builds(waits)
+        early = (numeric, faults) if case.fault else (numeric,)
         seconds = 0.0
-        for checks in ((numeric,), CHECKS):  # most that fail fail in the first call
+        for checks in (early, RANK_CHECKS):  # most that fail fail in the first call
             limit *= len(checks)
             proof = prove_ranks(case, self.start(), machine, build, checks=checks, timeout=limit)
             seconds += proof.seconds
