@@ -10,143 +10,27 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import PrepareAndFinalize
-from modular_kernel.errors import CommunicationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
-from modular_kernel.testing.case import Case
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.fault_stage import RIGHT, VICTIM, Stage, manager_of, said
 from modular_kernel.types import Machine
 
-if TYPE_CHECKING:
-    from modular_kernel.testing.sample import Sample
-
-VICTIM = 1
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
+_SHORT_S = 0.5  # of one in which nobody makes an exchange
 _PATIENCE_S = 2.0  # beyond it, until nobody waits any more
-_RIGHT = "right"
 _ONE_CALL = "one layer, call, pairing, step and order"
-_SECONDS = re.compile(r"\d+\.\d+ s")
-_DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 # What one call said, and what it must say.
 Lines = Iterator[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One rank's place in a scene. sample: its share of a call that is right.
-
-    build: makes a kernel of a case over the group.
-    """
-
-    case: Case
-    machine: Machine
-    sample: "Sample"
-    build: Callable[[Case, Machine, bool], FusedMoEModularKernel]
-
-    @property
-    def rank(self) -> int:
-        return self.case.problem.parallel.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.case.problem.parallel.world_size
-
-    @property
-    def at_fault(self) -> bool:
-        return self.rank == VICTIM
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.world_size) if rank != self.rank)
-
-    @cached_property
-    def replicated(self) -> bool:
-        part = load_catalog().prepare_finalize(self.case.prepare_finalize)
-        return part.requires.replicated_input
-
-    def kernel(self) -> FusedMoEModularKernel:
-        """Make a kernel with a manager of its own."""
-        return self.build(self.case, self.machine, True)
-
-    def beside(self, kernel: FusedMoEModularKernel, **changes: Any) -> FusedMoEModularKernel:
-        """Make another layer on the manager of `kernel`; with changes, rank 1 means another one."""
-        problem, part = self.case.problem, kernel.prepare_finalize
-        if changes and self.at_fault:
-            problem = replace(problem, **changes)
-        names, manager = (self.case.prepare_finalize, self.case.experts), manager_of(part)
-        return make_kernel(*names, problem, group=manager, machine=self.machine)
-
-    def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
-        """Call it; rank 1 with other tensors than its own."""
-        given: dict[str, Any] = {"x_TH": self.sample.x_TH(), "routing": self.sample.inputs.routing}
-        if self.at_fault:
-            given |= changes
-        out = kernel(given["x_TH"], self.sample.inputs.weights, given["routing"]).clone()
-        # A part whose errors come late raises them here.
-        getattr(kernel.prepare_finalize, "check", lambda: None)()
-        return out
-
-    def goes(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
-        """All mean the same: the call is right."""
-        return said(lambda: self.judged(self.call(kernel))), _RIGHT
-
-    def judged(self, out: torch.Tensor) -> str:
-        return "; ".join(self.sample.compare(out).problems) or _RIGHT
-
-    def told(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
-        """What counts tell every rank: those that are not rank 1 are to look at it."""
-        peers = self.others if self.at_fault else (VICTIM,)
-        return self.error("ranks of one call", got, need, (layer, call, step), peers, "counts")
-
-    def error(
-        self,
-        what: str,
-        got: str,
-        need: str,
-        at: tuple[int, int, int],
-        peers: tuple[int, ...],
-        phase: str,
-    ) -> str:
-        """at: layer, call and step; no layer is named where it is 0."""
-        layer, call, step = at
-        named = f"{what}, call {call} of layer {layer}" if layer else what
-        error = CommunicationError(
-            named, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
-        )
-        error.layer, error.call = layer, call
-        return in_words(error)
-
-    def by_rank(self, name: str, all_but_one: object, of_one: object) -> str:
-        """`name` of every rank, where rank 1 has another."""
-        ranks = range(self.world_size)
-        values = ", ".join(str(of_one if rank == VICTIM else all_but_one) for rank in ranks)
-        return f"{name} {values} by rank"
-
-
-def said(call: Callable[[], str]) -> str:
-    """What a call says, or raises."""
-    try:
-        return call()
-    except CommunicationError as error:
-        return in_words(error)
-    # A faulty part may raise anything.
-    except Exception as error:  # noqa: BLE001
-        return type(error).__name__
-
-
-def in_words(error: CommunicationError) -> str:
-    """An error as text, layer and call too; without times and digests."""
-    facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
-    return _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}"))
 
 
 def misunderstood(on: Stage) -> Lines:
@@ -157,11 +41,12 @@ def misunderstood(on: Stage) -> Lines:
         return
     second = on.beside(first)
     yield on.goes(first)
+    yield _elsewhere(on, first)
     yield (
         said(lambda: on.judged(on.call(first, x_TH=on.sample.inputs.x_TH.double()))),
         "DtypeError" if on.at_fault else on.told(
             "rank 1 refused its call 2 of layer 1 with DtypeError",
-            "calls that every rank takes", layer=1, call=2, step=2,
+            "calls that every rank takes", layer=1, call=2, step=3,
         ),
     )  # fmt: skip
     yield on.goes(first)
@@ -169,25 +54,41 @@ def misunderstood(on: Stage) -> Lines:
     got = f"{on.by_rank('layer', 1, 2)}; {on.by_rank('call', 3, 1)}"
     yield (
         said(lambda: on.judged(on.call(mine))),
-        on.told(got, _ONE_CALL, layer=at[0], call=at[1], step=4),
+        on.told(got, _ONE_CALL, layer=at[0], call=at[1], step=5),
     )
     yield on.goes(second)
     scaled = on.beside(first, routed_scaling_factor=2.0)
     got = "another dtype, scheme, placement, activation or pairing"
-    yield said(lambda: on.judged(on.call(scaled))), on.told(got, _ONE_CALL, layer=3, call=1, step=6)
+    yield said(lambda: on.judged(on.call(scaled))), on.told(got, _ONE_CALL, layer=3, call=1, step=7)
     smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
     tokens = on.case.problem.tokens
     got = on.by_rank("tokens", tokens, tokens + 1)
     yield (
         said(lambda: on.judged(on.call(smaller))),
-        on.told(got, _ONE_CALL, layer=4, call=1, step=7),
+        on.told(got, _ONE_CALL, layer=4, call=1, step=8),
     )
     if on.replicated:
         yield _unequal(on, first)
     yield on.goes(first)
-    yield journal(on, first, refused=2), _RIGHT
+    yield journal(on, first, refused={2: "DeviceError", 3: "DtypeError"}), RIGHT
+    yield from _managed(on, first)
     first.prepare_finalize.destroy()
     yield said(lambda: on.judged(on.call(second))), "UnsupportedError"
+
+
+def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+    """Rank 1 passes tensors that are on no device that the group serves."""
+    meta, i = torch.device("meta"), on.sample.inputs
+    weights = {f.name: getattr(i.weights, f.name) for f in fields(i.weights)}
+    away: dict[str, Any] = {n: None if t is None else t.to(meta) for n, t in weights.items()}
+    routing = Routing(i.routing.topk_weights_TK.to(meta), i.routing.topk_ids_TK.to(meta))
+    given: dict[str, Any] = {"x_TH": i.x_TH.to(meta), "routing": routing}
+    told = said(lambda: on.judged(on.call(kernel, **given, weights=ExpertWeights(**away))))
+    got, need = (
+        "rank 1 refused its call 2 of layer 1 with DeviceError",
+        "calls that every rank takes",
+    )
+    return told, "DeviceError" if on.at_fault else on.told(got, need, layer=1, call=2, step=2)
 
 
 def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
@@ -200,8 +101,23 @@ def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     )
     counts = (tokens - 1 if rank == VICTIM else tokens for rank in range(on.world_size))
     got = f"T = {', '.join(map(str, counts))} by rank"
-    must = on.told(got, "the same tokens on all", layer=1, call=3, step=8)
+    must = on.told(got, "the same tokens on all", layer=1, call=3, step=9)
     return said(lambda: on.judged(on.call(kernel, x_TH=i.x_TH[1:], routing=fewer))), must
+
+
+def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
+    """A manager of the caller's own, told what it otherwise finds out."""
+    used = manager_of(kernel.prepare_finalize)
+    options = {"deadline_s": used.deadline_s, "device": on.machine.device, "history": 3}
+    manager = type(used)(None, **options)
+    names, problem = (on.case.prepare_finalize, on.case.experts), on.case.problem
+    mine = make_kernel(*names, problem, group=manager, machine=on.machine)
+    yield on.goes(mine)
+    mine.prepare_finalize.destroy()  # the manager is not the part's
+    yield on.goes(mine)
+    yield str(len(manager.last_calls.json_lines().splitlines())), "3"
+    manager.destroy()
+    yield said(lambda: on.judged(on.call(mine))), "UnsupportedError"
 
 
 def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
@@ -214,6 +130,7 @@ def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
     second = on.beside(first)
     yield on.goes(second)
     yield on.goes(first)
+    yield from _managed(on, first)
 
 
 def broken_off(on: Stage) -> Lines:
@@ -279,6 +196,19 @@ def late(on: Stage) -> Lines:
     yield on.goes(on.kernel())
 
 
+def stays_out(on: Stage) -> Lines:
+    """Rank 1 makes no kernel where the others do; then all make one together."""
+    if not on.at_fault:
+        with deadline(_SHORT_S):
+            told = said(lambda: str(on.kernel()))
+        counts = counts_calls(load_catalog().prepare_finalize(on.case.prepare_finalize))
+        what = "exchange between ranks" if counts else "ranks that share buffers"
+        must = on.error(what, "no sign of life", "", (0, 0, 0), (VICTIM,), "construct")
+        yield _before(told, "; after", ", need"), _before(must, ", need")
+    dist.barrier()
+    yield on.goes(on.kernel())
+
+
 def _before(text: str, *ends: str) -> str:
     """`text` up to the first of `ends` that is in it."""
     for end in ends:
@@ -286,10 +216,10 @@ def _before(text: str, *ends: str) -> str:
     return text
 
 
-def journal(on: Stage, kernel: FusedMoEModularKernel, refused: int) -> str:
+def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -> str:
     """What is wrong with the records that a manager keeps of its exchanges; else "right".
 
-    refused: the step in which rank 1 refused its call.
+    refused: in which steps rank 1 refused its call, and with what.
     """
     manager = manager_of(kernel.prepare_finalize)
     records = [json.loads(line) for line in manager.last_calls.json_lines().splitlines()]
@@ -298,15 +228,15 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: int) -> str:
     if places != sorted(set(places)) or places[0] != (0, 0):
         return f"exchanges {places}"
     for record in records:
-        gone = on.at_fault and record["step"] == refused
-        state = "refused: DtypeError" if gone else "done"
+        gone = on.at_fault and record["step"] in refused
+        state = f"refused: {refused[record['step']]}" if gone else "done"
         if record["state"] != state or record["rank"] != on.rank:
             return f"not {state} on rank {on.rank}: {record}"
         if not now - 60 < record["started_s"] <= record["ended_s"] <= now:
             return f"not just now: {record}"
         if (record["phase"] == "counts") > (record["bytes"] > 0):
             return f"bytes: {record}"
-    return _RIGHT
+    return RIGHT
 
 
 def finished_by_turns(on: Stage) -> Lines:
@@ -322,11 +252,6 @@ def finished_by_turns(on: Stage) -> Lines:
         "one layer, call, pairing, step and order",
     )
     yield told, on.told(got, need, layer=1, call=3, step=3)
-
-
-def manager_of(part: PrepareAndFinalize) -> Any:
-    """What a part exchanges through."""
-    return part.manager  # type: ignore[attr-defined]
 
 
 def counts_calls(part: type[PrepareAndFinalize]) -> bool:
@@ -350,17 +275,13 @@ SCENES: dict[str, Callable[[Stage], Lines]] = {
     "misunderstood": misunderstood,
     "broken-off": broken_off,
     "late": late,
+    "stays-out": stays_out,
     "finished-by-turns": finished_by_turns,
 }
 # Where nothing is told before rows are sent, these are noticed by it.
-_WITHOUT_COUNTS = ("misunderstood", "late")
+_WITHOUT_COUNTS = ("misunderstood", "late", "stays-out")
 
 
 def play(fault: str, stage: Stage) -> tuple[tuple[str, str], ...]:
-    """Play a scene; what its calls said, and must say. It ends with the first that differs."""
-    lines = list[tuple[str, str]]()
-    for said_now, must in SCENES[fault](stage):
-        lines.append((said_now, must))
-        if said_now != must:
-            break
-    return tuple(lines)
+    """Play a scene to its end, as other ranks wait for this one; what calls said, and must say."""
+    return tuple(SCENES[fault](stage))

@@ -28,7 +28,8 @@ from modular_kernel.testing.case import Case
 from modular_kernel.testing.cases_ranks import RankCase
 from modular_kernel.testing.checks import CHECKS, Build, Check, Findings, Trial, call
 from modular_kernel.testing.compare import Comparison, compare
-from modular_kernel.testing.fault_scenes import Stage, play
+from modular_kernel.testing.fault_scenes import play
+from modular_kernel.testing.fault_stage import Stage
 from modular_kernel.testing.inputs import Inputs, make_inputs
 from modular_kernel.testing.inputs_ranks import part_of
 from modular_kernel.testing.prove import Proof, raised
@@ -82,6 +83,14 @@ class RankSample(Sample):
     def _make(self) -> Inputs:
         return part_of(self.world, self.mine, self.problem, self.device, strided=self.strided)
 
+    @property
+    def whole_pristine(self) -> Inputs:
+        return self.world
+
+    @property
+    def whole_problem(self) -> Problem:
+        return self.all.whole.with_tokens(len(self.world.x_TH))
+
     @cached_property
     def exact(self) -> torch.Tensor:
         return self.exact_of_all[self.mine].to(self.device)
@@ -109,9 +118,7 @@ class RankSample(Sample):
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """`function` of all tokens and all experts."""
-        world = self.world
-        whole = self.all.whole.with_tokens(len(world.x_TH))
-        return function(world.x_TH, world.weights, routing, whole)
+        return function(self.world.x_TH, self.world.weights, routing, self.whole_problem)
 
 
 def recipe_over_ranks(world: Inputs, problem: Problem) -> torch.Tensor:

@@ -6,6 +6,7 @@ says when it raises, and the conditions that only guard such a raise: they refus
 """
 
 import ast
+import builtins
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,12 +118,27 @@ def _is_target(node: ast.AST) -> bool:
 
 
 def _only_for_types(node: ast.stmt) -> bool:
-    """TYPE_CHECKING blocks, and lists of names."""
+    """TYPE_CHECKING blocks, lists of names, and names of unions of types."""
     if isinstance(node, ast.If):
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     if isinstance(node, ast.Assign):
-        return any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        listed = any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        return listed or (isinstance(node.value, ast.BinOp) and _is_union(node.value))
     return False
+
+
+def _is_union(node: ast.expr) -> bool:
+    """Whether an expression is types joined by "|": classes or None."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.BitOr) and _is_union(node.left) and _is_union(node.right)
+    if isinstance(node, ast.Subscript):
+        return _is_union(node.value)
+    named = node.id if isinstance(node, ast.Name) else ""
+    return _is_none(node) or named in dir(builtins) or (named[:1].isupper() and not named.isupper())
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _tells(node: ast.Call) -> bool:
