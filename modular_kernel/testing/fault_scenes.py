@@ -16,12 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.settings import deadline
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.fault_stage import RIGHT, VICTIM, Stage, manager_of, said
+from modular_kernel.testing.fault_stage import RIGHT, VICTIM, Stage, manager_class, manager_of, said
 from modular_kernel.types import Machine
 
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
@@ -36,7 +34,7 @@ Lines = Iterator[tuple[str, str]]
 def misunderstood(on: Stage) -> Lines:
     """A call that rank 1 refuses, another layer, another problem: all are told, and go on."""
     first = on.kernel()
-    if not counts_calls(type(first.prepare_finalize)):
+    if not counts_calls(on.part):
         yield from _other_memory(on, first)
         return
     second = on.beside(first)
@@ -67,7 +65,7 @@ def misunderstood(on: Stage) -> Lines:
         said(lambda: on.judged(on.call(smaller))),
         on.told(got, _ONE_CALL, layer=4, call=1, step=8),
     )
-    if on.replicated:
+    if on.part.requires.replicated_input:
         yield _unequal(on, first)
     yield on.goes(first)
     yield journal(on, first, refused={2: "DeviceError", 3: "DtypeError"}), RIGHT
@@ -107,11 +105,10 @@ def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
 
 def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     """A manager of the caller's own, told what it otherwise finds out."""
-    used = manager_of(kernel.prepare_finalize)
-    options = {"deadline_s": used.deadline_s, "device": on.machine.device, "history": 3}
-    manager = type(used)(None, **options)
-    names, problem = (on.case.prepare_finalize, on.case.experts), on.case.problem
-    mine = make_kernel(*names, problem, group=manager, machine=on.machine)
+    waits = manager_of(kernel.prepare_finalize).deadline_s
+    options = {"deadline_s": waits, "device": on.machine.device, "history": 3}
+    manager = manager_class(on.part)(None, **options)
+    mine = on.over(manager)
     yield on.goes(mine)
     mine.prepare_finalize.destroy()  # the manager is not the part's
     yield on.goes(mine)
@@ -165,9 +162,7 @@ def _breaks(*_: object, **__: object) -> None:
 
 def late(on: Stage) -> Lines:
     """Rank 1 stays away for longer than the deadline: the others name it, and so does it them."""
-    with deadline(DEADLINE_S):
-        kernel = on.kernel()
-    counts = counts_calls(type(kernel.prepare_finalize))
+    kernel, counts = on.waiting(DEADLINE_S), counts_calls(on.part)
     yield on.goes(kernel)
     dist.barrier()
     if on.at_fault:
@@ -199,9 +194,7 @@ def late(on: Stage) -> Lines:
 def stays_out(on: Stage) -> Lines:
     """Rank 1 makes no kernel where the others do; then all make one together."""
     if not on.at_fault:
-        with deadline(_SHORT_S):
-            told = said(lambda: str(on.kernel()))
-        counts = counts_calls(load_catalog().prepare_finalize(on.case.prepare_finalize))
+        told, counts = said(lambda: str(on.waiting(_SHORT_S))), counts_calls(on.part)
         what = "exchange between ranks" if counts else "ranks that share buffers"
         must = on.error(what, "no sign of life", "", (0, 0, 0), (VICTIM,), "construct")
         yield _before(told, "; after", ", need"), _before(must, ", need")
@@ -256,7 +249,7 @@ def finished_by_turns(on: Stage) -> Lines:
 
 def counts_calls(part: type[PrepareAndFinalize]) -> bool:
     """Whether ranks tell each other layer and call before they exchange anything."""
-    return hasattr(getattr(part, "manager_class", None), "next_layer")
+    return hasattr(manager_class(part), "next_layer")
 
 
 def has_scenes(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, ...]:
@@ -264,7 +257,7 @@ def has_scenes(part: type[PrepareAndFinalize], machine: Machine) -> tuple[str, .
 
     There the matrix of faults is what tells whether ranks end in time.
     """
-    if machine.device != "cpu" or not hasattr(part, "manager_class"):
+    if machine.device != "cpu" or manager_class(part) is None:
         return ()
     if part.requires.packages not in ((), ("triton",)):
         return ()

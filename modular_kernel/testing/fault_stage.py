@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,21 +51,28 @@ class Stage:
     def others(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank != self.rank)
 
-    @cached_property
-    def replicated(self) -> bool:
-        part = load_catalog().prepare_finalize(self.case.prepare_finalize)
-        return part.requires.replicated_input
+    @property
+    def part(self) -> type[PrepareAndFinalize]:
+        return load_catalog().prepare_finalize(self.case.prepare_finalize)
 
     def kernel(self) -> FusedMoEModularKernel:
         """Make a kernel with a manager of its own."""
         return self.build(self.case, self.machine, True)
 
+    def waiting(self, deadline_s: float) -> FusedMoEModularKernel:
+        """Make a kernel whose exchanges take so long at most."""
+        return self.over(manager_class(self.part)(None, deadline_s=deadline_s))
+
     def beside(self, kernel: FusedMoEModularKernel, **changes: Any) -> FusedMoEModularKernel:
         """Make another layer on the manager of `kernel`; with changes, rank 1 means another one."""
-        problem, part = self.case.problem, kernel.prepare_finalize
+        return self.over(manager_of(kernel.prepare_finalize), **changes)
+
+    def over(self, manager: object, **changes: Any) -> FusedMoEModularKernel:
+        """Make a layer on a manager; with changes, rank 1 means another one."""
+        problem = self.case.problem
         if changes and self.at_fault:
             problem = replace(problem, **changes)
-        names, manager = (self.case.prepare_finalize, self.case.experts), manager_of(part)
+        names = self.case.prepare_finalize, self.case.experts
         return make_kernel(*names, problem, group=manager, machine=self.machine)
 
     def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
@@ -133,6 +139,11 @@ def in_words(error: CommunicationError) -> str:
     """An error as text, layer and call too; without times and digests."""
     facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
     return _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}"))
+
+
+def manager_class(part: type[PrepareAndFinalize]) -> Any:
+    """What makes a manager of a process group for a part; None where it has none."""
+    return getattr(part, "manager_class", None)
 
 
 def manager_of(part: PrepareAndFinalize) -> Any:
