@@ -317,7 +317,7 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     ranks' tokens by a value that one of them has; values below those that a scale follows."""
     few = replace(base, experts=2 * world_size, top_k=1)
     ragged = replace(few, hidden=160, intermediate=136)
-    yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16, top_k=2)
+    yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
     yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
     peaks, faint = Manner(values="peaks"), Manner(values="faint")
     wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)

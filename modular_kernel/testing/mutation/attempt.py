@@ -94,9 +94,8 @@ def attempt(
     """
     start = time.perf_counter()
     where = where or OneProcess()
-    place = str(mutant.path), mutant.first, mutant.last
-    loads = coverage.loads(*place)
-    met = coverage.executing(*place)
+    loads = coverage.loads(mutant)
+    met = coverage.executing(mutant)
     first = loads and not met  # what only selects cases is told by the list of cases
     if first:
         met = coverage.cases

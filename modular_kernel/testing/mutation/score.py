@@ -49,8 +49,7 @@ class Survey:
         return mutant_of(self.mutants, self.part, ident)
 
     def runs(self, mutant: Mutant) -> bool:
-        place = str(mutant.path), mutant.first, mutant.last
-        return self.coverage.loads(*place) or bool(self.coverage.executing(*place))
+        return self.coverage.loads(mutant) or bool(self.coverage.executing(mutant))
 
 
 @dataclass(frozen=True)

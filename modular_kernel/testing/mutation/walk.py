@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from modular_kernel.testing.mutation.operators import OPERATORS, SPEED
-from modular_kernel.testing.mutation.source import Edit, Mutant, Placed, Source, named
+from modular_kernel.testing.mutation.source import Edit, Mutant, Placed, Source, last_line, named
 
 _SKIPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
 _TEXTS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
@@ -40,7 +40,7 @@ def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -
         if node.name not in _TOLD:
             yield from _definition(source, node, f"{function}.{node.name}")
         return
-    first, last = node.lineno, last_of_header(node)
+    first, last = node.lineno, last_line(node)
     found = _own(source, node, known)
     yield from ((edit, first, last, function) for edit in found)
     for block in ("body", "orelse", "finalbody"):
@@ -100,13 +100,6 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
                 yield from _expression(source, inner)
         elif not (isinstance(node, ast.UnaryOp) and isinstance(child, ast.Constant)):
             yield from _expression(source, child)
-
-
-def last_of_header(node: ast.stmt) -> int:
-    """The last line of a statement, or of its head if it has a body."""
-    last = node.end_lineno or node.lineno
-    body: list[ast.stmt] = getattr(node, "body", [])
-    return max(node.lineno, body[0].lineno - 1) if body else last
 
 
 def _is_text(node: ast.stmt) -> bool:
