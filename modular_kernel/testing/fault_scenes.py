@@ -40,11 +40,12 @@ def misunderstood(on: Stage) -> Lines:
     second = on.beside(first)
     yield on.goes(first)
     yield _elsewhere(on, first)
+    yield _raising(on, first)
     yield (
         said(lambda: on.judged(on.call(first, x_TH=on.sample.inputs.x_TH.double()))),
         "DtypeError" if on.at_fault else on.told(
             "rank 1 refused its call 2 of layer 1 with DtypeError",
-            "calls that every rank takes", layer=1, call=2, step=3,
+            "calls that every rank takes", layer=1, call=2, step=4,
         ),
     )  # fmt: skip
     yield on.goes(first)
@@ -52,23 +53,23 @@ def misunderstood(on: Stage) -> Lines:
     got = f"{on.by_rank('layer', 1, 2)}; {on.by_rank('call', 3, 1)}"
     yield (
         said(lambda: on.judged(on.call(mine))),
-        on.told(got, _ONE_CALL, layer=at[0], call=at[1], step=5),
+        on.told(got, _ONE_CALL, layer=at[0], call=at[1], step=6),
     )
     yield on.goes(second)
     scaled = on.beside(first, routed_scaling_factor=2.0)
     got = "another dtype, scheme, placement, activation or pairing"
-    yield said(lambda: on.judged(on.call(scaled))), on.told(got, _ONE_CALL, layer=3, call=1, step=7)
+    yield said(lambda: on.judged(on.call(scaled))), on.told(got, _ONE_CALL, layer=3, call=1, step=8)
     smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
     tokens = on.case.problem.tokens
     got = on.by_rank("tokens", tokens, tokens + 1)
     yield (
         said(lambda: on.judged(on.call(smaller))),
-        on.told(got, _ONE_CALL, layer=4, call=1, step=8),
+        on.told(got, _ONE_CALL, layer=4, call=1, step=9),
     )
     if on.part.requires.replicated_input:
         yield _unequal(on, first)
     yield on.goes(first)
-    yield journal(on, first, refused={2: "DeviceError", 3: "DtypeError"}), RIGHT
+    yield journal(on, first, refused={2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}), RIGHT
     yield from _managed(on, first)
     first.prepare_finalize.destroy()
     yield said(lambda: on.judged(on.call(second))), "UnsupportedError"
@@ -89,6 +90,18 @@ def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     return told, "DeviceError" if on.at_fault else on.told(got, need, layer=1, call=2, step=2)
 
 
+def _raising(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+    """Rank 1's part raises what no call is refused with, before it has told anything."""
+    part: Any = kernel.prepare_finalize
+    if on.at_fault:
+        part.prepare = part.prepare_no_receive = _breaks
+    told = said(lambda: on.judged(on.call(kernel)))
+    if on.at_fault:
+        del part.prepare, part.prepare_no_receive
+    got, need = "rank 1 refused its call 2 of layer 1 with an error", "calls that every rank takes"
+    return told, "RuntimeError" if on.at_fault else on.told(got, need, layer=1, call=2, step=3)
+
+
 def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     """Rank 1 passes fewer tokens than the others, of which all must pass as many."""
     i, tokens = on.sample.inputs, len(on.sample.inputs.x_TH)
@@ -99,7 +112,7 @@ def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     )
     counts = (tokens - 1 if rank == VICTIM else tokens for rank in range(on.world_size))
     got = f"T = {', '.join(map(str, counts))} by rank"
-    must = on.told(got, "the same tokens on all", layer=1, call=3, step=9)
+    must = on.told(got, "the same tokens on all", layer=1, call=3, step=10)
     return said(lambda: on.judged(on.call(kernel, x_TH=i.x_TH[1:], routing=fewer))), must
 
 
