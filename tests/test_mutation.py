@@ -17,12 +17,20 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases import BASE, Case, cases_for
-from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
+from modular_kernel.testing.mutation import (
+    Fate,
+    Mutant,
+    Survey,
+    drawn,
+    mutants_of,
+    mutation_score,
+)
 from modular_kernel.testing.mutation.apart import DEVICE, OFFSETS, RELEASES, apart
 from modular_kernel.testing.mutation.attempt import Killers
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
 from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
+from modular_kernel.testing.mutation.record import record_of
 from modular_kernel.testing.mutation.same_code import same_code
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.serve import texts_of
@@ -199,6 +207,34 @@ def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
     for _ in range(3):
         killers.note(mutant, covered[3].case)
     assert [c.seconds for c in killers.ordered(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
+
+
+def test_who_died_before_a_case_of_two_parts_is_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
+    pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
+    first, second = cases_for(*pair, this_machine(), "smoke").cases[:2]
+    ran = []
+
+    def kill(mutant: Mutant, coverage: Coverage, *_: object, **__: object) -> Fate:
+        ran.append(mutant)
+        return Fate(mutant, "killed", "numeric: far off", coverage.cases[0].case)
+
+    def part(name: str, case: Case) -> Survey:
+        lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
+        coverage = Coverage({}, (Covered(case, 1.0, "", lines),))
+        return Survey(name, (pair,), "smoke", (mutant,), coverage)
+
+    monkeypatch.setattr("modular_kernel.testing.mutation.score.attempt", kill)
+    known: dict[str, Fate] = {}
+    scores = [
+        mutation_score(part(name, case), known=known)
+        for name, case in (("One", first), ("Two", first), ("Three", second))
+    ]
+    assert [fate.shared for score in scores for fate in score.fates] == ["", "One", ""]
+    assert len(ran) == 2
+    assert [record_of(score)["shared"] for score in scores] == [0, 1, 0]
 
 
 def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
@@ -392,6 +428,7 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
         ("--mutate", "TorchExperts", "--bits", "10"),
         ("--mutate", "TorchExperts", "--code"),
         ("--mutate", "TorchAll2AllPrepareAndFinalize"),
+        ("--mutate", "TorchExperts,TritonExperts", "--only", "12345678"),
     ],
 )
 def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ Interpreted kernels are Python, so their lines are seen like any other's.
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,26 @@ class Coverage:
     def loads(self, mutant: Mutant) -> bool:
         """Whether an import does, or the selection of cases."""
         return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_lines(mutant))
+
+
+def joined(coverages: Iterable[Coverage]) -> Coverage:
+    """The coverage of several lists of cases as one."""
+    loading: dict[str, frozenset[int]] = {}
+    cases, ended = list[Covered](), ""
+    for each in coverages:
+        loading = united((loading, each.loading))
+        cases += each.cases
+        ended = ended or each.ended
+    return Coverage(loading, tuple(cases), ended)
+
+
+def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
+    """The lines of some maps from files, put together."""
+    found: dict[str, frozenset[int]] = {}
+    for lines in each:
+        for file, numbers in lines.items():
+            found[file] = found.get(file, frozenset()) | frozenset(numbers)
+    return found
 
 
 def _lines(mutant: Mutant) -> set[int]:

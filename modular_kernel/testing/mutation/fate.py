@@ -18,7 +18,8 @@ class Fate:
 
     how: "killed" by a check, "hang", "crash", "refused" (a case that is valid is turned away),
     "survived", "equivalent" (reviewed, and not run), or "not executed" by any case. by: the check
-    and what it said. ran: cases run. differing: those of them in which a bit differs.
+    and what it said. ran: cases run. differing: those of them in which a bit differs. shared: the
+    part in whose score it died before a case that is this part's, too; it was not run again.
     """
 
     mutant: Mutant
@@ -28,6 +29,7 @@ class Fate:
     ran: int = 0
     differing: int = 0
     seconds: float = 0.0
+    shared: str = ""
 
     @property
     def killed(self) -> bool:

@@ -15,7 +15,7 @@ from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
 from modular_kernel.testing.checks import numeric
 from modular_kernel.testing.mutation import rank_runs
 from modular_kernel.testing.mutation.child import Ended
-from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.coverage import Coverage, Covered, united
 from modular_kernel.testing.mutation.fate import Fate, Follower
 from modular_kernel.testing.mutation.runs import Level, Pair
 from modular_kernel.testing.mutation.scope import known_imports
@@ -198,15 +198,6 @@ class OverRanks:
 def together(digests: Collection[str]) -> str:
     """What every rank computed, as one text."""
     return " ".join(digests)
-
-
-def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
-    """The lines that some rank executed."""
-    found: dict[str, frozenset[int]] = {}
-    for lines in each:
-        for file, numbers in lines.items():
-            found[file] = found.get(file, frozenset()) | frozenset(numbers)
-    return found
 
 
 def _finding(failure: str) -> str:

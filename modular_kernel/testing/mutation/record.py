@@ -26,6 +26,7 @@ def record_of(score: Score) -> Record:
         "executed": score.executed,
         "put_in": len(score.fates),
         "killed": len(score.killed),
+        "shared": sum(bool(fate.shared) for fate in score.killed),
         "score": round(score.share, 4),
         "killed_by": killers(score.killed),
         "equivalent": [
