@@ -25,6 +25,8 @@ from modular_kernel.types import Machine
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
 _SHORT_S = 0.5  # of one in which nobody makes an exchange
 _PATIENCE_S = 2.0  # beyond it, until nobody waits any more
+REMEMBERED = 64  # steps of which errors name layer and call
+_BROKE = "broke off its call: RuntimeError"
 _ONE_CALL = "one layer, call, pairing, step and order"
 
 # What one call said, and what it must say.
@@ -144,29 +146,52 @@ def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
 
 
 def broken_off(on: Stage) -> Lines:
-    """Rank 1's experts raise: the others are told at once, and with every call after it."""
+    """Rank 1's experts raise: the others are told at once, and with every call after it.
+
+    So is who has another layer's call in flight.
+    """
     kernel = on.kernel()
     beside = on.beside(kernel)
     yield on.goes(kernel)
+    finished, pending = on.begun(beside), on.begun(beside)
+    yield said(lambda: on.judged(finished.finish())), RIGHT
+    yield _broken(on, kernel, lambda: on.call(kernel), at=(1, 2, 4))
+    got = f"a manager that failed before: {'this rank ' if on.at_fault else ''}{_BROKE}"
+    peers = () if on.at_fault else (VICTIM,)
+    must = on.error("exchange between ranks", got, "a new one", (1, 2, 4), peers, "combine")
+    for call in (pending.finish, lambda: on.call(beside)):
+        told = said(lambda call=call: on.judged(call()))  # type: ignore[misc]
+        yield re.sub(r"; after N s: .*, need", ", need", told), must
+    # What is too long ago has lost its name.
+    for steps, layer in ((REMEMBERED - 1, 1), (REMEMBERED, 0)):
+        kernel = on.kernel()
+        pending = on.begun(kernel)
+        for _ in range(steps):
+            manager_of(kernel.prepare_finalize).next_step()
+        yield _broken(on, kernel, pending.finish, at=(layer, layer, 1))
+    yield on.goes(on.kernel())
+
+
+def _broken(
+    on: Stage,
+    kernel: FusedMoEModularKernel,
+    call: Callable[[], torch.Tensor],
+    *,
+    at: tuple[int, int, int],
+) -> tuple[str, str]:
+    """A call in which rank 1's experts raise. at: its layer, call and step."""
     if on.at_fault:
         kernel.experts.apply = _breaks  # type: ignore[method-assign]
-    why = "broke off its call: RuntimeError"
-    need = "every rank within N s"
-    told = said(lambda: on.judged(on.call(kernel)))
-    if on.at_fault:
-        yield told, "RuntimeError"
-    else:
-        yield (
-            told.partition("; after")[0],
-            on.error("exchange between ranks", why, need, (1, 2, 2), (VICTIM,), "combine")
-            .partition(", need")[0],
-        )  # fmt: skip
-    told = said(lambda: on.judged(on.call(beside)))
-    got = f"a manager that failed before: {'this rank ' if on.at_fault else ''}{why}"
-    peers = () if on.at_fault else (VICTIM,)
-    must = on.error("exchange between ranks", got, "a new one", (1, 2, 2), peers, "combine")
-    yield re.sub(r"; after N s: .*, need", ", need", told), must
-    yield on.goes(on.kernel())
+    start, waits = time.monotonic(), manager_of(kernel.prepare_finalize).deadline_s
+    told = said(lambda: on.judged(call()))
+    if time.monotonic() - start > 0.9 * waits:
+        return "not at once", "at once"
+    must = on.error("exchange between ranks", _BROKE, "", at, (VICTIM,), "combine")
+    return (
+        (told, "RuntimeError")
+        if on.at_fault
+        else (_before(told, "; after"), _before(must, ", need"))
+    )
 
 
 def _breaks(*_: object, **__: object) -> None:
@@ -248,8 +273,7 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -
 def finished_by_turns(on: Stage) -> Lines:
     """Two calls in flight, which rank 1 finishes in another order: the next call tells it."""
     kernel = on.kernel()
-    i = on.sample.inputs
-    pending = [kernel.start(on.sample.x_TH(), i.weights, i.routing) for _ in range(2)]
+    pending = [on.begun(kernel) for _ in range(2)]
     for each in reversed(pending) if on.at_fault else pending:
         each.finish()
     told = said(lambda: on.judged(on.call(kernel)))

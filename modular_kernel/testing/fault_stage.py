@@ -10,7 +10,7 @@ import torch
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.contracts import PrepareAndFinalize
 from modular_kernel.errors import CommunicationError
-from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.kernel import FusedMoEModularKernel, Pending
 from modular_kernel.testing.case import Case
 from modular_kernel.types import Machine
 
@@ -86,6 +86,11 @@ class Stage:
         # A part whose errors come late raises them here.
         getattr(kernel.prepare_finalize, "check", lambda: None)()
         return out
+
+    def begun(self, kernel: FusedMoEModularKernel) -> Pending:
+        """Start a call, which is in flight then."""
+        i = self.sample.inputs
+        return kernel.start(self.sample.x_TH(), i.weights, i.routing)
 
     def goes(self, kernel: FusedMoEModularKernel) -> tuple[str, str]:
         """All mean the same: the call is right."""
