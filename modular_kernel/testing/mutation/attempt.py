@@ -106,9 +106,11 @@ def attempt(
     every = tuple(c.case for c in coverage.cases)
     listing = Listing(pairs, level, every, first) if loads else None
     fate = where.put_in(mutant, cases, listing)
+    if fate.killed:
+        # One that nothing can be imported with says nothing if nothing can be without it, either.
+        killers.must_pass(fate.case or cases[0].case, where)
     if fate.case is not None and fate.killed:
         killers.note(mutant, fate.case)
-        killers.must_pass(fate.case, where)
     return replace(fate, seconds=time.perf_counter() - start)
 
 
