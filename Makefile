@@ -50,7 +50,7 @@ endif
 # The newest triton that setup.py admits, beside the oldest one that all else is tested with.
 NEWEST_VENV  ?= .venv-newest
 NEWEST_WORKERS ?= 2
-NEWEST_TESTS ?= tests/interpreter tests/test_player.py tests/test_replayed_launch.py $(wildcard tests/test_ops_*.py)
+NEWEST_TESTS ?= tests/interpreter tests/test_cuda_replay.py tests/test_replayed_launch.py $(wildcard tests/test_ops_*.py)
 NEWEST_MARK  := $(NEWEST_VENV)/.made-by-make
 NEWEST_STAMP := $(NEWEST_VENV)/.installed
 NEWEST_PY    := $(NEWEST_VENV)/bin/python
@@ -127,7 +127,7 @@ verify: $(READY)
 	  exit $$((one > two ? one : two))
 
 fuzz: $(READY)
-	$(PY) -m modular_kernel.testing.fuzz --count 50000 $(ARGS)
+	$(PY) -m modular_kernel.testing.stress.fuzz --count 50000 $(ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

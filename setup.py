@@ -43,9 +43,9 @@ setup(
         ],
     ),
     package_data={
-        "modular_kernel": ["py.typed", "ops/*.c", "testing/mutation/*.json"],
+        "modular_kernel": ["py.typed", "ops/launch/*.c", "testing/mutation/*.json"],
         "prepare_finalize": ["py.typed"],
-        "experts": ["py.typed", "configs/*.json", "configs/**/*.json"],
+        "experts": ["py.typed", "triton/configs/data/**/*.json"],
         "topk_reduce": ["py.typed"],
     },
     include_package_data=False,
@@ -57,6 +57,7 @@ setup(
         "torch>=2.11",
         "numpy>=1.26",
         "triton>=3.6,<3.10; platform_system == 'Linux'",
+        "safetensors>=0.6.1",  # the first release with E8M0; it needs nothing itself
         "typer>=0.15",
         "rich>=13.7",
     ],

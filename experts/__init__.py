@@ -1,10 +1,10 @@
 """PermuteExpertsUnpermute parts: permute, two grouped GEMMs with an activation, unpermute."""
 
-from experts.batched_triton import BatchedTritonExperts
-from experts.grouped_gemm import GroupedGemmExperts
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
-from experts.triton_experts import TritonExperts
+from experts.triton.batched import BatchedTritonExperts
+from experts.triton.contiguous import TritonExperts
+from experts.triton.permuted import GroupedGemmExperts
 
 COMPONENTS = (
     TorchExperts,

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import check, check_all, make_kernel
-    from modular_kernel.choose.choosing import compose
     from modular_kernel.contracts import (
         PermuteExpertsUnpermute,
         PrepareAndFinalize,
         TopKWeightAndReduce,
     )
     from modular_kernel.errors import IncompatibleError, ModularKernelError
+    from modular_kernel.importers.checkpoint import load_experts
     from modular_kernel.kernel import FusedMoEModularKernel
+    from modular_kernel.select.choosing import compose
     from modular_kernel.support import Rejection, Verdict
     from modular_kernel.tensors import ExpertWeights, Routing
     from modular_kernel.types import (
@@ -31,7 +32,8 @@ _HOME = {
     "check": "catalog",
     "check_all": "catalog",
     "make_kernel": "catalog",
-    "compose": "choose.choosing",
+    "compose": "select.choosing",
+    "load_experts": "importers.checkpoint",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",
@@ -55,6 +57,7 @@ __all__ = [  # noqa: RUF022 (in the order of the table above)
     "check_all",
     "make_kernel",
     "compose",
+    "load_experts",
     "PermuteExpertsUnpermute",
     "PrepareAndFinalize",
     "TopKWeightAndReduce",

@@ -6,41 +6,24 @@ plan = kernel.plan()                                        # allocates once ...
 y_TH = plan(x_TH, weights, routing)                         # ... and never again
 """
 
-from dataclasses import dataclass, field, replace
-from functools import partial
-
 import torch
 
-from modular_kernel import modes, stages, validate
-from modular_kernel.contracts import (
-    Call,
-    PermuteExpertsUnpermute,
-    PrepareAndFinalize,
-    Receiver,
-    TopKWeightAndReduce,
-)
-from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError, StateError
+from modular_kernel import modes
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
+from modular_kernel.execution import Execution, Pending
 from modular_kernel.fields import expect
 from modular_kernel.machine import current_machine
 from modular_kernel.plan import Plan
 from modular_kernel.rules import judge
-from modular_kernel.tensors import (
-    BatchedShape,
-    ContiguousShape,
-    ContiguousTokens,
-    Dispatched,
-    DispatchShape,
-    ExpertWeights,
-    Handle,
-    Routing,
-)
-from modular_kernel.types import ActivationFormat, Combine, Machine, Problem, Reduce
-from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace, poison_tensor
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Machine, Problem
+from modular_kernel.workspace import Workspace
 
 __all__ = ["FusedMoEModularKernel", "Pending", "Plan"]
 
 
-class FusedMoEModularKernel:
+class FusedMoEModularKernel(Execution):
     """A fused MoE layer made of two parts that were judged to fit.
 
     machine: where it will run; None reads this one. checked: read ids on every call and raise
@@ -68,38 +51,16 @@ class FusedMoEModularKernel:
             got, need = prepare_finalize.problem, experts.problem
             raise ConfigurationError("the two parts' problems", got=got, need=need)
         packages = prepare_finalize.requires.packages + experts.requires.packages
-        self.machine = current_machine(packages) if machine is None else machine
-        self.problem: Problem = experts.problem
-        verdict = judge(type(prepare_finalize), type(experts), self.problem, self.machine)
+        machine = current_machine(packages) if machine is None else machine
+        pair, problem = (type(prepare_finalize), type(experts)), experts.problem
+        verdict = judge(*pair, problem, machine)
         if not verdict.ok:
             raise IncompatibleError(verdict.pairing, verdict.rejections)
-        prepare_finalize.check_machine(self.machine)
-        self.prepare_finalize = prepare_finalize
-        self.experts = experts
-        self.reduce = _reduce_of(experts)
-        # The experts' output is the layer's own where finalize has nothing left to move.
-        standard = experts.requires.activation_format is ActivationFormat.STANDARD
-        self._moves_rows = (
-            self.problem.parallel.world_size > 1 and not prepare_finalize.requires.replicated_input
-        )
-        nothing_left = self.reduce.kind is Reduce.NOOP or (self.reduce.kind is None and standard)
-        self._experts_write_out = (
-            nothing_left and not self._moves_rows and not prepare_finalize.makes_output
-        )
-        self._part_keeps_output = (
-            prepare_finalize.keeps_expert_output and self.reduce.kind is Reduce.NOOP
-        )
-        self.checked, self.poison = checked, poison
-        self._ids_dtype = prepare_finalize.topk_indices_dtype()
-        self._invalid_ids: torch.Tensor | None = None
+        prepare_finalize.check_machine(machine)
+        super().__init__(prepare_finalize, experts, machine=machine, checked=checked, poison=poison)
 
     def __repr__(self) -> str:
         return f"<{self.pairing}, {self.problem} on {self.machine}>"
-
-    @property
-    def pairing(self) -> str:
-        """The two parts' names."""
-        return f"{type(self.prepare_finalize).__name__} x {type(self.experts).__name__}"
 
     @property
     def replayable(self) -> bool:
@@ -111,11 +72,6 @@ class FusedMoEModularKernel:
         parts = (self.prepare_finalize, self.experts)
         declared = all(vars(type(part)).get("replayable", False) for part in parts)
         return declared and type(self) is FusedMoEModularKernel and not self.checked
-
-    @property
-    def invalid_ids(self) -> int:
-        """How many ids outside [-1, E) were skipped so far. Synchronises with the device."""
-        return 0 if self._invalid_ids is None else int(self._invalid_ids.item())
 
     @modes.untraced
     def __call__(
@@ -167,7 +123,7 @@ class FusedMoEModularKernel:
             raise
         specs = self.workspace_specs(x_TH.shape[0])
         workspace = Workspace(specs, x_TH.device, poison=self.poison)
-        output = self._output(x_TH, out)
+        output = self.output(x_TH, out)
         self.poison_output(output)
         return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
 
@@ -184,219 +140,3 @@ class FusedMoEModularKernel:
             need = f"<= {self.problem.tokens}, the kernel's"
             raise CapacityError("the plan's tokens", got=problem.tokens, need=need)
         return Plan(self, problem)
-
-    def check(
-        self,
-        x_TH: torch.Tensor,
-        weights: ExpertWeights,
-        routing: Routing,
-        out: torch.Tensor | None,
-    ) -> None:
-        """Raise the InputError that names the first tensor which does not fit the problem."""
-        validate.check_dense(x_TH, routing, out)
-        validate.check_input(x_TH, self.problem, self.machine.device)
-        validate.check_weights(weights, x_TH, self.problem)
-        self.check_call(x_TH, weights, routing, out)
-
-    def check_call(
-        self,
-        x_TH: torch.Tensor,
-        weights: ExpertWeights,
-        routing: Routing,
-        out: torch.Tensor | None,
-    ) -> None:
-        """Run the part of `check` that can differ from call to call."""
-        validate.check_memory(x_TH, routing, out)
-        validate.check_no_grad(x_TH, weights, routing, out)
-        validate.check_routing(routing, x_TH, self.problem, self._ids_dtype)
-        if out is not None:
-            validate.check_out(out, x_TH, self.problem)
-        written = x_TH if self.problem.inplace else out
-        if written is not None:
-            inplace = self.problem.inplace
-            validate.check_apart(written, x_TH, weights, routing, inplace=inplace)
-        if self.checked:
-            validate.check_ids(routing, self.problem)
-            validate.check_expert_map(weights, self.problem)
-
-    def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
-        """Return every buffer that a call of `tokens` tokens takes, from both parts."""
-        own = self.prepare_finalize.workspace_shapes(tokens)
-        shape = self.prepare_finalize.dispatch_shape(tokens)
-        chunk = self.problem.chunk_tokens
-        piece = shape
-        if chunk is not None and isinstance(shape, ContiguousShape) and shape.tokens > chunk:
-            piece = replace(shape, tokens=chunk)
-        specs = {**own, **self.experts.workspace_shapes(piece).buffers()}
-        if not self._experts_write_out and not self._part_keeps_output:
-            specs[EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
-        return specs
-
-    def _output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Return where a call writes; None if the part makes its output."""
-        if self.problem.inplace:
-            return x_TH
-        if out is not None or self.prepare_finalize.makes_output:
-            return out
-        shape = (x_TH.shape[0], *self.problem.output_shape[1:])
-        return torch.empty(shape, dtype=x_TH.dtype, device=x_TH.device)
-
-    def count_invalid_ids_on(self, device: torch.device) -> torch.Tensor:
-        """Return the counter behind `invalid_ids`, made at the first need."""
-        if self._invalid_ids is None:
-            with modes.kept():
-                self._invalid_ids = torch.zeros(1, dtype=torch.int32, device=device)
-        return self._invalid_ids
-
-    def _defers_quant(self, tokens: int) -> bool:
-        """Tell whether activations travel unquantised.
-
-        They do if the experts need it, or do it better in a call that is not split.
-        """
-        if self.experts.requires.quantises_input:
-            return True
-        part, chunk = self.prepare_finalize, self.problem.chunk_tokens
-        if not part.requires.can_defer_quant or (chunk is not None and tokens > chunk):
-            return False
-        if self._moves_rows:  # fewer bytes travel quantised
-            return False
-        return self.experts.takes_unquantised(part.dispatch_shape(tokens))
-
-    def poison_output(self, out: torch.Tensor | None) -> None:
-        """In poison mode, fill what a call must write; x is not for inplace problems."""
-        if self.poison and out is not None and not self.problem.inplace:
-            poison_tensor(out)
-
-    @modes.without_autocast
-    def start_checked(
-        self,
-        x_TH: torch.Tensor,
-        weights: ExpertWeights,
-        routing: Routing,
-        out: torch.Tensor | None,
-        workspace: Workspace,
-        *,
-        at_once: bool = False,
-    ) -> "Pending":
-        """Start a call as `start` does, with tensors that were checked and the buffers to use.
-
-        out: None if the part makes its output. at_once: the call is finished before anything else
-        is launched.
-        """
-        call = Call(
-            workspace,
-            self.count_invalid_ids_on(x_TH.device),
-            defer_quant=self._defers_quant(x_TH.shape[0]),
-            pairing=self.pairing,
-        )
-        part = self.prepare_finalize
-        try:
-            with stages.stage(stages.PREPARE):
-                if part.has_prepare_no_receive() and not (at_once and part.prepares_at_once):
-                    arriving = part.prepare_no_receive(x_TH, routing, weights=weights, call=call)
-
-                    def receive() -> tuple[Dispatched, Handle]:
-                        with stages.stage(stages.RECEIVE):
-                            return arriving()
-
-                else:
-                    arrived = part.prepare(x_TH, routing, weights=weights, call=call)
-
-                    def receive() -> tuple[Dispatched, Handle]:
-                        return arrived
-        except Exception as error:
-            (part.abandon if call.told else part.refuse)(error)
-            raise
-        return Pending(self, receive, weights, workspace, out, x_TH.shape[0])
-
-    @modes.without_autocast
-    def finish(self, pending: "Pending") -> torch.Tensor:
-        """Run the experts and the combine of `pending`; return where its output is."""
-        part, reduce = self.prepare_finalize, self.reduce
-        try:
-            tokens, handle = pending.receive()
-            output = self._expert_output(tokens, handle, pending)
-            with stages.stage(stages.EXPERTS):
-                self._apply_experts(tokens, pending, output)
-            with stages.stage(stages.FINALIZE):
-                if pending.out is None:
-                    return part.combined(output, handle=handle, reduce=reduce)
-                part.finalize(output, handle=handle, reduce=reduce, out=pending.out)
-            # As torch's own operations do that write to a tensor.
-            torch.autograd.graph.increment_version(pending.out)
-            return pending.out
-        except Exception as error:
-            part.abandon(error)
-            raise
-
-    def _expert_output(
-        self, tokens: Dispatched, handle: Handle, pending: "Pending"
-    ) -> torch.Tensor:
-        if self._experts_write_out:
-            assert pending.out is not None  # or the part would make it
-            return pending.out
-        if self._part_keeps_output:
-            return self.prepare_finalize.expert_output(handle)
-        shape = self.experts.workspace_shapes(_shape_of(tokens)).output.shape
-        return pending.workspace.take(EXPERT_OUTPUT, shape)
-
-    def _apply_experts(self, tokens: Dispatched, pending: "Pending", output: torch.Tensor) -> None:
-        """Run the experts, in pieces where the problem says so; not at all on zero rows."""
-        apply = partial(self.experts.apply, weights=pending.weights, workspace=pending.workspace)
-        chunk = self.problem.chunk_tokens
-        if isinstance(tokens, ContiguousTokens) and chunk and len(tokens.x_TH) > chunk:
-            for start in range(0, len(tokens.x_TH), chunk):
-                stop = start + chunk
-                apply(tokens.rows(start, stop), output=output[start:stop])
-        elif output.numel():
-            apply(tokens, output=output)
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A call of `tokens` tokens between its dispatch and its experts; `finish` must be called
-    exactly once. out: None if the part makes the output."""
-
-    kernel: FusedMoEModularKernel
-    receive: Receiver
-    weights: ExpertWeights
-    workspace: Workspace
-    out: torch.Tensor | None
-    tokens: int
-    # Empty once it is finished: of two threads that pop, one fails.
-    _unfinished: list[None] = field(default_factory=lambda: [None], init=False, repr=False)
-
-    @modes.untraced
-    def finish(self) -> torch.Tensor:
-        """Wait for the dispatch, run the experts, combine; returns the layer's output.
-
-        Raises StateError if it was called before.
-        """
-        try:
-            self._unfinished.pop()
-        except IndexError:
-            need = "one: its buffers may be another call's by now"
-            raise StateError("Pending.finish()", got="a second call", need=need) from None
-        output = self.kernel.finish(self)
-        if self.kernel.checked:
-            self.kernel.prepare_finalize.check()
-        if self.kernel.poison:
-            self.workspace.check_red_zones()
-        return output
-
-
-def _reduce_of(experts: PermuteExpertsUnpermute) -> TopKWeightAndReduce:
-    """Return the experts' reducer; its kind must be the one they declare."""
-    reduce = experts.finalize_weight_and_reduce_impl()
-    declared = experts.requires.reduce if experts.problem.combine is Combine.SUM else None
-    if reduce.kind is not declared:
-        name = f"{type(experts).__name__}.finalize_weight_and_reduce_impl()"
-        raise ConfigurationError(name, got=reduce.kind, need=f"{declared}, as it declares")
-    return reduce
-
-
-def _shape_of(tokens: Dispatched) -> DispatchShape:
-    """Return the shape of what arrived, which may be less than what can arrive."""
-    if isinstance(tokens, ContiguousTokens):
-        return ContiguousShape(*tokens.routing.topk_ids_TK.shape)
-    return BatchedShape(*tokens.x_eCH.shape[:2])

@@ -151,13 +151,19 @@ class PlacementTables:
 
 
 def pairs_to_slots(
-    topk_ids_TK: torch.Tensor, tables: PlacementTables, *, first_token: int = 0
+    topk_ids_TK: torch.Tensor,
+    tables: PlacementTables,
+    *,
+    first_token: int = 0,
+    together: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where each pair goes: rank_TK and slot_TK, int64, -1 where skipped; and how many are invalid.
 
     topk_ids_TK: (T, K) int32 or int64 logical experts; -1 skips, anything else outside [0, E) is
-    invalid and skipped too: the third result, int32 (1,), counts those. Copy (t + first_token) % R
-    of an expert takes token t's pair, so ranks that see the same tokens agree.
+    invalid and skipped too: the third result, int32 (1,), counts those. Copy (t + k + first_token)
+    % R of an expert takes pair k of token t, so pairs of one token are spread, too, and ranks that
+    see the same tokens agree. together: copy (t + first_token) % R, for rows that travel: fewer
+    ranks need a token's row.
     """
     if topk_ids_TK.dim() != 2:
         raise ShapeError("topk_ids", got=tuple(topk_ids_TK.shape), need="(T, K)")
@@ -166,9 +172,10 @@ def pairs_to_slots(
     valid = (ids >= 0) & (ids < experts)
     invalid = ((ids < -1) | (ids >= experts)).sum().to(torch.int32).reshape(1)
     ids = torch.where(valid, ids, 0)
-    token = torch.arange(first_token, first_token + ids.shape[0], device=ids.device)
-    copy = token[:, None] % tables.copies_E[ids]
-    homes = tables.homes_ER2[ids, copy].long()
+    turn = torch.arange(first_token, first_token + ids.shape[0], device=ids.device)[:, None]
+    if not together:
+        turn = turn + torch.arange(ids.shape[1], device=ids.device)
+    homes = tables.homes_ER2[ids, turn % tables.copies_E[ids]].long()
     place = torch.where(valid[..., None], homes, -1)
     return place[..., 0], place[..., 1], invalid
 

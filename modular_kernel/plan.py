@@ -3,18 +3,15 @@
 import threading
 from collections.abc import Hashable, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING
 
 import torch
 
 from modular_kernel import modes, replay, stages, validate
 from modular_kernel.errors import ConfigurationError, DeviceError, StateError
+from modular_kernel.execution import Execution, Pending
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
-
-if TYPE_CHECKING:
-    from modular_kernel.kernel import FusedMoEModularKernel, Pending
 
 
 class Plan:
@@ -25,11 +22,11 @@ class Plan:
     plan's own, one for each thread, until that thread's next call, or a new one of a part that
     makes its output, unless `out` is given or the problem is inplace. Weights are checked once per
     ExpertWeights object, and again where a tensor's memory was exchanged. Where both parts are
-    replayable, whatever they decide on the host they decide in the first call of a kind (one with
-    other shapes, say, is of another); the next ones launch what that one launched.
+    replayable, whatever they decide on the host they decide in the first call of a signature (one
+    with other shapes, say, has another); the next ones launch what that one launched.
     """
 
-    def __init__(self, kernel: "FusedMoEModularKernel", problem: Problem) -> None:
+    def __init__(self, kernel: Execution, problem: Problem) -> None:
         self.kernel = kernel
         self.problem = problem
         device = torch.device(kernel.machine.device)
@@ -45,7 +42,7 @@ class Plan:
         shape = (rows, *problem.output_shape[1:])
         self._own = _Outputs(shape, problem.dtype, device)
         self._turn, self._busy = threading.RLock(), False
-        self._tapes = replay.Tapes()
+        self._recorded = replay.RecordedCalls()
         kernel.count_invalid_ids_on(device)
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Plan":
@@ -99,26 +96,26 @@ class Plan:
         except Exception as error:
             self.kernel.prepare_finalize.refuse(error)
             raise
-        bound, output = self._tapes.bound(weights), self._output(x_TH, out)
+        bound, output = self._recorded.bound(weights), self._output(x_TH, out)
         new = bound is None or output is None
         if bound is None or output is None:
             bound, output = self._checked(x_TH, weights, routing, out)
         tensors = _tensors(x_TH, routing, output)
         try:
-            kind, pointers = replay.kind_and_pointers(tensors, bound)
+            signature, pointers = replay.signature_and_pointers(tensors, bound)
         except RuntimeError:  # a tensor without memory
             self._checked(x_TH, weights, routing, out)
             raise
-        tape = self._tapes.find(kind)
-        if tape is None or not self._may_replay(tape, tensors, pointers, bound, out):
+        recorded = self._recorded.find(signature)
+        if recorded is None or not self._may_replay(recorded, tensors, pointers, bound, out):
             if not new:
                 self._checked(x_TH, weights, routing, out)
-            return self._run(x_TH, weights, routing, output, kind, named=out is not None)
-        # All that the checks read is in the kind, but for this and what `_may_replay` asks.
+            return self._run(x_TH, weights, routing, output, signature, named=out is not None)
+        # All that the checks read is in the signature, but for this and what `_may_replay` asks.
         if validate.wants_gradient((*tensors, *bound.tensors)):
             validate.check_no_grad(x_TH, weights, routing, out)
         self._poison(output)
-        tape.play(_current_stream(self._index), pointers)
+        recorded.replay(_current_stream(self._index), pointers)
         torch.autograd.graph.increment_version(output)
         self._check_red_zones(replayed=True)
         return output
@@ -131,14 +128,16 @@ class Plan:
 
     def _may_replay(
         self,
-        tape: replay.Tape,
+        recorded: replay.RecordedCall,
         tensors: tuple[torch.Tensor, ...],
         pointers: Sequence[int],
-        bound: replay.Bound,
+        bound: replay.CheckedWeights,
         out: torch.Tensor | None,
     ) -> bool:
-        """Whether nothing forbids it that the call's kind does not tell: memory that was freed, or
-        that is written and read, or somebody who watches the stages or launches.
+        """Tell whether nothing forbids it that the call's signature does not tell.
+
+        That is memory that was freed, or that is written and read, or somebody who watches the
+        stages or launches.
 
         tensors: x, weights and ids of the routing, and the output if that is not x.
         """
@@ -155,7 +154,7 @@ class Plan:
                 return False
         elif self._own.holds(pointers[:3]):
             return False
-        return not (stages.profiling() or tape.watched())
+        return not (stages.profiling() or recorded.watched())
 
     def _checked(
         self,
@@ -163,7 +162,7 @@ class Plan:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
-    ) -> tuple[replay.Bound, torch.Tensor]:
+    ) -> tuple[replay.CheckedWeights, torch.Tensor]:
         """Raise the InputError of the first tensor that does not fit, and tell other ranks; else
         the weights are bound, and where to write is known."""
         try:
@@ -178,15 +177,15 @@ class Plan:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
-    ) -> tuple[replay.Bound, torch.Tensor]:
+    ) -> tuple[replay.CheckedWeights, torch.Tensor]:
         validate.check_input(x_TH, self.problem, self.kernel.machine.device)
         if x_TH.device != self._device:
             need = f"{self._device}, where the plan's buffers are"
             raise DeviceError("x", got=x_TH.device, need=need)
-        bound = self._tapes.bound(weights)
+        bound = self._recorded.bound(weights)
         if bound is None:
             validate.check_weights(weights, x_TH, self.problem)
-            bound = self._tapes.bind(weights)
+            bound = self._recorded.bind(weights)
         self.kernel.check_call(x_TH, weights, routing, out)
         output = self._output(x_TH, out)
         if output is None:
@@ -215,24 +214,24 @@ class Plan:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor,
-        kind: Hashable,
+        signature: Hashable,
         *,
         named: bool,
     ) -> torch.Tensor:
-        """Run a checked call by the parts' host code; record it if it is the first of its kind.
+        """Run a checked call by the parts' host code; record the first of its signature.
 
         named: the caller asked for the output in `out`.
         """
-        kernel, bound = self.kernel, self._tapes.bound(weights)
+        kernel, bound = self.kernel, self._recorded.bound(weights)
         assert bound is not None
         self._poison(out)
         if self._makes_output and not named:
             return self._start(x_TH, weights, routing, None).finish()
-        if not kernel.replayable or not self._tapes.wants(kind) or out.numel() == 0:
+        if not kernel.replayable or not self._recorded.wants(signature) or out.numel() == 0:
             return self._start(x_TH, weights, routing, out).finish()
         with replay.recording((*_tensors(x_TH, routing, out), *bound.tensors)) as recorder:
             kernel.finish(self._start(x_TH, weights, routing, out))
-        self._tapes.keep(kind, recorder.tape())
+        self._recorded.keep(signature, recorder.recorded())
         self._check_red_zones()
         return out
 
@@ -242,7 +241,7 @@ class Plan:
         weights: ExpertWeights,
         routing: Routing,
         out: torch.Tensor | None,
-    ) -> "Pending":
+    ) -> Pending:
         return self.kernel.start_checked(x_TH, weights, routing, out, self._workspace, at_once=True)
 
     def _poison(self, out: torch.Tensor) -> None:

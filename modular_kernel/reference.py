@@ -345,17 +345,21 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     """(R, N) -> (R, I): the rules of ActivationSpec, written out once more."""
     if spec.kind == "relu2":
         return value.clamp(min=0).square()
+    if not spec.gated:
+        return _one(value, spec.kind.removesuffix("_no_mul"))
     if spec.interleaved:
         gate, up = value[:, 0::2], value[:, 1::2]
     else:
         gate, up = value.chunk(2, dim=1)
-    if spec.kind == "silu":
-        return gate / (1 + torch.exp(-gate)) * up
-    if spec.kind == "gelu":
-        return gate * 0.5 * (1 + torch.erf(gate / 2**0.5)) * up
-    if spec.kind == "gelu_tanh":
-        inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
-        return gate * 0.5 * (1 + torch.tanh(inner)) * up
+    if spec.kind == "situ":
+        assert spec.alpha is not None
+        if spec.limit is not None:
+            up = torch.tanh(up / spec.limit) * spec.limit
+        return torch.tanh(gate / spec.alpha) * spec.alpha / (1 + torch.exp(-gate)) * up
+    if spec.kind in ("silu", "gelu", "gelu_tanh"):
+        if spec.limit is not None:
+            gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        return _one(gate, spec.kind) * up
     assert spec.limit is not None
     up = up.clamp(-spec.limit, spec.limit)
     if spec.kind == "swiglu_clamp_after":
@@ -366,3 +370,13 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     assert spec.kind == "swiglu_oai"
     assert spec.alpha is not None
     return gate / (1 + torch.exp(-spec.alpha * gate)) * (up + 1)
+
+
+def _one(value: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "silu":
+        return value / (1 + torch.exp(-value))
+    if kind == "gelu":
+        return value * 0.5 * (1 + torch.erf(value / 2**0.5))
+    assert kind == "gelu_tanh"
+    inner = (2 / torch.pi) ** 0.5 * (value + 0.044715 * value**3)
+    return value * 0.5 * (1 + torch.tanh(inner))

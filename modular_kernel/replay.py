@@ -1,8 +1,8 @@
 """What the host does for a planned call, done once: launches are recorded, then replayed.
 
-A plan's first call of a kind runs the parts' host code inside `recording`. Every launch made
+A plan's first call of a signature runs the parts' host code inside `recording`. Every launch made
 through `modular_kernel.ops.launch` is noted, with what came from which input. A later call of the
-same kind puts its own pointers there and launches the same kernels; no host code of the parts
+same signature puts its own pointers there and launches the same kernels; no host code of the parts
 runs. What cannot be replayed shows while recording: a torch operation that is no view refuses it.
 """
 
@@ -21,11 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from modular_kernel.tensors import ExpertWeights
 
-Play = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
-Player = Callable[[Sequence[Any], int], Play]  # launches as noted, and how many inputs there are
+Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
+Replayer = Callable[
+    [Sequence[Any], int], Replay
+]  # launches as noted, and how many inputs there are
 Watched = Callable[[], bool]  # whether somebody watches launches, so that none may be hidden
 
-_MAX_TAPES = 64  # kinds of call a plan remembers; each may hold a small CUDA graph
+_MOST_RECORDED = 64  # signatures of call a plan remembers; each may hold a small CUDA graph
 _ALIGNMENT = 16  # bytes: kernels are compiled apart for pointers that are multiples of it
 # Mapped over tensors: every call asks, and it takes a third less time than one by one.
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
@@ -34,10 +36,10 @@ _recorder: ContextVar["Recorder | None"] = ContextVar("recorder of launches", de
 
 
 @dataclass(frozen=True)
-class Tape:
-    """The launches of one kind of call. kept: memory they use that is not the caller's."""
+class RecordedCall:
+    """The launches of calls of one signature. kept: memory they use that is not the caller's."""
 
-    plays: tuple[Play, ...]
+    replays: tuple[Replay, ...]
     watches: tuple[Watched, ...]
     kept: tuple[torch.Tensor, ...]
 
@@ -48,10 +50,10 @@ class Tape:
                 return True
         return False
 
-    def play(self, stream: int, pointers: Sequence[int]) -> None:
+    def replay(self, stream: int, pointers: Sequence[int]) -> None:
         """Launch everything on `stream`, for inputs at `pointers`."""
-        for play in self.plays:
-            play(stream, pointers)
+        for replay in self.replays:
+            replay(stream, pointers)
 
 
 class Recorder(TorchDispatchMode):
@@ -62,7 +64,7 @@ class Recorder(TorchDispatchMode):
         self.refused = ""
         self.paused = False
         self._spans = [span(tensor) for tensor in inputs]
-        self._launches: list[tuple[Player, Any]] = []
+        self._launches: list[tuple[Replayer, Any]] = []
         self._watches: list[Watched] = []
         self._kept: list[torch.Tensor] = []
         ordered = sorted(self._spans)
@@ -89,21 +91,21 @@ class Recorder(TorchDispatchMode):
         self._kept.append(tensor)
         return None
 
-    def note(self, launch: Any, player: Player, watched: Watched) -> None:
-        """Add a launch; `player` makes a Play of it and of those beside it that have the same."""
-        self._launches.append((player, launch))
+    def note(self, launch: Any, replayer: Replayer, watched: Watched) -> None:
+        """Add a launch; `replayer` makes one Replay of it and of its neighbours with the same."""
+        self._launches.append((replayer, launch))
         if watched not in self._watches:
             self._watches.append(watched)
 
-    def tape(self) -> Tape | None:
+    def recorded(self) -> RecordedCall | None:
         """Return the recording; None if it was refused."""
         if self.refused:
             return None
-        plays = tuple(
-            player([launch for _, launch in launches], len(self._spans))
-            for player, launches in groupby(self._launches, key=itemgetter(0))
+        replays = tuple(
+            replayer([launch for _, launch in launches], len(self._spans))
+            for replayer, launches in groupby(self._launches, key=itemgetter(0))
         )
-        return Tape(plays, tuple(self._watches), tuple(self._kept))
+        return RecordedCall(replays, tuple(self._watches), tuple(self._kept))
 
 
 def recorder() -> Recorder | None:
@@ -155,36 +157,38 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Bound:
+class CheckedWeights:
     """Weights that were checked: their tensors, each once, and what a recording sees of them.
 
     places: pointers, shapes, strides and dtypes of then. spans: the bytes they reach over.
-    bits: of all pointers. kind: the number of what a recording sees.
+    bits: of all pointers. signature: the number of what a recording sees.
     """
 
     weights: "weakref.ref[ExpertWeights]"
     tensors: tuple[torch.Tensor, ...]
-    kind: int
+    signature: int
     places: list[Hashable]
     spans: tuple[tuple[int, int], ...]
     pointers: tuple[int, ...]
     bits: int
 
 
-class Tapes:
+class RecordedCalls:
     """The recordings of one plan, and the weights it has checked.
 
-    A recording serves every call of its kind: with the same shape, strides, dtype, device and
+    A recording serves every call of its signature: with the same shape, strides, dtype, device and
     alignment of each tensor. At most 64 are kept; the oldest goes first. Weights are remembered
     while they live, and not kept alive.
     """
 
     def __init__(self) -> None:
-        self._tapes: dict[Hashable, Tape | None] = {}
-        self._bound: dict[int, Bound] = {}
-        self._kinds: dict[Hashable, int] = {}  # a number is hashed sooner than what it stands for
+        self._recorded: dict[Hashable, RecordedCall | None] = {}
+        self._bound: dict[int, CheckedWeights] = {}
+        self._signatures: dict[
+            Hashable, int
+        ] = {}  # a number is hashed sooner than what it stands for
 
-    def bind(self, weights: ExpertWeights) -> Bound:
+    def bind(self, weights: ExpertWeights) -> CheckedWeights:
         """Remember weights that were checked."""
         given = {name: t for name, t in vars(weights).items() if t is not None}
         unlike = {id(tensor): tensor for tensor in given.values()}
@@ -194,11 +198,11 @@ class Tapes:
         key, bound = id(weights), self._bound
         alive = weakref.ref(weights, lambda _: bound.pop(key, None))
         pointers = tuple(map(_pointer, tensors))
-        kind = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        bound[key] = Bound(
+        signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        bound[key] = CheckedWeights(
             alive,
             tensors,
-            kind=self._kinds.setdefault(kind, len(self._kinds)),
+            signature=self._signatures.setdefault(signature, len(self._signatures)),
             places=_places(tensors),
             spans=tuple(map(span, tensors)),
             pointers=pointers,
@@ -206,7 +210,7 @@ class Tapes:
         )
         return bound[key]
 
-    def bound(self, weights: ExpertWeights) -> Bound | None:
+    def bound(self, weights: ExpertWeights) -> CheckedWeights | None:
         """Return what is remembered of these weights; None unless it still holds.
 
         It holds if they were checked and are where they were: `.data` may be set anew, and memory
@@ -217,22 +221,24 @@ class Tapes:
             return None
         return found if found.places == _places(found.tensors) else None
 
-    def find(self, kind: Hashable) -> Tape | None:
-        """Return the recording for calls of this kind; None if there is none."""
-        return self._tapes.get(kind)
+    def find(self, signature: Hashable) -> RecordedCall | None:
+        """Return the recording for calls of this signature; None if there is none."""
+        return self._recorded.get(signature)
 
-    def wants(self, kind: Hashable) -> bool:
-        """Tell whether a call of this kind was never recorded, nor refused."""
-        return kind not in self._tapes
+    def wants(self, signature: Hashable) -> bool:
+        """Tell whether a call of this signature was never recorded, nor refused."""
+        return signature not in self._recorded
 
-    def keep(self, kind: Hashable, tape: Tape | None) -> None:
+    def keep(self, signature: Hashable, recorded: RecordedCall | None) -> None:
         """Remember a recording, or with None that there can be none."""
-        if len(self._tapes) >= _MAX_TAPES:
-            del self._tapes[next(iter(self._tapes))]
-        self._tapes[kind] = tape
+        if len(self._recorded) >= _MOST_RECORDED:
+            del self._recorded[next(iter(self._recorded))]
+        self._recorded[signature] = recorded
 
 
-def kind_and_pointers(tensors: Sequence[torch.Tensor], bound: Bound) -> tuple[Hashable, list[int]]:
+def signature_and_pointers(
+    tensors: Sequence[torch.Tensor], bound: CheckedWeights
+) -> tuple[Hashable, list[int]]:
     """Return what a recording with these tensors and weights depends on, and its pointers."""
     pointers = [*map(_pointer, tensors)]
     bits = bound.bits
@@ -241,7 +247,7 @@ def kind_and_pointers(tensors: Sequence[torch.Tensor], bound: Bound) -> tuple[Ha
     pointers += bound.pointers
     aligned = True if bits % _ALIGNMENT == 0 else tuple(p % _ALIGNMENT for p in pointers)
     shapes, dtypes = map(_size, tensors), map(_dtype_and_device, tensors)
-    return (bound.kind, aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
+    return (bound.signature, aligned, *shapes, *map(_stride, tensors), *dtypes), pointers
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[Hashable]:

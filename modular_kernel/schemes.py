@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import check_fields
@@ -35,23 +36,23 @@ class QuantScheme:
     def __post_init__(self) -> None:
         check_fields(self, "quant ")
 
-    @property
+    @cached_property
     def quantised(self) -> bool:
         return self.weight != "none"
 
-    @property
+    @cached_property
     def quantises_activations(self) -> bool:
         """Whether the left operands are quantised too (w8a8), or stay in the problem's dtype."""
         return self.activation != "none"
 
-    @property
+    @cached_property
     def activation_granularity(self) -> str:
         """What one activation scale covers: none, tensor, token, or group (of one token)."""
         if not self.quantises_activations:
             return "none"
         return {"channel": "token", "block": "group"}.get(self.granularity, self.granularity)
 
-    @property
+    @cached_property
     def packed(self) -> bool:
         """Whether one byte of a weight holds two values: unless they are repacked, the low nibble
         first along K."""

@@ -72,7 +72,7 @@ def stage(name: str) -> AbstractContextManager[object]:
 
     While this thread has a watcher, what that gives takes the place of the no-op.
     """
-    if profiling():
+    if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(name)
     watcher = _watcher.get()
     return _NOTHING if watcher is None else watcher(name)

@@ -36,7 +36,7 @@ class State:
 
 def replay() -> State:
     """Say whether plans replay their launches here: "on" or "off"."""
-    from modular_kernel.ops.launch import why_not_replayed  # noqa: PLC0415  imports triton
+    from modular_kernel.ops.launch.launch import why_not_replayed  # noqa: PLC0415  imports triton
 
     why = why_not_replayed()
     return State("replay", "off", printable(why), _on_gpu()) if why else State("replay", "on")
@@ -96,7 +96,7 @@ def variables() -> State:
 
 
 def states() -> tuple[State, ...]:
-    """Return every state of this process. Where replay is possible, player.c is compiled."""
+    """Return every state of this process. Where replay is possible, cuda_replay.c is compiled."""
     return replay(), *without_compiling()
 
 

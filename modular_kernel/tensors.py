@@ -13,6 +13,7 @@ A name ends in its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). -1 is the onl
 from dataclasses import dataclass, replace
 
 import torch
+from torch.compiler import is_compiling
 
 from modular_kernel.errors import DtypeError, LayoutError
 from modular_kernel.types import IdSpace
@@ -168,5 +169,5 @@ def dense(what: str, value: object) -> None:
         raise DtypeError(what, got=type(value).__name__, need="a tensor")
     if value.layout is not torch.strided:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
-    if value.is_neg():
+    if not is_compiling() and value.is_neg():  # torch.compile does not know the question
         raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")

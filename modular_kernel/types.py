@@ -74,8 +74,12 @@ class IdSpace(Enum):
     LOCAL = "local"
 
 
-GATED = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglu_clamp_after", "swiglu_clamp_before")
-UNGATED = ("relu2",)
+GATED = (
+    "silu", "gelu", "gelu_tanh", "swiglu_oai", "swiglu_clamp_after", "swiglu_clamp_before", "situ",
+)  # fmt: skip
+UNGATED = ("relu2", "silu_no_mul", "gelu_no_mul", "gelu_tanh_no_mul")
+_TAKE_ALPHA = ("swiglu_oai", "situ")
+_TAKE_LIMIT = ("gelu", "gelu_tanh", "situ")  # or none
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,16 @@ class ActivationSpec:
     """The function between the two GEMMs. g and u are the gate and up values, L the limit.
 
     silu                 silu(g) * u
-    gelu                 gelu(g) * u, exact (erf)
-    gelu_tanh            gelu(g) * u, tanh approximation
+    gelu                 gelu(g) * u, exact (erf); given L, gelu(g') * u' as in swiglu_oai
+    gelu_tanh            gelu(g) * u, tanh approximation; L as for gelu
     swiglu_oai           g' sigmoid(alpha g') (u' + 1) with g' = min(g, L), u' = clamp(u, -L, L);
                          this is gpt-oss's
     swiglu_clamp_after   min(silu(g), L) * clamp(u, -L, L): the limit acts after silu
     swiglu_clamp_before  silu(min(g, L)) * clamp(u, -L, L): the limit acts before silu
+    situ                 alpha tanh(g / alpha) sigmoid(g) * u'' with u'' = L tanh(u / L), or u if no
+                         L is given: SwiGLU with soft caps
     relu2                max(v, 0)^2, ungated: w1 has I rows, not 2I
+    silu_no_mul          silu(v), ungated; gelu_no_mul and gelu_tanh_no_mul likewise
 
     interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first.
     """
@@ -103,14 +110,20 @@ class ActivationSpec:
         check_fields(self, "activation ")
         if self.kind not in GATED + UNGATED:
             raise ConfigurationError("activation", got=self.kind, need=f"one of {GATED + UNGATED}")
-        if (self.alpha is not None) != (self.kind == "swiglu_oai"):
-            need = "a value for swiglu_oai" if self.alpha is None else "alpha only with swiglu_oai"
+        if (self.alpha is not None) != (self.kind in _TAKE_ALPHA):
+            need = (
+                "a value" if self.alpha is None else f"alpha only with {' or '.join(_TAKE_ALPHA)}"
+            )
             raise ConfigurationError(f"activation {self.kind} alpha", got=self.alpha, need=need)
-        if (self.limit is not None) != self.kind.startswith("swiglu"):
-            need = "a value" if self.limit is None else "a limit only with a swiglu_* rule"
+        given, must = self.limit is not None, self.kind.startswith("swiglu")
+        if given != must and not (given and self.kind in _TAKE_LIMIT):
+            some = ", ".join(_TAKE_LIMIT)
+            need = "a value" if must else f"a limit only with a swiglu_* rule, {some}"
             raise ConfigurationError(f"activation {self.kind} limit", got=self.limit, need=need)
         if self.limit is not None and not self.limit > 0:
             raise ConfigurationError("activation limit", got=self.limit, need="a finite value > 0")
+        if self.kind == "situ" and self.alpha is not None and not self.alpha > 0:
+            raise ConfigurationError("activation alpha", got=self.alpha, need="a finite value > 0")
         if self.interleaved and not self.gated:
             raise ConfigurationError("activation interleaved", got=self.kind, need="a gated kind")
 
@@ -124,7 +137,7 @@ class ActivationSpec:
         """Read an activation from `kind[:option=value,...]`, as `str()` prints it.
 
         `swiglu_oai` alone means gpt-oss's alpha 1.702, limit 7 and interleaved rows; the two
-        clamp rules alone mean limit 7.
+        clamp rules alone mean limit 7, `situ` alone alpha 4.
         """
         if isinstance(text, ActivationSpec):
             return text
@@ -137,7 +150,7 @@ class ActivationSpec:
         if unknown or len(options) != len(pairs) or truth not in ("true", "false"):
             need = "kind[:alpha=..,limit=..,interleaved=true|false], each option once"
             raise ConfigurationError("activation", got=text, need=need)
-        default_alpha = 1.702 if kind == "swiglu_oai" else None
+        default_alpha = {"swiglu_oai": 1.702, "situ": 4.0}.get(kind)
         try:
             alpha = float(options["alpha"]) if "alpha" in options else default_alpha
             default_limit = 7.0 if kind.startswith("swiglu") else None

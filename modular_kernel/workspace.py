@@ -65,30 +65,33 @@ class WorkspaceShapes:
         return {"workspace13": self.workspace13, "workspace2": self.workspace2, **self.extra}
 
 
-def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, int], int]:
-    """Return the first byte of each buffer, and the end of all, with `gap` bytes after each.
+def _layout(specs: Mapping[str, BufferSpec], gap: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Return each buffer's first byte and the byte after its last, and the end of all.
 
-    ConfigurationError for a buffer over one that is itself declared over others.
+    gap: bytes after each buffer. ConfigurationError for a buffer over one that is itself declared
+    over others. Runs in every call of a kernel, so sizes are derived once and without calls.
     """
-    room = {
-        name: -(-(spec.nbytes + gap) // _ALIGNMENT) * _ALIGNMENT for name, spec in specs.items()
-    }
+    sizes, shared = {}, set[str]()
     for name, spec in specs.items():
-        chain = [other for other in spec.over if other in specs and specs[other].over]
-        if chain:
-            what, got = f"workspace buffer {name}", f"over {', '.join(chain)}, which is over others"
-            raise ConfigurationError(what, got=got, need="one over plain ones")
-    shared = {name for spec in specs.values() for name in spec.over if name in specs}
-    offsets, end = {}, 0
+        sizes[name] = math.prod(spec.shape) * spec.dtype.itemsize
+        for other in spec.over:
+            if other in specs:
+                shared.add(other)
+                if specs[other].over:
+                    what, got = f"workspace buffer {name}", f"over {other}, which is over others"
+                    raise ConfigurationError(what, got=got, need="one over plain ones")
+    places, end = {}, 0
     for name, spec in specs.items():
         if name in shared:
             continue
-        offsets[name] = inner = end
-        for other in (other for other in spec.over if other in specs):
-            offsets[other] = inner
-            inner += room[other]
-        end = max(end + room[name], inner)
-    return offsets, end
+        after, inner = end - (-(sizes[name] + gap) // _ALIGNMENT) * _ALIGNMENT, end
+        places[name] = (end, end + sizes[name])
+        for other in spec.over:
+            if other in specs:
+                places[other] = (inner, inner + sizes[other])
+                inner -= (-(sizes[other] + gap) // _ALIGNMENT) * _ALIGNMENT
+        end = max(after, inner)
+    return places, end
 
 
 def workspace_bytes(specs: Mapping[str, BufferSpec]) -> int:
@@ -110,19 +113,16 @@ class Workspace:
     ) -> None:
         self._specs = dict(specs)
         gap = _RED_ZONE if poison else 0
-        offsets, self.nbytes = _layout(self._specs, gap)
+        places, self.nbytes = _layout(self._specs, gap)
         self._arena = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self._buffers = {
-            name: self._arena[offsets[name] : offsets[name] + spec.nbytes].view(spec.dtype)
-            for name, spec in self._specs.items()
-        }
+        self._buffers = {}
+        for name, spec in self._specs.items():
+            start, stop = places[name]
+            self._buffers[name] = self._arena[start:stop].view(spec.dtype)
         self._shared: _Shared | None = None
         if not poison:
             return
-        self._gaps = {
-            name: self._arena[offsets[name] + spec.nbytes :][:gap]
-            for name, spec in self._specs.items()
-        }
+        self._gaps = {name: self._arena[places[name][1] :][:gap] for name in self._specs}
         self._shared = _Shared(self._specs, self._buffers, self._gaps)
         self.poison()
 

@@ -1,16 +1,23 @@
-"""PrepareAndFinalize parts: quantise and dispatch, then combine. One scheme or vendor a file."""
+"""PrepareAndFinalize parts: quantise and dispatch, then combine. One folder for each transport.
 
-from prepare_finalize.all_gather import AllGatherReduceScatterPrepareAndFinalize
-from prepare_finalize.batched import BatchedPrepareAndFinalize
-from prepare_finalize.deepep_ht import DeepEPHTPrepareAndFinalize
-from prepare_finalize.deepep_ll import DeepEPLLPrepareAndFinalize
-from prepare_finalize.deepep_v2 import DeepEPV2PrepareAndFinalize
-from prepare_finalize.no_ep import MoEPrepareAndFinalizeNoEP
-from prepare_finalize.pplx import PplxPrepareAndFinalize
-from prepare_finalize.replicated_ep import ReplicatedEPPrepareAndFinalize
-from prepare_finalize.symm_mem import SymmMemPrepareAndFinalize
-from prepare_finalize.torch_all2all import TorchAll2AllPrepareAndFinalize
-from prepare_finalize.torch_all2all_batched import TorchAll2AllBatchedPrepareAndFinalize
+Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup`) belong to a process group: they are made,
+kept and destroyed in one place.
+"""
+
+from prepare_finalize.collectives.all_gather import AllGatherReduceScatterPrepareAndFinalize
+from prepare_finalize.collectives.all_to_all import TorchAll2AllPrepareAndFinalize
+from prepare_finalize.collectives.all_to_all_batched import TorchAll2AllBatchedPrepareAndFinalize
+from prepare_finalize.collectives.replicated import ReplicatedEPPrepareAndFinalize
+from prepare_finalize.common.torch_group import Exchange, TorchGroup
+from prepare_finalize.deepep.group import DeepEPGroup
+from prepare_finalize.deepep.high_throughput import DeepEPHTPrepareAndFinalize
+from prepare_finalize.deepep.low_latency import DeepEPLLPrepareAndFinalize
+from prepare_finalize.deepep.v2 import DeepEPV2PrepareAndFinalize
+from prepare_finalize.local.batched import BatchedPrepareAndFinalize
+from prepare_finalize.local.no_ep import MoEPrepareAndFinalizeNoEP
+from prepare_finalize.pplx.part import PplxPrepareAndFinalize
+from prepare_finalize.symm_mem.group import SymmetricGroup
+from prepare_finalize.symm_mem.part import SymmMemPrepareAndFinalize
 
 COMPONENTS = (
     MoEPrepareAndFinalizeNoEP,
@@ -30,13 +37,17 @@ __all__ = [
     "COMPONENTS",
     "AllGatherReduceScatterPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
+    "DeepEPGroup",
     "DeepEPHTPrepareAndFinalize",
     "DeepEPLLPrepareAndFinalize",
     "DeepEPV2PrepareAndFinalize",
+    "Exchange",
     "MoEPrepareAndFinalizeNoEP",
     "PplxPrepareAndFinalize",
     "ReplicatedEPPrepareAndFinalize",
     "SymmMemPrepareAndFinalize",
+    "SymmetricGroup",
     "TorchAll2AllBatchedPrepareAndFinalize",
     "TorchAll2AllPrepareAndFinalize",
+    "TorchGroup",
 ]

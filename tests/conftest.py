@@ -24,7 +24,7 @@ from modular_kernel.settings import enable_interpreter, read_settings
 from modular_kernel.types import Machine
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.ranks import RankPool
+    from modular_kernel.testing.ranks.pool import RankPool
 
 torch.set_num_threads(1)
 
@@ -73,7 +73,7 @@ def machine() -> Machine:
 @pytest.fixture(scope="session")
 def rank_pool() -> "Iterator[Callable[[int], RankPool]]":
     """rank_pool(n): the session's pool of n ranks on the CPU, over gloo."""
-    from modular_kernel.testing.ranks import RankPool
+    from modular_kernel.testing.ranks.pool import RankPool
 
     pools: dict[int, RankPool] = {}
     with ExitStack() as stack:

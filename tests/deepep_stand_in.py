@@ -10,9 +10,9 @@ from prepare_finalize import (
     DeepEPLLPrepareAndFinalize,
     DeepEPV2PrepareAndFinalize,
 )
-from prepare_finalize.all2all.connect import place_in
-from prepare_finalize.all2all.deepep import HighThroughput
-from prepare_finalize.all2all.deepep_low_latency import LowLatency
+from prepare_finalize.deepep.group import HighThroughput
+from prepare_finalize.deepep.low_latency_buffer import LowLatency
+from prepare_finalize.rendezvous.connect import place_in
 
 FOLDER = Path(__file__).parent / "stand_ins"
 

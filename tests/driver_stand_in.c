@@ -1,4 +1,4 @@
-/* The functions of libcuda.so.1 that player.c asks for, on the host: a "kernel" is a C function,
+/* The functions of libcuda.so.1 that cuda_replay.c asks for, on the host: a "kernel" is a C function,
  * and launching calls it. Counts what was asked of it. */
 #include <cuda.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 """What tests/test_replayed_launch.py runs in a process whose libcuda.so.1 is the stand-in: kernels
-compiled for sm_90 and launched by triton's own launcher, then by a plan's player."""
+compiled for sm_90 and launched by triton's own launcher, then by a plan's replayer."""
 
 import ctypes
 import json
@@ -16,12 +16,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from experts.kernels.gluon.boxes import boxes
+from experts.triton.kernels.tma_descriptors import tma_descriptor
 from modular_kernel import replay
-from modular_kernel.ops import compat
-from modular_kernel.ops.compat import load_box
-from modular_kernel.ops.launch import launch
-from modular_kernel.testing.compile import NoDevice
+from modular_kernel.ops.launch import triton_versions as compat
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.triton_versions import load_box
+from modular_kernel.testing.compile.report import NoDevice
 
 stand_in = ctypes.CDLL("libcuda.so.1")
 BYTES = {"i1": 1, "u1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
@@ -101,23 +101,23 @@ def last() -> dict[str, Any]:
 
 def both(first: list[torch.Tensor], second: list[torch.Tensor], call: Any) -> dict[str, Any]:
     """A call with each of two sets of inputs by triton, then the first again and the second by
-    the player of a recording of the first; reason: why it was refused."""
+    the replayer of a recording of the first; reason: why it was refused."""
     with replay.recording(first) as recorder:
         call(*first)
     before = last()["number"] - 1
     triton_first = last()
     call(*second)
     triton_second = last()
-    tape = recorder.tape()
-    if tape is None:
+    recorded = recorder.recorded()
+    if recorded is None:
         return {"refused": recorder.refused}
-    played = []
+    replayed = []
     for tensors in (first, second):
-        tape.play(5, [tensor.data_ptr() for tensor in tensors])
-        played.append(last())
-    for seen in (triton_first, triton_second, *played):
+        recorded.replay(5, [tensor.data_ptr() for tensor in tensors])
+        replayed.append(last())
+    for seen in (triton_first, triton_second, *replayed):
         seen["number"] -= before
-    return {"triton": [triton_first, triton_second], "played": played}
+    return {"triton": [triton_first, triton_second], "replayed": replayed}
 
 
 def plain(x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
@@ -128,7 +128,15 @@ def plain(x: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
 
 
 def boxed(x: torch.Tensor, out: torch.Tensor) -> None:
-    launch(boxes_kernel, (4,), x_desc=boxes(x, 64, 64), out_ptr=out, rows=60, SIZE=64, num_warps=4)
+    launch(
+        boxes_kernel,
+        (4,),
+        x_desc=tma_descriptor(x, 64, 64),
+        out_ptr=out,
+        rows=60,
+        SIZE=64,
+        num_warps=4,
+    )
 
 
 def main() -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 import torch
 
-from experts.tile_shapes import TilePair
-from experts.triton_path import Path, PathCall
+from experts.triton.launch_config import MoEConfig
+from experts.triton.path import Path, PathCall
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
-from modular_kernel.testing.compile import CompileRecord, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, record_compiles
 from modular_kernel.tuning.compiled import meta_inputs
 from modular_kernel.types import IdSpace, Problem
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -28,7 +28,7 @@ class Noted(Workspace):
 def launches_of(
     path: Path,
     problem: Problem,
-    tiles: TilePair,
+    tiles: MoEConfig,
     *,
     target: str = "sm_90",
     x_TH: torch.Tensor | None = None,

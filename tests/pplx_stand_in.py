@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
 
-from prepare_finalize.all2all.pplx import PplxGroup
-from prepare_finalize.pplx import PplxPrepareAndFinalize
+from prepare_finalize.pplx.group import PplxGroup
+from prepare_finalize.pplx.part import PplxPrepareAndFinalize
 
 UNIT = 16
 

@@ -57,13 +57,13 @@ def launch_add(tensors: Sequence[torch.Tensor], count: int) -> None:
     recorder.note(again, play_all, watched)
 
 
-def play_all(launches: Sequence[Any], inputs: int) -> replay.Play:
-    def play(stream: int, pointers: Sequence[int]) -> None:
+def play_all(launches: Sequence[Any], inputs: int) -> replay.Replay:
+    def replay(stream: int, pointers: Sequence[int]) -> None:
         assert len(pointers) == inputs
         for again in launches:
             again(pointers)
 
-    return play
+    return replay
 
 
 def watched() -> bool:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 PARTS = PACKAGES[1:]
-MAX_PUBLIC_NAMES = 20
+MAX_PUBLIC_NAMES = 21
 
 # What a part brings in when it is built, never when it is imported.
 VENDORS = {"cutlass", "deep_ep", "deep_gemm", "flashinfer", "pplx_kernels", "triton_kernels"}
@@ -109,7 +109,7 @@ def test_triton_kernels_are_launched_by_launch() -> None:
 def test_cute_kernels_keep_their_annotations() -> None:
     """The CuTe DSL reads annotations as objects; postponed ones are strings to it."""
     postponed = "from __future__ import " + "annotations"
-    kernels = (ROOT / "experts" / "kernels" / "cute").rglob("*.py")
+    kernels = (p for p in (ROOT / "experts").rglob("*.py") if "kernels" in p.parts)
     assert [str(p) for p in kernels if postponed in p.read_text(encoding="utf-8")] == []
 
 

@@ -11,12 +11,12 @@ import torch
 from bad_samples import PROBLEM, arguments, spied
 
 import modular_kernel as mk
-from modular_kernel.choose.choosing import Terms
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.fields import Between, check_fields
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.placement import Placement
 from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.select.choosing import Terms
 from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem, Size
 
 JUNK: tuple[Any, ...] = (

@@ -7,25 +7,33 @@ import pytest
 import torch
 from tile_samples import ONE, launch, ours
 
-from experts import tile_store, triton_experts
-from experts.tile_regimes import Steps, regimes
-from experts.tile_shapes import ALIGNED, Device
-from experts.tiles import choose_tiles, explain, override_config, regimes_up_to, reread
+from experts.triton import contiguous as triton_experts
+from experts.triton.configs import lookup
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.select import (
+    choose_config,
+    explain,
+    kinds_up_to,
+    override_config,
+    reread,
+)
+from experts.triton.configs.steps import Steps
+from experts.triton.launch_config import Device
 from modular_kernel.catalog import check, load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.ops.runtime import HAS_TRITON
+from modular_kernel.ops.launch.runtime import HAS_TRITON
 from modular_kernel.testing import MUTANTS, Case, cases_for, prove
-from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import Trial
-from modular_kernel.testing.invariance import (
+from modular_kernel.testing.cases.ranks import RankCase
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.checks import Trial
+from modular_kernel.testing.verify.invariance import (
     batch_invariant,
     doubling_calls,
     otherwise_split,
     rows_that_differ,
 )
-from modular_kernel.testing.invariance_table import Measured, as_markdown, changed_rows
-from modular_kernel.testing.prove_ranks import prove_ranks
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
+from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Machine, Parallel, Problem
 
 LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
@@ -73,18 +81,18 @@ def test_tiles_are_the_same_for_every_number_of_tokens(
 ) -> None:
     layer = replace(LAYER, quant=quant, dtype=dtype, hidden=sizes[0], intermediate=sizes[1])
     tokens = (0, 1, 7, 64, 500, 4096, 1 << 20)
-    assert len({choose_tiles(layer.with_tokens(n), n) for n in tokens}) == 1
-    assert [path for _, path, _ in regimes_up_to(layer, 4096)] == [ALIGNED]
+    assert len({choose_config(layer.with_tokens(n), n) for n in tokens}) == 1
+    assert [path for _, path, _ in kinds_up_to(layer, 4096)] == ["aligned"]
     assert "one tile for every number of tokens" in explain(layer, 7)
 
 
 def test_an_override_must_be_one_tile() -> None:
     with override_config(ONE):
-        assert choose_tiles(LAYER, 1) == ONE
+        assert choose_config(LAYER, 1) == ONE
     two = ours(tokens_1=(launch(), launch()), tokens_64=(launch(m=32), launch(m=32)))
     need = "one pair for every number of tokens"
     with override_config(two), pytest.raises(ConfigurationError, match=need):
-        choose_tiles(LAYER, 1)
+        choose_config(LAYER, 1)
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "GroupedGemmExperts", "BatchedTritonExperts"])
@@ -115,16 +123,16 @@ def _found(pair: tuple[str, str], problem: Problem, machine: Machine) -> list[st
 def test_tiles_by_the_number_of_tokens_are_noticed(
     pair: tuple[str, str], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The regimes of every other problem in the place of the fixed tiles; the check must fail."""
+    """The heuristics of every other problem in the place of fixed launches; the check must fail."""
     if not check(*pair, LAYER, machine).ok:
         pytest.skip(str(check(*pair, LAYER, machine)))
     layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
 
     def by_tokens(problem: Problem, device: Device) -> Steps:
-        return regimes(problem, device, (ALIGNED,))
+        return heuristics(replace(problem, batch_invariant=False), device, ("aligned",))
 
     assert _found(pair, layer, machine) == []
-    monkeypatch.setattr(tile_store, "fixed", by_tokens)
+    monkeypatch.setattr(lookup, "heuristics", by_tokens)
     reread()
     try:
         assert any("rows have other bits" in line for line in _found(pair, layer, machine))
@@ -138,11 +146,15 @@ def test_a_path_by_the_number_of_tokens_is_noticed(
 ) -> None:
     if not check(*PAIRS[0], LAYER, machine).ok:
         pytest.skip(str(check(*PAIRS[0], LAYER, machine)))
-    plain = triton_experts._paths
+    plain = triton_experts.paths_of
     monkeypatch.setattr(
-        triton_experts, "_paths", lambda problem: plain(replace(problem, batch_invariant=False))
+        triton_experts, "paths_of", lambda problem: plain(replace(problem, batch_invariant=False))
     )
-    monkeypatch.setattr(tile_store, "fixed", regimes)
+
+    def by_tokens(problem: Problem, device: Device) -> Steps:
+        return heuristics(replace(problem, batch_invariant=False), device)
+
+    monkeypatch.setattr(lookup, "heuristics", by_tokens)
     reread()
     try:
         found = _found(PAIRS[0], LAYER, machine)
@@ -222,9 +234,9 @@ def test_the_table_counts_rows_and_names_refusals(machine: Machine) -> None:
     }
     assert rows[True] == 0 < rows[False]
     found = [
-        Measured(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
-        Measured(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
-        Measured(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", asked=False, rows=rows[False], tokens=8),
+        InvarianceRow(*PAIRS[0], "float32", asked=True, rows=0, tokens=8),
+        InvarianceRow(NO_EP, "TorchExperts", "float32", asked=True, rows=None, tokens=8),
     ]
     assert as_markdown(found).splitlines() == [
         "| experts | asked for | float32 |",

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from modular_kernel.bench import run as run_module
-from modular_kernel.bench import table
-from modular_kernel.bench.cases import Cell
-from modular_kernel.bench.layers import Layer, Offer, baseline_offers, pair_offers
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.bench.rows import Report, Row, best, ranked
-from modular_kernel.bench.run import Job, run
+from modular_kernel.bench import tables as table
+from modular_kernel.bench.candidates import BenchOffer, Layer, baseline_offers, pair_offers
+from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.measure.cases import LayerCase
+from modular_kernel.measure.records import Report, Row, best, ranked
+from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.reference import recipe
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -28,7 +28,7 @@ from modular_kernel.types import Problem
 
 CPU = this_machine(device="cpu")
 SMALL = Problem(tokens=12, hidden=32, intermediate=48, experts=4, top_k=2)
-CELL = Cell("small", SMALL, RoutingKind("uniform"))
+CELL = LayerCase("small", SMALL, RoutingKind("uniform"))
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 PAIR_WORDS = ("--pf-type", PAIR[0], "--experts-type", PAIR[1])
 
@@ -49,12 +49,12 @@ class Reference(Layer):
         return out if changed is None else changed
 
 
-def offer(layer: Layer, origin: str = "peer") -> Offer:
-    return Offer(layer.name, layer.quant, origin, lambda: layer)
+def offer(layer: Layer, origin: str = "peer") -> BenchOffer:
+    return BenchOffer(layer.name, layer.quant, origin, lambda: layer)
 
 
-def measured(*offers: Offer, cells: tuple[Cell, ...] = (CELL,), **options: Any) -> Report:
-    return run(Job(cells, offers, CPU, target_ms=0.01, **options))
+def measured(*offers: BenchOffer, cells: tuple[LayerCase, ...] = (CELL,), **options: Any) -> Report:
+    return run(BenchJob(cells, offers, CPU, target_ms=0.01, **options))
 
 
 @pytest.fixture(autouse=True)
@@ -209,7 +209,7 @@ def test_interpreted_kernels_tell_no_time() -> None:
 
 def test_a_report_grows_row_by_row() -> None:
     seen: list[int] = []
-    job = Job((CELL,), (offer(Reference("a")), offer(Reference("b"))), CPU, target_ms=0.01)
+    job = BenchJob((CELL,), (offer(Reference("a")), offer(Reference("b"))), CPU, target_ms=0.01)
     report = run(job, lambda so_far: seen.append(len(so_far.rows)))
     assert seen == [1, 2, 2]
     assert len(report.rows) == 2
@@ -232,10 +232,10 @@ def test_one_shape_s_weights_serve_all_its_cells_and_then_go(
         return weights
 
     monkeypatch.setattr(run_module, "make_weights", make)
-    other = Cell("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
+    other = LayerCase("wide", replace(SMALL, hidden=64), RoutingKind("hot", 1))
     cells = (CELL, replace(CELL, routing=RoutingKind("zipf", 1.2)), other)
-    offers = [Offer(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
-    rows = run(Job(cells, tuple(offers), CPU, target_ms=0.01), count).rows
+    offers = [BenchOffer(name, "none", "peer", partial(Reference, name)) for name in ("a", "b")]
+    rows = run(BenchJob(cells, tuple(offers), CPU, target_ms=0.01), count).rows
     assert [(row.shape, row.routing) for row in rows] == [
         *[("small", "uniform"), ("small", "zipf1.2")] * 2,
         *[("wide", "hot1")] * 2,

@@ -8,11 +8,11 @@ import pytest
 from run_mk import Ended, run_mk
 
 from modular_kernel.bench import run as run_module
-from modular_kernel.bench.layers import peer_offers
-from modular_kernel.bench.rows import Report
-from modular_kernel.bench.run import Job
+from modular_kernel.bench.candidates import peer_offers
+from modular_kernel.bench.run import BenchJob
 from modular_kernel.cli import bench as verb
 from modular_kernel.errors import BrokenPartError, ConfigurationError
+from modular_kernel.measure.records import Report
 
 PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 PEAKS = {"flops": {"bfloat16": 8e14}, "copy": 4e12, "read": 4.4e12, "bandwidth": 4.8e12,
@@ -36,7 +36,7 @@ def _small_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PEER_FILE = """
-from modular_kernel.bench.layers import Layer
+from modular_kernel.bench.candidates import Layer
 from modular_kernel.reference import recipe
 
 class Mine(Layer):
@@ -202,11 +202,11 @@ def test_bad_usage_ends_with_2_and_says_why(mk: Mk, words: str, message: str) ->
     assert done.out == ""
 
 
-def jobs_of(monkeypatch: pytest.MonkeyPatch, mk: Mk, *words: str) -> Job:
+def jobs_of(monkeypatch: pytest.MonkeyPatch, mk: Mk, *words: str) -> BenchJob:
     """The job that `mk bench` would run."""
-    seen: list[Job] = []
+    seen: list[BenchJob] = []
 
-    def keep(job: Job, _tell: object) -> Report:
+    def keep(job: BenchJob, _tell: object) -> Report:
         seen.append(job)
         return Report(WHERE, PEAKS)
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.bench import floor
-from modular_kernel.bench.cases import operands
-from modular_kernel.bench.floor import (
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure import roofline as floor
+from modular_kernel.measure.cases import operands
+from modular_kernel.measure.roofline import (
     Peaks,
     Work,
     expert_bytes,
@@ -17,8 +18,7 @@ from modular_kernel.bench.floor import (
     operand_type,
     work_of,
 )
-from modular_kernel.bench.routing import Load, RoutingKind, draw, load_of
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.routing import Load, RoutingKind, draw, load_of
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Combine, Problem

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from modular_kernel.bench import method
-from modular_kernel.bench.cases import Cell, Input, make_input, make_weights, quantised
-from modular_kernel.bench.check import (
+from modular_kernel.bench.candidates import TorchGroupedMm
+from modular_kernel.bench.launch_count import count_launches, device_work
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure import timing as method
+from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, quantised
+from modular_kernel.measure.check import (
     Answer,
     Checked,
     Finding,
@@ -21,11 +24,8 @@ from modular_kernel.bench.check import (
     check_again,
     check_calls,
 )
-from modular_kernel.bench.launches import count_launches, device_work
-from modular_kernel.bench.layers import TorchGroupedMm
-from modular_kernel.bench.method import Rotation, host_cost, rotation, time_calls
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.timing import Rotation, host_cost, rotation, time_calls
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -234,15 +234,15 @@ def test_launches_are_work_on_the_device() -> None:
 # ------------------------------------------------------------------------------------- the check
 
 
-def cell(routing: str = "uniform", **changes: Any) -> Cell:
-    return Cell("small", replace(SMALL, **changes), RoutingKind.parse(routing))
+def cell(routing: str = "uniform", **changes: Any) -> LayerCase:
+    return LayerCase("small", replace(SMALL, **changes), RoutingKind.parse(routing))
 
 
 def judge_output(out: torch.Tensor, answer: Answer, problem: Problem) -> Finding:
     return check_calls([(out.clone, answer)], problem).finding
 
 
-def asked(one: Cell, quant: str = "none") -> tuple[Input, ExpertWeights, Answer]:
+def asked(one: LayerCase, quant: str = "none") -> tuple[Input, ExpertWeights, Answer]:
     given, weights = make_input(one, CPU, 0), make_weights(one.problem, CPU)
     return given, weights, answer_to(one, given, weights, QuantScheme.parse(quant))
 

@@ -8,8 +8,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from modular_kernel.bench.cases import make_weights
-from modular_kernel.bench.layers import peer_offers
+from modular_kernel.bench.candidates import peer_offers
+from modular_kernel.measure.cases import make_weights
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import Problem
 

@@ -14,7 +14,7 @@ from put_in import Wrong, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing import Case
-from modular_kernel.testing.cases import cases_for
+from modular_kernel.testing.cases.lists import cases_for
 from modular_kernel.types import Combine, Problem
 
 PREPARE = "MoEPrepareAndFinalizeNoEP"
@@ -65,7 +65,7 @@ CELLS = (
         lambda p: p.scheme.zero_points and p.scheme.packed and p.act.interleaved,
         Wrong(
             "up's zero point is the half of the byte that gate's is",
-            "experts/kernels/triton/product.py",
+            "experts/triton/kernels/gemm_tile_dispatch.py",
             "(up_rows % ZERO_ROWS) * 4",
             "(row % ZERO_ROWS) * 4",
         ),
@@ -108,7 +108,7 @@ CELLS = (
         ),
         Wrong(
             "packed experts all have the first one's bias",
-            "experts/triton_four_bit.py",
+            "experts/triton/operands_w4.py",
             '"stride_bias": 0 if bias is None else bias.stride(0)',
             '"stride_bias": 0',
         ),

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from modular_kernel.ops import build, player
-from modular_kernel.ops.build import BuildError, module_of
+from modular_kernel.ops.launch import build, cuda_replay
+from modular_kernel.ops.launch.build import BuildError, module_of
 from modular_kernel.settings import c_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ PyMODINIT_FUNC PyInit_mk_answer(void) { return PyModule_Create(&definition); }
 LOAD = """
 import sys
 from pathlib import Path
-from modular_kernel.ops.build import module_of
+from modular_kernel.ops.launch.build import module_of
 print(module_of(Path(sys.argv[1]), "mk_answer", ()).answer())
 """
 
@@ -174,17 +174,17 @@ def test_the_player_tries_once_and_says_so_once(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("CC", str(failing_compiler(source.parent)))
-    player._built.cache_clear()
+    cuda_replay._built.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "modular_kernel"):
-            assert [player.module() for _ in range(3)] == [None] * 3
-        assert "failed with 3" in player.why_no_module()
+            assert [cuda_replay.module() for _ in range(3)] == [None] * 3
+        assert "failed with 3" in cuda_replay.why_no_module()
         assert [record.getMessage() for record in caplog.records] == [
-            f"launches are not replayed: {player.why_no_module()}"
+            f"launches are not replayed: {cuda_replay.why_no_module()}"
         ]
         assert runs(source) == 1
     finally:
-        player._built.cache_clear()
+        cuda_replay._built.cache_clear()
 
 
 def test_two_that_compile_at_once_both_get_a_whole_one(source: Path) -> None:

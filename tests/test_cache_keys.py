@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tiles
-from experts.tile_names import TileKey
-from experts.tile_shapes import ALIGNED, PERMUTED, Device
-from experts.tile_store import subfolder
+from experts.triton.configs import select as tiles
+from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.lookup import subfolder
+from experts.triton.launch_config import Device
 from modular_kernel import replay
-from modular_kernel.choose import keys
-from modular_kernel.choose.cache import Cache
 from modular_kernel.placement import Placement
+from modular_kernel.select import keys
+from modular_kernel.select.cache import Cache
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
@@ -143,7 +143,7 @@ def test_the_file_is_named_by_all_of_the_identity(tmp_path: Path) -> None:
     assert len(paths | {Cache(tmp_path, whole, {}).path}) == len(whole) + 1
 
 
-# --------------------------------------------------------------------------------- tile files
+# --------------------------------------------------------------------------------- config files
 
 TILE_CHANGES: dict[str, Any] = {
     "experts": 9,
@@ -158,8 +158,8 @@ TILE_CHANGES: dict[str, Any] = {
 
 def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
     """An arch has no field of its own: a device's name says it."""
-    assert {field.name for field in fields(TileKey)} == set(TILE_CHANGES)
-    base = TileKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
+    assert {field.name for field in fields(ConfigKey)} == set(TILE_CHANGES)
+    base = ConfigKey(8, 32, "NVIDIA_H200", "fp8_w8a8", (128, 128))
     names = {replace(base, **{name: value}).file_name for name, value in TILE_CHANGES.items()}
     assert len(names | {base.file_name}) == len(TILE_CHANGES) + 1
     versions = ("3.6.0", "3.6.1", "3.7.0", "4.6.0")
@@ -169,31 +169,31 @@ def test_a_tile_file_is_named_by_every_field_and_lies_by_triton() -> None:
 def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
     """Problem, tokens, the device described, an override, and the paths of the caller."""
     large = replace(BASE, hidden=512, intermediate=512)
-    hopper, ampere = Device("one", boxes=True), Device("two", shared=101_376, warpgroups=False)
-    both = (ALIGNED, PERMUTED)
+    hopper, ampere = Device("one", tma=True), Device("two", shared=101_376, warpgroups=False)
+    both = ("aligned", "grouped_tma")
 
-    def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.TilePair:
-        return tiles.choose_tiles(problem, tokens, paths)
+    def chosen(problem: Problem, tokens: int, paths: tuple[str, ...] = both) -> tiles.MoEConfig:
+        return tiles.choose_config(problem, tokens, paths)
 
     with tiles.on_device(hopper):
         many, few = chosen(large, 4096), chosen(large, 4)
-        assert many.path == PERMUTED
-        assert few.path == ALIGNED
-        assert chosen(large, 4096, (ALIGNED,)).path == ALIGNED
+        assert many.path == "grouped_tma"
+        assert few.path == "aligned"
+        assert chosen(large, 4096, ("aligned",)).path == "aligned"
         assert chosen(replace(large, dtype=torch.float32), 4096) != many
         with tiles.override_config(few):
             assert chosen(large, 4096) == few
         assert chosen(large, 4096) == many
         with tiles.on_device(ampere):
-            assert chosen(large, 4096).path == ALIGNED
+            assert chosen(large, 4096).path == "aligned"
         assert chosen(large, 4096) == many
 
 
 # ------------------------------------------------------------------------------------- replay
 
 
-def kind(x: torch.Tensor, weights: ExpertWeights, tapes: replay.Tapes) -> Any:
-    return replay.kind_and_pointers((x,), tapes.bind(weights))[0]
+def kind(x: torch.Tensor, weights: ExpertWeights, recordings: replay.RecordedCalls) -> Any:
+    return replay.signature_and_pointers((x,), recordings.bind(weights))[0]
 
 
 def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
@@ -217,25 +217,25 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
         "one for two": ExpertWeights(w1=w1, w2=w1),
         "alignment of weights": ExpertWeights(w1=torch.zeros(257)[1:].view(2, 8, 16), w2=w2),
     }
-    tapes = replay.Tapes()
+    recordings = replay.RecordedCalls()
     like = ExpertWeights(w1=w1.clone(), w2=w2.clone())
-    assert kind(x, weights, tapes) == kind(memory[64:128].view(4, 16), like, tapes)
-    kinds = {name: kind(tensor, weights, tapes) for name, tensor in tensors.items()}
-    kinds |= {name: kind(x, one, tapes) for name, one in other_weights.items()}
-    kinds["as it is"] = kind(x, weights, tapes)
+    assert kind(x, weights, recordings) == kind(memory[64:128].view(4, 16), like, recordings)
+    kinds = {name: kind(tensor, weights, recordings) for name, tensor in tensors.items()}
+    kinds |= {name: kind(x, one, recordings) for name, one in other_weights.items()}
+    kinds["as it is"] = kind(x, weights, recordings)
     assert len(set(kinds.values())) == len(kinds)
 
 
 def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cuda.h that it includes is triton's, and lies in the same folder before and after."""
     triton = pytest.importorskip("triton")
-    from modular_kernel.ops import build, player
+    from modular_kernel.ops.launch import build, cuda_replay
 
     names: list[str] = []
     monkeypatch.setattr(build, "_kept", lambda _, name: names.append(name) or Path("kept"))
     monkeypatch.setattr(build, "_loaded", lambda name, path: name)
-    monkeypatch.setattr(player, "_built", player._built.__wrapped__)
+    monkeypatch.setattr(cuda_replay, "_built", cuda_replay._built.__wrapped__)
     for version in ("3.6.0", "3.9.0", "3.6.0"):
         monkeypatch.setattr(triton, "__version__", version)
-        assert player.module() == "modular_kernel_player"
+        assert cuda_replay.module() == "modular_kernel_replay"
     assert names[0] == names[2] != names[1]

@@ -8,8 +8,8 @@ from put_in import Wrong, findings
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import cases_for
-from modular_kernel.testing.cases_chosen import chosen_cases
+from modular_kernel.testing.cases.chosen import chosen_cases
+from modular_kernel.testing.cases.lists import cases_for
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -164,8 +164,8 @@ WRONG = (
 
 
 TRITON = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
-SINGLE = "experts/kernels/triton/single_up.py"
-PACKED_DOWN = "experts/kernels/triton/packed_down.py"
+SINGLE = "experts/triton/gemv/kernels/gate_up.py"
+PACKED_DOWN = "experts/triton/gemv_w4/kernels/down.py"
 OF_TRITON = (
     (
         Wrong(
@@ -188,7 +188,7 @@ OF_TRITON = (
     (
         Wrong(
             "scales and zero points behind the last row are read",
-            "experts/kernels/triton/single_down.py",
+            "experts/triton/gemv/kernels/down.py",
             "scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]",
             "scale_mask = live[:, None, None] & (scale_row <= hidden)[None, :, None]",
         ),
@@ -197,16 +197,16 @@ OF_TRITON = (
     (
         Wrong(
             "kept rows of skipped pairs are not zeroed behind packed weights",
-            "experts/triton_aligned.py",
-            "write_zeros=not self._sums,",
-            "write_zeros=False,",
+            "experts/triton/aligned_w4/path.py",
+            "WRITE_ZEROS=not self._sums,",
+            "WRITE_ZEROS=False,",
         ),
         "T9-H128-I64-E5-K2-bfloat16-quant=int4_w4a16_group:group=64-bias-combine",
     ),
     (
         Wrong(
             "rows of x are not weighted before packed weights",
-            "experts/kernels/triton/packed_up.py",
+            "experts/triton/gemv_w4/kernels/gate_up.py",
             "        sums *= row_weight\n",
             "        sums *= 1.0\n",
         ),
@@ -215,7 +215,7 @@ OF_TRITON = (
     (
         Wrong(
             "every token is the first before packed weights",
-            "experts/kernels/triton/packed_up.py",
+            "experts/triton/gemv_w4/kernels/gate_up.py",
             "    x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm\n",
             "",
         ),
@@ -224,7 +224,7 @@ OF_TRITON = (
     (
         Wrong(
             "e2m1 values are half as large in float16",
-            "experts/kernels/triton/nibbles.py",
+            "experts/triton/kernels/unpack_w4.py",
             "if dtype == tl.bfloat16 else 2.0**-16",
             "if dtype == tl.bfloat16 else 2.0**-17",
         ),
@@ -251,7 +251,7 @@ OF_TRITON = (
     (
         Wrong(
             "the sign of repacked values is lost in float16",
-            "experts/kernels/triton/nibbles.py",
+            "experts/triton/kernels/unpack_w4.py",
             "return ((pair & 0x01C001C0) << 3) | (pair & 0x80008000)",
             "return (pair & 0x01C001C0) << 3",
         ),

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.choose import stored
-from modular_kernel.choose.cache import NOT_KEPT, Cache, Found
-from modular_kernel.choose.record import Bucket, Outcome
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.select import stored
+from modular_kernel.select.cache import NOT_KEPT, Cache, Found
+from modular_kernel.select.record import Bucket, TimedOutcome
 
 IDENTITY = {"device": "D", "problem": "P"}
 VERSIONS = {"torch": "1", "parts": "x"}
 PAIR = ("PrepareX", "ExpertsY")
-ONE = Bucket(4, (Outcome(PAIR, 12.5, False, "cpu"), Outcome(("Z", "Z"), why="it failed")))
+ONE = Bucket(4, (TimedOutcome(PAIR, 12.5, False, "cpu"), TimedOutcome(("Z", "Z"), why="it failed")))
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_what_was_kept_comes_back(cache: Cache) -> None:
 
 def test_buckets_of_later_runs_join_and_replace(cache: Cache) -> None:
     cache.keep([ONE])
-    again = Bucket(4, (Outcome(PAIR, 9.0, False, "cpu"),))
+    again = Bucket(4, (TimedOutcome(PAIR, 9.0, False, "cpu"),))
     two = Bucket(2, ONE.outcomes)
     cache.keep([again, two])
     record = cache.load().record
@@ -220,7 +220,7 @@ def test_only_one_holds_the_lock(cache: Cache) -> None:
 
 
 def test_no_file_of_the_reader_is_larger_than_what_it_reads(cache: Cache) -> None:
-    outcomes = tuple(Outcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
+    outcomes = tuple(TimedOutcome((f"P{n}" * 20, "E" * 60), why="w" * 300) for n in range(30))
     cache.keep([Bucket(tokens, outcomes) for tokens in range(1, 120)])
     assert cache.path.stat().st_size <= stored.MOST_BYTES
     record = cache.load().record

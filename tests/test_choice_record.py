@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from modular_kernel.choose.kernel import warm_tokens
-from modular_kernel.choose.record import (
+from modular_kernel.select.kernel import warm_tokens
+from modular_kernel.select.record import (
     Bucket,
-    Outcome,
     Segment,
+    TimedOutcome,
     bucket_tokens,
     chosen,
     crossover,
@@ -26,7 +26,7 @@ ORDER = (A, B, C)
 def bucket(tokens: int, **times: float | None) -> Bucket:
     pairs = {"a": A, "b": B, "c": C}
     return Bucket(
-        tokens, tuple(Outcome(pairs[n], us, why="" if us else "no") for n, us in times.items())
+        tokens, tuple(TimedOutcome(pairs[n], us, why="" if us else "no") for n, us in times.items())
     )
 
 

@@ -15,8 +15,8 @@ from run_mk import Ended, run_mk
 from experts import TorchExperts
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import output
-from modular_kernel.testing import mutants
-from modular_kernel.testing.cases import BASE, Case
+from modular_kernel.testing.call_mutants import run as mutants
+from modular_kernel.testing.cases.lists import BASE, Case
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
@@ -308,7 +308,7 @@ def test_compile(
     row = SimpleNamespace(case="bf16", record=record, violations=violations)
     left_out = SimpleNamespace(kernel="other_kernel", module="parts.kernels", reason=reason)
     asked: list[tuple[str, int]] = []
-    module = ModuleType("modular_kernel.testing.compile_cases")
+    module = ModuleType("modular_kernel.testing.compile.cases")
     done = SimpleNamespace(rows=[row], left_out=[left_out] if reason is not None else [])
     module.compile_all = lambda target, bar, workers: asked.append((target, workers)) or done  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -327,23 +327,23 @@ def test_compile(
 def test_compile_checked_shows_the_instructions_that_a_check_has_counted(
     mk: Mk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from modular_kernel.testing import compile as compiling
-    from modular_kernel.testing.compile_cases import Compiled, Row
+    from modular_kernel.testing.compile import report as compiling
+    from modular_kernel.testing.compile.cases import Compiled, CompiledRow
 
     absent = dict.fromkeys(compiling.FAMILIES, 0)
     monkeypatch.setattr(compiling, "_count", lambda cubin: {**absent, cubin.decode(): 7})
 
-    def row(name: str) -> Row:
+    def row(name: str) -> CompiledRow:
         counts = compiling.Instructions(name.encode())
         record = compiling.CompileRecord("k", "sm_90", {}, {}, 4, 1, 0, 9, 0, 0, counts, 0.0)
-        return Row(f"case {name}", record, ())
+        return CompiledRow(f"case {name}", record, ())
 
     def done(*_: object, **__: object) -> Compiled:
         read = row("HGMMA")
         assert read.record.instructions["HGMMA"] == 7
         return Compiled((read, row("FFMA")), ())
 
-    monkeypatch.setattr("modular_kernel.testing.compile_cases.compile_all", done)
+    monkeypatch.setattr("modular_kernel.testing.compile.cases.compile_all", done)
     checked = mk("compile", "--check").out
     assert "HGMMA x7" in checked
     assert checked.count("not counted") == 1

@@ -18,7 +18,7 @@ from modular_kernel.cli.host import parse_arch
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import MODELS
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases import BASE, Case, axes, cases_for, command
+from modular_kernel.testing.cases.lists import BASE, Case, axes, cases_for, command
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,9 +104,9 @@ def problem_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
 
 def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
     """The one case that `mk test` would prove."""
-    seen: list[prove.Job] = []
+    seen: list[prove.VerifyJob] = []
 
-    def keep(jobs: list[prove.Job], _machine: object, *, as_json: bool) -> bool:
+    def keep(jobs: list[prove.VerifyJob], _machine: object, *, as_json: bool) -> bool:
         seen.extend(jobs)
         return True
 

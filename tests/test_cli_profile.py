@@ -13,7 +13,7 @@ from modular_kernel import stages
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import profile
 from modular_kernel.profiling.chrome import faults
-from modular_kernel.testing.cases import BASE, axes
+from modular_kernel.testing.cases.lists import BASE, axes
 
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 NAIVE_PAIR = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel.testing.compare import FACTOR, Comparison, compare
+from modular_kernel.testing.verify.compare import FACTOR, Comparison, compare
 from modular_kernel.types import Combine, Problem
 
 PROBLEM = Problem(tokens=40, hidden=96, intermediate=32, experts=4, top_k=2, dtype=torch.bfloat16)

@@ -12,13 +12,13 @@ from run_mk import Ended, run_mk
 
 import modular_kernel as mk
 from modular_kernel.catalog import make_kernel
-from modular_kernel.choose import choosing, timing
-from modular_kernel.choose.choosing import Terms, choose, compose
-from modular_kernel.choose.inputs import make_weights
-from modular_kernel.choose.record import Outcome
-from modular_kernel.choose.timing import Stopwatch
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
+from modular_kernel.select import choosing, timing
+from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.inputs import make_weights
+from modular_kernel.select.record import TimedOutcome
+from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Machine, Parallel, Problem
 
 TORCH = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -171,7 +171,7 @@ def test_a_candidate_that_raises_is_an_outcome(
     part = mk.catalog.load_catalog().experts("NaiveBatchedExperts")
     monkeypatch.setattr(part, "apply", fails)
     choice = choose(PROBLEM, CPU, terms=Terms(tokens=(8,)))
-    assert Outcome(NAIVE, why="RuntimeError: no such luck") in choice.buckets[0].outcomes
+    assert TimedOutcome(NAIVE, why="RuntimeError: no such luck") in choice.buckets[0].outcomes
 
 
 def test_what_does_not_fit_is_not_begun(
@@ -237,7 +237,7 @@ def test_a_plan_builds_and_times_nothing_when_called(
     weights = make_weights(PROBLEM, torch.device("cpu"))
     no_timing(monkeypatch)
     for name in ("make_kernel", "build"):
-        monkeypatch.setattr(f"modular_kernel.choose.kernel.{name}", None)
+        monkeypatch.setattr(f"modular_kernel.select.kernel.{name}", None)
     assert plan.warm_up(weights) == 8
     assert plan.warm_up(weights, [3, 5]) == 2
 

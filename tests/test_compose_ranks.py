@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from modular_kernel.choose.cache import Cache
-from modular_kernel.choose.choosing import Terms, choose, compose
-from modular_kernel.choose.inputs import Situation, make_weights
-from modular_kernel.choose.record import Bucket, Outcome
-from modular_kernel.choose.timing import Stopwatch
 from modular_kernel.composer import random_inputs
+from modular_kernel.select.cache import Cache
+from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.inputs import SelectSituation, make_weights
+from modular_kernel.select.record import Bucket, TimedOutcome
+from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Machine, Parallel, Problem
 
 PROBLEM = Problem(8, 64, 32, 4, 2)
@@ -53,7 +53,7 @@ def _choices(rank: int, world: int, group: object, folder: Path, where: str):
     problem = replace(PROBLEM, parallel=Parallel(world, rank=rank))
     terms = Terms(tokens=(8,), folder=folder, fresh=True)
 
-    owner, name = {"wrong": (Situation, "wrong"), "run": (Stopwatch, "_run")}[where]
+    owner, name = {"wrong": (SelectSituation, "wrong"), "run": (Stopwatch, "_run")}[where]
     real = getattr(owner, name)
 
     def planted(*arguments: object) -> None:
@@ -90,7 +90,7 @@ def test_the_slowest_rank_counts(rank_pool, tmp_path: Path) -> None:
 def _keeps(rank: int, _world: int, _group: object, folder: Path) -> int:
     cache = Cache(folder, {"device": "D"}, {"torch": "1"})
     for number in range(40):
-        cache.keep([Bucket(2 * number + 1 + rank, (Outcome(("P", "E"), 1.0),))])
+        cache.keep([Bucket(2 * number + 1 + rank, (TimedOutcome(("P", "E"), 1.0),))])
         assert cache.load().record is not None
     return 40
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from modular_kernel.testing.covering import Axis, Row, Space, covering_array
+from modular_kernel.testing.cases.covering import Axis, Row, Space, covering_array
 
 AXES = (
     Axis("colour", ("red", "green", "blue", "none"), frozenset({"none"})),

@@ -9,7 +9,7 @@ from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import DtypeError
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.testing.inputs import make_inputs
+from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.types import Parallel, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 

@@ -20,20 +20,21 @@ from modular_kernel.placement import Placement
 from modular_kernel.settings import nvshmem_asks_for_ibgda
 from modular_kernel.support import Verdict
 from modular_kernel.tensors import BatchedShape, ContiguousShape
-from modular_kernel.testing.cases_ranks import rank_pairings
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.cases.ranks import rank_pairings
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 from prepare_finalize import (
+    DeepEPGroup,
     DeepEPHTPrepareAndFinalize,
     DeepEPLLPrepareAndFinalize,
     DeepEPV2PrepareAndFinalize,
-    deepep_ll,
-    deepep_v2,
 )
-from prepare_finalize.all2all import DeepEPGroup, deepep
-from prepare_finalize.all2all.deepep import has_rdma_nic, load_deepep
-from prepare_finalize.all2all.deepep_low_latency import LowLatency
-from prepare_finalize.all2all.deepep_part import DeepEPPart
+from prepare_finalize.deepep import group as deepep
+from prepare_finalize.deepep import low_latency as deepep_ll
+from prepare_finalize.deepep import v2 as deepep_v2
+from prepare_finalize.deepep.group import has_rdma_nic, load_deepep
+from prepare_finalize.deepep.low_latency_buffer import LowLatency
+from prepare_finalize.deepep.part import DeepEPPart
 
 HT, LL, V2 = (f"DeepEP{name}PrepareAndFinalize" for name in ("HT", "LL", "V2"))
 EXPERTS = {HT: "TritonExperts", LL: "BatchedTritonExperts", V2: "TritonExperts"}

@@ -6,9 +6,9 @@ import deepep_stand_in as stand_in
 import pytest
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
-from modular_kernel.testing.prove_ranks import prove_ranks
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.over_ranks import prove_ranks
 
 MACHINE = this_machine(device="cpu")
 PAIRS = (

@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tile_dequantised
-from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, DEQUANTISED, Device, Tile, gemms
-from experts.tiles import choose_tiles, on_device, override_config
-from experts.triton_dequantised import DequantisedPath
-from experts.triton_gemm import Product
-from experts.triton_permuted import PermutedPath
-from experts.triton_sorted import Rows
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.select import choose_config, on_device, override_config
+from experts.triton.dequantised import config as dequantised_config
+from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.grouped.base import Rows
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, LaunchConfig, gemms
+from experts.triton.operands import Product
 from modular_kernel import Problem
 from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import activation_constants
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.reference import activation
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
-H200 = Device("NVIDIA H200", boxes=True)
+H200 = Device("NVIDIA H200", tma=True)
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 _INT4, _MXFP4, _INT8 = "int4_w4a16_group", "mxfp4_w4a16", "int8_w8a16_group"
@@ -37,9 +37,14 @@ _BASE = replace(
 
 
 def _multiply(
-    self: PermutedPath, rows: Rows, product: Product, tile: Tile, order: Sorted, out: torch.Tensor
+    self: GroupedTmaPath,
+    rows: Rows,
+    product: Product,
+    tile: LaunchConfig,
+    order: Sorted,
+    out: torch.Tensor,
 ) -> None:
-    """The permuted path's product in float32, tile by tile as the kernel finds them."""
+    """The grouped GEMM's product in float32, tile by tile as the kernel finds them."""
     max_tiles, (_, _, depth) = order.max_tiles, product.w.shape
     spec = self.problem.act if product.constants["GATED"] or depth == self.problem.hidden else None
     if spec is not None and activation_constants(spec)["KIND"] != product.constants["KIND"]:
@@ -56,7 +61,7 @@ def _multiply(
 
 @pytest.fixture(autouse=True)
 def _there_are_boxes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(PermutedPath, "multiply", _multiply)
+    monkeypatch.setattr(GroupedTmaPath, "multiply", _multiply)
     with on_device(H200):
         yield
 
@@ -94,22 +99,22 @@ def test_proven(
     """All experts at once, and three at a time, the last ones fewer."""
     problem = replace(_BASE, **changes)
     monkeypatch.setattr(
-        tile_dequantised, "experts_at_once", lambda problem: min(at_once, problem.e)
+        dequantised_config, "experts_at_once", lambda problem: min(at_once, problem.e)
     )
-    with override_config(tile_dequantised.default(problem)):
-        assert choose_tiles(problem, 1, (ALIGNED, DEQUANTISED)).path == DEQUANTISED
+    with override_config(dequantised_config.default(problem)):
+        assert choose_config(problem, 1, ("aligned", "dequantised")).path == "dequantised"
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 
 
 def test_experts_go_in_equal_parts_of_a_bounded_buffer() -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert tile_dequantised.experts_at_once(layer) == 4
-    assert tile_dequantised.values_at_once(layer) == 4 * 28672 * 4096
+    assert dequantised_config.experts_at_once(layer) == 4
+    assert dequantised_config.values_at_once(layer) == 4 * 28672 * 4096
     small = replace(layer, hidden=2048, intermediate=768, experts=128, top_k=8)
-    assert tile_dequantised.experts_at_once(small) == 128
+    assert dequantised_config.experts_at_once(small) == 128
     huge = replace(layer, intermediate=1 << 17)
-    assert tile_dequantised.experts_at_once(huge) == 1
+    assert dequantised_config.experts_at_once(huge) == 1
     specs = DequantisedPath(layer).specs(4096, 128)
     assert specs["dequantised"].nbytes <= 1 << 30
     assert "dequantised_tiles" in specs
@@ -129,12 +134,12 @@ def test_experts_go_in_equal_parts_of_a_bounded_buffer() -> None:
 )
 def test_it_does_not_serve(changes: dict[str, Any]) -> None:
     given = {key: "none" if value is None else value for key, value in changes.items()}
-    assert tile_dequantised.serves(_BASE, H200)
-    assert not tile_dequantised.serves(replace(_BASE, **given), H200)
+    assert dequantised_config.serves(_BASE, H200)
+    assert not dequantised_config.serves(replace(_BASE, **given), H200)
 
 
 def test_it_does_not_serve_another_gpu() -> None:
-    assert not tile_dequantised.serves(_BASE, Device("NVIDIA A100"))
+    assert not dequantised_config.serves(_BASE, Device("NVIDIA A100"))
 
 
 def test_weights_that_lie_otherwise_take_another_path() -> None:
@@ -151,13 +156,13 @@ def test_weights_that_lie_otherwise_take_another_path() -> None:
 @pytest.mark.parametrize("quant", [_INT4, _MXFP4, f"{_MXFP4}:repacked=true", "int8_w8a16_channel"])
 def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
-    least = tile_dequantised.least_rows(layer) * 8 // 2
-    steps = regimes(layer, H200)
-    assert steps.choose(least - 1).path != DEQUANTISED
+    least = dequantised_config.least_rows(layer) * 8 // 2
+    steps = heuristics(layer, H200)
+    assert steps.choose(least - 1).path != "dequantised"
     pair = steps.choose(least)
-    assert pair == tile_dequantised.default(layer)
+    assert pair == dequantised_config.default(layer)
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(layer), strict=True):
-        assert not list(tile_dequantised.violations(tile, gemm, layer, H200))
+        assert not list(dequantised_config.violations(tile, gemm, layer, H200))
         wrong = replace(tile, block_k=32)
-        (violation,) = tile_dequantised.violations(wrong, gemm, layer, H200)
+        (violation,) = dequantised_config.violations(wrong, gemm, layer, H200)
         assert "dequantised" in violation.need

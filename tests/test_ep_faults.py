@@ -15,8 +15,9 @@ from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 from experts.torch_experts import TorchExperts
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.errors import CapacityError, CommunicationError
-from modular_kernel.testing.faults_matrix import (
-    Result,
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.stress.fault_matrix import (
+    FaultResult,
     as_json,
     markdown,
     parts_to_try,
@@ -25,18 +26,17 @@ from modular_kernel.testing.faults_matrix import (
     scenarios,
     summary,
 )
-from modular_kernel.testing.faults_ranks import (
+from modular_kernel.testing.stress.faults import (
     DEADLINE_S,
     SLACK_S,
     VICTIM,
-    Report,
+    RankReport,
     Scenario,
     outcome,
     outcome_of,
 )
-from modular_kernel.testing.ranks import RankPool
-from prepare_finalize.all2all import TorchGroup
-from prepare_finalize.all2all.last_calls import FailureBoard, LastCalls, culprits
+from prepare_finalize import TorchGroup
+from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
 
 WORLD = 3
 LONG_S = 10.0  # a deadline that no rank waits for which is told
@@ -76,7 +76,7 @@ def pool() -> Iterator[RankPool]:
 # --------------------------------------------------------------------------------- on the ranks
 
 
-def disagree(rank: int, world: int, group: object, fault: Fault) -> Report:
+def disagree(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     """The victim means another layer; then all mean one again, with the same manager."""
     layer = fault.layer
     options = dict(fault.other) if rank == VICTIM else {}
@@ -100,7 +100,7 @@ def disagree(rank: int, world: int, group: object, fault: Fault) -> Report:
 # ------------------------------------------------------------------------------------ the tests
 
 
-def assert_survivor(report: Report, phases: set[str]) -> None:
+def assert_survivor(report: RankReport, phases: set[str]) -> None:
     assert report.error == "CommunicationError", report
     assert report.peers == (VICTIM,), report.message
     assert report.phase in phases, report.message
@@ -216,12 +216,14 @@ def test_a_call_that_returns_something_else_is_an_error() -> None:
 def test_findings_of_a_part_that_takes_a_fault_badly() -> None:
     """Each thing that may go wrong is found, one at a time."""
     killed = Scenario(ALL2ALL, "killed", "in dispatch")
-    good = Report("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), serves_again=True)
+    good = RankReport("CommunicationError", "m", 2.0, 1, "dispatch", (VICTIM,), serves_again=True)
     dead = {VICTIM: "died: killed by signal SIGKILL"}
 
-    def findings(scenario: Scenario, lost: dict[int, str], *reports: Report) -> list[str]:
+    def findings(scenario: Scenario, lost: dict[int, str], *reports: RankReport) -> list[str]:
         ranks = [rank for rank in range(3) if rank not in lost]
-        return Result(scenario, 3, dict(zip(ranks, reports, strict=True)), lost, 0.0).findings()
+        return FaultResult(
+            scenario, 3, dict(zip(ranks, reports, strict=True)), lost, 0.0
+        ).findings()
 
     assert findings(killed, dead, good, good) == []
     late = replace(killed, kind="late")
@@ -293,7 +295,7 @@ def test_calls_in_flight_when_one_fails(pool: RankPool) -> None:
 
 def second_of_two(
     rank: int, world: int, group: object, fault: Fault
-) -> tuple[Report, Report] | None:
+) -> tuple[RankReport, RankReport] | None:
     given = fault.layer.inputs_of(rank)
     dist.barrier(group)
     manager = TorchGroup(group, deadline_s=DEADLINE_S)
@@ -313,7 +315,7 @@ def test_ranks_that_finish_in_another_order_are_told_with_the_next_call(pool: Ra
         assert report.peers == ((0, 2) if rank == VICTIM else (VICTIM,))
 
 
-def another_order(rank: int, world: int, group: object, fault: Fault) -> Report:
+def another_order(rank: int, world: int, group: object, fault: Fault) -> RankReport:
     layer = replace(fault.layer, tokens_W=(4, 4, 4), routing="all_to_one")
     given = layer.inputs_of(rank)
     dist.barrier(group)

@@ -19,10 +19,10 @@ from modular_kernel.errors import (
     UnsupportedError,
 )
 from modular_kernel.settings import read_settings
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import Combine, Machine, Parallel, Problem
-from prepare_finalize.all2all import DeepEPGroup, SymmetricGroup, TorchGroup
-from prepare_finalize.all2all.pplx import PplxGroup
+from prepare_finalize import DeepEPGroup, SymmetricGroup, TorchGroup
+from prepare_finalize.pplx.group import PplxGroup
 
 
 @pytest.fixture(scope="module")

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts.ep_moe import (
+from experts.compat.ep_moe import (
     grouped_gemm_triton,
     post_reorder,
     pre_reorder,
     run_moe_ep_preproess,
     silu_and_mul,
 )
-from experts.grouped_gemm import GroupedGemmExperts
+from experts.triton.permuted import GroupedGemmExperts
 from modular_kernel import ExpertWeights, Problem, Routing, make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import (

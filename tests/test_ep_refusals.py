@@ -9,9 +9,9 @@ import torch.distributed as dist
 from ep_layers import ALL2ALL, GATHERED, REPLICATED, Layer
 
 from modular_kernel.catalog import make_kernel
-from modular_kernel.testing.faults_ranks import VICTIM, Report, outcome_of
-from modular_kernel.testing.ranks import RankPool
-from prepare_finalize.all2all import TorchGroup
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.stress.faults import VICTIM, RankReport, outcome_of
+from prepare_finalize import TorchGroup
 
 LONG_S = 10.0  # a deadline that no rank waits for which is told
 AT_ONCE_S = LONG_S / 2  # on a busy machine, too
@@ -42,7 +42,7 @@ def test_a_rank_that_refuses_its_input_and_then_calls_again(
             assert told in report.message
 
 
-def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> Report:
+def refuse_one(rank: int, world: int, group: object, layer: Layer, by: str) -> RankReport:
     given = layer.inputs_of(rank)
     manager = TorchGroup(group, deadline_s=LONG_S)
     kernel = make_kernel(layer.part, "TorchExperts", layer.problem(rank), group=manager)
@@ -67,7 +67,7 @@ def test_layers_of_one_manager_that_are_called_in_another_order(pool: RankPool, 
         assert report.serves_again
 
 
-def swap_layers(rank: int, world: int, group: object, layer: Layer) -> Report:
+def swap_layers(rank: int, world: int, group: object, layer: Layer) -> RankReport:
     given, problem = layer.inputs_of(rank), layer.problem(rank)
     manager = TorchGroup(group, deadline_s=LONG_S)
     first, second = (

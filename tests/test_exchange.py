@@ -7,35 +7,35 @@ from pathlib import Path
 import pytest
 import torch
 
-from modular_kernel.bench import exchange_parts
-from modular_kernel.bench.exchange import (
+from modular_kernel.bench.all2all import parts as exchange_parts
+from modular_kernel.bench.all2all.cases import (
     BF16_BOUND,
-    Cell,
-    Given,
-    Link,
+    ExchangeCase,
+    ExchangeInputs,
     Place,
+    TransportLink,
     dequantised,
     distance,
 )
-from modular_kernel.bench.exchange_parts import PartTransport
-from modular_kernel.bench.exchange_peers import load_peers
-from modular_kernel.bench.exchange_rows import ExchangeReport, ExchangeRow, markdown, row_of
-from modular_kernel.bench.exchange_run import Offer, Repeats, run
+from modular_kernel.bench.all2all.parts import PartTransport
+from modular_kernel.bench.all2all.peers import load_peers
+from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow, markdown, row_of
+from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import main
 from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.tensors import ContiguousTokens, DispatchedRouting
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import IdSpace, Machine, Reduce
 
 ROOT = Path(__file__).resolve().parents[1]
-CELL = Cell(2, 5, 8, hidden=128, experts=8, top_k=2)
+CELL = ExchangeCase(2, 5, 8, hidden=128, experts=8, top_k=2)
 REPEATS = Repeats(2, 2)
 
 PEERS = """
 import os, time, torch
 import torch.distributed as dist
-from modular_kernel.bench.exchange import Transport
+from modular_kernel.bench.all2all.cases import Transport
 
 class Whole(Transport):
     '''All rows to everybody; every rank has the sum of its own anyway.'''
@@ -106,12 +106,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ExchangeRo
     path = tmp_path_factory.mktemp("peers") / "peers.py"
     path.write_text(PEERS, encoding="utf-8")
     names = [peer.name for peer in load_peers(path)]
-    cells = tuple(Cell(2, tokens, 8, hidden=128, experts=8, top_k=2) for tokens in (2, 5, 8))
-    cells += (Cell(2, 1, 4, hidden=128, experts=8, top_k=2),)  # other buffers
+    cells = tuple(
+        ExchangeCase(2, tokens, 8, hidden=128, experts=8, top_k=2) for tokens in (2, 5, 8)
+    )
+    cells += (ExchangeCase(2, 1, 4, hidden=128, experts=8, top_k=2),)  # other buffers
     offers = [
-        Offer(name, "peer", cells, Machine(), path=path, seconds=1.5) for name in [*names, "whole"]
+        ExchangeOffer(name, "peer", cells, Machine(), path=path, seconds=1.5)
+        for name in [*names, "whole"]
     ]
-    found = run(offers, lambda: RankPool(2, grace=0.5), link=Link(), repeats=REPEATS)
+    found = run(offers, lambda: RankPool(2, grace=0.5), link=TransportLink(), repeats=REPEATS)
     *first, again = found
     return {**dict(zip(names, first, strict=True)), "again": again}
 
@@ -161,13 +164,13 @@ def test_after_the_deadline_nothing_begins() -> None:
 
         return Idle()
 
-    offer = Offer("x", "peer", (CELL,), Machine())
-    ((row,),) = run([offer], no_pool, link=Link(), repeats=REPEATS, deadline_s=-1)
+    offer = ExchangeOffer("x", "peer", (CELL,), Machine())
+    ((row,),) = run([offer], no_pool, link=TransportLink(), repeats=REPEATS, deadline_s=-1)
     assert (row.status, row.note) == ("skipped", "the deadline had passed")
 
 
 def test_remote_rows_are_counted_once_a_token_and_rank() -> None:
-    cell = Cell(3, 40, 40, hidden=256, experts=6, top_k=3)
+    cell = ExchangeCase(3, 40, 40, hidden=256, experts=6, top_k=3)
     want = [[0] * 3 for _ in range(3)]
     for source in range(3):
         for ids in cell.routing(source).topk_ids_TK.tolist():
@@ -189,19 +192,19 @@ def test_the_reason_is_what_was_told_first(first: int) -> None:
         {"status": "failed", "note": note, "error": None, "at": 8.0 if rank == first else 8.5}
         for rank, note in enumerate(notes)
     ]
-    assert row_of("x", "peer", CELL, told, Link()).note == "ValueError: broken here"
+    assert row_of("x", "peer", CELL, told, TransportLink()).note == "ValueError: broken here"
     late = {"status": "failed", "note": "died: exit code 7", "error": None}
-    assert row_of("x", "peer", CELL, [*told, late], Link()).note == "died: exit code 7"
+    assert row_of("x", "peer", CELL, [*told, late], TransportLink()).note == "died: exit code 7"
 
 
 def test_bytes_and_floors_by_hand() -> None:
-    fp8 = Cell(2, 4096, 4096, quant="fp8_w8a8_block")
+    fp8 = ExchangeCase(2, 4096, 4096, quant="fp8_w8a8_block")
     assert fp8.row_bytes == 7168 + 4 * 56
-    assert Cell(2, 1, 1).row_bytes == 14336
-    assert Link(393e9, 6e-6).floor_us(58_000_000) == pytest.approx(147.6 + 6, abs=0.1)
+    assert ExchangeCase(2, 1, 1).row_bytes == 14336
+    assert TransportLink(393e9, 6e-6).floor_us(58_000_000) == pytest.approx(147.6 + 6, abs=0.1)
     same = {"status": "ok", "note": "", "error": 0.0, "mode": "graph", "spread": 0.1}
     told = [{**same, "dispatch_us": us, "combine_us": 2.0, "pair_us": 12.0} for us in (10.0, 20.0)]
-    row = row_of("x", "peer", CELL, told, Link())
+    row = row_of("x", "peer", CELL, told, TransportLink())
     assert (row.dispatch_us, row.combine_us) == (20.0, 2.0)
     assert row.dispatch_gbs == pytest.approx(CELL.remote_rows[0] * 256 / 20e-6 / 1e9)
 
@@ -288,11 +291,11 @@ HERE = Place(0, 1, None, torch.device("cpu"))
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "fp8_w8a8_channel"])
 @pytest.mark.parametrize("name", ["BatchedPrepareAndFinalize", "MoEPrepareAndFinalizeNoEP"])
 def test_identity_experts_of_both_formats(name: str, quant: str) -> None:
-    cell = Cell(1, 7, 9, hidden=256, experts=6, top_k=3, quant=quant)
+    cell = ExchangeCase(1, 7, 9, hidden=256, experts=6, top_k=3, quant=quant)
     transport = PartTransport(name, this_machine())
     assert transport.refusal(cell) == ""
     transport.open(cell, HERE)
-    given = Given.of(cell, 0, HERE.device)
+    given = ExchangeInputs.of(cell, 0, HERE.device)
     transport.load(given)
     transport.dispatch()
     transport.identity()
@@ -326,10 +329,10 @@ def test_rows_that_are_not_here_are_not_read() -> None:
 
 def test_room_for_every_expert_is_not_made_for_many_tokens() -> None:
     transport = PartTransport("BatchedPrepareAndFinalize", Machine())
-    assert "512 at most" in transport.refusal(Cell(1, 1, 4096))
-    assert transport.refusal(Cell(1, 1, 512)) == ""
+    assert "512 at most" in transport.refusal(ExchangeCase(1, 1, 4096))
+    assert transport.refusal(ExchangeCase(1, 1, 512)) == ""
 
 
 def test_a_part_that_pairs_with_nothing_is_refused_with_reasons() -> None:
     transport = PartTransport("TorchAll2AllPrepareAndFinalize", Machine())
-    assert "[world_size]" in transport.refusal(Cell(1, 1, 1))
+    assert "[world_size]" in transport.refusal(ExchangeCase(1, 1, 1))

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.bench.exchange import Cell, Link
-from modular_kernel.bench.exchange_rows import ExchangeRow
-from modular_kernel.bench.exchange_run import Offer, Repeats, run
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
+from modular_kernel.bench.all2all.records import ExchangeRow
+from modular_kernel.bench.all2all.run import ExchangeOffer, Repeats, run
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import Machine
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,7 +26,7 @@ spec.loader.exec_module(module)
 transports = module.transports
 """
 CELLS = tuple(
-    Cell(2, tokens, 6, hidden=256, experts=8, top_k=3, quant=quant)
+    ExchangeCase(2, tokens, 6, hidden=256, experts=8, top_k=3, quant=quant)
     for quant in ("none", "fp8_w8a8_block")
     for tokens in (1, 6)
 )
@@ -59,9 +59,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Exch
         folders = [str(STAND_INS / library), str(STAND_INS)]
         peers = str(ROOT / "tools" / "exchange_peers.py")
         path.write_text(FILE.format(folders=folders, peers=peers), encoding="utf-8")
-        offers += [(library, Offer(name, "peer", CELLS, Machine(), path=path)) for name in names]
+        offers += [
+            (library, ExchangeOffer(name, "peer", CELLS, Machine(), path=path)) for name in names
+        ]
     told = run(
-        [offer for _, offer in offers], lambda: RankPool(2), link=Link(), repeats=Repeats(1, 1)
+        [offer for _, offer in offers],
+        lambda: RankPool(2),
+        link=TransportLink(),
+        repeats=Repeats(1, 1),
     )
     for (library, offer), found_rows in zip(offers, told, strict=True):
         found[library, offer.name] = found_rows

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from modular_kernel.bench import exchange_time
-from modular_kernel.bench.exchange import Cell, Given, Place, Transport
-from modular_kernel.bench.exchange_time import Repeats, time_transport
+from modular_kernel.bench.all2all import timing as exchange_time
+from modular_kernel.bench.all2all.cases import ExchangeCase, ExchangeInputs, Place, Transport
+from modular_kernel.bench.all2all.timing import Repeats, time_transport
 
 
 class Clock:
@@ -78,8 +78,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Place:
     return Place(0, 1, None, torch.device("cuda"))
 
 
-def slow(**fields: object) -> tuple[Slow, Given]:
-    given = Given.of(Cell(1, 3, 3, hidden=64, experts=2, top_k=1), 0, torch.device("cpu"))
+def slow(**fields: object) -> tuple[Slow, ExchangeInputs]:
+    given = ExchangeInputs.of(
+        ExchangeCase(1, 3, 3, hidden=64, experts=2, top_k=1), 0, torch.device("cpu")
+    )
     transport = Slow()
     vars(transport).update({"capturable": True, **fields})
     transport.load(given)

@@ -6,16 +6,18 @@ from types import ModuleType
 
 import pytest
 
-from experts import tile_dequantised, tile_permuted, tile_streamed
-from experts.tile_shapes import DEQUANTISED, PERMUTED, STREAMED, Device
-from experts.tiles import choose_tiles, on_device, override_config
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import choose_config, on_device, override_config
+from experts.triton.contiguous import paths_of
+from experts.triton.dequantised import config as dequantised_config
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.launch_config import Device
 from modular_kernel.types import Machine
 
 DEFAULTS = {
-    STREAMED: lambda problem: tile_streamed.default(problem, H100),
-    PERMUTED: tile_permuted.default,
-    DEQUANTISED: tile_dequantised.default,
+    "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
+    "grouped_tma": grouped_tma_config.default,
+    "dequantised": dequantised_config.default,
 }
 HERE = Path(__file__).parent
 H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
@@ -34,9 +36,9 @@ def loaded(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "path"),
     [
-        ("test_streamed_path", STREAMED),
-        ("test_permuted_path", PERMUTED),
-        ("test_dequantised_on_gpu", DEQUANTISED),
+        ("test_streamed_path", "gemv_tma"),
+        ("test_permuted_path", "grouped_tma"),
+        ("test_dequantised_on_gpu", "dequantised"),
     ],
 )
 def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:
@@ -47,5 +49,5 @@ def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:
             default = DEFAULTS[path](case.problem)
             assert default.path == path
             with override_config(default):
-                tiles = choose_tiles(case.problem, case.problem.tokens, paths_of(case.problem))
+                tiles = choose_config(case.problem, case.problem.tokens, paths_of(case.problem))
             assert tiles == default, str(case)

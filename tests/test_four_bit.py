@@ -7,21 +7,28 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tile_few_rows, triton_four_bit
-from experts.batched_triton import BatchedTritonExperts
-from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, Device
-from experts.tiles import choose_tiles, override_config
-from experts.triton_experts import TritonExperts
+from experts.triton.aligned_w4 import config as aligned_w4_config
+from experts.triton.aligned_w4.config import AlignedW4Config
+from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.batched import BatchedTritonExperts
+from experts.triton.configs.former import in_words_of_now
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.select import choose_config, override_config
+from experts.triton.contiguous import TritonExperts
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
+from experts.triton.path import Path, PathCall
+from experts.triton.paths import PATHS
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import quantise_weights
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
 _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+_PATHS = ("aligned", "aligned_w4")
 _INT4 = "int4_w4a16_group"
 _REPACKED = "mxfp4_w4a16:repacked=true"
 # Widths that are no multiple of a block, depths that are no multiple of a step.
@@ -66,30 +73,92 @@ def test_proven(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blocks = set[int]()
-    monkeypatch.setattr(triton_four_bit, "multiply", _noting(blocks))
+    monkeypatch.setattr(AlignedW4Path, "multiply", _noting(blocks))
     problem = replace(_BASE, **changes)
     case = Case(_NO_EP, "TritonExperts", problem, routing)
     # Few tokens have a path of their own, without this kernel.
-    with override_config(regimes(problem, Device(), (ALIGNED,)).choose(problem.tokens)):
+    with override_config(aligned_w4_config.default(problem, problem.tokens)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
-    assert block_m in blocks
+    assert blocks == {block_m}
+
+
+# Every number that a file, an override or `mk tune` may change, at its edges.
+_FORCED = (
+    AlignedW4Config(8, 16, 32, 1, 1),
+    AlignedW4Config(8, 64, 64, 8, 4, 96),
+    AlignedW4Config(16, 128, 128, 2, 2, 255),
+    AlignedW4Config(16, 32, 128, 16, 3),
+)
+
+
+@pytest.mark.parametrize("config", _FORCED, ids=str)
+@pytest.mark.parametrize("quant", [f"{_INT4}:group=64,zero_points=true", "mxfp4_w4a16"])
+def test_an_override_reaches_the_launch(
+    config: AlignedW4Config, quant: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = list[AlignedW4Config]()
+    multiply = AlignedW4Path.multiply
+
+    def noting(self: AlignedW4Path, *args: Any) -> None:
+        launched.append(args[2])
+        multiply(self, *args)
+
+    monkeypatch.setattr(AlignedW4Path, "multiply", noting)
+    problem = replace(_BASE, tokens=5, quant=quant)
+    with override_config(MoEConfig(config, config, "aligned_w4")):
+        proof = prove(Case(_NO_EP, "TritonExperts", problem, "uniform"), machine)
+    assert proof.passed, str(proof)
+    assert set(launched) == {config}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"block_m": 32}, "block_m"),
+        ({"block_n": 8}, "block_n"),
+        ({"block_n": 48}, "block_n"),
+        ({"block_k": 16}, "block_k"),
+        ({"block_k": 256}, "block_k"),
+        ({"num_warps": 3}, "num_warps"),
+        ({"num_stages": 0}, "num_stages"),
+        ({"registers": 256}, "registers"),
+    ],
+    ids=str,
+)
+def test_what_its_kernel_cannot_launch_is_refused(change: dict[str, int], named: str) -> None:
+    good = AlignedW4Config(8, 64, 128, 2, 3)
+    broken = MoEConfig(replace(good, **change), replace(good, **change), "aligned_w4")
+    with (
+        override_config(broken),
+        pytest.raises(ConfigurationError, match=f"override_config.*GEMM 1 {named}"),
+    ):
+        choose_config(_BASE, 4, _PATHS)
+
+
+def test_a_tile_is_no_launch_of_it() -> None:
+    tile = LaunchConfig(16, 64, 128, 1, 4, 3)
+    with (
+        override_config(MoEConfig(tile, tile, "aligned_w4")),
+        pytest.raises(ConfigurationError, match="got LaunchConfig, need AlignedW4Config"),
+    ):
+        choose_config(_BASE, 4, _PATHS)
 
 
 def _noting(blocks: set[int]) -> Callable[..., None]:
-    multiply = triton_four_bit.multiply
+    multiply = AlignedW4Path.multiply
 
-    def noting(*args: Any, spread: tile_few_rows.Spread, **named: Any) -> None:
-        blocks.add(spread.block_m)
-        multiply(*args, spread=spread, **named)
+    def noting(self: AlignedW4Path, *args: Any) -> None:
+        blocks.add(args[2].block_m)
+        multiply(self, *args)
 
     return noting
 
 
 def test_who_is_served() -> None:
-    assert tile_few_rows.serves(_BASE)
-    assert tile_few_rows.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
-    assert tile_few_rows.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
+    assert aligned_w4_config.serves(_BASE)
+    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", dtype=torch.float16))
+    assert aligned_w4_config.serves(replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True))
     for changes in (
         {"batch_invariant": True},
         {"quant": "none"},
@@ -98,7 +167,7 @@ def test_who_is_served() -> None:
         {"hidden": 176},  # 5.5 products of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
     ):
-        assert not tile_few_rows.serves(replace(_BASE, **changes)), changes
+        assert not aligned_w4_config.serves(replace(_BASE, **changes)), changes
 
 
 def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +177,7 @@ def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPa
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     weights = quantise_weights(plain, problem)
     blocks = set[int]()
-    monkeypatch.setattr(triton_four_bit, "multiply", _noting(blocks))
+    monkeypatch.setattr(AlignedW4Path, "multiply", _noting(blocks))
     expected = make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, weights, routing)
     assert blocks == {8}
     blocks.clear()
@@ -122,14 +191,14 @@ def test_weights_off_16_bytes_take_the_other_kernel(monkeypatch: pytest.MonkeyPa
 
 def test_more_rows_take_taller_blocks() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    assert tile_few_rows.block_m(mixtral, pairs=1) == 8
-    assert tile_few_rows.block_m(mixtral, pairs=48) == 8
-    assert tile_few_rows.block_m(mixtral, pairs=49) == 16
+    assert aligned_w4_config.block_m(mixtral, pairs=1) == 8
+    assert aligned_w4_config.block_m(mixtral, pairs=48) == 8
+    assert aligned_w4_config.block_m(mixtral, pairs=49) == 16
 
 
 def test_experts_that_have_a_row() -> None:
     mixtral = Problem(tokens=16, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    spread = tile_few_rows.Spread.of
+    spread = aligned_w4_config.Spread.of
     assert spread(mixtral, pairs=2).experts == pytest.approx(2)
     assert spread(mixtral, pairs=4).experts == pytest.approx(3.5)
     half = replace(mixtral, expert_map=True, local_experts=4)
@@ -137,42 +206,63 @@ def test_experts_that_have_a_row() -> None:
     assert spread(replace(mixtral, top_k=8), pairs=8).experts == 8
 
 
-def test_explain_says_what_is_launched() -> None:
-    problem = replace(_BASE, tokens=7, hidden=256, intermediate=384)
-    tiles = choose_tiles(problem, 7)
-    shapes = tile_few_rows.launched(problem, 7, tiles)
-    assert shapes is not None
-    text = TritonExperts.tunable(problem).explain(7)
-    assert "not launched" in text
-    for index, shape in enumerate(shapes, 1):
-        assert f"GEMM {index}: block_m=8 {shape}" in text
-    assert tile_few_rows.launched(problem, 70, choose_tiles(problem, 70)) is None
-    assert "not launched" not in TritonExperts.tunable(problem).explain(70)
-    assert "not launched" not in BatchedTritonExperts.tunable(problem).explain(7)
+@pytest.mark.parametrize("tokens", [1, 7, 64, 400])
+def test_explain_says_what_is_launched(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(_BASE, tokens=tokens, hidden=256, intermediate=384)
+    launched = list[MoEConfig]()
+
+    def noting(self: Path, call: PathCall) -> None:
+        launched.append(call.config)
+
+    for path in PATHS:
+        monkeypatch.setattr(path, "run", noting)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
+    make_kernel(_NO_EP, "TritonExperts", problem)(x_TH, quantise_weights(plain, problem), routing)
+    text = TritonExperts.tunable(problem).explain(tokens)
+    (config,) = set(launched)
+    assert f"  path: {config.path}\n" in text
+    for index, launch in enumerate((config.gemm1, config.gemm2), 1):
+        assert f"  GEMM {index}: {launch}" in text
+    assert "path: aligned\n" in BatchedTritonExperts.tunable(problem).explain(tokens)
 
 
-def test_how_many_rows_it_takes() -> None:
-    """Of integers a few; of mxfp4 any, where tiles have at most 32 rows."""
-    mixtral = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
-    mxfp4 = replace(mixtral, quant="mxfp4_w4a16")
-    low, high = (
-        next(pair for pair in regimes(mxfp4, Device(), (ALIGNED,)).pairs if pair.gemm1.block_m == m)
-        for m in (32, 128)
-    )
-    sixteen = regimes(mixtral, Device(), (ALIGNED,)).choose(40)
-    assert sixteen.gemm1.block_m == 16
-    assert tile_few_rows.few(mixtral, 12 * 8, sixteen)
-    assert not tile_few_rows.few(mixtral, 12 * 8 + 1, sixteen)
-    assert tile_few_rows.few(mxfp4, 1 << 20, low)
-    assert not tile_few_rows.few(mxfp4, 1, high)
+def test_files_of_version_1_mean_it_where_tiles_have_few_rows() -> None:
+    """Of integers for a few rows of an expert; of mxfp4 for any, where tiles have at most 32."""
+    tile = LaunchConfig(16, 64, 128, 1, 4, 3)
+    integers = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=_INT4)
+    mxfp4 = replace(integers, quant="mxfp4_w4a16")
+
+    def found(problem: Problem, tokens: int, block_m: int) -> MoEConfig:
+        rows = replace(tile, block_m=block_m)
+        said = MoEConfig(rows, rows, "aligned")
+        return in_words_of_now(said, tokens, problem, Device(), _PATHS)
+
+    assert found(integers, 48, 16) == aligned_w4_config.default(integers, 48)
+    assert found(integers, 49, 16).path == "aligned"
+    assert found(integers, 4, 32).path == "aligned"
+    for tokens in (1, 7, 24, 25, 1 << 20):
+        assert found(mxfp4, tokens, 32) == aligned_w4_config.default(mxfp4, tokens)
+    assert found(mxfp4, 1, 64).path == "aligned"
+
+
+@pytest.mark.parametrize("zeros", ["", ":zero_points=true"])
+@pytest.mark.parametrize("experts", [1, 8, 60, 256])
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_the_default_launches_change_where_turns_say(zeros: str, experts: int, top_k: int) -> None:
+    layer = {"experts": experts, "top_k": min(top_k, experts), "hidden": 2048, "intermediate": 768}
+    for quant in (f"{_INT4}{zeros}", "mxfp4_w4a16"):
+        problem = replace(_BASE, quant=quant, **layer)
+        turns = set(aligned_w4_config.turns(problem))
+        most = min(aligned_w4_config.most_tokens(problem), 2000)
+        for tokens in range(1, most):
+            here, next_ = (aligned_w4_config.default(problem, t) for t in (tokens, tokens + 1))
+            assert here == next_ or tokens in turns, tokens
 
 
 def test_blocks_do_not_depend_on_tokens_where_nothing_may() -> None:
     layer = replace(_BASE, quant="mxfp4_w4a16", batch_invariant=True)
-    rows = tile_few_rows.FewRows.both(layer)
-    found = {
-        tuple(tile_few_rows.shape(one, tile_few_rows.Spread.of(layer, pairs)) for one in rows)
-        for pairs in (1, 4, 64, 4096)
-    }
+    found = {aligned_w4_config.default(layer, tokens) for tokens in (1, 4, 64, 4096)}
     assert len(found) == 1
-    assert {tile_few_rows.block_m(layer, pairs) for pairs in (1, 4096)} == {16}
+    assert found == set(heuristics(layer, Device(), _PATHS).configs)
+    assert {aligned_w4_config.block_m(layer, pairs) for pairs in (1, 4096)} == {16}

@@ -1,21 +1,25 @@
 """fused_experts and fused_moe: no keyword is ignored, and tensors as other libraries have them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from fused_samples import BASE, E, H, I, K, T, close, layer, run
 
-from modular_kernel.errors import ConfigurationError, ShapeError
+from experts.triton.configs.select import override_config
+from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
 from modular_kernel.integrations import fused_moe as module
 from modular_kernel.integrations.fused_moe import (
     MoeRunnerConfig,
+    StandardTopKOutput,
+    fused_experts,
     fused_moe,
     outplace_fused_experts,
 )
 from modular_kernel.reference import oracle
-from modular_kernel.types import Combine
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Combine, Problem
 
 
 @pytest.mark.parametrize(
@@ -39,7 +43,8 @@ def test_a_field_of_the_config_may_be_a_keyword(
     want = oracle(x_TH, weights, routing, problem)
     close(run(x_TH, weights, routing, **options), want, 1e-5)
     # It replaces what the config says.
-    other = MoeRunnerConfig(activation="relu2" if "activation" in options else "silu", top_k=K)
+    kind = "relu2" if "activation" in options else "silu"
+    other = MoeRunnerConfig(activation=kind, top_k=K, inplace=False)
     close(run(x_TH, weights, routing, other, **options), want, 1e-5)
 
 
@@ -102,7 +107,178 @@ def test_junk_in_the_config() -> None:
             MoeRunnerConfig(**{name: "false"})
 
 
+def test_inplace_is_the_config_s_default_and_not_the_call_s() -> None:
+    """As in the field: whoever gives a config and does not say otherwise has x overwritten."""
+    x_TH, weights, routing = layer(BASE)
+    before = x_TH.clone()
+    want = run(x_TH, weights, routing)
+    assert torch.equal(x_TH, before)
+    got = run(x_TH, weights, routing, MoeRunnerConfig())
+    assert got is x_TH
+    assert torch.equal(x_TH, want)
+    with pytest.raises(ConfigurationError, match="inplace: got no_combine=True, need inplace=Fal"):
+        run(x_TH, weights, routing, MoeRunnerConfig(no_combine=True))
+
+
+def test_the_config_has_the_field_s_fourteen_fields() -> None:
+    names = [field.name for field in fields(MoeRunnerConfig)]
+    assert names == [
+        *("num_experts", "num_local_experts", "hidden_size", "intermediate_size_per_partition"),
+        *("top_k", "num_fused_shared_experts", "layer_id", "activation"),
+        *("apply_router_weight_on_input", "inplace", "no_combine", "routed_scaling_factor"),
+        *("gemm1_alpha", "gemm1_clamp_limit", "chunk_tokens"),
+    ]
+    x_TH, weights, routing = layer(BASE)
+    want = run(x_TH, weights, routing)
+    sizes = {"num_experts": E, "num_local_experts": E, "hidden_size": H, "layer_id": 3,
+             "intermediate_size_per_partition": I, "num_fused_shared_experts": 1}  # fmt: skip
+    assert torch.equal(run(x_TH, weights, routing, **sizes), want)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_local_experts": 3}, ShapeError, "w1: got 4 experts here, need num_local_experts = "),
+        ({"hidden_size": 63}, ShapeError, "x: got 64 hidden values, need hidden_size = 63"),
+        ({"intermediate_size_per_partition": 31}, ShapeError,
+         "w2: got 32 intermediate values, need intermediate_size_per_partition = 31"),
+        ({"num_fused_shared_experts": 5}, ConfigurationError, "got 5, need <= 4, the experts"),
+        ({"num_fused_shared_experts": -1}, ConfigurationError, "num_fused_shared_experts: got -1"),
+        ({"layer_id": "3"}, ConfigurationError, "layer_id: got '3', need an int or None"),
+        ({"expert_map": torch.tensor(1)}, ShapeError, r"expert_map: got \(\), need \(E,\)"),
+        ({"hidden_size": 0}, ConfigurationError, "hidden_size: got 0, need an int >= 1"),
+    ],
+)  # fmt: skip
+def test_sizes_of_the_config_are_checked(
+    options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    x_TH, weights, routing = layer(BASE)
+    with pytest.raises(error, match=message):
+        run(x_TH, weights, routing, **options)
+
+
+def test_logits_do_not_choose_shared_experts() -> None:
+    x_TH, weights, _ = layer(BASE)
+    with pytest.raises(ConfigurationError, match="num_fused_shared_experts: got 1, need 0, or"):
+        fused_moe(
+            x_TH, weights.w1, weights.w2, torch.ones(T, E), top_k=K, num_fused_shared_experts=1
+        )
+
+
+def test_chunks_have_a_default() -> None:
+    """Calls of 65536 tokens or less are not split; larger ones are, at the field's number."""
+    assert MoeRunnerConfig().chunk_tokens == 64 * 1024
+    routing = Routing(torch.empty(1, K), torch.empty(1, K, dtype=torch.int64))
+    weights = ExpertWeights(torch.empty(E, 2 * I, H), torch.empty(E, H, I))
+    facts = ("none", "silu", False, 1.0, Combine.SUM, False, 64 * 1024)
+    for tokens, chunk in ((1, None), (65536, None), (65537, 65536), (131073, 65536)):
+        x_TH = torch.empty(tokens, H)
+        assert module._kernel_for(x_TH, weights, routing, facts).problem.chunk_tokens == chunk
+
+
+@pytest.mark.parametrize("chunk", [3, 4])
+def test_chunks_compute_the_same(chunk: int) -> None:
+    """No tokens, one chunk to the token, one token more or less, and two of them."""
+    monkey = MoeRunnerConfig(chunk_tokens=chunk, inplace=False)
+    for tokens in (0, chunk - 1, chunk, chunk + 1, 2 * chunk):
+        x_TH, weights, routing = layer(BASE.with_tokens(tokens))
+        got = run(x_TH, weights, routing, monkey)
+        assert torch.allclose(got, run(x_TH, weights, routing), atol=1e-6)
+
+
 # ------------------------------------------------------------------ tensors as others have them
+
+
+def test_batches_of_sequences() -> None:
+    x_TH, weights, routing = layer(BASE.with_tokens(6))
+    want = run(x_TH, weights, routing)
+    x_BSH = x_TH.view(2, 3, H).clone()
+    three = [t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK)]
+    for chosen in ((*three, None), (routing.topk_weights_TK, routing.topk_ids_TK, None)):
+        got = fused_moe(x_BSH, weights.w1, weights.w2, chosen)
+        assert torch.equal(got, want.view(2, 3, H))
+        kept = fused_moe(x_BSH, weights.w1, weights.w2, chosen, no_combine=True)
+        assert kept.shape == (2, 3, K, H)
+    logits = torch.randn(2, 3, E)
+    flat = fused_moe(x_TH, weights.w1, weights.w2, logits.view(6, E), top_k=K)
+    assert torch.equal(fused_moe(x_BSH, weights.w1, weights.w2, logits, top_k=K).view(6, H), flat)
+    got = fused_moe(x_BSH, weights.w1, weights.w2, three, MoeRunnerConfig())
+    assert got is x_BSH
+    assert torch.equal(got, want.view(2, 3, H))
+    with pytest.raises(LayoutError, match="x of an inplace call: got strides"):
+        fused_moe(x_BSH.mT, weights.w1, weights.w2, three, MoeRunnerConfig())
+
+
+def test_a_router_s_tuple_by_name() -> None:
+    x_TH, weights, routing = layer(BASE)
+    chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK)
+    topk_weights, topk_ids, router_logits = chosen
+    assert (chosen.topk_weights, chosen.topk_ids) == (topk_weights, topk_ids)
+    assert router_logits is None
+    assert StandardTopKOutput(*(topk_weights, topk_ids, None)) == chosen
+    assert torch.equal(fused_moe(x_TH, weights.w1, weights.w2, chosen), run(x_TH, weights, routing))
+
+
+def test_torch_compile_takes_the_router_in() -> None:
+    x_TH, weights, _ = layer(BASE)
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(1))
+
+    def call(x_TH: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        return fused_moe(x_TH, weights.w1, weights.w2, logits, top_k=K, renormalize=True) * 2
+
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x_TH, logits), call(x_TH, logits), atol=1e-5)
+
+
+# The examples that come with fused_experts elsewhere, with shapes that fit: w1 (E, 2I, H), a scale
+# for each block; sizes are a 64th. Weights of the router are of any sign, and an expert may come
+# twice, as randn and randint have it.
+T8, H8, I8, E8 = 32, 128, 256, 8
+
+
+def example() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, ...]]:
+    g = torch.Generator().manual_seed(11)
+    x_TH = torch.randn(T8, H8, dtype=torch.bfloat16, generator=g)
+    w1 = torch.randn(E8, 2 * I8, H8, dtype=torch.bfloat16, generator=g)
+    w2 = torch.randn(E8, H8, I8, dtype=torch.bfloat16, generator=g)
+    topk_weights = torch.randn(T8, 2, generator=g)
+    topk_ids = torch.randint(0, E8, (T8, 2), generator=g)
+    return x_TH, w1, w2, (topk_weights, topk_ids, None)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8 expanded", "fp8 blocks"])
+def test_the_field_s_examples(kind: str) -> None:
+    x_TH, w1, w2, topk_output = example()
+    config = MoeRunnerConfig(num_experts=E8, top_k=2, activation="silu", inplace=False)
+    options, scales, quant = {}, {}, "none"
+    if kind != "bf16":
+        w1, w2 = w1.to(torch.float8_e4m3fn), w2.to(torch.float8_e4m3fn)
+        scales = {
+            "w1_scale": torch.tensor([0.01]).expand(E8),
+            "w2_scale": torch.tensor([0.02]).expand(E8),
+        }
+        options, quant = {"use_fp8_w8a8": True}, "fp8_w8a8_tensor"
+    if kind == "fp8 blocks":
+        g = torch.Generator().manual_seed(12)
+        scales = {
+            "w1_scale": torch.randn(E8, 2 * I8 // 128, H8 // 128, generator=g),
+            "w2_scale": torch.randn(E8, H8 // 128, I8 // 128, generator=g),
+        }
+        options["block_shape"], quant = [128, 128], "fp8_w8a8_block"
+    got = fused_experts(
+        hidden_states=x_TH, w1=w1, w2=w2, topk_output=topk_output,
+        moe_runner_config=config, **options, **scales,
+    )  # fmt: skip
+    problem = Problem(T8, H8, I8, E8, 2, dtype=torch.bfloat16, quant=quant)
+    weights = ExpertWeights(w1, w2, **{name: scale.contiguous() for name, scale in scales.items()})
+    want = oracle(x_TH, weights, Routing(*topk_output[:2]), problem)
+    close(got, want, 1e-2 if kind == "bf16" else 0.1)
+    tiles = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 16,
+             "num_warps": 4, "num_stages": 3}  # fmt: skip
+    with override_config(tiles):
+        again = fused_experts(x_TH, w1, w2, topk_output, config, **options, **scales)
+    close(again, want, 1e-2 if kind == "bf16" else 0.1)
 
 
 def test_one_scale_expanded_over_the_experts() -> None:

@@ -10,17 +10,28 @@ import pytest
 import torch
 from shares import tree_hash
 
-from experts import tile_files
-from experts.tile_shapes import Tile
+from experts.triton.configs import files as tile_files
+from experts.triton.launch_config import LaunchConfig
 from modular_kernel import types, validate
-from modular_kernel.choose import choosing, stored
 from modular_kernel.errors import InputError
-from modular_kernel.importers import groups
+from modular_kernel.importers import boxes, checkpoint, groups, layouts
+from modular_kernel.importers import files as importers_files
+from modular_kernel.importers import stored as importers_stored
 from modular_kernel.models import config_file
 from modular_kernel.ops import mlp
-from modular_kernel.testing.fuzz import calls, composed, draw, facts, files, outside, runs
-from modular_kernel.testing.fuzz.__main__ import main, summary
-from modular_kernel.testing.fuzz.outcome import (
+from modular_kernel.select import choosing, stored
+from modular_kernel.testing.stress.fuzz import (
+    calls,
+    checkpoints,
+    composed,
+    draw,
+    facts,
+    files,
+    outside,
+    runs,
+)
+from modular_kernel.testing.stress.fuzz.__main__ import main, summary
+from modular_kernel.testing.stress.fuzz.outcome import (
     ACCEPTED,
     BAD,
     CRASH,
@@ -31,7 +42,7 @@ from modular_kernel.testing.fuzz.outcome import (
     WRONG,
     attempt,
 )
-from modular_kernel.testing.fuzz.targets import TARGETS, Target, outcome_of
+from modular_kernel.testing.stress.fuzz.targets import TARGETS, Target, outcome_of
 from modular_kernel.types import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
@@ -86,10 +97,20 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (calls.changed_call, validate, "check_weights", _nothing, (RAW, WRONG, ACCEPTED)),
     (calls.changed_call, validate, "check_apart", _nothing, (ACCEPTED,)),
     (facts.problem_fields, types, "check_fields", _nothing, (RAW, ACCEPTED)),
-    (files.stored_files, tile_files, "_launch", lambda *_: Tile(0, 1, 1, 1, 1, 1), (WRONG,)),
+    (
+        files.stored_files,
+        tile_files,
+        "_launch",
+        lambda *_: LaunchConfig(0, 1, 1, 1, 1, 1),
+        (WRONG,),
+    ),
     (files.stored_files, stored, "_text", lambda *_: True, (RAW, WRONG)),
     (files.stored_files, config_file, "_of_layers", lambda _, config: config, (RAW,)),
     (composed.composed_call, choosing, "expect", _nothing, (RAW, ACCEPTED)),
+    (checkpoints.checkpoints, boxes.Source, "check", lambda _: {}, (RAW, WRONG)),
+    (checkpoints.checkpoints, boxes.Source, "_check_extra", _nothing, (ACCEPTED,)),
+    (checkpoints.checkpoints, importers_stored.Stored, "check", _nothing, (RAW, WRONG)),
+    (checkpoints.checkpoints, importers_files, "_raised", lambda: (KeyError,), (RAW,)),
 )
 
 
@@ -122,18 +143,36 @@ def test_weights_of_the_next_expert_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_zero_point_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = groups._unpack
+    plain = groups.unpack_words
 
     def off(packed: torch.Tensor, dim: int, order: Any) -> torch.Tensor:
         return plain(packed, dim, order) - int(dim == -1)
 
-    monkeypatch.setattr(groups, "_unpack", off)
+    monkeypatch.setattr(groups, "unpack_words", off)
     assert WRONG in _kinds(outside.importers)
 
 
 def test_another_order_of_awq_s_columns_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "_AWQ_ORDER", tuple(range(8)))
     assert WRONG in _kinds(outside.importers)
+
+
+def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = layouts.Layer.projections
+
+    def turned(layer: layouts.Layer, expert: int) -> Any:
+        first, second = plain(layer, expert)
+        return first[::-1], second
+
+    monkeypatch.setattr(layouts.Layer, "projections", turned)
+    assert WRONG in _kinds(checkpoints.checkpoints)
+
+
+def test_another_rank_s_share_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        checkpoint._Share, "columns", property(lambda s: (0, s.problem.intermediate))
+    )
+    assert WRONG in _kinds(checkpoints.checkpoints)
 
 
 def test_a_composed_layer_that_ends_where_its_measurement_did_is_found(
@@ -187,7 +226,7 @@ def test_a_crash_and_a_hang_are_counted_and_passed(
     assert report.counts == {RIGHT: 3, CRASH: 1, HANG: 1}
     assert [(found.number, found.kind) for found in report.findings] == [(1, CRASH), (3, HANG)]
     told = summary([report])
-    assert "    python -m modular_kernel.testing.fuzz --seed s --only 1" in told
+    assert "    python -m modular_kernel.testing.stress.fuzz --seed s --only 1" in told
     assert told[-1].startswith("stub: 3 right, 0 typed error")
 
 

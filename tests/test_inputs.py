@@ -7,8 +7,8 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases import BASE, Case, axes, command
-from modular_kernel.testing.inputs import (
+from modular_kernel.testing.cases.hostile import VALUES, apart, why_impossible
+from modular_kernel.testing.cases.inputs import (
     LAYOUTS,
     ROUTINGS,
     Inputs,
@@ -18,7 +18,7 @@ from modular_kernel.testing.inputs import (
     invalid_count,
     make_inputs,
 )
-from modular_kernel.testing.inputs_hostile import VALUES, apart, why_impossible
+from modular_kernel.testing.cases.lists import BASE, Case, axes, command
 from modular_kernel.types import Combine, Problem
 from modular_kernel.validate import check_input, check_routing, check_weights
 

@@ -20,8 +20,8 @@ from modular_kernel.errors import (
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.testing import pairings
-from modular_kernel.testing.cases import BASE
-from modular_kernel.testing.inputs import Inputs, invalid_count, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, invalid_count, make_inputs
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, WorkspaceShapes
 from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP

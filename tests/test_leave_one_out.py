@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from experts.tile_shapes import Tile, TilePair
+from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.tuning.search import Refusal
 from modular_kernel.types import Problem
 
@@ -50,7 +50,7 @@ def test_a_layer_left_out_takes_the_nearest_other_s_tiles(tool: ModuleType, conf
     assert by["mixtral", 16].origin == "E=8, K=2, H=4096, I=7168, 16 tokens"
     assert by["mixtral", 16].neighbours == own["mixtral_tp2", 16]
     assert by["mixtral_tp2", 4096].origin == "E=8, K=2, H=4096, I=14336, 4096 tokens"
-    assert by["dsv3_tp8", 16].origin == "regimes", "nothing is near"
+    assert by["dsv3_tp8", 16].origin == "heuristics", "nothing is near"
     assert by["dsv3_tp8", 16].neighbours == by["dsv3_tp8", 16].regimes != own["dsv3_tp8", 16]
     assert tool.cells(LAYERS, ["fp8_w8a8_block"], [16], configs) == [], "no file of that scheme"
     alone = tool.cells(["mixtral"], ["none"], [16])
@@ -76,14 +76,14 @@ class Bench:
     def __init__(self, *_: object, tokens: list[int], target_ms: float) -> None:
         self.tokens = tokens
 
-    def compare(self, tokens: int, choices: list[TilePair]) -> dict[TilePair, float | Refusal]:
+    def compare(self, tokens: int, choices: list[MoEConfig]) -> dict[MoEConfig, float | Refusal]:
         assert tokens in self.tokens
         took = {choice: choice.gemm2.block_n for choice in choices}
         return {c: Refusal("wrong") if n == 64 else n * 1e-6 for c, n in took.items()}
 
 
 class Compiler:
-    begun: list[TilePair] = []  # noqa: RUF012 - one for all, emptied by the test
+    begun: list[MoEConfig] = []  # noqa: RUF012 - one for all, emptied by the test
 
     def __init__(self, workers: int) -> None:
         pass
@@ -94,7 +94,9 @@ class Compiler:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def begin(self, pair: object, space: object, problem: Problem, choices: list[TilePair]) -> None:
+    def begin(
+        self, pair: object, space: object, problem: Problem, choices: list[MoEConfig]
+    ) -> None:
         Compiler.begun += choices
 
 
@@ -105,7 +107,10 @@ def test_only_what_differs_is_timed(
     monkeypatch.setattr(tool, "Compiler", Compiler)
     Compiler.begun.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
-    one, two, wrong = (TilePair(Tile(16, 32, 64, 1, 4, 4), Tile(16, n, 64, 1, 4, 4)) for n in NS)
+    one, two, wrong = (
+        MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 4), LaunchConfig(16, n, 64, 1, 4, 4), "aligned")
+        for n in NS
+    )
     found = [
         tool.Cell("a", problem, one, two, one, "x"),
         tool.Cell("a", problem.with_tokens(64), one, one, one, "x"),

@@ -11,8 +11,8 @@ from shares import proven_here, tree_hash
 
 from modular_kernel.catalog import check_all, this_machine
 from modular_kernel.testing import Case, pairings, prove
-from modular_kernel.testing.cases import BASE
-from modular_kernel.testing.cases_drawn import draw
+from modular_kernel.testing.cases.drawn import draw
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()

@@ -16,7 +16,7 @@ from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
-from modular_kernel.testing.cases import BASE, Case, cases_for
+from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import (
     Fate,
     Mutant,
@@ -132,14 +132,19 @@ def test_every_mutant_is_python_and_has_an_identity_of_its_own() -> None:
 def test_a_part_is_its_modules_its_kernels_and_its_operations() -> None:
     found = modules_of("TritonExperts", load_catalog())
     assert {
-        "experts.triton_experts",
-        "experts.kernels.triton.grouped_gemm",  # imported late
-        "experts.kernels.gluon.streamed",
+        "experts.triton.contiguous",
+        "experts.triton.aligned.kernels.grouped_gemm",  # imported late
+        "experts.triton.gemv_tma.kernels.pipeline",
         "modular_kernel.ops.align",
         "modular_kernel.ops.kernels.align",
         "topk_reduce.noop",
     } <= set(found)
-    assert not [m for m in found if m.startswith(("experts.tile", "experts.torch", "prepare"))]
+    assert not [
+        m
+        for m in found
+        if m.endswith(".config")
+        or m.startswith(("experts.triton.configs", "experts.torch", "prepare"))
+    ]
     with pytest.raises(ConfigurationError, match="TritonExperts"):
         modules_of("NoSuchExperts", load_catalog())
 
@@ -373,8 +378,8 @@ def test_several_mutants_are_put_in_together_and_none_over_another(tmp_path: Pat
 
 def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> None:
     """What stands outside of kernels is refused: their code says nothing of it."""
-    path = ROOT / "modular_kernel/ops/kernels/zero_rows.py"
-    module = "modular_kernel.ops.kernels.zero_rows"
+    path = ROOT / "modular_kernel/ops/kernels/zero_padding.py"
+    module = "modular_kernel.ops.kernels.zero_padding"
 
     def changed(old: str, new: str) -> Mutant:
         text = path.read_text(encoding="utf-8")

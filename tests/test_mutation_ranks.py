@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases_ranks import RankCase
+from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.mutation import Coverage, Fate, Mutant, Survey, attempt, survey
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.defects import read_defects
@@ -15,8 +15,8 @@ from modular_kernel.testing.mutation.over_ranks import OverRanks
 from modular_kernel.testing.mutation.record import reproducer
 
 ROOT = Path(__file__).resolve().parents[1]
-MODULE = "prepare_finalize.all_gather"
-FILE = "prepare_finalize/all_gather.py"
+MODULE = "prepare_finalize.collectives.all_gather"
+FILE = "prepare_finalize/collectives/all_gather.py"
 PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
 WHERE = OverRanks(2)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from modular_kernel.choose.cache import NOT_KEPT
+from modular_kernel.select.cache import NOT_KEPT
 
 ROOT = Path(__file__).resolve().parents[1]
 PREPARE = "MoEPrepareAndFinalizeNoEP"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops import live_pairs as module
-from modular_kernel.ops.live_pairs import live_pairs
+from modular_kernel.ops import mask_unwritten as module
+from modular_kernel.ops.mask_unwritten import live_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -5,10 +5,12 @@ import torch
 from ops_samples import DEVICE, kernel_and_twin, random
 
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.ops import number_quantise, numbers, quantise
-from modular_kernel.ops.number_quantise import number_and_quantise
-from modular_kernel.ops.numbers import Numbering, Pairs, number_pairs
+from modular_kernel.ops import expert_slots as numbers
+from modular_kernel.ops import quantise
+from modular_kernel.ops import slots_and_quantise as number_quantise
+from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
 from modular_kernel.ops.quantise import Quantised, quantise_rows, scale_shape
+from modular_kernel.ops.slots_and_quantise import number_and_quantise
 from modular_kernel.placement import Placement
 from modular_kernel.quant import STORAGE
 from modular_kernel.schemes import QuantScheme

@@ -7,7 +7,7 @@ import torch
 from ops_samples import DEVICE, kernel_and_twin
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops import numbers
+from modular_kernel.ops import expert_slots as numbers
 from modular_kernel.placement import Placement
 from modular_kernel.tensors import Routing
 

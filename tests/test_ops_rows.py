@@ -177,7 +177,15 @@ def test_scaling_rows_in_place() -> None:
 
 SPECS = [ActivationSpec.parse(kind) for kind in GATED + UNGATED]
 SPECS += [
-    ActivationSpec.parse(text) for text in ("silu:interleaved=true", "swiglu_oai:interleaved=false")
+    ActivationSpec.parse(text)
+    for text in (
+        "silu:interleaved=true",
+        "swiglu_oai:interleaved=false",
+        "gelu:limit=7",
+        "gelu_tanh:limit=7",
+        "situ:alpha=50,limit=25",
+        "situ:limit=2,interleaved=true",
+    )
 ]
 
 

@@ -6,18 +6,18 @@ import pytest
 from tile_samples import MACHINE
 
 import experts
-from experts.tile_files import Recipe, read_recipe
-from experts.tile_names import TileKey
-from experts.tile_shapes import Device
-from experts.tile_store import TileStore, fit
+from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.files import Recipe, read_recipe
+from experts.triton.configs.lookup import ConfigLookup, fit
+from experts.triton.launch_config import Device
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
 from modular_kernel.types import Problem
 
-FOLDER = Path(experts.__file__).parent / "configs"
+FOLDER = Path(experts.__file__).parent / "triton" / "configs" / "data"
 FILES = sorted(FOLDER.glob("*/*.json"))
 DEVICE = Device.of(MACHINE)
 SCHEMES = ("none", "fp8_w8a8_block", "fp8_w8a8_channel", "int4_w4a16_group", "mxfp4_w4a16")
-STORE = TileStore((("packaged", FOLDER),), DEVICE, "3.6.0")
+STORE = ConfigLookup((("packaged", FOLDER),), DEVICE, "3.6.0")
 
 
 def shape_of(name: str) -> tuple[int, int]:
@@ -26,12 +26,12 @@ def shape_of(name: str) -> tuple[int, int]:
 
 def layer_of(path: Path) -> tuple[Recipe, Problem]:
     """What a file was tuned for, by its name and its contents."""
-    key, recipe = TileKey.parse(path.name), read_recipe(path)
+    key, recipe = ConfigKey.parse(path.name), read_recipe(path)
     assert recipe.tuned_for is not None
     for quant in SCHEMES:
         sizes = recipe.tuned_for.hidden, key.intermediate, key.experts, recipe.tuned_for.top_k
         problem = Problem(1, *sizes, quant=quant)
-        if TileKey.of(problem, DEVICE.name) == key:
+        if ConfigKey.of(problem, DEVICE.name) == key:
             return recipe, problem
     raise AssertionError(f"{path.name} is for none of {SCHEMES}")
 
@@ -46,9 +46,9 @@ def test_a_file_is_found_and_fits(path: Path) -> None:
     assert recipe.triton == "3.6.0"
     assert fit(recipe, problem, DEVICE).steps == source.steps
     # Prefill takes the largest number's tiles: those of a few hundred tokens would cost it dearly.
-    assert min(recipe.pairs()) == 1
-    assert max(recipe.pairs()) >= 4096
-    assert set(recipe.times) <= set(recipe.pairs())
+    assert min(recipe.configs()) == 1
+    assert max(recipe.configs()) >= 4096
+    assert set(recipe.times) <= set(recipe.configs())
     for times in recipe.times.values():
         assert times.untuned_us is None or 0 < times.us <= times.untuned_us
 

@@ -1,4 +1,4 @@
-"""The single path for packed weights: proven at few tokens, whatever the regimes choose there."""
+"""The gemv path for 4-bit weights: proven at few tokens, whatever the heuristics choose there."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,29 +6,31 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tile_packed, tile_single
-from experts.tile_regimes import regimes
-from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
-from experts.tiles import choose_tiles, override_config
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import config_violations, fits
+from experts.triton.configs.select import choose_config, override_config
+from experts.triton.gemv_w4 import config as gemv_w4_config
+from experts.triton.gemv_w4.config import GemvW4Config
+from experts.triton.gemv_w4.path import GemvW4Path
+from experts.triton.launch_config import Device, MoEConfig
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.quant import quantise_weights
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
-_PATHS = ("aligned", SINGLE)
+_PATHS = ("aligned", "gemv_w4")
 _OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
 _INT4, _ZEROS = "int4_w4a16_group", "zero_points=true"
 _MXFP4 = "mxfp4_w4a16"
 _REPACKED = "mxfp4_w4a16:repacked=true"
 
 
-def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -> TilePair:
+def _pair(first: tuple[int, int, int, int], second: tuple[int, int, int, int]) -> MoEConfig:
     """Of (block_n, block_k, warps, stages) each."""
-    one, two = (Tile(16, n, k, 1, warps, stages) for n, k, warps, stages in (first, second))
-    return TilePair(one, two, SINGLE)
+    return MoEConfig(GemvW4Config(*first), GemvW4Config(*second), GemvW4Path.name)
 
 
 # Several steps along both depths and several blocks of columns; all at once; more warps than work.
@@ -46,7 +48,7 @@ _TEAMS = _pair((32, 256, 4, 1), (8, 256, 8, 2))
 # Widths that are no multiple of a block, depths that are no multiple of a chunk.
 _BASE = replace(BASE, hidden=160, intermediate=96, dtype=torch.bfloat16, quant=_INT4)
 
-_CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
+_CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
     ({"tokens": 1}, "uniform", _LONG),
     ({"tokens": 2, "hidden": 416, "top_k": 3}, "skips", _DEEP),
     ({"tokens": 1, "hidden": 192, "intermediate": 608, "top_k": 6, "experts": 7}, "uniform",
@@ -116,16 +118,16 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
 
 
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
-def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: Machine) -> None:
+def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
     problem = replace(_BASE, **changes)
     with override_config(pair):
-        assert choose_tiles(problem, 1, _PATHS) == pair
+        assert choose_config(problem, 1, _PATHS) == pair
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 
 
 @pytest.mark.parametrize("pair", [_TEAMS, _LONG], ids=["teams", "roaming"])
-def test_a_skipped_pairs_weight_may_be_anything(pair: TilePair) -> None:
+def test_a_skipped_pairs_weight_may_be_anything(pair: MoEConfig) -> None:
     """Whether warps keep to a pair or go from one to the next."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = replace(_BASE, tokens=2, quant=_REPACKED, top_k=2, bias=True)
@@ -139,7 +141,7 @@ def test_a_skipped_pairs_weight_may_be_anything(pair: TilePair) -> None:
         assert torch.equal(kernel(x_TH, weights, routing), expected)
 
 
-@pytest.mark.parametrize("path", [SINGLE, "aligned"])
+@pytest.mark.parametrize("path", ["gemv", "aligned"])
 def test_exponents_at_both_ends(path: str) -> None:
     """E8M0 codes of 0 and 1, 2^-127 and 2^-126, are as good as nothing; one of 2^50 and more gives
     no number, rather than to come round to another."""
@@ -147,7 +149,7 @@ def test_exponents_at_both_ends(path: str) -> None:
     problem = replace(_BASE, tokens=2, quant=_MXFP4)
     x_TH, plain, routing = random_inputs(replace(problem, quant="none"), device)
     weights = quantise_weights(plain, problem)
-    pair = regimes(problem, Device(), _PATHS if path == SINGLE else (path,)).choose(1)
+    pair = heuristics(problem, Device(), _PATHS if path == "gemv" else (path,)).choose(1)
     assert pair.path == path
 
     def output(experts: str, scale: torch.Tensor) -> torch.Tensor:
@@ -164,48 +166,41 @@ def test_exponents_at_both_ends(path: str) -> None:
 
 
 def test_who_is_served() -> None:
-    assert tile_single.serves(_BASE)
-    assert tile_single.serves(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
+    assert gemv_w4_config.serves(_BASE)
+    assert gemv_w4_config.serves(replace(_BASE, quant=_MXFP4, dtype=torch.float16))
     for changes in (
         {"dtype": torch.float32},
         {"hidden": 176},  # 5.5 lanes of 32
         {"quant": f"{_INT4}:group=48", "hidden": 192},
         {"top_k": 65, "experts": 80},
     ):
-        assert not tile_single.serves(replace(_BASE, **changes)), changes
+        assert not gemv_w4_config.serves(replace(_BASE, **changes)), changes
 
 
 def test_few_tokens_take_it() -> None:
     for quant in (_INT4, f"{_INT4}:{_ZEROS}", _MXFP4):
         for depth in (768, 2048, 2880, 14336):
             problem = replace(_BASE, hidden=depth, intermediate=depth, experts=64, quant=quant)
-            most = tile_single.most_tokens(problem)
-            steps = regimes(problem, Device(), _PATHS)  # files of a device would say otherwise
+            most = gemv_w4_config.most_tokens(problem)
+            steps = heuristics(problem, Device(), _PATHS)  # files of a device would say otherwise
             assert steps.choose(most + 1).path == "aligned"
             for tokens in range(1, most + 1):
                 pair = steps.choose(tokens)
-                assert pair == tile_packed.default(problem, tokens)
-                for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-                    assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+                assert pair == gemv_w4_config.default(problem, tokens)
+                assert fits(pair, problem, Device())
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"activation": "relu2"}, {"quant": "none"}, {"quant": "int8_w8a16_channel"}],
-    ids=str,
-)
-def test_only_gate_and_up_of_packed_weights_are_narrow(changes: dict[str, Any]) -> None:
-    for problem, refused in ((_BASE, False), (replace(_BASE, **changes), True)):
-        first, _ = map(tile_single.unbounded, gemms(problem))
-        assert bool(list(violations(_NARROW.gemm1, first, Device()))) is refused
+def test_only_gate_and_up_are_narrow_in_the_first_gemm() -> None:
+    assert fits(_NARROW, _BASE, Device())
+    found = list(config_violations(_NARROW, replace(_BASE, activation="relu2"), Device()))
+    assert [(gemm, violation.what) for gemm, violation in found] == [("GEMM 1", "block_n")]
 
 
-@pytest.mark.parametrize(("quant", "narrowest"), [(_INT4, 8), (_MXFP4, 8), ("none", 16)])
-def test_how_narrow_the_second_gemm_may_be(quant: str, narrowest: int) -> None:
-    _, second = map(tile_single.unbounded, gemms(replace(_BASE, quant=quant)))
+@pytest.mark.parametrize("quant", [_INT4, _MXFP4])
+def test_how_narrow_the_second_gemm_may_be(quant: str) -> None:
     for columns in (4, 8, 16):
-        refused = bool(list(violations(Tile(16, columns, 256, 1, 4, 1), second, Device())))
-        assert refused is (columns < narrowest)
+        pair = _pair((32, 256, 4, 1), (columns, 256, 4, 1))
+        assert fits(pair, replace(_BASE, quant=quant), Device()) is (columns >= 8)
 
 
 @pytest.mark.parametrize(
@@ -230,19 +225,19 @@ def test_where_the_second_gemm_takes_8_columns(
     problem = replace(
         _BASE, quant=quant, hidden=hidden, intermediate=intermediate, top_k=top_k, experts=128
     )
-    found = tile_packed.default(problem, tokens).gemm2
+    found = gemv_w4_config.default(problem, tokens).gemm2
     assert (found.block_n, found.block_k, found.num_warps) == tile
 
 
 def test_narrow_tiles_have_fewer_registers() -> None:
-    """So that as many programs are at work at once as tile_packed counts on."""
-    narrow, wide = Tile(16, 8, 512, 1, 8, 1), Tile(16, 16, 512, 1, 8, 1)
+    """So that as many programs are at work at once as gemv_w4.config counts on."""
+    narrow, wide = GemvW4Config(8, 512, 8, 1), GemvW4Config(16, 512, 8, 1)
     for gemm in (1, 2):
-        assert tile_packed.registers(wide, gemm, in_lanes=True) == 128
-    assert tile_packed.registers(narrow, 1, in_lanes=True) * 32 * 32 <= 1 << 16
-    assert tile_packed.registers(narrow, 2, in_lanes=True) * 32 * 24 <= 1 << 16
-    assert tile_packed.registers(replace(narrow, block_k=1024), 2, in_lanes=True) == 128
-    assert [tile_packed.halves(tile) for tile in (narrow, wide)] == [2, 1]
+        assert gemv_w4_config.registers(wide, gemm, in_lanes=True) == 128
+    assert gemv_w4_config.registers(narrow, 1, in_lanes=True) * 32 * 32 <= 1 << 16
+    assert gemv_w4_config.registers(narrow, 2, in_lanes=True) * 32 * 24 <= 1 << 16
+    assert gemv_w4_config.registers(replace(narrow, block_k=1024), 2, in_lanes=True) == 128
+    assert [gemv_w4_config.halves(tile) for tile in (narrow, wide)] == [2, 1]
 
 
 @pytest.mark.parametrize(("warps", "most"), [(4, 255), (8, 255), (16, 128), (32, 64)])
@@ -250,8 +245,8 @@ def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: i
     """Of one program, which is what a launch needs at least."""
     for block_n in (8, 16):
         for gemm in (1, 2):
-            tile = Tile(16, block_n, 512, 1, warps, 1)
-            assert tile_packed.registers(tile, gemm, in_lanes=False) == most
+            tile = GemvW4Config(block_n, 512, warps, 1)
+            assert gemv_w4_config.registers(tile, gemm, in_lanes=False) == most
 
 
 @pytest.mark.parametrize(
@@ -261,10 +256,16 @@ def test_words_that_leave_their_lanes_may_take_all_registers(warps: int, most: i
 def test_how_many_tokens_are_few(experts: int, top_k: int, most: int) -> None:
     for quant in (_INT4, _MXFP4):
         problem = replace(_BASE, experts=experts, top_k=top_k, quant=quant)
-        assert tile_single.most_tokens(problem) == most
+        assert gemv_w4_config.most_tokens(problem) == most
 
 
 def test_a_block_has_no_more_slots_than_the_product_columns() -> None:
-    deep = Tile(16, 16, 1024, 1, 8, 1)
-    assert [tile_packed.chunks(deep, group) for group in (256, 128, 96, 64, 32)] == [8, 8, 2, 4, 2]
-    assert tile_packed.chunks(replace(deep, block_k=32), 128) == 1
+    deep = GemvW4Config(16, 1024, 8, 1)
+    assert [gemv_w4_config.chunks(deep, group) for group in (256, 128, 96, 64, 32)] == [
+        8,
+        8,
+        2,
+        4,
+        2,
+    ]
+    assert gemv_w4_config.chunks(replace(deep, block_k=32), 128) == 1

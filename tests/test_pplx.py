@@ -18,16 +18,16 @@ from modular_kernel.errors import (
 )
 from modular_kernel.placement import Placement
 from modular_kernel.tensors import BatchedShape, ExpertWeights, Routing
-from modular_kernel.testing.battery_ranks import RANK_MUTANTS
-from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
-from modular_kernel.testing.inputs import make_inputs
-from modular_kernel.testing.inputs_ranks import part_of
-from modular_kernel.testing.mutants_ranks import sensitivity_ranks
-from modular_kernel.testing.prove_ranks import prove_ranks
-from modular_kernel.testing.ranks import RankError, RankPool
+from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
+from modular_kernel.testing.call_mutants.rank_operators import RANK_MUTANTS
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.ranks.pool import RankError, RankPool
+from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Combine, Machine, Parallel, Problem
-from prepare_finalize import pplx
-from prepare_finalize.all2all.pplx import PplxGroup, PplxShape
+from prepare_finalize.pplx.group import PplxGroup, PplxShape
+from prepare_finalize.pplx.part import part as pplx
 
 PART = stand_in.PplxOverGloo
 MACHINE = this_machine(device="cpu")

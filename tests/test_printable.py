@@ -92,10 +92,10 @@ def test_tables_and_lines_show_escapes(capsys: pytest.CaptureFixture[str]) -> No
 def test_the_log_of_a_forged_cache_shows_escapes(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from experts import tile_store
+    from experts.triton.configs import lookup
 
-    tile_store._warn.cache_clear()
+    lookup._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
-        tile_store._warn(HOSTILE)
+        lookup._warn(HOSTILE)
     (record,) = caplog.records
     assert record.getMessage().isprintable()

@@ -9,13 +9,13 @@ import pytest
 from profile_samples import one_call, ran
 
 from modular_kernel import stages
-from modular_kernel.bench.floor import Peaks
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.bench.stage_floor import RankLoad
 from modular_kernel.cli.output import plain
+from modular_kernel.measure.roofline import Peaks
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.profiling import html, words
 from modular_kernel.profiling.chrome import Trace
-from modular_kernel.profiling.record import Job, Memory, RankRecord, Recorded, Total
+from modular_kernel.profiling.record import Memory, ProfileJob, RankRecord, Recorded, Total
 from modular_kernel.profiling.report import Profile, as_record, profile_of
 from modular_kernel.types import Machine, Problem
 
@@ -49,7 +49,7 @@ def profiled(
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    job = Job((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
+    job = ProfileJob((("A", "B"),) * len(pairs), PROBLEM, machine, RoutingKind("uniform"), 1, ())
     whole = trace or {"traceEvents": one_call()}
     merged = [Path("all.trace.json") if ranks > 1 else None for _ in pairs]
     return profile_of(job, records, [[whole] * ranks for _ in pairs], merged)

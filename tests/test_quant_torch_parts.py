@@ -18,8 +18,8 @@ from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantise_weights
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Routing
-from modular_kernel.testing.compare import Comparison, compare
-from modular_kernel.testing.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.types import Combine, Machine, Problem
 from modular_kernel.workspace import Workspace
 from prepare_finalize import BatchedPrepareAndFinalize, MoEPrepareAndFinalizeNoEP

@@ -14,7 +14,7 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 from modular_kernel.settings import read_settings
-from modular_kernel.testing.ranks import RankError, RankPool
+from modular_kernel.testing.ranks.pool import RankError, RankPool
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_ranks_that_would_run_triton_otherwise_than_this_process_do_not_run(
 KILLED = """
 import sys
 import rank_samples as samples
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.ranks.pool import RankPool
 pool = RankPool(2)
 pool.run(samples.facts)
 print("ready", flush=True)

@@ -13,7 +13,8 @@ from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.placement import Placement
 from modular_kernel.testing import Proof
-from modular_kernel.testing.cases_ranks import (
+from modular_kernel.testing.cases.nearest import difference
+from modular_kernel.testing.cases.ranks import (
     PLACEMENTS,
     RankCase,
     RankSelection,
@@ -22,9 +23,8 @@ from modular_kernel.testing.cases_ranks import (
     rank_cases_for,
     rank_pairings,
 )
-from modular_kernel.testing.fit_ranks import difference
-from modular_kernel.testing.prove_ranks import RankTrial, prove_ranks
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.over_ranks import RankTrial, prove_ranks
 from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")

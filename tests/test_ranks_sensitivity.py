@@ -14,16 +14,16 @@ from test_ranks_matrix import CASES
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.tensors import Handle
 from modular_kernel.testing import Case
-from modular_kernel.testing.battery_ranks import (
+from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
+from modular_kernel.testing.call_mutants.rank_operators import (
     RANK_MUTANTS,
     RankMutant,
     build_mutant,
     build_on_last_rank,
 )
-from modular_kernel.testing.cases_ranks import rank_cases_for, rank_pairings
-from modular_kernel.testing.mutants_ranks import sensitivity_ranks
-from modular_kernel.testing.prove_ranks import prove_ranks
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.cases.ranks import rank_cases_for, rank_pairings
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from doc_blocks import blocks_of, run_page
 
-from modular_kernel.choose.kernel import ComposedKernel
+from modular_kernel.select.kernel import ComposedKernel
 
 PAGE = Path(__file__).parents[1] / "README.md"
 README = PAGE.read_text(encoding="utf-8")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from modular_kernel.bench.exchange_rows import ExchangeReport
-from modular_kernel.bench.rows import Report
+from modular_kernel.bench.all2all.records import ExchangeReport
+from modular_kernel.measure.records import Report
 
 
 @pytest.mark.parametrize("kind", [ExchangeReport, Report])

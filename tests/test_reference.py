@@ -12,8 +12,8 @@ from modular_kernel import reference
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import dequantise
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.lists import BASE, axes
 from modular_kernel.types import ActivationSpec, Combine, Problem
 
 CPU = torch.device("cpu")
@@ -102,11 +102,19 @@ def act_of(gate: float, up: float, spec: ActivationSpec) -> float:
     match spec.kind:
         case "silu":
             return gate * sigmoid(gate) * up
+        case "gelu" | "gelu_tanh" if spec.limit:
+            free = ActivationSpec(spec.kind)
+            return act_of(min(gate, limit), clip(up), free)
         case "gelu":
             return gate * (1 + math.erf(gate / math.sqrt(2))) / 2 * up
         case "gelu_tanh":
             cubic = gate + 0.044715 * gate * gate * gate
             return gate * (1 + math.tanh(math.sqrt(2 / math.pi) * cubic)) / 2 * up
+        case "situ":
+            held = limit * math.tanh(up / limit) if limit else up
+            return alpha * math.tanh(gate / alpha) * sigmoid(gate) * held
+        case "silu_no_mul" | "gelu_no_mul" | "gelu_tanh_no_mul":
+            return act_of(gate, 1.0, ActivationSpec(spec.kind.removesuffix("_no_mul")))
         case "swiglu_oai":
             low = min(gate, limit)
             return low * sigmoid(alpha * low) * (clip(up) + 1)
@@ -139,6 +147,8 @@ def pair_row(t: int, k: int, problem: Problem, inputs: Inputs) -> list[float]:
     size = problem.intermediate
     if spec.kind == "relu2":
         h = [max(value, 0.0) ** 2 for value in v]
+    elif not spec.gated:
+        h = [act_of(value, 1.0, spec) for value in v]
     elif spec.interleaved:
         h = [act_of(v[2 * i], v[2 * i + 1], spec) for i in range(size)]
     else:

@@ -13,7 +13,7 @@ from modular_kernel.reference import _code
 from modular_kernel.repacked import as_nibbles, repack, unpack_words
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Machine
 
 PLAIN = Problem(2, 32, 64, 3, 1, quant="mxfp4_w4a16")

@@ -252,9 +252,9 @@ def test_red_zones_are_watched_in_a_replay() -> None:
     def overrun(stream: int, pointers: Sequence[int]) -> None:
         past.fill_(0.0)
 
-    (kind, tape) = next(iter(plan._tapes._tapes.items()))
-    assert tape is not None
-    plan._tapes.keep(kind, replace(tape, plays=(*tape.plays, overrun)))
+    (kind, recorded) = next(iter(plan._recorded._recorded.items()))
+    assert recorded is not None
+    plan._recorded.keep(kind, replace(recorded, replays=(*recorded.replays, overrun)))
     with pytest.raises(CorruptionError, match="workspace13"):
         plan(*args)
 
@@ -268,12 +268,12 @@ def test_no_tokens_are_not_recorded() -> None:
 
 
 def test_recordings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "_MAX_TAPES", 2)
+    monkeypatch.setattr(replay, "_MOST_RECORDED", 2)
     plan, part = planned()
     for tokens in (1, 2, 3, 3, 2, 1):
         plan(*inputs(tokens=tokens))
     assert part.host_calls == 4  # the first kind had to go, and came back
-    assert len(plan._tapes._tapes) == 2
+    assert len(plan._recorded._recorded) == 2
 
 
 def test_an_error_in_a_recording_leaves_nothing_behind() -> None:
@@ -299,4 +299,4 @@ def test_interpreted_kernels_are_not_replayed(machine: Machine) -> None:
     want = kernel(*args)
     for _ in range(3):
         assert torch.equal(plan(*args), want)
-    assert set(plan._tapes._tapes.values()) <= {None}
+    assert set(plan._recorded._recorded.values()) <= {None}

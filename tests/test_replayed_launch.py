@@ -1,6 +1,6 @@
 """Launches that are replayed are triton's own, to the byte: for the triton that is installed.
 
-Without a GPU: triton's launcher and player.c both launch into a libcuda.so.1 of the tests' own.
+Without a GPU: triton's launcher and cuda_replay.c both launch into the tests' own libcuda.so.1.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ def test_a_replayed_launch_is_as_tritons(found: dict[str, Any], kernel: str, nby
     """Grid, threads, shared memory, attributes, stream and all parameters."""
     calls = found[kernel]
     assert "refused" not in calls
-    assert [launch.pop("number") for launch in calls["triton"] + calls["played"]] == [1, 2, 3, 4]
-    assert calls["played"] == calls["triton"]
+    assert [launch.pop("number") for launch in calls["triton"] + calls["replayed"]] == [1, 2, 3, 4]
+    assert calls["replayed"] == calls["triton"]
     first, second = calls["triton"]
     assert first["bytes"] == nbytes
     assert first["value"] != second["value"]  # other inputs
@@ -46,7 +46,7 @@ def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, rea
 
 
 def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("modular_kernel.ops.launch")
+    launch = pytest.importorskip("modular_kernel.ops.launch.launch")
     from modular_kernel.states import replay
 
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
@@ -55,15 +55,15 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
     assert str(replay()) == "off: there is no GPU of NVIDIA's"
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(launch.player, "why_no_module", lambda: "there is no C compiler")
+    monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "there is no C compiler")
     assert str(replay()) == "off: there is no C compiler"
-    monkeypatch.setattr(launch.player, "why_no_module", lambda: "")
+    monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "")
     assert str(replay()) == "on"
-    for release in launch.compat.REPLAYED:
-        monkeypatch.setattr(launch.compat, "RELEASE", release)
+    for release in launch.triton_versions.REPLAYED:
+        monkeypatch.setattr(launch.triton_versions, "RELEASE", release)
         assert str(replay()) == "on"
     for release in ("3.5", "3.10", "4.0"):
-        monkeypatch.setattr(launch.compat, "RELEASE", release)
+        monkeypatch.setattr(launch.triton_versions, "RELEASE", release)
         assert str(replay()).startswith("off: launchers of triton")
     monkeypatch.setattr(launch, "HAS_TRITON", False)
     assert str(replay()) == "off: there is no triton"

@@ -14,8 +14,8 @@ from run_mk import run_mk
 from experts import TorchExperts
 from modular_kernel import catalog as catalogs
 from modular_kernel import errors, machine
-from modular_kernel.bench.rows import OK, OURS, PEER, Report, Row, ranked
 from modular_kernel.catalog import Catalog, Part, check, load_catalog
+from modular_kernel.measure.records import OK, OURS, PEER, Report, Row, ranked
 from modular_kernel.report.curves import drawing
 from modular_kernel.report.document import Heading, Items, Table, Text
 from modular_kernel.report.errors_page import errors_document

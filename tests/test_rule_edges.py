@@ -16,13 +16,13 @@ from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.rules import RULES
 from modular_kernel.support import Rejection
-from modular_kernel.testing.case import Case
-from modular_kernel.testing.cases_ranks import RankCase
-from modular_kernel.testing.checks import Trial
-from modular_kernel.testing.edges import Edge, Edges, case_of, edges_of
-from modular_kernel.testing.edges_sites import sites_of_part, sites_of_rules
-from modular_kernel.testing.prove_ranks import CHECKS, prove_ranks
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.ranks import RankCase
+from modular_kernel.testing.edges.edges import Edge, Edges, case_of, edges_of
+from modular_kernel.testing.edges.sites import sites_of_part, sites_of_rules
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.checks import Trial
+from modular_kernel.testing.verify.over_ranks import CHECKS, prove_ranks
 from modular_kernel.types import Machine, Problem
 
 GPU = Machine("cuda", (9, 0), frozenset({"triton"}))

@@ -10,15 +10,15 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.testing import (
     MUTANTS,
+    CallMutant,
     Case,
-    Mutant,
     Proof,
     command,
     pairings,
     prove,
     sensitivity,
 )
-from modular_kernel.testing.cases import BASE, cases_by_axes
+from modular_kernel.testing.cases.lists import BASE, cases_by_axes
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()
@@ -36,7 +36,7 @@ def proven() -> dict[Case, str | None]:
 @pytest.mark.parametrize("mutant", HERE, ids=lambda mutant: mutant.name)
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)
 def test_killed(
-    pairing: tuple[str, str], mutant: Mutant, machine: Machine, proven: dict[Case, str | None]
+    pairing: tuple[str, str], mutant: CallMutant, machine: Machine, proven: dict[Case, str | None]
 ) -> None:
     # One case each: `mk test --sensitivity` takes two.
     kills = sensitivity(*pairing, machine, mutants=[mutant], cases_each=1, proven=proven)

@@ -6,7 +6,7 @@ import pytest
 from shares import EIGHTH, THIRD, proven_here, share, tree_hash
 
 from modular_kernel.testing import Case, cases_for
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Machine
 
 CASES = tuple(

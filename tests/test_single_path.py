@@ -1,4 +1,4 @@
-"""The single path: proven at few tokens, whatever the regimes would choose there."""
+"""The gemv path: proven at few tokens, whatever the heuristics would choose there."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,29 +6,29 @@ from typing import Any
 import pytest
 import torch
 
-from experts import tile_single
-from experts.tile_regimes import regimes
-from experts.tile_shapes import SINGLE, Device, Tile, TilePair, gemms, violations
-from experts.tiles import choose_tiles, override_config
-from experts.triton_experts import TritonExperts
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.select import choose_config, override_config
+from experts.triton.contiguous import TritonExperts
+from experts.triton.gemv import config as gemv_config
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tensors import ContiguousShape
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 _NO_EP = "MoEPrepareAndFinalizeNoEP"
-_PATHS = ("aligned", SINGLE)
+_PATHS = ("aligned", "gemv")
 # Several steps along both depths, several blocks along both widths; pairs one by one and by two.
-_ONE = TilePair(Tile(16, 16, 32, 1, 4, 1), Tile(16, 16, 64, 1, 4, 1), SINGLE)
-_TWO = TilePair(Tile(16, 32, 64, 1, 4, 3), Tile(16, 16, 32, 2, 2, 3), SINGLE)
+_ONE = MoEConfig(LaunchConfig(16, 16, 32, 1, 4, 1), LaunchConfig(16, 16, 64, 1, 4, 1), "gemv")
+_TWO = MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 3), LaunchConfig(16, 16, 32, 2, 2, 3), "gemv")
 _BF16 = torch.bfloat16
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 _WIDE = {"hidden": 160, "intermediate": 96, "dtype": _BF16}
 
-_CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
+_CASES: tuple[tuple[dict[str, Any], str, MoEConfig], ...] = (
     ({"tokens": 1}, "uniform", _ONE),
     ({"tokens": 4, "top_k": 3, "dtype": _BF16}, "duplicates", _TWO),
     ({"tokens": 3, "hidden": 47, "intermediate": 33, "activation": _OAI}, "uniform", _TWO),
@@ -61,10 +61,10 @@ _CASES: tuple[tuple[dict[str, Any], str, TilePair], ...] = (
 
 
 @pytest.mark.parametrize(("changes", "routing", "pair"), _CASES)
-def test_proven(changes: dict[str, Any], routing: str, pair: TilePair, machine: Machine) -> None:
+def test_proven(changes: dict[str, Any], routing: str, pair: MoEConfig, machine: Machine) -> None:
     problem = replace(BASE, **changes)
     with override_config(pair):
-        assert choose_tiles(problem, 1, _PATHS) == pair
+        assert choose_config(problem, 1, _PATHS) == pair
         proof = prove(Case(_NO_EP, "TritonExperts", problem, routing), machine)
     assert proof.passed, str(proof)
 
@@ -113,17 +113,17 @@ def test_few_tokens_take_it() -> None:
         (replace(qwen, quant="fp8_w8a8_block"), 4),
         (replace(mixtral, quant="fp8_w8a8_channel"), 1),
     ):
-        steps = regimes(problem, Device(), _PATHS)  # files of a device would say otherwise
-        assert steps.choose(most) == tile_single.default(problem)
+        steps = heuristics(problem, Device(), _PATHS)  # files of a device would say otherwise
+        assert steps.choose(most) == gemv_config.default(problem)
         assert steps.choose(most + 1).path == "aligned"
-        assert regimes(problem, Device(), ("aligned",)).choose(most).path == "aligned"
+        assert heuristics(problem, Device(), ("aligned",)).choose(most).path == "aligned"
 
 
 def test_packed_weights_and_odd_groups_are_not_served() -> None:
-    assert tile_single.serves(replace(BASE, quant="fp8_w8a8_block"))
-    assert tile_single.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
-    assert not tile_single.serves(replace(BASE, quant="int4_w4a16_group"))
-    assert not tile_single.serves(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
+    assert gemv_config.serves(replace(BASE, quant="fp8_w8a8_block"))
+    assert gemv_config.serves(replace(BASE, quant="int8_w8a16_group:group=96"))
+    assert not gemv_config.serves(replace(BASE, quant="int4_w4a16_group"))
+    assert not gemv_config.serves(replace(BASE, hidden=192, quant="fp8_w8a8_block:block=96x96"))
 
 
 def test_every_default_can_be_launched() -> None:
@@ -132,18 +132,19 @@ def test_every_default_can_be_launched() -> None:
             problem = Problem(
                 tokens=1, hidden=depth, intermediate=depth, experts=8, top_k=2, quant=quant
             )
-            pair = tile_single.default(problem)
+            pair = gemv_config.default(problem)
             for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-                assert not list(violations(tile, tile_single.unbounded(gemm), Device()))
+                assert not list(violations(tile, replace(gemm, group_k=0), Device()))
 
 
 def test_a_step_may_span_groups_here_alone() -> None:
     problem = replace(BASE, hidden=256, intermediate=256, quant="fp8_w8a8_block", dtype=_BF16)
-    wide = Tile(16, 16, 256, 1, 4, 1)
-    with override_config(TilePair(wide, wide, SINGLE)):
-        assert choose_tiles(problem, 1, _PATHS).gemm1 == wide
-    with override_config(TilePair(wide, wide)), pytest.raises(ConfigurationError, match="group"):
-        choose_tiles(problem, 1)
+    wide = LaunchConfig(16, 16, 256, 1, 4, 1)
+    with override_config(MoEConfig(wide, wide, "gemv")):
+        assert choose_config(problem, 1, _PATHS).gemm1 == wide
+    tiles = MoEConfig(wide, wide, "aligned")
+    with override_config(tiles), pytest.raises(ConfigurationError, match="group"):
+        choose_config(problem, 1)
 
 
 def test_activations_come_unquantised_where_every_call_takes_it() -> None:

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_mk import Ended, run_mk
 
-from modular_kernel.bench.routing import RoutingKind, draw
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.sizing.compare import cells_of, compare, summaries
-from modular_kernel.sizing.estimate import in_world, size
-from modular_kernel.sizing.exchange_time import TRAFFIC, Traffic, Way, exchange_time, row_bytes
-from modular_kernel.sizing.experts_time import experts_time
-from modular_kernel.sizing.hardware import Cluster, Gpu, Link
-from modular_kernel.sizing.load import inclusion, rank_load
+from modular_kernel.measure.routing import RoutingKind, draw
+from modular_kernel.perf_model.compare import cells_of, compare, summaries
+from modular_kernel.perf_model.estimate import in_world, size
+from modular_kernel.perf_model.exchange_time import TRAFFIC, Traffic, Way, exchange_time, row_bytes
+from modular_kernel.perf_model.experts_time import experts_time
+from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
+from modular_kernel.perf_model.load import inclusion, rank_load
 from modular_kernel.types import Problem
 
 BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"

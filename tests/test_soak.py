@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from modular_kernel.testing.ranks import RankError, RankPool
-from modular_kernel.testing.soak_ranks import Soak, soak
-from modular_kernel.testing.soak_scenes import Scene, Scenes, judged
+from modular_kernel.testing.ranks.pool import RankError, RankPool
+from modular_kernel.testing.stress.soak import Soak, soak
+from modular_kernel.testing.stress.soak_scenes import Scene, Scenes, judged
 from modular_kernel.types import Parallel, Problem
 from prepare_finalize import TorchAll2AllPrepareAndFinalize
 
@@ -129,7 +129,7 @@ def _many(source: Scenes) -> list[Scene]:
 
 
 def test_what_is_judged_wrong(scenes: list[Scenes]) -> None:
-    from modular_kernel.testing.prove_ranks import recipe_over_ranks
+    from modular_kernel.testing.verify.over_ranks import recipe_over_ranks
 
     problem = scenes[0].problem
     scene = scenes[0].scene((5, 3))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from modular_kernel import stages
-from modular_kernel.bench.floor import Peaks, expert_bytes, floor_of, work_of
-from modular_kernel.bench.routing import Load
-from modular_kernel.bench.stage_floor import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.measure.roofline import Peaks, expert_bytes, floor_of, work_of
+from modular_kernel.measure.routing import Load
+from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
 from modular_kernel.placement import Placement
 from modular_kernel.profiling.inputs import load_of_rank
 from modular_kernel.tensors import Routing

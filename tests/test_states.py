@@ -137,7 +137,7 @@ def test_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    launch = pytest.importorskip("modular_kernel.ops.launch")
+    launch = pytest.importorskip("modular_kernel.ops.launch.launch")
     monkeypatch.setattr(launch, "why_not_replayed", lambda: "launchers of triton 9.9 are unknown")
     for gpu in (True, False):
         monkeypatch.setattr(states, "_on_gpu", lambda gpu=gpu: gpu)
@@ -151,8 +151,8 @@ def test_replay_off_is_a_warning_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) 
 def test_a_triton_without_replay_is_said_once_when_a_launch_is_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    launch = pytest.importorskip("modular_kernel.ops.launch")
-    monkeypatch.setattr(launch.compat, "RELEASE", "3.5")
+    launch = pytest.importorskip("modular_kernel.ops.launch.launch")
+    monkeypatch.setattr(launch.triton_versions, "RELEASE", "3.5")
     monkeypatch.setattr(launch, "JITFunction", Kernel)
     monkeypatch.setattr(launch, "CompiledKernel", Compiled)
     launch._say.cache_clear()

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from ep_layers import ALL2ALL, Layer
 
 from modular_kernel.errors import CommunicationError
-from modular_kernel.testing.ranks import RankPool
-from prepare_finalize.all2all import SymmetricGroup, TorchGroup
-from prepare_finalize.all2all.last_calls import FailureBoard, failure_key
-from prepare_finalize.all2all.meeting import Meeting
+from modular_kernel.testing.ranks.pool import RankPool
+from prepare_finalize import SymmetricGroup, TorchGroup
+from prepare_finalize.rendezvous.failure_log import FailureBoard, failure_key
+from prepare_finalize.rendezvous.store_rounds import Meeting
 
 GARBAGE = (b"\xff\x00\x80", b"", b"{", b"7 apples", b"[1]", b"null", b"9" * 5000, b'{"step": "x"}')
 

@@ -1,4 +1,4 @@
-"""The streamed path's host side, which needs no GPU: whose weights it takes, and what that means
+"""The host side of gemv_tma, which needs no GPU: whose weights it takes, and what that means
 for those who quantise and those who make room. Its numbers: tests/gpu/test_streamed_path.py."""
 
 from dataclasses import replace
@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from experts import TritonExperts
-from experts.tile_shapes import Device
-from experts.tiles import on_device
-from experts.triton_streamed import StreamedPath
+from experts.triton.configs.select import on_device
+from experts.triton.gemv_tma.path import GemvTmaPath
+from experts.triton.launch_config import Device
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.composer import random_inputs
 from modular_kernel.tensors import ContiguousShape
 
-H200 = Device("NVIDIA H200", boxes=True)
+H200 = Device("NVIDIA H200", tma=True)
 LAYER = Problem(
     tokens=1, hidden=32, intermediate=48, experts=128, top_k=8, quant="fp8_w8a8_channel"
 )
@@ -30,7 +30,7 @@ def shape(tokens: int) -> ContiguousShape:
 
 
 def test_it_takes_what_tma_can_fetch() -> None:
-    assert StreamedPath(LAYER).takes(weights(), X_TH)
+    assert GemvTmaPath(LAYER).takes(weights(), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2", "w1_scale", "w2_scale"])
@@ -38,7 +38,7 @@ def test_it_takes_no_tensor_with_gaps(name: str) -> None:
     given = weights()
     tensor = getattr(given, name)
     wide = torch.empty(2 * tensor.shape[0], *tensor.shape[1:], dtype=tensor.dtype)[::2]
-    assert not StreamedPath(LAYER).takes(replace(given, **{name: wide}), X_TH)
+    assert not GemvTmaPath(LAYER).takes(replace(given, **{name: wide}), X_TH)
 
 
 @pytest.mark.parametrize("name", ["w1", "w2"])
@@ -49,12 +49,12 @@ def test_it_takes_no_weights_off_16_bytes(name: str) -> None:
     first = -memory.data_ptr() % 16
     for offset, taken in ((first, True), (first + 8, False)):
         moved = memory[offset : offset + tensor.numel()].view(tensor.shape)
-        assert StreamedPath(LAYER).takes(replace(given, **{name: moved}), X_TH) is taken
+        assert GemvTmaPath(LAYER).takes(replace(given, **{name: moved}), X_TH) is taken
 
 
 def test_x_stays_as_it_is_only_where_any_weights_may_come() -> None:
-    """Up to 4 tokens calls whose weights TMA cannot fetch take the single path, which quantises
-    too; up to 8 the streamed path serves, but those others would come to the aligned path."""
+    """Up to 4 tokens calls whose weights TMA cannot fetch take the gemv path, which quantises
+    too; up to 8 gemv_tma serves, but those others would come to the aligned path."""
     with on_device(H200):
         part = TritonExperts(LAYER)
         assert [part.takes_unquantised(shape(tokens)) for tokens in (1, 4, 5, 8, 9)] == [
@@ -66,8 +66,8 @@ def test_x_stays_as_it_is_only_where_any_weights_may_come() -> None:
 def test_there_is_room_for_both_ways() -> None:
     with on_device(H200):
         extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
-    assert {"streamed_largest", "single_largest"} <= set(extra)
-    assert extra["streamed_largest"].shape == (8 * 2,)
-    with on_device(replace(H200, boxes=False)):
+    assert {"gemv_tma_amax", "gemv_amax"} <= set(extra)
+    assert extra["gemv_tma_amax"].shape == (8 * 2,)
+    with on_device(replace(H200, tma=False)):
         extra = TritonExperts(LAYER).workspace_shapes(shape(1)).extra
-    assert "streamed_largest" not in extra
+    assert "gemv_tma_amax" not in extra

@@ -17,9 +17,9 @@ from modular_kernel.errors import (
     ModularKernelError,
     UnsupportedError,
 )
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import Parallel, Problem
-from prepare_finalize.all2all import SymmetricGroup
+from prepare_finalize import SymmetricGroup
 
 PART = "SymmMemPrepareAndFinalize"
 MACHINE = this_machine(device="cpu")

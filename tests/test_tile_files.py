@@ -1,4 +1,4 @@
-"""Tuned tile files: three formats, hostile ones, and tiles that do not fit."""
+"""Tuned config files: three formats, hostile ones, and tiles that do not fit."""
 
 import json
 import logging
@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tile_samples import BLOCK_FP8, H200, MIXTRAL, NAME, launch, ours, store, write
 
-from experts.tile_files import FORMAT, MOST_BYTES, dump_recipe, parse_recipe, read_recipe
-from experts.tile_shapes import Device, Tile, TilePair, gemms, violations
-from experts.tile_store import fit, nearest
-from experts.tiles import choose_tiles, override_config
+from experts.triton.configs.files import FORMAT, MOST_BYTES, dump_recipe, parse_recipe, read_recipe
+from experts.triton.configs.lookup import fit, nearest
+from experts.triton.configs.select import choose_config, override_config
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms, violations
 from modular_kernel.errors import ConfigurationError
 
 
@@ -26,9 +26,11 @@ def test_vllm_counts_fused_columns(tmp_path: Path) -> None:
     )
     read = read_recipe(path)
     gated = fit(read, MIXTRAL, H200).steps.choose(64)
-    assert gated == TilePair(Tile(32, 64, 64, 1, 4, 3), Tile(32, 128, 64, 1, 4, 3))
+    assert gated == MoEConfig(
+        LaunchConfig(32, 64, 64, 1, 4, 3), LaunchConfig(32, 128, 64, 1, 4, 3), "aligned"
+    )
     plain = fit(read, replace(MIXTRAL, activation="relu2"), H200).steps.choose(64)
-    assert plain.gemm1 == plain.gemm2 == Tile(32, 128, 64, 1, 4, 3)
+    assert plain.gemm1 == plain.gemm2 == LaunchConfig(32, 128, 64, 1, 4, 3)
     narrow = parse_recipe(json.dumps({"64": launch(n=16)}), "x")
     assert fit(narrow, MIXTRAL, H200).steps.choose(64).gemm1.block_n == 16
 
@@ -70,7 +72,9 @@ def test_ours_is_read_as_written_and_written_as_read() -> None:
     )
     read = parse_recipe(text, "x")
     pair = fit(read, MIXTRAL, H200).steps.choose(8)
-    assert pair == TilePair(Tile(16, 64, 128, 1, 4, 3), Tile(16, 128, 64, 1, 4, 3))
+    assert pair == MoEConfig(
+        LaunchConfig(16, 64, 128, 1, 4, 3), LaunchConfig(16, 128, 64, 1, 4, 3), "aligned"
+    )
     assert parse_recipe(dump_recipe(read), "x") == read
     assert [tokens for tokens, _ in read.gemm1] == [1, 8]
 
@@ -221,7 +225,7 @@ def test_our_files_and_overrides_must_fit(
         override_config(bad),
         pytest.raises(ConfigurationError, match=rf"override_config.* GEMM 1 {what}: got"),
     ):
-        choose_tiles(MIXTRAL, 64)
+        choose_config(MIXTRAL, 64)
 
 
 @pytest.mark.parametrize(("changes", "what", "need"), UNUSABLE)
@@ -239,14 +243,14 @@ def test_a_step_has_one_scale(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     wide = launch(64, 128, 256, num_stages=2)
     with override_config({"gemm1": wide, "gemm2": wide}):
         with pytest.raises(ConfigurationError, match="got 256, need a divisor of 128"):
-            choose_tiles(BLOCK_FP8, 64)
-        assert choose_tiles(replace(MIXTRAL, quant="fp8_w8a8_channel"), 64).gemm1.block_k == 256
+            choose_config(BLOCK_FP8, 64)
+        assert choose_config(replace(MIXTRAL, quant="fp8_w8a8_channel"), 64).gemm1.block_k == 256
     name = NAME.replace(".json", ",dtype=fp8_w8a8,block_shape=[128, 128].json")
     path = write(tmp_path / name, {"64": wide, "512": wide})
     for _ in range(3):
         with caplog.at_level(logging.WARNING):
             source = store(path.parent).source(BLOCK_FP8)
-    assert {pair.gemm1.block_k for pair in source.steps.pairs} == {128}
+    assert {pair.gemm1.block_k for pair in source.steps.configs} == {128}
     (record,) = caplog.records
     assert str(path) in record.message
     assert "clamped" in record.message
@@ -258,7 +262,7 @@ def test_one_scale_for_all_of_the_depth_bounds_nothing() -> None:
     shallow = replace(MIXTRAL, quant="int4_w4a16_group:group=96", intermediate=96)
     first, second = gemms(shallow)
     assert (first.group_k, second.group_k) == (96, 0)
-    tile = Tile(16, 64, 64, 1, 4, 2)
+    tile = LaunchConfig(16, 64, 64, 1, 4, 2)
     assert [v.what for v in violations(tile, first, H200)] == ["block_k within a group"]
     assert not list(violations(tile, second, H200))
 
@@ -271,11 +275,11 @@ def test_their_files_give_way_where_memory_is_short(tmp_path: Path) -> None:
     found = fit(large, MIXTRAL, small)
     assert (found.steps.choose(1).gemm2.num_stages, found.steps.choose(1).gemm2.block_n) == (3, 256)
     assert "clamped" in found.notes[0]
-    for pair in found.steps.pairs:
+    for pair in found.steps.configs:
         for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(MIXTRAL), strict=True):
             assert not list(violations(tile, gemm, small))
 
 
 def test_groups_that_allow_no_tile_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="block_k within a group: got 32"):
-        choose_tiles(replace(MIXTRAL, quant="int4_w4a16_group:group=24"), 64)
+        choose_config(replace(MIXTRAL, quant="int4_w4a16_group:group=24"), 64)

@@ -1,4 +1,4 @@
-"""Names of tuned tile files: total, reversible, and those of vLLM and SGLang."""
+"""Names of tuned config files: total, reversible, and those of vLLM and SGLang."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tile_samples import MIXTRAL, NAME
 
-from experts.tile_names import TileKey, device_key, names_for
+from experts.triton.configs.filenames import ConfigKey, device_key, names_for
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.types import Problem
 
 SIZES = st.integers(1, 10**9)
 KEYS = st.builds(
-    TileKey,
+    ConfigKey,
     experts=SIZES,
     intermediate=SIZES,
     device=(st.text(max_size=150) | st.text("abc _", min_size=200)).map(device_key),
@@ -28,9 +28,9 @@ KEYS = st.builds(
 
 
 @given(KEYS)
-def test_a_name_says_all_of_its_key_and_nothing_else(key: TileKey) -> None:
+def test_a_name_says_all_of_its_key_and_nothing_else(key: ConfigKey) -> None:
     name = key.file_name
-    assert TileKey.parse(name) == key
+    assert ConfigKey.parse(name) == key
     assert name.isascii()
     assert Path(name).name == name
     assert len(name.encode()) <= 255
@@ -40,37 +40,37 @@ def test_a_name_says_all_of_its_key_and_nothing_else(key: TileKey) -> None:
 def test_every_device_has_a_key_and_keys_are_their_own(name: str) -> None:
     key = device_key(name)
     assert device_key(key) == key
-    assert TileKey.parse(TileKey(1, 2, key).file_name).device == key
+    assert ConfigKey.parse(ConfigKey(1, 2, key).file_name).device == key
 
 
 @pytest.mark.parametrize(
     ("name", "key"),
     [
-        (NAME, TileKey(8, 14336, "NVIDIA_H200")),
+        (NAME, ConfigKey(8, 14336, "NVIDIA_H200")),
         (
             "E=256,N=256,device_name=NVIDIA_H20-3e,dtype=fp8_w8a8,block_shape=[128, 128].json",
-            TileKey(256, 256, "NVIDIA_H20-3e", "fp8_w8a8", (128, 128)),
+            ConfigKey(256, 256, "NVIDIA_H20-3e", "fp8_w8a8", (128, 128)),
         ),
         (  # vLLM's spelling
             "E=128,N=384,device_name=AMD_Instinct_MI300X,dtype=fp8_w8a8,block_shape=[128,128].json",
-            TileKey(128, 384, "AMD_Instinct_MI300X", "fp8_w8a8", (128, 128)),
+            ConfigKey(128, 384, "AMD_Instinct_MI300X", "fp8_w8a8", (128, 128)),
         ),
         (
             "E=10,N=512,device_name=Intel(R)_Arc(TM)_Pro_B60_Graphics.json",
-            TileKey(10, 512, "Intel(R)_Arc(TM)_Pro_B60_Graphics"),
+            ConfigKey(10, 512, "Intel(R)_Arc(TM)_Pro_B60_Graphics"),
         ),
         (
             "E=384,N=256,device_name=AMD_Instinct_MI350X,dtype=int4_w4a16_down.json",
-            TileKey(384, 256, "AMD_Instinct_MI350X", "int4_w4a16", down=True),
+            ConfigKey(384, 256, "AMD_Instinct_MI350X", "int4_w4a16", down=True),
         ),
         (
             "E=8,N=64,device_name=X,dtype=int8_w8a8,per_channel_quant=True.json",
-            TileKey(8, 64, "X", "int8_w8a8", per_channel=True),
+            ConfigKey(8, 64, "X", "int8_w8a8", per_channel=True),
         ),
     ],
 )
-def test_names_in_the_field(name: str, key: TileKey) -> None:
-    assert TileKey.parse(name) == key
+def test_names_in_the_field(name: str, key: ConfigKey) -> None:
+    assert ConfigKey.parse(name) == key
     assert name in (key.file_name, key.file_name.replace(", ", ","))
 
 
@@ -89,14 +89,14 @@ def test_names_in_the_field(name: str, key: TileKey) -> None:
     ],
 )
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ConfigurationError, match="name of a tile file"):
-        TileKey.parse(name)
+    with pytest.raises(ConfigurationError, match="name of a config file"):
+        ConfigKey.parse(name)
 
 
 @pytest.mark.parametrize("fields", [{"experts": 0}, {"device": "a b"}, {"device": ""}])
 def test_a_key_without_a_name_cannot_be_made(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match="name of a tile file"):
-        TileKey(**{"experts": 8, "intermediate": 64, "device": "X", **fields})
+    with pytest.raises(ConfigurationError, match="name of a config file"):
+        ConfigKey(**{"experts": 8, "intermediate": 64, "device": "X", **fields})
 
 
 @pytest.mark.parametrize("quant", sorted(QUANT_SCHEMES))
@@ -104,8 +104,8 @@ def test_a_key_without_a_name_cannot_be_made(fields: dict[str, Any]) -> None:
 def test_every_problem_has_names(quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
     names = names_for(problem, "NVIDIA H200")
-    assert TileKey.of(problem, "NVIDIA H200").file_name == names[0]
-    keys = [TileKey.parse(name) for name in names]
+    assert ConfigKey.of(problem, "NVIDIA H200").file_name == names[0]
+    keys = [ConfigKey.parse(name) for name in names]
     assert {key.experts for key in keys} == {8}
     known = {"", "float32", "fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16"}
     assert {key.dtype for key in keys} <= known | {"mxfp4_w4a16", "nvfp4_w4a4"}
@@ -132,10 +132,10 @@ def test_names_of_schemes(quant: str, names: list[str]) -> None:
 def test_packed_weights_are_found_under_both_sizes() -> None:
     """vLLM counts I = 14336, SGLang the bytes of a packed row; ours also names the group."""
     names = names_for(replace(MIXTRAL, quant="int4_w4a16_group"), "NVIDIA H200")
-    keys = [TileKey.parse(name) for name in names]
+    keys = [ConfigKey.parse(name) for name in names]
     assert (keys[0].intermediate, keys[0].block_shape) == (14336, (0, 128))
-    assert TileKey(8, 14336, "NVIDIA_H200", "int4_w4a16") in keys
-    assert TileKey(8, 7168, "NVIDIA_H200", "int4_w4a16") in keys
+    assert ConfigKey(8, 14336, "NVIDIA_H200", "int4_w4a16") in keys
+    assert ConfigKey(8, 7168, "NVIDIA_H200", "int4_w4a16") in keys
     sizes = [key.intermediate for key in keys]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -148,4 +148,4 @@ def test_experts_are_those_of_this_rank() -> None:
 def test_repacked_weights_take_the_files_of_their_format() -> None:
     plain = Problem(1, 2048, 768, 128, 8, quant="mxfp4_w4a16")
     repacked = replace(plain, quant="mxfp4_w4a16:repacked=true")
-    assert TileKey.of(repacked, "NVIDIA H200") == TileKey.of(plain, "NVIDIA H200")
+    assert ConfigKey.of(repacked, "NVIDIA H200") == ConfigKey.of(plain, "NVIDIA H200")

@@ -6,19 +6,21 @@ from pathlib import Path
 import pytest
 from tile_samples import H200, MIXTRAL, TRITON, launch, ours, store, write
 
-from experts import tile_neighbours, tile_packed, tile_single
-from experts.tile_files import Recipe, parse_recipe, read_recipe
-from experts.tile_names import TileKey
-from experts.tile_neighbours import Borrowed, Known, Point, borrow, steps_of
-from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, SINGLE, Tile, TilePair
-from experts.tile_store import fit
-from experts.tiles import explain, on_device, this_store
+from experts.triton.configs import nearest
+from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.files import Recipe, parse_recipe, read_recipe
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.lookup import fit
+from experts.triton.configs.nearest import Borrowed, Known, Point, borrow, steps_of
+from experts.triton.configs.select import explain, on_device, this_store
+from experts.triton.gemv import config as gemv_config
+from experts.triton.gemv_w4 import config as gemv_w4_config
+from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Problem
 
 QWEN = Problem(tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8)
-NOTHING = regimes(MIXTRAL, H200, (ALIGNED,))
+NOTHING = heuristics(MIXTRAL, H200, ("aligned",))
 FOLDER = "triton_3_6_0"
 
 
@@ -29,17 +31,17 @@ def packaged(folder: Path, problem: Problem, *, tuned: bool = True, **entries: i
     if tuned:
         facts = {"hidden": problem.hidden, "top_k": problem.top_k}
         contents["tuned_for"] = {"experts_part": "TritonExperts", **facts}
-    name = TileKey.of(problem, H200.name).file_name
+    name = ConfigKey.of(problem, H200.name).file_name
     return write(folder / FOLDER / name, contents)
 
 
 def known(folder: Path, problem: Problem, **entries: int) -> Known:
     path = packaged(folder, problem, **entries)
-    return Known.of(TileKey.parse(path.name), read_recipe(path))
+    return Known.of(ConfigKey.parse(path.name), read_recipe(path))
 
 
 def block_ms(found: list[Borrowed]) -> list[int]:
-    return [one.pair.gemm1.block_m for one in found]
+    return [one.config.gemm1.block_m for one in found]
 
 
 def test_rows_of_an_expert_are_what_counts_most(
@@ -47,7 +49,7 @@ def test_rows_of_an_expert_are_what_counts_most(
 ) -> None:
     """64 tokens of Mixtral are 16 rows an expert: as 256 tokens of Qwen3 are."""
     qwen = known(tmp_path, QWEN, t1=16, t64=16, t256=32, t1024=64, t4096=128)
-    monkeypatch.setattr(tile_neighbours, "NEAR", 9.0)
+    monkeypatch.setattr(nearest, "NEAR", 9.0)
     found = borrow([qwen], MIXTRAL, H200, NOTHING, [1, 64, 256, 1024])
     assert block_ms(found) == [16, 32, 64, 128]
     assert found[1].origin == "E=128, K=8, H=2048, I=768, 256 tokens"
@@ -66,7 +68,7 @@ def test_where_nothing_is_near_the_regimes_decide(tmp_path: Path) -> None:
     qwen = known(tmp_path, QWEN, t1=16)
     for lenders in ([qwen], []):
         (found,) = borrow(lenders, MIXTRAL, H200, NOTHING, [4096])
-        assert found == Borrowed(4096, NOTHING.choose(4096), "regimes")
+        assert found == Borrowed(4096, NOTHING.choose(4096), "heuristics")
     (found,) = borrow([qwen], replace(QWEN, top_k=7), H200, NOTHING, [1])
     assert found.origin == "E=128, K=8, H=2048, I=768, 1 tokens"
 
@@ -84,61 +86,63 @@ def test_a_pair_that_cannot_be_launched_is_not_borrowed(monkeypatch: pytest.Monk
     tile = '{"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": %d, "GROUP_SIZE_M": 1}'
     deep, fit = (parse_recipe(text % (tile % k, tile % k), "x") for k in (4096, 32))
     lenders = [Known(128, 8, 2048, 768, deep), Known(8, 2, 4096, 14336, fit)]
-    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
-    assert all(one.pair.gemm1.block_k == 32 for one in borrow(lenders, mine, H200, NOTHING))
-    assert all(one.origin == "regimes" for one in borrow(lenders[:1], mine, H200, NOTHING))
+    monkeypatch.setattr(nearest, "NEAR", 99.0)
+    assert all(one.config.gemm1.block_k == 32 for one in borrow(lenders, mine, H200, NOTHING))
+    assert all(one.origin == "heuristics" for one in borrow(lenders[:1], mine, H200, NOTHING))
 
 
 def test_the_path_of_a_few_tokens_is_not_lent_to_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
-    single, pair = tile_single.default(MIXTRAL), NOTHING.choose(64)
+    monkeypatch.setattr(nearest, "NEAR", 99.0)
+    single, pair = gemv_config.default(MIXTRAL), NOTHING.choose(64)
     launches = ((1, single.gemm1), (64, pair.gemm1)), ((1, single.gemm2), (64, pair.gemm2))
-    recipe = Recipe("x", *launches, False, True, paths=((1, SINGLE), (64, ALIGNED)))
+    recipe = Recipe("x", *launches, False, True, paths=((1, "gemv"), (64, "aligned")))
     lender = Known(8, 2, 4096, 14336, recipe)
-    paths = {b.tokens: b.pair.path for b in borrow([lender], MIXTRAL, H200, NOTHING)}
-    few = tile_single.most_tokens(MIXTRAL)
-    assert [t for t, path in paths.items() if path == SINGLE] == [t for t in paths if t <= few]
+    paths = {b.tokens: b.config.path for b in borrow([lender], MIXTRAL, H200, NOTHING)}
+    few = gemv_config.most_tokens(MIXTRAL)
+    assert [t for t, path in paths.items() if path == "gemv"] == [t for t in paths if t <= few]
     own = fit(recipe, MIXTRAL, H200)
     assert own.steps.choose(few) == single
     assert own.steps.choose(few + 1) == own.steps.choose(64) == pair, "though 1 may be nearer"
     for experts in (8, 64, 256):
         problem = replace(MIXTRAL, experts=experts)
         last = fit(recipe, problem, H200).steps.lasts[0]
-        assert last == min(32, max(1, tile_single.most_tokens(problem)))
+        assert last == min(32, max(1, gemv_config.most_tokens(problem)))
 
 
 def test_of_packed_weights_a_path_is_lent_and_not_its_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """How many programs a multiprocessor has differs: 360 of 8 columns there, 512 here."""
-    monkeypatch.setattr(tile_neighbours, "NEAR", 99.0)
+    monkeypatch.setattr(nearest, "NEAR", 99.0)
     theirs = replace(QWEN, quant="mxfp4_w4a16", hidden=2880, intermediate=2880, top_k=4)
     mine = replace(theirs, hidden=4096)
-    lent = tile_packed.default(theirs)
-    recipe = Recipe("x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, SINGLE),))
+    lent = gemv_w4_config.default(theirs)
+    recipe = Recipe(
+        "x", ((1, lent.gemm1),), ((1, lent.gemm2),), False, True, paths=((1, "gemv_w4"),)
+    )
     lender = Known(128, 4, 2880, 2880, recipe)
-    most = tile_packed.most_tokens(mine)
+    most = gemv_w4_config.most_tokens(mine)
     for number in (1, 2, most):
         (found,) = borrow([lender], mine, H200, NOTHING, [number])
-        assert found.pair == tile_packed.default(mine, number) != lent
+        assert found.config == gemv_w4_config.default(mine, number) != lent
         assert found.origin.startswith("E=128, K=4, H=2880")
 
 
 def test_a_call_takes_the_nearest_number_of_tokens() -> None:
-    pairs = [TilePair(*[Tile(m, 64, 64, 1, 4, 3)] * 2) for m in (16, 32, 64)]
+    pairs = [MoEConfig(*[LaunchConfig(m, 64, 64, 1, 4, 3)] * 2, "aligned") for m in (16, 32, 64)]
     steps = steps_of([Borrowed(t, p, "x") for t, p in zip((1, 2, 8), pairs, strict=True)])
     wanted = {0: 16, 1: 16, 2: 32, 5: 32, 6: 64, 8: 64, 1 << 40: 64}
     assert {t: steps.choose(t).gemm1.block_m for t in wanted} == wanted
 
 
-def test_neighbours_come_after_files_and_before_regimes(tmp_path: Path) -> None:
+def test_neighbours_come_after_files_and_before_heuristics(tmp_path: Path) -> None:
     user, shipped = tmp_path / "user", tmp_path / "shipped"
     here = store(user, shipped)
     packaged(shipped, QWEN, t1=16, t4096=128)
     source = here.source(MIXTRAL)
-    assert source.origin == "neighbours"
+    assert source.origin == "nearest"
     assert len(source.whose) == len(source.steps.lasts)
-    assert set(source.whose) == {"regimes"}, "it is far"
+    assert set(source.whose) == {"heuristics"}, "it is far"
     packaged(shipped, replace(MIXTRAL, intermediate=7168), t1=16, t64=128)
     source = here.source(MIXTRAL)
     assert source.whose[0] == "E=8, K=2, H=4096, I=7168, 1 tokens"
@@ -148,15 +152,15 @@ def test_neighbours_come_after_files_and_before_regimes(tmp_path: Path) -> None:
         replace(MIXTRAL, quant="fp8_w8a8_block"),  # no file of this number format
         replace(MIXTRAL, hidden=4100),  # rows start elsewhere
     ):
-        assert here.source(other).origin == "regimes"
+        assert here.source(other).origin == "heuristics"
     elsewhere = replace(here, device=replace(H200, name="NVIDIA H100"))
-    assert elsewhere.source(MIXTRAL).origin == "regimes"
-    assert replace(here, triton="3.7.0").source(MIXTRAL).origin == "regimes"
+    assert elsewhere.source(MIXTRAL).origin == "heuristics"
+    assert replace(here, triton="3.7.0").source(MIXTRAL).origin == "heuristics"
     only_the_user_s = store(shipped)
-    assert only_the_user_s.source(MIXTRAL).origin == "regimes", "what is tried out is not lent"
+    assert only_the_user_s.source(MIXTRAL).origin == "heuristics", "what is tried out is not lent"
     packaged(user, MIXTRAL, t1=64)
     assert here.source(MIXTRAL).origin.startswith(str(user))
-    assert here.source(MIXTRAL).steps.choose(1) != regimes(MIXTRAL, H200).choose(1)
+    assert here.source(MIXTRAL).steps.choose(1) != heuristics(MIXTRAL, H200).choose(1)
 
 
 def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
@@ -167,11 +171,13 @@ def test_a_packaged_file_says_what_it_was_tuned_for(tmp_path: Path) -> None:
 
 def test_explain_names_the_neighbour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packaged(tmp_path, replace(MIXTRAL, hidden=6144, intermediate=16384), t1=16, t8=64)
-    monkeypatch.setattr("experts.tiles._machine_s_store", lambda: store(tmp_path / "u", tmp_path))
+    monkeypatch.setattr(
+        "experts.triton.configs.select._machine_s_store", lambda: store(tmp_path / "u", tmp_path)
+    )
     with on_device(H200):
         assert this_store().triton == TRITON
         text = explain(MIXTRAL, 8)
         far = explain(MIXTRAL, 8192)
     assert "the nearest layer with a file: E=8, K=2, H=6144, I=16384, 8 tokens" in text
-    assert "from regimes: no layer with a file is near" in far
+    assert "from heuristics: no layer with a file is near" in far
     assert "`mk tune` writes one: E=8,N=14336" in text

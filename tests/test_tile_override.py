@@ -18,8 +18,8 @@ from tile_samples import (
     write,
 )
 
-from experts.tile_shapes import ALIGNED, TilePair
-from experts.tiles import choose_tiles, override_config, regimes_up_to
+from experts.triton.configs.select import choose_config, kinds_up_to, override_config
+from experts.triton.launch_config import MoEConfig
 from modular_kernel.catalog import make_kernel, this_machine
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import ConfigurationError
@@ -34,45 +34,50 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_an_override_nests_and_ends_as_it_began() -> None:
-    before = choose_tiles(MIXTRAL, 64)
+    before = choose_config(MIXTRAL, 64)
     with override_config(ONE):
-        assert choose_tiles(MIXTRAL, 64) == choose_tiles(MIXTRAL, 4096) == ONE
-        assert regimes_up_to(MIXTRAL, 4096) == [(4096, ALIGNED, 16)]
+        assert choose_config(MIXTRAL, 64) == choose_config(MIXTRAL, 4096) == ONE
+        assert kinds_up_to(MIXTRAL, 4096) == [(4096, "aligned", 16)]
         with override_config(TWO):
-            assert choose_tiles(MIXTRAL, 64) == TWO
+            assert choose_config(MIXTRAL, 64) == TWO
             with override_config(None):
-                assert choose_tiles(MIXTRAL, 64) == before
-            assert choose_tiles(MIXTRAL, 64) == TWO
-        assert choose_tiles(MIXTRAL, 64) == ONE
-    assert choose_tiles(MIXTRAL, 64) == before
+                assert choose_config(MIXTRAL, 64) == before
+            assert choose_config(MIXTRAL, 64) == TWO
+        assert choose_config(MIXTRAL, 64) == ONE
+    assert choose_config(MIXTRAL, 64) == before
 
 
 def test_an_override_ends_whatever_is_raised() -> None:
-    before = choose_tiles(MIXTRAL, 64)
+    before = choose_config(MIXTRAL, 64)
     for error in (ValueError, KeyboardInterrupt, SystemExit):
         with pytest.raises(error), override_config(ONE):  # noqa: PT012
             with pytest.raises(error), override_config(TWO):
                 raise error
-            assert choose_tiles(MIXTRAL, 64) == ONE
+            assert choose_config(MIXTRAL, 64) == ONE
             raise error
-        assert choose_tiles(MIXTRAL, 64) == before
+        assert choose_config(MIXTRAL, 64) == before
 
 
 def test_other_threads_do_not_see_an_override() -> None:
-    before, seen, inside, done = choose_tiles(MIXTRAL, 64), [], threading.Event(), threading.Event()
+    before, seen, inside, done = (
+        choose_config(MIXTRAL, 64),
+        [],
+        threading.Event(),
+        threading.Event(),
+    )
 
     def other() -> None:
-        seen.append(choose_tiles(MIXTRAL, 64))
+        seen.append(choose_config(MIXTRAL, 64))
         with override_config(TWO):
             inside.set()
             done.wait(10)
-            seen.append(choose_tiles(MIXTRAL, 64))
+            seen.append(choose_config(MIXTRAL, 64))
 
     with override_config(ONE):
         thread = threading.Thread(target=other)
         thread.start()
         assert inside.wait(10)
-        assert choose_tiles(MIXTRAL, 64) == ONE
+        assert choose_config(MIXTRAL, 64) == ONE
         done.set()
         thread.join()
     assert seen == [before, TWO]
@@ -80,19 +85,19 @@ def test_other_threads_do_not_see_an_override() -> None:
 
 def test_an_override_beats_every_file(here: Path) -> None:
     write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
-    assert choose_tiles(MIXTRAL, 64).gemm1.block_m == 64
+    assert choose_config(MIXTRAL, 64).gemm1.block_m == 64
     with override_config(ONE):
-        assert choose_tiles(MIXTRAL, 64) == ONE
+        assert choose_config(MIXTRAL, 64) == ONE
 
 
 def test_an_override_may_be_written_as_a_file_is() -> None:
     with override_config(launch(32, 128, 64)):  # vLLM's: fused columns
-        assert choose_tiles(MIXTRAL, 64).gemm1.block_n == 64
+        assert choose_config(MIXTRAL, 64).gemm1.block_n == 64
     with override_config({"gemm1": launch(32, 128, 64), "gemm2": launch(32, 32)}):
-        assert choose_tiles(MIXTRAL, 64).gemm1.block_n == 128
+        assert choose_config(MIXTRAL, 64).gemm1.block_n == 128
     with override_config({8: launch(16), 800: launch(64)}):
-        assert choose_tiles(MIXTRAL, 64).gemm1.block_m == 16
-        assert choose_tiles(MIXTRAL, 700).gemm1.block_m == 64
+        assert choose_config(MIXTRAL, 64).gemm1.block_m == 16
+        assert choose_config(MIXTRAL, 700).gemm1.block_m == 64
 
 
 @pytest.mark.parametrize(
@@ -100,17 +105,17 @@ def test_an_override_may_be_written_as_a_file_is() -> None:
     [{}, [], 3, {"64": 3}, {"BLOCK_SIZE_M": 16}, launch(n=10**400), {2.5: launch()}, "x"],
 )
 def test_a_malformed_override_is_refused_where_it_begins(config: Any) -> None:
-    before = choose_tiles(MIXTRAL, 64)
+    before = choose_config(MIXTRAL, 64)
     with (
         pytest.raises(ConfigurationError, match="override_config"),
         override_config(config),
     ):
         pytest.fail("entered")
-    assert choose_tiles(MIXTRAL, 64) == before
+    assert choose_config(MIXTRAL, 64) == before
 
 
 @pytest.mark.parametrize("pair", [ONE, TWO], ids=str)
-def test_numbers_do_not_depend_on_an_override(pair: TilePair) -> None:
+def test_numbers_do_not_depend_on_an_override(pair: MoEConfig) -> None:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")

@@ -1,22 +1,23 @@
-"""Tiles of the permuted path: whom it serves, which tiles it takes, what it refuses."""
+"""Persistent grouped GEMMs: whom the path serves, which tiles it takes, what it refuses."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from experts import tile_permuted
-from experts.tile_bounds import require_pair
-from experts.tile_files import override_recipe
-from experts.tile_regimes import regimes
-from experts.tile_shapes import ALIGNED, PERMUTED, Device, Tile, TilePair, gemms
-from experts.tile_store import fit
-from experts.triton_permuted import PermutedPath
+from experts.triton.configs.files import override_recipe
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import require_config
+from experts.triton.configs.lookup import fit
+from experts.triton.configs.select import override_config
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.tensors import ExpertWeights
 
-H200 = Device("NVIDIA H200", boxes=True)
+H200 = Device("NVIDIA H200", tma=True)
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
 SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 
@@ -24,33 +25,33 @@ SERVED = ("none", "fp8_w8a8_channel", "fp8_w8a8_block")
 @pytest.mark.parametrize("quant", SERVED)
 def test_many_rows_take_it_with_tiles_that_fit(quant: str) -> None:
     problem = replace(MIXTRAL, quant=quant)
-    steps = regimes(problem, H200)
-    least = tile_permuted.LEAST_ROWS * 8 // 2
-    assert steps.choose(least - 1).path != PERMUTED
+    steps = heuristics(problem, H200)
+    least = grouped_tma_config.LEAST_ROWS * 8 // 2
+    assert steps.choose(least - 1).path != "grouped_tma"
     pair = steps.choose(least)
-    assert pair.path == PERMUTED
+    assert pair.path == "grouped_tma"
     assert pair == steps.choose(1 << 40)
-    require_pair(pair, problem, H200, "regimes")
+    require_config(pair, problem, H200, "heuristics")
     for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-        mode = tile_permuted.MODES[quant]
-        assert not list(tile_permuted.violations(tile, gemm, mode, H200))
-    assert {p.path for p in regimes(problem, H200, (ALIGNED,)).pairs} == {ALIGNED}
+        mode = grouped_tma_config.MODES[quant]
+        assert not list(grouped_tma_config.violations(tile, gemm, mode, H200))
+    assert {p.path for p in heuristics(problem, H200, ("aligned",)).configs} == {"aligned"}
 
 
 def test_who_gathers() -> None:
     """Long rows: as many steps as the largest ring of any tile asks for ahead."""
-    assert tile_permuted.gathers(MIXTRAL)
-    assert tile_permuted.gathers(replace(MIXTRAL, quant="fp8_w8a8_channel"))
-    assert not tile_permuted.gathers(replace(MIXTRAL, quant="fp8_w8a8_block"))
+    assert grouped_tma_config.gathers(MIXTRAL)
+    assert grouped_tma_config.gathers(replace(MIXTRAL, quant="fp8_w8a8_channel"))
+    assert not grouped_tma_config.gathers(replace(MIXTRAL, quant="fp8_w8a8_block"))
     for quant, most in (("none", 256), ("fp8_w8a8_channel", 512)):
         problem = replace(MIXTRAL, quant=quant)
-        assert not tile_permuted.gathers(replace(problem, hidden=most))
-        assert tile_permuted.gathers(replace(problem, hidden=most + 16))
+        assert not grouped_tma_config.gathers(replace(problem, hidden=most))
+        assert grouped_tma_config.gathers(replace(problem, hidden=most + 16))
         gemm = gemms(problem)[0]
-        ring = (most + 16) * gemm.a_bits // 8 // tile_permuted.BOX_BYTES + 1
-        tile = replace(tile_permuted.default(problem).gemm1, block_n=64, num_stages=ring + 2)
-        mode = tile_permuted.MODES[quant]
-        assert list(tile_permuted.violations(tile, gemm, mode, H200))
+        ring = (most + 16) * gemm.a_bits // 8 // grouped_tma_config.BOX_BYTES + 1
+        tile = replace(grouped_tma_config.default(problem).gemm1, block_n=64, num_stages=ring + 2)
+        mode = grouped_tma_config.MODES[quant]
+        assert list(grouped_tma_config.violations(tile, gemm, mode, H200))
 
 
 def test_only_tokens_on_whole_copies_are_gathered() -> None:
@@ -59,7 +60,7 @@ def test_only_tokens_on_whole_copies_are_gathered() -> None:
         problem = replace(MIXTRAL, hidden=hidden, intermediate=64, experts=2)
         shapes = ((2, problem.w1_rows, hidden), (2, hidden, 64))
         weights = ExpertWeights(*(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes))
-        path = PermutedPath(problem)
+        path = GroupedTmaPath(problem)
         assert path.moves_tokens == (hidden == 128)
         assert ("permuted_x" in path.specs(4, 128)) == path.moves_tokens
         wide = torch.zeros(4, hidden + 12, dtype=torch.bfloat16)
@@ -80,14 +81,14 @@ def test_results_wait_in_what_the_ring_leaves(
     stages: int, half: int, columns: int, slots: int
 ) -> None:
     """Of 227 KiB; every tile that is launched has room for one box of each warpgroup."""
-    tile = Tile(tile_permuted.BLOCK_M, 2 * half, 64, 8, 4, stages)
-    assert tile_permuted.staging_slots(tile, half, columns) == slots
-    ring = stages * (tile_permuted.BLOCK_M + 2 * half) * tile_permuted.BOX_BYTES
+    tile = LaunchConfig(grouped_tma_config.BLOCK_M, 2 * half, 64, 8, 4, stages)
+    assert grouped_tma_config.staging_slots(tile, half, columns) == slots
+    ring = stages * (grouped_tma_config.BLOCK_M + 2 * half) * grouped_tma_config.BOX_BYTES
     boxes = slots * 2 * 64 * columns * 2
     assert ring + boxes <= H200.shared
     assert slots == 2 or ring + 2 * boxes > H200.shared
     (_, gemm2) = gemms(MIXTRAL)
-    assert not list(tile_permuted.violations(tile, gemm2, "plain", H200))
+    assert not list(grouped_tma_config.violations(tile, gemm2, "plain", H200))
 
 
 @pytest.mark.parametrize(
@@ -106,13 +107,13 @@ def test_results_wait_in_what_the_ring_leaves(
 )
 def test_what_it_does_not_serve_keeps_to_the_aligned_path(other: dict[str, object]) -> None:
     problem = replace(MIXTRAL, **other)
-    assert not tile_permuted.serves(problem, H200)
-    assert PERMUTED not in {pair.path for pair in regimes(problem, H200).pairs}
+    assert not grouped_tma_config.serves(problem, H200)
+    assert "grouped_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
 
 
 def test_other_devices_do_not_run_it() -> None:
-    assert not tile_permuted.serves(MIXTRAL, Device("NVIDIA A100"))
-    assert not tile_permuted.serves(MIXTRAL, Device())
+    assert not grouped_tma_config.serves(MIXTRAL, Device("NVIDIA A100"))
+    assert not grouped_tma_config.serves(MIXTRAL, Device())
 
 
 @pytest.mark.parametrize(
@@ -129,17 +130,20 @@ def test_other_devices_do_not_run_it() -> None:
 def test_a_tile_that_its_kernel_cannot_launch_is_refused(
     change: dict[str, int], named: str
 ) -> None:
-    tile = Tile(128, 128, 64, 8, 4, 4)
+    tile = LaunchConfig(128, 128, 64, 8, 4, 4)
     wide = replace(tile, block_n=256)
-    assert fit(override_recipe(TilePair(tile, wide, PERMUTED)), MIXTRAL, H200)
-    broken = TilePair(replace(tile, **change), replace(wide, **change), PERMUTED)
+    assert fit(override_recipe(MoEConfig(tile, wide, "grouped_tma")), MIXTRAL, H200)
+    broken = MoEConfig(replace(tile, **change), replace(wide, **change), "grouped_tma")
     with pytest.raises(ConfigurationError, match=named):
         fit(override_recipe(broken), MIXTRAL, H200)
 
 
 def test_a_pair_that_is_none_is_refused() -> None:
-    tile = Tile(128, 128, 64, 8, 4, 4)
+    tile = LaunchConfig(128, 128, 64, 8, 4, 4)
     with pytest.raises(ConfigurationError, match="128 and 64"):
-        TilePair(tile, replace(tile, block_m=64))
-    with pytest.raises(ConfigurationError, match="no-such-path"):
-        TilePair(tile, tile, "no-such-path")
+        MoEConfig(tile, replace(tile, block_m=64), "aligned")
+    with (
+        pytest.raises(ConfigurationError, match="no-such-path"),
+        override_config(MoEConfig(tile, tile, "no-such-path")),
+    ):
+        pass

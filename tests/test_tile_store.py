@@ -24,14 +24,20 @@ from tile_samples import (
     write,
 )
 
-from experts import tiles
-from experts.tile_bounds import path_violations
-from experts.tile_files import read_recipe
-from experts.tile_names import TileKey
-from experts.tile_shapes import ALIGNED, Device, Tile, TilePair, gemms
-from experts.tile_store import TileStore, fit
-from experts.tiles import choose_tiles, explain, on_device, override_config, regimes_up_to
-from experts.triton_experts import TritonExperts
+from experts.triton.configs import select as tiles
+from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.files import read_recipe
+from experts.triton.configs.limits import config_violations
+from experts.triton.configs.lookup import ConfigLookup, fit
+from experts.triton.configs.select import (
+    choose_config,
+    explain,
+    kinds_up_to,
+    on_device,
+    override_config,
+)
+from experts.triton.contiguous import TritonExperts
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.schemes import QUANT_SCHEMES
@@ -57,7 +63,7 @@ def test_the_user_s_file_wins_then_the_packaged_one_then_the_regimes(tmp_path: P
     packaged.unlink()
     packaged.parent.rmdir()
     source = both.source(MIXTRAL)
-    assert source.origin == "regimes"
+    assert source.origin == "heuristics"
     assert source.looked_in[1] == f"packaged {packaged.parent}: no such folder"
 
 
@@ -115,7 +121,7 @@ def test_large_tiles_do_not_reach_rows_that_load_slowly(tmp_path: Path) -> None:
     odd = replace(MIXTRAL, hidden=4100)
     foreign = write(tmp_path / NAME, {"1": launch(64, 256)})
     source = store(foreign.parent).source(odd)
-    assert source.origin == "regimes"
+    assert source.origin == "heuristics"
     assert "16 elements" in source.looked_in[0]
     facts = {"experts_part": "TritonExperts", "hidden": 4100, "top_k": 2}
     write(tmp_path / NAME, {**ours(tokens_1=(launch(), launch())), "tuned_for": facts})
@@ -124,14 +130,14 @@ def test_large_tiles_do_not_reach_rows_that_load_slowly(tmp_path: Path) -> None:
 
 def test_without_a_gpu_no_file_is_looked_for(tmp_path: Path) -> None:
     folder = write(tmp_path / "E=8,N=14336,device_name=_.json", "broken").parent
-    source = TileStore((("user", folder),), Device(), TRITON).source(MIXTRAL)
-    assert (source.origin, source.looked_in) == ("regimes", ())
+    source = ConfigLookup((("user", folder),), Device(), TRITON).source(MIXTRAL)
+    assert (source.origin, source.looked_in) == ("heuristics", ())
 
 
 def test_packaged_files_are_sound() -> None:
-    folder = Path(tiles.__file__).parent / "configs"
+    folder = Path(tiles.__file__).parent / "data"
     for path in folder.rglob("*.json"):
-        key, read = TileKey.parse(path.name), read_recipe(path)
+        key, read = ConfigKey.parse(path.name), read_recipe(path)
         assert read.strict, f"{path} is not in our format"
         assert read.tuned_for is not None
         assert path.parent.name.replace("triton_", "").replace("_", ".") == read.triton
@@ -141,7 +147,7 @@ def test_packaged_files_are_sound() -> None:
             fit(read, problem, H200)
 
 
-# ----------------------------------------------------------------------------- fallback and regimes
+# -------------------------------------------------------------------------- fallback and heuristics
 
 # What is launched where there are no files: rows an expert, block_m, GEMM 1, GEMM 2, group.
 OLD: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int]]] = {
@@ -162,7 +168,7 @@ OLD: dict[str, list[tuple[int | None, int, tuple[int, ...], tuple[int, ...], int
 }
 
 
-def old_tiles(problem: Problem, tokens: int) -> TilePair:
+def old_tiles(problem: Problem, tokens: int) -> MoEConfig:
     odd = problem.hidden % 16 or problem.intermediate % 16
     name = "unaligned" if odd else "half"
     table = OLD["float32" if problem.dtype is torch.float32 else name]
@@ -175,8 +181,8 @@ def old_tiles(problem: Problem, tokens: int) -> TilePair:
         steps = -(-depth // k)
         if 2 * steps < 3 * stages:  # two thirds of the depth are in flight, if that is a pipeline
             stages = min(stages, max(3, 2 * steps // 3))
-        made.append(Tile(m, n, k, group, warps, stages))
-    return TilePair(*made)
+        made.append(LaunchConfig(m, n, k, group, warps, stages))
+    return MoEConfig(*made, "aligned")
 
 
 SHAPES = ((4096, 14336), (2880, 2880), (48, 80), (100, 72), (7168, 2048), (96, 4096))
@@ -192,7 +198,7 @@ def test_without_a_file_tiles_are_those_of_the_regimes(
         for activation in ("silu", "relu2"):
             problem = Problem(1, hidden, intermediate, experts, top_k, dtype, activation=activation)
             with on_device(Device()):  # for which there is no file
-                found = {tokens: choose_tiles(problem, tokens) for tokens in numbers}
+                found = {tokens: choose_config(problem, tokens) for tokens in numbers}
             assert found == {tokens: old_tiles(problem, tokens) for tokens in numbers}
 
 
@@ -201,25 +207,24 @@ def test_without_a_file_tiles_are_those_of_the_regimes(
 def test_regimes_fit_every_scheme_and_device(quant: str, arch: tuple[int, int]) -> None:
     device = Device.of(Machine("cuda", arch, name="X"))
     problem = replace(MIXTRAL, quant=quant)
-    for pair in TileStore((), device, TRITON).source(problem).steps.pairs:
-        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-            assert not list(path_violations(tile, gemm, pair.path, problem, device))
+    for pair in ConfigLookup((), device, TRITON).source(problem).steps.configs:
+        assert not list(config_violations(pair, problem, device))
 
 
 def test_every_block_m_is_listed_with_the_most_tokens_it_serves() -> None:
     with on_device(Device()):  # for which there is no file
-        assert regimes_up_to(MIXTRAL, 512) == [
-            (40, ALIGNED, 16),
-            (96, ALIGNED, 32),
-            (192, ALIGNED, 64),
-            (512, ALIGNED, 128),
+        assert kinds_up_to(MIXTRAL, 512) == [
+            (40, "aligned", 16),
+            (96, "aligned", 32),
+            (192, "aligned", 64),
+            (512, "aligned", 128),
         ]
-        assert regimes_up_to(MIXTRAL, 60) == [(40, ALIGNED, 16), (60, ALIGNED, 32)]
-        assert regimes_up_to(MIXTRAL, 0) == [(0, ALIGNED, 16)]
+        assert kinds_up_to(MIXTRAL, 60) == [(40, "aligned", 16), (60, "aligned", 32)]
+        assert kinds_up_to(MIXTRAL, 0) == [(0, "aligned", 16)]
     file = {"1": launch(64), "9": launch(16), "21": launch(64), "61": launch(128, 64, 64)}
     with override_config(file):
-        assert {m: t for t, _, m in regimes_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
-        assert {m: t for t, _, m in regimes_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
+        assert {m: t for t, _, m in kinds_up_to(MIXTRAL, 100)} == {64: 41, 16: 15, 128: 100}
+        assert {m: t for t, _, m in kinds_up_to(MIXTRAL, 10)} == {64: 5, 16: 10}
 
 
 @given(
@@ -233,8 +238,8 @@ def test_workspaces_of_a_tuned_file_never_shrink(blocks: dict[int, int]) -> None
         part = TritonExperts(problem)
         most = part.workspace_shapes(ContiguousShape(600, 4)).buffers()
         for tokens in (1, 2, 5, 17, 100, 255, 256, 301, 599, 600):
-            block_m = choose_tiles(problem, tokens).gemm1.block_m
-            assert block_m in [m for _, _, m in regimes_up_to(problem, tokens)]
+            block_m = choose_config(problem, tokens).gemm1.block_m
+            assert block_m in [m for _, _, m in kinds_up_to(problem, tokens)]
             for name, spec in part.workspace_shapes(ContiguousShape(tokens, 4)).buffers().items():
                 assert spec.numel <= most[name].numel, (name, tokens)
 
@@ -259,7 +264,7 @@ def test_explain_names_the_file_and_the_reason(here: Path) -> None:
 
 def test_explain_says_why_there_is_no_file(here: Path) -> None:
     text = explain(MIXTRAL, 100)
-    assert re.search(r"regime \d of \d: 25 rows an expert", text)
+    assert re.search(r"heuristic \d of \d: 25 rows an expert", text)
     assert f"looked in user {here}: no such folder" in text
     assert f"`mk tune` writes one: {NAME}" in text
     assert "device_name=NVIDIA_B200" in explain(MIXTRAL, 1, "NVIDIA B200")
@@ -275,25 +280,25 @@ def test_explain_without_a_gpu() -> None:
 
 def test_files_are_read_once_until_reread(here: Path) -> None:
     path = write(here.parent / f"user/{NAME}", ours(tokens_1=(launch(64), launch(64))))
-    assert choose_tiles(MIXTRAL, 3).gemm1.block_m == 64
+    assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
     path.write_text("broken", encoding="utf-8")
-    assert choose_tiles(MIXTRAL, 3).gemm1.block_m == 64
-    assert choose_tiles(MIXTRAL.with_tokens(2), 700).gemm1.block_m == 64
+    assert choose_config(MIXTRAL, 3).gemm1.block_m == 64
+    assert choose_config(MIXTRAL.with_tokens(2), 700).gemm1.block_m == 64
     tiles.reread()
     with pytest.raises(ConfigurationError, match="device_name"):
-        choose_tiles(MIXTRAL, 3)
+        choose_config(MIXTRAL, 3)
 
 
 def test_the_user_s_folder_goes_first(here: Path) -> None:
     for place, block_m in (("packaged", 32), ("user", 64)):
         write(here.parent / place / NAME, ours(tokens_1=(launch(block_m), launch(block_m))))
         tiles.reread()
-        assert choose_tiles(MIXTRAL, 3).gemm1.block_m == block_m
+        assert choose_config(MIXTRAL, 3).gemm1.block_m == block_m
 
 
 def test_a_bad_file_of_another_layer_harms_nobody(here: Path) -> None:
     write(here.parent / f"user/{NAME.replace('E=8', 'E=9')}", "broken")
-    assert choose_tiles(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
+    assert choose_config(MIXTRAL, 3) == old_tiles(MIXTRAL, 3)
 
 
 def test_the_user_s_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

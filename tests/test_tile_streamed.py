@@ -1,40 +1,43 @@
-"""Tiles of the streamed path: whom it serves, which tiles it takes, what it refuses."""
+"""Launches of the TMA-pipelined gemv: whom it serves, which tiles it takes, what it refuses."""
 
 from dataclasses import replace
 
 import pytest
 
-from experts import tile_streamed
-from experts.tile_bounds import require_pair
-from experts.tile_files import Recipe, override_recipe
-from experts.tile_neighbours import Known, borrow
-from experts.tile_regimes import regimes
-from experts.tile_search import TileSpace
-from experts.tile_shapes import ALIGNED, PATHS, SINGLE, STREAMED, Device, Tile, TilePair, gemms
-from experts.tile_store import fit
-from experts.tiles import on_device
+from experts.triton.configs.files import Recipe, override_recipe
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import require_config
+from experts.triton.configs.lookup import fit
+from experts.triton.configs.nearest import Known, borrow
+from experts.triton.configs.select import on_device
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig, gemms
+from experts.triton.paths import PATHS
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import Problem
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.types import Combine
 
-H200 = Device("NVIDIA H200", boxes=True)
+H200 = Device("NVIDIA H200", tma=True)
 QWEN = Problem(
     tokens=1, hidden=2048, intermediate=1408, experts=128, top_k=8, quant="fp8_w8a8_channel"
 )
 BLOCKS = replace(QWEN, quant="fp8_w8a8_block")
-PAIR = tile_streamed.default(QWEN, H200)
+PAIR = gemv_tma_config.default(QWEN, H200)
 
 
 @pytest.mark.parametrize(("problem", "most"), [(QWEN, 8), (BLOCKS, 4)], ids=("channel", "block"))
 def test_few_tokens_take_it_with_tiles_that_fit(problem: Problem, most: int) -> None:
-    assert tile_streamed.most_tokens(problem) == most
-    steps = regimes(problem, H200)
+    assert gemv_tma_config.most_tokens(problem) == most
+    steps = heuristics(problem, H200)
     pair = steps.choose(1)
-    assert pair.path == STREAMED
+    assert pair.path == "gemv_tma"
     assert steps.choose(most) == pair
-    assert steps.choose(most + 1).path != STREAMED
-    require_pair(pair, problem, H200, "regimes")
-    assert STREAMED not in {p.path for p in regimes(problem, H200, (ALIGNED, SINGLE)).pairs}
+    assert steps.choose(most + 1).path != "gemv_tma"
+    require_config(pair, problem, H200, "heuristics")
+    assert "gemv_tma" not in {
+        p.path for p in heuristics(problem, H200, ("aligned", "gemv")).configs
+    }
 
 
 @pytest.mark.parametrize(
@@ -46,18 +49,18 @@ def test_a_ring_is_as_long_as_the_vectors_leave_room_for(
 ) -> None:
     """And its places as deep as four of them fit."""
     problem = replace(QWEN, intermediate=depth)
-    tile = tile_streamed.default(problem, H200).gemm2
+    tile = gemv_tma_config.default(problem, H200).gemm2
     assert (tile.block_k, tile.num_stages) == (block_k, places)
     longer = replace(tile, num_stages=places + 1)
-    found = list(tile_streamed.violations(longer, gemms(problem)[1], H200))
+    found = list(gemv_tma_config.violations(longer, gemms(problem)[1], H200))
     assert [violation.what for violation in found] == ["num_stages"]
 
 
 def test_short_vectors_with_scales_of_blocks_keep_to_the_single_path() -> None:
     problem = replace(BLOCKS, intermediate=768)
-    assert tile_streamed.serves(problem, H200)
-    assert regimes(problem, H200).choose(1).path == SINGLE
-    assert regimes(replace(problem, quant=QWEN.quant), H200).choose(1).path == STREAMED
+    assert gemv_tma_config.serves(problem, H200)
+    assert heuristics(problem, H200).choose(1).path == "gemv"
+    assert heuristics(replace(problem, quant=QWEN.quant), H200).choose(1).path == "gemv_tma"
 
 
 @pytest.mark.parametrize(
@@ -81,13 +84,13 @@ def test_short_vectors_with_scales_of_blocks_keep_to_the_single_path() -> None:
 )
 def test_what_it_does_not_serve_keeps_to_other_paths(other: dict[str, object]) -> None:
     problem = replace(QWEN, **other)
-    assert not tile_streamed.serves(problem, H200)
-    assert STREAMED not in {pair.path for pair in regimes(problem, H200).pairs}
+    assert not gemv_tma_config.serves(problem, H200)
+    assert "gemv_tma" not in {pair.path for pair in heuristics(problem, H200).configs}
 
 
 def test_other_devices_do_not_run_it() -> None:
-    assert not tile_streamed.serves(QWEN, Device("NVIDIA A100"))
-    assert STREAMED not in {pair.path for pair in regimes(QWEN, Device()).pairs}
+    assert not gemv_tma_config.serves(QWEN, Device("NVIDIA A100"))
+    assert "gemv_tma" not in {pair.path for pair in heuristics(QWEN, Device()).configs}
 
 
 @pytest.mark.parametrize(
@@ -105,38 +108,42 @@ def test_a_tile_that_its_kernel_cannot_launch_is_refused(
     change: dict[str, int], named: str
 ) -> None:
     assert fit(override_recipe(PAIR), QWEN, H200).steps.choose(1) == PAIR
-    broken = TilePair(replace(PAIR.gemm1, **change), replace(PAIR.gemm2, **change), STREAMED)
+    broken = MoEConfig(replace(PAIR.gemm1, **change), replace(PAIR.gemm2, **change), "gemv_tma")
     with pytest.raises(ConfigurationError, match=named):
         fit(override_recipe(broken), QWEN, H200)
 
 
 def test_a_file_s_few_tokens_end_where_the_path_stops_to_pay() -> None:
     """8 tokens are nearer to 1 than to 64."""
-    other = Tile(16, 64, 128, 1, 4, 3)
+    other = LaunchConfig(16, 64, 128, 1, 4, 3)
     launches = (((1, PAIR.gemm1), (64, other)), ((1, PAIR.gemm2), (64, other)))
-    recipe = Recipe("x", *launches, False, True, paths=((1, STREAMED), (64, ALIGNED)))
+    recipe = Recipe("x", *launches, False, True, paths=((1, "gemv_tma"), (64, "aligned")))
     steps = fit(recipe, BLOCKS, H200).steps
-    assert [steps.choose(tokens).path for tokens in (1, 4, 5)] == [STREAMED, STREAMED, ALIGNED]
+    assert [steps.choose(tokens).path for tokens in (1, 4, 5)] == [
+        "gemv_tma",
+        "gemv_tma",
+        "aligned",
+    ]
 
 
 def test_a_neighbour_lends_the_path_not_the_ring() -> None:
     """How many places there are depends on the depths, which are the borrower's own."""
     launches = (((1, PAIR.gemm1),), ((1, PAIR.gemm2),))
-    recipe = Recipe("x", *launches, False, True, paths=((1, STREAMED),))
+    recipe = Recipe("x", *launches, False, True, paths=((1, "gemv_tma"),))
     deep = replace(QWEN, hidden=3584)
     known = Known(QWEN.e, QWEN.top_k, QWEN.hidden, QWEN.intermediate, recipe)
-    otherwise = regimes(deep, H200, (ALIGNED,))
+    otherwise = heuristics(deep, H200, ("aligned",))
     (borrowed,) = borrow([known], deep, H200, otherwise, tokens=(1,))
     assert borrowed.origin.startswith(known.name)
-    assert borrowed.pair == tile_streamed.default(deep, H200) != PAIR
+    assert borrowed.config == gemv_tma_config.default(deep, H200) != PAIR
 
 
 def test_tuning_tries_every_ring_that_fits() -> None:
     with on_device(H200):
-        space = TileSpace(QWEN, "X", PATHS)
-        tried = [pair for pair in space.candidates(1) if pair.path == STREAMED]
-        assert not [pair for pair in space.candidates(64) if pair.path == STREAMED]
+        space = ConfigSpace(QWEN, "X", PATHS)
+        tried = [pair for pair in space.candidates(1) if pair.path == "gemv_tma"]
+        assert not [pair for pair in space.candidates(64) if pair.path == "gemv_tma"]
     assert PAIR in tried
     assert {pair.gemm1.block_k for pair in tried} == {128, 256, 512}
     for pair in tried:
-        require_pair(pair, QWEN, H200, "tried")
+        require_config(pair, QWEN, H200, "tried")

@@ -10,7 +10,7 @@ from run_mk import Ended, run_mk
 
 from modular_kernel.catalog import needs_triton, this_machine
 from modular_kernel.machine import torch_twins
-from modular_kernel.ops.runtime import use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 
 Mk = Callable[..., Ended]
 HERE = this_machine(device="cpu")

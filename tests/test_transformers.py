@@ -91,7 +91,7 @@ def test_triton_decodes_the_same_tokens(name, baseline_of) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_routing_replayed_is_the_model_s_own(name, baseline_of) -> None:
     """In float32 the routers choose what they choose in float64, so replaying hides nothing."""
-    base, own = baseline_of(name), demo.Routing()
+    base, own = baseline_of(name), demo.RecordedRouting()
     with own.recorded(base.model):
         demo.logits(base.model, base.ids)
     assert own.of_module.keys() == base.routing.of_module.keys() != set()
@@ -194,7 +194,7 @@ def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
     rates = {"transformers' eager": 2000.0}
     monkeypatch.setattr(demo, "_rates", lambda *_: rates)
 
-    good = demo.Row("m", "float32", "a x b", 1.0, 1.0, 64, 64, 0.0)
+    good = demo.DemoRow("m", "float32", "a x b", 1.0, 1.0, 64, 64, 0.0)
     bad = (
         [replace(good, difference=1.1)],
         [good, replace(good, equal_tokens=63)],

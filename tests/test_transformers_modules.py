@@ -80,6 +80,19 @@ def float32_gate(self, gate_up):
     return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
 
 
+def softcapped_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate_cap, up_cap = self.gate_softcap, self.up_softcap
+    return (
+        torch.tanh(gate / gate_cap) * gate_cap * gate.sigmoid() * torch.tanh(up / up_cap) * up_cap
+    )
+
+
+def situ_gate(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.beta * torch.tanh(gate / self.beta) * gate.sigmoid() * up
+
+
 def per_channel_gate(self, gate_up):
     scale = torch.ones(gate_up.shape[-1] // 2, device=gate_up.device)
     scale[-1] = 1.5
@@ -124,7 +137,7 @@ def module_of(
 
     flags = {"has_gate": gated, "has_bias": bias, "is_transposed": transposed}
     decorated = use_experts_implementation(**flags)(SmallExperts)
-    return decorated(SimpleNamespace(_experts_implementation="batched_mm"))
+    return decorated(SimpleNamespace(_experts_implementation="batched_mm")).eval()
 
 
 def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -166,6 +179,16 @@ KNOWN: "dict[str, tuple[str, dict[str, object]]]" = {
     "oai_in_halves": ("swiglu_oai", {"gate": oai_gate_in_halves, "bias": True, **OAI}),
     "clamp_before": ("swiglu_clamp_before", {"gate": clamp_before_gate, "swiglu_limit": 0.5}),
     "clamp_after": ("swiglu_clamp_after", {"gate": clamp_after_gate, "limit": 0.5}),
+    "gelu_clamped": ("gelu", {"gate": clamp_before_gate, "act": "gelu", "swiglu_limit": 0.5}),
+    "gelu_tanh_clamped": (
+        "gelu_tanh",
+        {"gate": clamp_before_gate, "act": "gelu_pytorch_tanh", "swiglu_limit": 0.5},
+    ),
+    "softcapped": ("situ", {"gate": softcapped_gate, "gate_softcap": 1.5, "up_softcap": 0.8}),
+    "situ": ("situ", {"gate": situ_gate, "beta": 1.5}),
+    "ungated_silu": ("silu_no_mul", {"gated": False}),
+    "ungated_gelu": ("gelu_no_mul", {"gated": False, "act": "gelu", "bias": True}),
+    "ungated_gelu_tanh": ("gelu_tanh_no_mul", {"gated": False, "act": "gelu_new"}),
     "relu2": ("relu2", {"act": "relu2", "gated": False}),
     "relu2_bias": ("relu2", {"act": "relu2", "gated": False, "bias": True, "transposed": True}),
 }
@@ -177,7 +200,7 @@ def test_modules_compute_what_transformers_computes(case, pair) -> None:
     skip_if_refused(pair)
     kind, options = KNOWN[case]
     module, given = module_of(**options), inputs(19)
-    spec = activation_of(module, weights_of(module))
+    spec = activation_of(module)
     assert (spec.kind, spec.interleaved) == (kind, case == "oai")
     assert_close(call(module, register(*pair), *given), exact(module, *given))
 
@@ -230,23 +253,12 @@ def test_weights_that_change_are_seen() -> None:
     assert_close(call(module, name, *given), exact(module, *given))
 
 
-def test_runs_inside_a_compiled_model() -> None:
-    module, given = module_of(), inputs(8)
-    module.config._experts_implementation = register()
-
-    def layer(x, ids, scores):
-        return module(x * 2, ids, scores) + 1
-
-    with torch.no_grad():
-        want = layer(*given)
-        assert torch.equal(torch.compile(layer, backend="eager")(*given), want)
-
-
 REFUSED: "dict[str, dict[str, object]]" = {
     "quick_gelu": {"act": "quick_gelu"},
     "gelu_10": {"act": "gelu_10"},
     "relu": {"act": "relu"},
-    "ungated_silu": {"gated": False},
+    "ungated_relu": {"gated": False, "act": "relu"},
+    "limit_of_each_expert": {"gate": clamp_before_gate, "swiglu_limit": torch.ones(EXPERTS, 1)},
     "per_channel_gate": {"gate": per_channel_gate},
     "crashing_gate": {"gate": crashing_gate},
     "unlabelled_limit": {"gate": lambda self, v: default_gate(self, v).clamp(max=3.0)},
@@ -260,7 +272,7 @@ def test_a_module_that_computes_something_else_is_refused(case) -> None:
         call(module_of(**REFUSED[case]), register(), *inputs(4))
 
 
-def test_norms_quantised_weights_and_gradients_are_refused() -> None:
+def test_norms_and_quantised_weights_are_refused() -> None:
     class Quantised(torch.Tensor):
         pass
 
@@ -272,10 +284,6 @@ def test_norms_quantised_weights_and_gradients_are_refused() -> None:
             call(module, register(), *inputs(4))
     with pytest.raises(DtypeError):
         call(mixed.to(torch.bfloat16), register(), *inputs(4))
-    module = module_of()
-    module.config._experts_implementation = register()
-    with pytest.raises(UnsupportedError, match="gradients"):
-        module(*inputs(4))
 
 
 # ------------------------------------------------------------------------------- registration

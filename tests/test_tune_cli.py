@@ -16,21 +16,21 @@ import typer
 from run_mk import Ended, run_mk
 from tile_samples import MACHINE, ONE, TWO, on_an_h200
 
-from experts.tile_files import pair_as_json
-from experts.tile_names import TileKey
-from experts.tile_search import TileSpace
+from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.files import config_as_json
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.cli.tune import Search, _pair, _problems, _run, _valid
-from modular_kernel.cli.tune_output import Bar, Layer, Recorder, print_text, record
+from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.quant import check_weights_quantised
 from modular_kernel.reference import _matrix
 from modular_kernel.tunable import Best, Took
 from modular_kernel.tuning import compiled
 from modular_kernel.tuning.compiled import Pair
-from modular_kernel.tuning.measured import Measured
+from modular_kernel.tuning.measured import TimedSearch
 from modular_kernel.tuning.search import Refusal, Tuned
 from modular_kernel.tuning.weights import tuning_weights
 from modular_kernel.types import Problem
@@ -73,7 +73,7 @@ def test_explain_needs_no_gpu(mk: Mk) -> None:
     assert code == 0
     assert out.count("on NVIDIA B200") == 4
     assert "E=128,N=768,device_name=NVIDIA_B200.json" in out
-    assert re.search(r"regime \d of \d: 25 rows an expert", out)
+    assert re.search(r"heuristic \d of \d: 25 rows an expert", out)
     code, out, _ = mk("--explain", "--json")
     assert code == 0
     (text,) = json.loads(out)["explanations"]
@@ -128,7 +128,7 @@ def test_all_shapes_in_several_schemes() -> None:
 def test_no_two_shapes_share_a_file() -> None:
     for quant in ("none", "fp8_w8a8_block", "int4_w4a16_group"):
         made = _problems(ProblemOptions(model="all", quant=quant))
-        names = {TileKey.of(problem, "NVIDIA H200").file_name for _, problem in made}
+        names = {ConfigKey.of(problem, "NVIDIA H200").file_name for _, problem in made}
         assert len(names) == len(SHAPES) >= 13
 
 
@@ -165,27 +165,27 @@ TUNED = [
 ]
 
 
-def small_layer() -> Layer:
+def small_layer() -> TunedLayer:
     problem = Problem(tokens=256, hidden=64, intermediate=64, experts=4, top_k=2)
-    space, pair = TileSpace(problem, "E"), Pair("P", "E", MACHINE)
-    return Layer("mine", problem, pair, space, (1, 64, 256, 512), Path("folder"))
+    space, pair = ConfigSpace(problem, "E"), Pair("P", "E", MACHINE)
+    return TunedLayer("mine", problem, pair, space, (1, 64, 256, 512), Path("folder"))
 
 
 def test_every_time_is_recorded(tmp_path: Path) -> None:
     layer, path = small_layer(), tmp_path / "new" / "times.jsonl"
     for _ in range(2):  # a second run appends
-        recorder = Recorder(layer, path)
+        recorder = TuneRecorder(layer, path)
         for tuned in TUNED:
             recorder.keep(tuned)
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert [line["tokens"] for line in lines] == [1, 64, 1, 64]
     first = lines[0]
     assert first["best"]["us"] == 80.0
-    assert first["best"].items() >= pair_as_json(ONE).items()
+    assert first["best"].items() >= config_as_json(ONE).items()
     for choice, pair in zip(first["choices"], (ONE, TWO), strict=True):
-        assert choice.items() >= pair_as_json(pair).items()
+        assert choice.items() >= config_as_json(pair).items()
     assert first["choices"][0]["stages"] == {"mk::gemm2": 30.0}
-    Recorder(layer, None).keep(TUNED[0])
+    TuneRecorder(layer, None).keep(TUNED[0])
 
 
 def test_the_bar_says_a_line_for_each_number_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +244,7 @@ def test_a_layer_is_tuned_from_end_to_end(
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     monkeypatch.setattr(compiled, "Compiler", NoCompiler)
-    monkeypatch.setattr(TileSpace, "candidates", lambda _self, tokens: [ONE, TWO])
+    monkeypatch.setattr(ConfigSpace, "candidates", lambda _self, tokens: [ONE, TWO])
     times = tmp_path / "times.jsonl"
     pair, options = (
         Pair(*PAIR, machine),
@@ -266,13 +266,13 @@ def test_a_layer_is_tuned_from_end_to_end(
 # ---------------------------------------------------------------------------------------- the bench
 
 
-def bench(problem: Problem = SMALL, **more: Any) -> Measured:
+def bench(problem: Problem = SMALL, **more: Any) -> TimedSearch:
     machine = this_machine()
     if machine.device == "cpu" and not machine.interpreter:
         pytest.skip("no Triton here")
     nothing: Any = SimpleNamespace()
     more = {"tokens": (1, 5, 17, 40), "target_ms": 1.0, **more}
-    return Measured(Pair(*PAIR, machine), problem, nothing, **more)
+    return TimedSearch(Pair(*PAIR, machine), problem, nothing, **more)
 
 
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block", "int4_w4a16_group"])
@@ -282,7 +282,7 @@ def test_a_choice_that_is_right_has_a_time(quant: str) -> None:
     for tokens in (1, 17) if quant == "none" else (5,):
         took = made.screen(tokens, ONE)
         assert isinstance(took, Took), took
-        assert sorted(took.stages) == sorted(TileSpace.stages)
+        assert sorted(took.stages) == sorted(ConfigSpace.stages)
         # They are timed apart from the whole, and another process may have been busy by then.
         assert 0 < sum(took.stages.values()) < 2 * took.seconds
         seconds = made.compare(tokens, [ONE, TWO])
@@ -332,7 +332,7 @@ def test_weights_to_tune_with_are_told_apart(quant: str) -> None:
     assert len(same) <= (9 if quant == "mxfp4_w4a16" else 0), "powers of two may fall together"
 
 
-def right(made: Measured, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
+def right(made: TimedSearch, x_TH: torch.Tensor, routing: Any) -> torch.Tensor:
     from modular_kernel.reference import recipe
 
     problem = made.problem.with_tokens(len(x_TH))

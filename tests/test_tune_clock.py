@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from modular_kernel import stages
-from modular_kernel.bench import method
-from modular_kernel.bench.method import WallClock
+from modular_kernel.measure import timing as method
+from modular_kernel.measure.timing import WallClock
 from modular_kernel.tunable import Took
 from modular_kernel.tuning import clock
 from modular_kernel.tuning.clock import StageClock, middle

@@ -9,13 +9,21 @@ import pytest
 from tile_samples import MACHINE, MIXTRAL, NAME, ONE, TWO, launch, on_an_h200, ours, write
 from tune_samples import WANTED, Fake, only, staged, tile_cost
 
-from experts import tile_permuted, tiles
-from experts.tile_candidates import ROWS, entries
-from experts.tile_files import read_recipe
-from experts.tile_regimes import regimes
-from experts.tile_search import Additive, TileSpace
-from experts.tile_shapes import ALIGNED, PERMUTED, SINGLE, Device, TilePair, gemms, violations
-from experts.tiles import choose_tiles, this_store
+from experts.triton.aligned.candidates import ROWS, entries
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.configs import select as tiles
+from experts.triton.configs.files import read_recipe
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import config_violations
+from experts.triton.configs.select import choose_config, this_store
+from experts.triton.gemv.path import GemvPath
+from experts.triton.gemv_w4.config import GemvW4Config
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.paths import BASE, PATHS
+from experts.triton.tuning.space import Additive, ConfigSpace
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import ConfigurationError
@@ -30,18 +38,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def model(tokens: int, pair: Choice) -> float:
-    assert isinstance(pair, TilePair)
+    assert isinstance(pair, MoEConfig)
     return 1.0 + tile_cost(pair.gemm1, WANTED[0]) + tile_cost(pair.gemm2, WANTED[1])
 
 
 @pytest.mark.parametrize("part", ["TritonExperts", "BatchedTritonExperts"])
 def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None:
     space = load_catalog().experts(part).tunable(MIXTRAL)
-    assert isinstance(space, TileSpace)
-    assert TilePair(*WANTED) not in space.candidates(128)
+    assert isinstance(space, ConfigSpace)
+    assert MoEConfig(*WANTED, "aligned") not in space.candidates(128)
     tuned = only(space, Fake(model), tokens=(128,), folder=here)
     assert tuned.best is not None
-    assert tuned.best.choice == TilePair(*WANTED), "put together of two candidates"
+    assert tuned.best.choice == MoEConfig(*WANTED, "aligned"), "put together of two candidates"
     assert len(tuned.took) < 60
     assert tuned.file == here / "triton_3_6_0" / NAME
     recipe = read_recipe(tuned.file)
@@ -49,12 +57,12 @@ def test_the_triton_parts_are_tuned_to_their_best(here: Path, part: str) -> None
     assert recipe.tuned_for.experts_part == part
     assert recipe.triton == "3.6.0"
     # A tuned file is then picked up.
-    assert choose_tiles(MIXTRAL, 128) == tuned.best.choice
+    assert choose_config(MIXTRAL, 128) == tuned.best.choice
     assert str(tuned.file) in space.explain(128)
 
 
 def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
-    space = TileSpace(MIXTRAL, "X")
+    space = ConfigSpace(MIXTRAL, "X")
     untuned = space.untuned(64)
     bench = Fake(lambda t, choice: 1.0 if choice == untuned else Refusal("no"))
     tuned = only(space, bench, tokens=(64,), folder=here)
@@ -69,29 +77,37 @@ def test_a_search_ends_where_nothing_but_the_untuned_runs(here: Path) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_choice_can_be_launched(here: Path, tokens: int, quant: str, dtype: str) -> None:
     problem = replace(MIXTRAL, quant=quant, dtype=dtype)
-    space, device = TileSpace(problem, "X"), this_store().device
-    found = space.candidates(tokens)
-    least = 1 if dtype == "float32" or problem.scheme.packed else 4
-    assert least <= len(found) <= 60
-    assert len(set(found)) == len(found)
-    blocks = {pair.gemm1.block_m for pair in found if isinstance(pair, TilePair)}
-    assert blocks == {*space.blocks_m(ALIGNED, tokens), space.untuned(tokens).gemm1.block_m}  # type: ignore[attr-defined]
-    for pair in found:
-        assert isinstance(pair, TilePair)
-        for tile, gemm in zip((pair.gemm1, pair.gemm2), gemms(problem), strict=True):
-            assert not list(violations(tile, gemm, device))
-        with space.using(pair):
-            assert choose_tiles(problem, tokens) == pair
+    device = this_store().device
+    for paths in ((BASE,), PATHS):
+        space = ConfigSpace(problem, "X", paths)
+        found = space.candidates(tokens)
+        least = 1 if dtype == "float32" or problem.scheme.packed else 4
+        assert least <= len(found) <= (60 if paths == (BASE,) else 110)
+        assert len(set(found)) == len(found)
+        for config in found:
+            assert isinstance(config, MoEConfig)
+            assert config.path in space.paths
+            assert not list(config_violations(config, problem, device))
+            with space.using(config):
+                assert choose_config(problem, tokens, space.paths) == config
+
+
+def test_blocks_that_rows_fill_are_tried(here: Path) -> None:
+    def blocks(tokens: int) -> set[int]:
+        return {c.gemm1.block_m for c in ConfigSpace(MIXTRAL, "X").candidates(tokens)}
+
+    assert blocks(1) == {16}
+    assert blocks(64) == {16, 32}
+    assert blocks(128) == {32, 64}
+    assert blocks(4096) == {128}
 
 
 def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
     """One that never can would be dead data."""
     quants = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "int4_w4a16_group", "mxfp4_w4a16")
     for quant in quants:
-        problem = replace(MIXTRAL, quant=quant)
-        known, other = entries(problem, ALIGNED)
-        assert known == other
-        assert {32, 64, 128} <= set(known) <= set(ROWS[ALIGNED])
+        known = entries(replace(MIXTRAL, quant=quant))
+        assert {32, 64, 128} <= set(known) <= set(ROWS)
         for block_m, rows in known.items():
             assert len(set(rows)) == len(rows)
             for _, _, warps, stages, *group in rows:
@@ -100,35 +116,66 @@ def test_every_entry_can_be_launched_by_some_scheme(here: Path) -> None:
                 assert all(block_m > 16 for _ in group), "short blocks have nothing to swizzle"
 
 
+def test_few_rows_of_4_bits_are_tuned_by_their_own_launches(here: Path) -> None:
+    """A file of the best says what is launched, and comes back as it was."""
+    problem = replace(MIXTRAL, quant="int4_w4a16_group")
+    space = ConfigSpace(problem, "TritonExperts", PATHS)
+    tried = [c for c in space.candidates(16) if c.path == "aligned_w4"]
+    assert {c.gemm1.block_m for c in tried} == {8, 16}
+    other = next(c for c in tried if c != space.untuned(16))
+    space.save({16: Best(other, 1e-5, 2e-5)}, here)
+    assert space.saved(here)[16].choice == other
+    assert choose_config(problem, 16, space.paths) == other
+    assert f"GEMM 2: {other.gemm2}" in space.explain(16)
+
+
+def test_a_file_of_version_1_is_continued_in_words_of_now(here: Path) -> None:
+    problem = replace(MIXTRAL, quant="int4_w4a16_group")
+    space = ConfigSpace(problem, "TritonExperts", PATHS)
+    path = space.save({1: Best(space.untuned(1), 1.0, 1.0)}, here)
+    facts = {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2}
+    old: dict[str, object] = ours(tokens_1=(launch(n=16, k=256),) * 2, tokens_16=(launch(),) * 2)
+    old |= {"format": "modular_kernel.tiles/1", "tuned_for": facts}
+    old["1"] |= {"path": "single", "us": 7}  # type: ignore[operator]
+    old["16"] |= {"us": 9}  # type: ignore[operator]
+    write(path, old)
+    tiles.reread()
+    found = {tokens: best.choice for tokens, best in space.saved(here).items()}
+    one = GemvW4Config(16, 256, 4, 3)
+    assert found[1] == MoEConfig(one, one, "gemv_w4")
+    assert found[16] == AlignedW4Path.default_config(problem, 16, this_store().device)
+    assert {tokens: choose_config(problem, tokens, space.paths) for tokens in found} == found
+
+
 def test_the_untuned_choice_is_that_of_the_regimes_whatever_is_tuned(here: Path) -> None:
     write(here / NAME, ours(tokens_1=(launch(64), launch(64))))
-    space = TileSpace(MIXTRAL, "X")
-    assert space.untuned(1) == regimes(MIXTRAL, this_store().device, (ALIGNED,)).choose(1)
-    assert space.candidates(1)[0] == choose_tiles(MIXTRAL, 1), "what a file says is one too"
+    space = ConfigSpace(MIXTRAL, "X")
+    assert space.untuned(1) == heuristics(MIXTRAL, this_store().device, ("aligned",)).choose(1)
+    assert space.candidates(1)[0] == choose_config(MIXTRAL, 1), "what a file says is one too"
 
 
 def test_paths_are_tried_where_they_may_pay(here: Path) -> None:
-    space = TileSpace(MIXTRAL, "X", (ALIGNED, SINGLE, PERMUTED))
+    space = ConfigSpace(MIXTRAL, "X", (AlignedPath, GemvPath, GroupedTmaPath))
 
     def paths(tokens: int) -> set[str]:
-        return {pair.path for pair in space.candidates(tokens) if isinstance(pair, TilePair)}
+        return {pair.path for pair in space.candidates(tokens) if isinstance(pair, MoEConfig)}
 
-    assert paths(1) == {ALIGNED, SINGLE}
-    assert paths(16) == {ALIGNED}
-    assert paths(4096) == {ALIGNED, PERMUTED}
-    permuted = tile_permuted.default(MIXTRAL)
+    assert paths(1) == {"aligned", "gemv"}
+    assert paths(16) == {"aligned"}
+    assert paths(4096) == {"aligned", "grouped_tma"}
+    permuted = grouped_tma_config.default(MIXTRAL)
     path = space.save({8192: Best(permuted, 1.0, 1.0)}, here)
-    assert choose_tiles(MIXTRAL, 8192, (ALIGNED, PERMUTED)).path == PERMUTED
-    assert choose_tiles(MIXTRAL, 8192).path == ALIGNED
+    assert choose_config(MIXTRAL, 8192, ("aligned", "grouped_tma")).path == "grouped_tma"
+    assert choose_config(MIXTRAL, 8192).path == "aligned"
     assert space.saved(here)[8192].choice == permuted
-    assert space.as_json(ONE)["path"] == ALIGNED
+    assert space.as_json(ONE)["path"] == "aligned"
     assert path.exists()
 
 
 def test_a_space_pretends_its_gpu_in_another_process(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    space = pickle.loads(pickle.dumps(TileSpace(MIXTRAL, "X")))
+    space = pickle.loads(pickle.dumps(ConfigSpace(MIXTRAL, "X")))
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr(tiles, "current_machine", lambda: this_machine(device="cpu"))
         tiles.reread()
@@ -142,14 +189,14 @@ def test_a_space_pretends_its_gpu_in_another_process(
 def test_what_was_not_timed_cannot_be_estimated() -> None:
     took = {pair: Took(model(1, pair), staged(1, pair)) for pair in (ONE, TWO)}
     model_of = Additive(took)
-    assert sorted(model_of.kinds()) == [(ALIGNED, 16), (ALIGNED, 32)]
+    assert sorted(model_of.kinds()) == [("aligned", 16), ("aligned", 32)]
     assert model_of.seconds(ONE) == pytest.approx(model(1, ONE))
     with pytest.raises(KeyError):
-        model_of.seconds(TilePair(*WANTED))
+        model_of.seconds(MoEConfig(*WANTED, "aligned"))
 
 
 def test_results_survive_a_run(here: Path) -> None:
-    space = TileSpace(MIXTRAL, "TritonExperts")
+    space = ConfigSpace(MIXTRAL, "TritonExperts")
     assert space.saved(here) == {}
     best = {
         t: Best(space.candidates(t)[0], 1e-4 + t, None if t == 9 else 2.5e-4) for t in (9, 1, 400)
@@ -157,21 +204,21 @@ def test_results_survive_a_run(here: Path) -> None:
     path = space.save(best, here)
     assert space.saved(here) == best
     assert [p.name for p in path.parent.iterdir()] == [NAME], "nothing partial stays"
-    assert sorted(TileSpace(MIXTRAL.with_tokens(1), "TritonExperts").saved(here)) == [1, 9, 400]
+    assert sorted(ConfigSpace(MIXTRAL.with_tokens(1), "TritonExperts").saved(here)) == [1, 9, 400]
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        TileSpace(replace(MIXTRAL, hidden=2048), "TritonExperts"),
-        TileSpace(replace(MIXTRAL, top_k=4), "TritonExperts"),
-        TileSpace(MIXTRAL, "BatchedTritonExperts"),
+        ConfigSpace(replace(MIXTRAL, hidden=2048), "TritonExperts"),
+        ConfigSpace(replace(MIXTRAL, top_k=4), "TritonExperts"),
+        ConfigSpace(MIXTRAL, "BatchedTritonExperts"),
     ],
     ids=["hidden", "top_k", "part"],
 )
-def test_another_layer_s_file_is_not_continued(here: Path, other: TileSpace) -> None:
+def test_another_layer_s_file_is_not_continued(here: Path, other: ConfigSpace) -> None:
     """Their names are equal: E, I and the device."""
-    space = TileSpace(MIXTRAL, "TritonExperts")
+    space = ConfigSpace(MIXTRAL, "TritonExperts")
     path = space.save({1: Best(space.untuned(1), 1.0, 1.0)}, here)
     with pytest.raises(ConfigurationError, match="start afresh") as refused:
         other.saved(here)
@@ -181,7 +228,7 @@ def test_another_layer_s_file_is_not_continued(here: Path, other: TileSpace) -> 
 def test_somebody_else_s_file_is_not_continued(here: Path) -> None:
     write(here / "triton_3_6_0" / NAME, {"1": launch()})
     with pytest.raises(ConfigurationError, match="vLLM"):
-        TileSpace(MIXTRAL, "TritonExperts").saved(here)
+        ConfigSpace(MIXTRAL, "TritonExperts").saved(here)
 
 
 def test_a_part_without_choices_has_nothing_to_tune() -> None:
@@ -190,10 +237,10 @@ def test_a_part_without_choices_has_nothing_to_tune() -> None:
 
 
 def test_saving_makes_this_process_read_anew(here: Path) -> None:
-    space = TileSpace(MIXTRAL, "TritonExperts")
-    before = choose_tiles(MIXTRAL, 64)
+    space = ConfigSpace(MIXTRAL, "TritonExperts")
+    before = choose_config(MIXTRAL, 64)
     other = next(pair for pair in space.candidates(64) if pair != before)
     space.save({64: Best(other, 1.0, 1.0)}, here)
-    assert choose_tiles(MIXTRAL, 64) == other
+    assert choose_config(MIXTRAL, 64) == other
     tiles.reread()
-    assert choose_tiles(MIXTRAL, 64) == other
+    assert choose_config(MIXTRAL, 64) == other

@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from experts.batched_triton import BatchedTritonExperts
-from experts.grouped_gemm import GroupedGemmExperts
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
-from experts.triton_experts import TritonExperts
+from experts.triton.batched import BatchedTritonExperts
+from experts.triton.contiguous import TritonExperts
+from experts.triton.permuted import GroupedGemmExperts
 from modular_kernel import Problem, reference
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.ops import mlp
 from modular_kernel.roundings import Roundings
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.battery_roundings import ROUNDING_MUTANTS
-from modular_kernel.testing.cases import BASE
-from modular_kernel.testing.inputs import make_inputs
-from modular_kernel.testing.twins import judged
+from modular_kernel.testing.call_mutants.roundings import ROUNDING_MUTANTS
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.verify.twins import judged
 from modular_kernel.types import Machine
 
 _NO_EP, _BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"

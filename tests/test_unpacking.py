@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experts.kernels.triton import nibbles
+from experts.triton.kernels import unpack_w4
 
 _WORDS = np.random.default_rng(0).integers(0, 1 << 32, 4096, dtype=np.uint32)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -61,9 +61,9 @@ def test_every_nibble(j: int) -> None:
     code = (_WORDS >> np.uint32(4 * j)) & 15
     e2m1 = np.where(code < 8, 1, -1) * _E2M1[code & 7]
     for unpacking, read, expected in (
-        (nibbles._INTEGER_BF16, _bf16, code * 2.0 ** (4 * (j % 2) - 133)),
-        (nibbles._INTEGER_FP16, _fp16, code - 8.0),
-        (nibbles._E2M1_BF16, _bf16, e2m1 * 2.0**-126),
-        (nibbles._E2M1_FP16, _fp16, e2m1 * 2.0**-14),
+        (unpack_w4._INTEGER_BF16, _bf16, code * 2.0 ** (4 * (j % 2) - 133)),
+        (unpack_w4._INTEGER_FP16, _fp16, code - 8.0),
+        (unpack_w4._E2M1_BF16, _bf16, e2m1 * 2.0**-126),
+        (unpack_w4._E2M1_FP16, _fp16, e2m1 * 2.0**-14),
     ):
         np.testing.assert_array_equal(read(_run(unpacking.value, _WORDS)[j]), expected)

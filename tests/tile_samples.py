@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from experts import tiles
-from experts.tile_files import FORMAT
-from experts.tile_shapes import Device, Tile, TilePair
-from experts.tile_store import TileStore
+from experts.triton.configs import select as tiles
+from experts.triton.configs.files import FORMAT
+from experts.triton.configs.lookup import ConfigLookup
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel.types import Machine, Problem
 
 H200 = Device("NVIDIA H200")
@@ -21,8 +21,8 @@ TRITON = "3.6.0"
 MIXTRAL = Problem(tokens=64, hidden=4096, intermediate=14336, experts=8, top_k=2)
 BLOCK_FP8 = replace(MIXTRAL, quant="fp8_w8a8_block")
 NAME = "E=8,N=14336,device_name=NVIDIA_H200.json"
-ONE = TilePair(Tile(16, 32, 64, 1, 4, 2), Tile(16, 64, 64, 1, 4, 2))
-TWO = TilePair(Tile(32, 32, 64, 1, 4, 2), Tile(32, 64, 64, 1, 4, 2))
+ONE = MoEConfig(LaunchConfig(16, 32, 64, 1, 4, 2), LaunchConfig(16, 64, 64, 1, 4, 2), "aligned")
+TWO = MoEConfig(LaunchConfig(32, 32, 64, 1, 4, 2), LaunchConfig(32, 64, 64, 1, 4, 2), "aligned")
 
 
 def launch(m: int = 16, n: int = 64, k: int = 128, **more: Any) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def write(path: Path, contents: object) -> Path:
     return path
 
 
-def store(folder: Path, *more: Path, triton: str | None = TRITON) -> TileStore:
+def store(folder: Path, *more: Path, triton: str | None = TRITON) -> ConfigLookup:
     """The user's folder, and the packaged one if given, on an H200."""
     titles = ("user", "packaged")
-    return TileStore(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
+    return ConfigLookup(tuple(zip(titles, (folder, *more), strict=False)), H200, triton)
 
 
 @contextmanager

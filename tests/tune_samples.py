@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from experts.tile_search import TileSpace
-from experts.tile_shapes import Tile, TilePair
+from experts.triton.launch_config import LaunchConfig, MoEConfig
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.tunable import Best, Choice, Took, Tunable
-from modular_kernel.tuning.search import Bench, Job, Refusal, Tuned, tune
+from modular_kernel.tuning.search import Bench, Refusal, Tuned, TuneJob, tune
 
 FOLDER = Path("nowhere")
 
@@ -90,18 +90,18 @@ class Fake(Bench):
 
 def staged(seconds: float, choice: Choice) -> dict[str, float]:
     """Of the stages of a pair of tiles, by `tile_cost`."""
-    if not isinstance(choice, TilePair):
+    if not isinstance(choice, MoEConfig):
         return {}
     costs = [
         tile_cost(tile, want)
         for tile, want in zip((choice.gemm1, choice.gemm2), WANTED, strict=True)
     ]
-    return dict(zip(TileSpace.stages, costs, strict=True))
+    return dict(zip(ConfigSpace.stages, costs, strict=True))
 
 
-def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> Job:
+def job(space: Tunable, bench: Fake, *tokens: int, **more: object) -> TuneJob:
     budget = more.pop("budget", 1e9)
-    made = Job(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
+    made = TuneJob(space, bench, tokens or (64,), FOLDER, budget, clock=lambda: bench.now)  # type: ignore[arg-type]
     return replace(made, **more)  # type: ignore[arg-type]
 
 
@@ -114,9 +114,9 @@ TIMES = {0: 10.0, 1: 8.0, 2: 5.0, 3: 9.0}
 
 
 # What both GEMMs cost, as if they were alone: a best pair that no candidate is as a whole.
-WANTED = (Tile(64, 64, 128, 16, 4, 3), Tile(64, 128, 64, 16, 8, 4))
+WANTED = (LaunchConfig(64, 64, 128, 16, 4, 3), LaunchConfig(64, 128, 64, 16, 8, 4))
 
 
-def tile_cost(tile: Tile, want: Tile) -> float:
+def tile_cost(tile: LaunchConfig, want: LaunchConfig) -> float:
     have, need = vars(tile).values(), vars(want).values()
     return 1.0 + sum(abs(a.bit_length() - b.bit_length()) for a, b in zip(have, need, strict=True))

@@ -14,13 +14,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from experts.tile_shapes import Device
-from experts.tiles import on_device
+from experts.triton.configs.select import on_device
+from experts.triton.launch_config import Device
 from modular_kernel.catalog import load_catalog, make_kernel, packages_of, this_machine
 from modular_kernel.machine import importable
-from modular_kernel.testing.compile import CompileRecord
-from modular_kernel.testing.compile_cases import compile_call
-from modular_kernel.testing.invariance_table import as_markdown, measure
+from modular_kernel.testing.compile.cases import compile_call
+from modular_kernel.testing.compile.report import CompileRecord
+from modular_kernel.testing.verify.invariance_table import as_markdown, measure
 from modular_kernel.types import Machine, Problem
 
 SCHEMES = (

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from modular_kernel.bench.cases import quantised
-from modular_kernel.bench.layers import Layer
+from modular_kernel.bench.candidates import Layer
+from modular_kernel.measure.cases import quantised
 
 _MOE = "vllm.model_executor.layers.fused_moe"
 _BLOCK = 128
@@ -29,7 +29,7 @@ def _plain(problem):
     return alike and problem.dtype is torch.bfloat16 and problem.routed_scaling_factor == 1.0
 
 
-class Peer(Layer):
+class LayerPeer(Layer):
     """needs: modules without which the layer is left out. blocks: H and I are whole blocks."""
 
     needs = ("vllm",)
@@ -58,7 +58,7 @@ class Peer(Layer):
         return make(w1_scale=w1_scale, w2_scale=w2_scale, **how)
 
 
-class VllmTriton(Peer):
+class VllmTriton(LayerPeer):
     """moe_align_block_size, fused_moe_kernel, silu_and_mul, fused_moe_kernel, moe_sum."""
 
     def __init__(self, quant):
@@ -77,7 +77,7 @@ class VllmTriton(Peer):
         return self.run(x_TH, self.w1, self.w2, router, ids, quant_config=self.config)
 
 
-class VllmExperts(Peer):
+class VllmExperts(LayerPeer):
     """One of vLLM's modular experts behind its own quantisation of x, writing the output itself."""
 
     def __init__(self, name, quant, module, cls):
@@ -144,7 +144,7 @@ def _silu_and_multiply(value):
     return gate / (1 + tl.exp(-gate)) * up
 
 
-class TritonKernels(Peer):
+class TritonKernels(LayerPeer):
     """Routing tables, a gathering product with SwiGLU behind it, a scattering product."""
 
     name = "triton_kernels"

@@ -19,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.choose.choosing import Terms, choose, compose
-from modular_kernel.choose.inputs import make_weights, situation
-from modular_kernel.choose.team import Alone
-from modular_kernel.choose.timing import Stopwatch
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.inputs import make_weights, situation
+from modular_kernel.select.team import Alone
+from modular_kernel.select.timing import Stopwatch
 from modular_kernel.types import Problem
 
 

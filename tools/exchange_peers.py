@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from modular_kernel.bench.exchange import Transport, dequantised
+from modular_kernel.bench.all2all.cases import Transport, dequantised
 from modular_kernel.ops.quantise import Quantised, quantise_rows
 
 BLOCK = 128  # columns of one scale
@@ -26,7 +26,7 @@ def quantised(x_TH):
     return (groups / scale[..., None]).flatten(1).to(torch.float8_e4m3fn), scale
 
 
-class Peer(Transport):
+class TransportPeer(Transport):
     """few: serves small capacities only. worlds: numbers of ranks. quantising: rows are quantised
     in each dispatch, in a launch of their own, where the library does not."""
 
@@ -86,7 +86,7 @@ class Peer(Transport):
         self.keep((x_RH.float() * share).bfloat16())
 
 
-class Nccl(Peer):
+class Nccl(TransportPeer):
     """Rows there, and as many back: one for each token and rank, or for each token and expert."""
 
     capturable = True
@@ -145,7 +145,7 @@ class Nccl(Peer):
         return given.x_TH[self.token_N]
 
 
-class DeepEPV1(Peer):
+class DeepEPV1(TransportPeer):
     """needs the module of V1, which has no ElasticBuffer."""
 
     worlds = (2, 4, 8)
@@ -166,7 +166,7 @@ class DeepEPV1(Peer):
             buffer.destroy()
 
 
-class HighThroughput(DeepEPV1):
+class DeepEPHighThroughput(DeepEPV1):
     """One row for each token and rank, without a wait of the host: room for all that can come."""
 
     capturable = True
@@ -206,7 +206,7 @@ class HighThroughput(DeepEPV1):
         return self.buffer.combine(self.y, self.arrived[4])[0]
 
 
-class LowLatency(DeepEPV1):
+class DeepEPLowLatency(DeepEPV1):
     """One row for each token and expert; quantises by itself; weights in the combine."""
 
     name = "DeepEP V1 low latency"
@@ -241,7 +241,7 @@ class LowLatency(DeepEPV1):
         return self.buffer.low_latency_combine(self.y, self.ids, self.weights, handle)[0]
 
 
-class DeepEPV2(Peer):
+class DeepEPV2(TransportPeer):
     """ElasticBuffer without a wait of the host."""
 
     capturable = True
@@ -296,7 +296,7 @@ class DeepEPV2(Peer):
             buffer.destroy()
 
 
-class Pplx(Peer):
+class Pplx(TransportPeer):
     """pplx-kernels within a host: one row for each token and expert; weights in the combine."""
 
     name = "pplx-kernels"
@@ -373,8 +373,12 @@ def transports():
     """Those whose modules are found here."""
     found = [Nccl(pairs=False), Nccl(pairs=True)]
     if find_spec("deep_ep") is not None:
-        found += [HighThroughput(20), HighThroughput(20, quantising=True), HighThroughput(96)]
-        found += [LowLatency(), DeepEPV2(22), DeepEPV2(22, quantising=True), DeepEPV2(64)]
+        found += [
+            DeepEPHighThroughput(20),
+            DeepEPHighThroughput(20, quantising=True),
+            DeepEPHighThroughput(96),
+        ]
+        found += [DeepEPLowLatency(), DeepEPV2(22), DeepEPV2(22, quantising=True), DeepEPV2(64)]
     if find_spec("pplx_kernels") is not None:
         found += [Pplx()]
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from modular_kernel.testing import faults_matrix as faults
+from modular_kernel.testing.stress import fault_matrix as faults
 
 if __name__ == "__main__":
     given = argparse.ArgumentParser(description=__doc__)

@@ -3,10 +3,11 @@
     python tools/leave_one_out.py time record.json                # on the GPU that files are for
     python tools/leave_one_out.py report record.json > leave-one-out.md
 
-A layer that is left out takes the tiles that the nearest other layers were tuned to
-(experts/tile_neighbours.py), and then those of the regimes alone (experts/tile_regimes.py). Whole
-planned layers with them and with its own tuned tiles are checked and timed by turns, as the tuner
-compares its finalists (modular_kernel/tuning/measured.py). Tiles that are the same are not timed.
+A layer that is left out takes the launches that the nearest other layers were tuned to
+(experts/triton/configs/nearest.py), and then those of the heuristics alone (heuristics.py there).
+Whole planned layers with them and with its own tuned tiles are checked and timed by turns, as the
+tuner compares its finalists (modular_kernel/tuning/measured.py). Tiles that are the same are not
+timed.
 """
 
 import argparse
@@ -26,20 +27,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import triton
 
-from experts.tile_names import TileKey
-from experts.tile_regimes import regimes
-from experts.tile_shapes import Device, TilePair
-from experts.tile_store import PACKAGED, TileStore, subfolder
+from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.lookup import PACKAGED, ConfigLookup, subfolder
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.paths import PATHS
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli.presets import SHAPES
 from modular_kernel.tuning.compiled import Compiler, Pair
-from modular_kernel.tuning.measured import Measured
+from modular_kernel.tuning.measured import TimedSearch
 from modular_kernel.types import Problem
 
 BOUND = 1.20
-CONFIGS = Path(__file__).parents[1] / "experts" / "configs"
+CONFIGS = Path(__file__).parents[1] / "experts" / "triton" / "configs" / "data"
 TRITON = "3.6.0"
-H200 = Device("NVIDIA H200", boxes=True)
+H200 = Device("NVIDIA H200", tma=True)
 QUANTS = ("none", "fp8_w8a8_channel", "fp8_w8a8_block", "mxfp4_w4a16")
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384)
 Row = dict[str, object]  # of a record
@@ -47,8 +49,8 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
 
 _INTRO = """# Tiles without a tuned file, on one H200
 
-Each layer is left out in turn, and takes the tiles that the nearest other layers were tuned to
-(where one is near), or those of the regimes alone. Whole planned layers with them and with the
+Each layer is left out in turn, and takes the launches that the nearest other layers were tuned to
+(where one is near), or those of the heuristics alone. Whole planned layers with them and with the
 layer's own tuned tiles were checked against float64 and timed by turns, with uniform routing and
 weights not in the cache (`tools/leave_one_out.py`). Ratios are to the tuned tiles' time; `within`
 counts cells (a layer and a number of tokens) within {bound:.2f} x. In {timed} of {cells} cells
@@ -59,18 +61,18 @@ Raw rows: `{record}`."""
 
 
 @dataclass(frozen=True)
-class Cell:
+class TimedCell:
     """One number of tokens of one layer, and the tiles of it. origin: whose the neighbours' are."""
 
     layer: str
     problem: Problem
-    tuned: TilePair
-    neighbours: TilePair
-    regimes: TilePair
+    tuned: MoEConfig
+    neighbours: MoEConfig
+    regimes: MoEConfig
     origin: str
 
     @property
-    def choices(self) -> list[TilePair]:
+    def choices(self) -> list[MoEConfig]:
         """All different tiles."""
         return list(dict.fromkeys((self.tuned, self.neighbours, self.regimes)))
 
@@ -78,7 +80,7 @@ class Cell:
     def differs(self) -> bool:
         return len(self.choices) > 1
 
-    def record(self, seconds: Mapping[TilePair, float]) -> Row:
+    def record(self, seconds: Mapping[MoEConfig, float]) -> Row:
         """A row of the record: microseconds by where tiles come from, none where all are alike."""
         kinds = ("tuned", "neighbours", "regimes")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
@@ -93,7 +95,7 @@ def cells(
     quants: Iterable[str] = QUANTS,
     tokens: Sequence[int] = TOKENS,
     configs: Path = CONFIGS,
-) -> list[Cell]:
+) -> list[TimedCell]:
     """Every cell of the layers that have a file in `configs`."""
     found = []
     for quant in quants:
@@ -103,30 +105,36 @@ def cells(
     return found
 
 
-def _of_layer(layer: str, problem: Problem, tokens: Sequence[int], configs: Path) -> list[Cell]:
+def _of_layer(
+    layer: str, problem: Problem, tokens: Sequence[int], configs: Path
+) -> list[TimedCell]:
     files = sorted((configs / subfolder(TRITON)).glob("E=*.json"))
-    own = TileKey.of(problem, H200.name)
-    others = [path for path in files if TileKey.parse(path.name) != own]
+    own = ConfigKey.of(problem, H200.name)
+    others = [path for path in files if ConfigKey.parse(path.name) != own]
     if len(others) == len(files):
         return []
-    mine = TileStore(((PACKAGED, configs),), H200, TRITON).source(problem)
+    mine = ConfigLookup(((PACKAGED, configs),), H200, TRITON).source(problem)
     with tempfile.TemporaryDirectory() as folder:
         inner = Path(folder) / subfolder(TRITON)
         inner.mkdir()
         for path in others:
             (inner / path.name).symlink_to(path.resolve())
-        lent = TileStore(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
-    alone = regimes(problem, H200)
+        lent = ConfigLookup(((PACKAGED, Path(folder)),), H200, TRITON).source(problem)
+    alone, paths = heuristics(problem, H200), [p.name for p in PATHS if p.serves(problem, H200)]
     made = []
     for number in tokens:
-        whose = lent.whose[lent.steps.index(number)] if lent.whose else "regimes"
-        tuned, neighbours = mine.steps.choose(number), lent.steps.choose(number)
+        whose = lent.whose[lent.steps.index(number)] if lent.whose else "heuristics"
+        tuned, neighbours = (
+            source.launched(problem, H200, paths).choose(number) for source in (mine, lent)
+        )
         here = problem.with_tokens(number)
-        made.append(Cell(layer, here, tuned, neighbours, alone.choose(number), whose))
+        made.append(TimedCell(layer, here, tuned, neighbours, alone.choose(number), whose))
     return made
 
 
-def time_cells(found: Sequence[Cell], deadline: float, keep: Callable[[list[Row]], None]) -> int:
+def time_cells(
+    found: Sequence[TimedCell], deadline: float, keep: Callable[[list[Row]], None]
+) -> int:
     """Time on this GPU what differs; how many cells have no time: no layer is begun after
     `deadline` seconds, and tiles may give wrong numbers. keep: called with all rows so far."""
     pair, rows, left = Pair(*PAIR, this_machine()), list[Row](), 0
@@ -145,14 +153,14 @@ def time_cells(found: Sequence[Cell], deadline: float, keep: Callable[[list[Row]
     return left
 
 
-def _time_layer(of: Sequence[Cell], pair: Pair, compiler: Compiler) -> list[Row]:
+def _time_layer(of: Sequence[TimedCell], pair: Pair, compiler: Compiler) -> list[Row]:
     """Rows of one layer's cells; none of a cell in which tiles give wrong numbers."""
     rows = [cell.record({}) for cell in of if not cell.differs]
     numbers = [cell.problem.tokens for cell in of if cell.differs]
     if not numbers:
         return rows
     most = of[0].problem.with_tokens(max(numbers))
-    bench = Measured(pair, most, compiler, tokens=numbers, target_ms=40.0)
+    bench = TimedSearch(pair, most, compiler, tokens=numbers, target_ms=40.0)
     for cell in (cell for cell in of if cell.differs):
         took = bench.compare(cell.problem.tokens, cell.choices)
         seconds = {c: t for c in cell.choices if isinstance(t := took[c], float)}
@@ -164,7 +172,7 @@ def _time_layer(of: Sequence[Cell], pair: Pair, compiler: Compiler) -> list[Row]
 
 
 @dataclass(frozen=True)
-class Result:
+class TimedResult:
     """Times over the tuned one."""
 
     layer: str
@@ -175,7 +183,7 @@ class Result:
     origin: str
 
 
-def results(rows: Iterable[Row]) -> list[Result]:
+def results(rows: Iterable[Row]) -> list[TimedResult]:
     """Of a record's rows. Tiles that are the tuned ones are at 1."""
     found = []
     for row in rows:
@@ -183,12 +191,12 @@ def results(rows: Iterable[Row]) -> list[Result]:
         assert isinstance(us, dict)
         over = {kind: us[kind] / us["tuned"] if us else 1.0 for kind in ("neighbours", "regimes")}
         sizes = str(row["layer"]), str(row["quant"]), int(str(row["tokens"]))
-        found.append(Result(*sizes, over["neighbours"], over["regimes"], str(row["origin"])))
+        found.append(TimedResult(*sizes, over["neighbours"], over["regimes"], str(row["origin"])))
     order = {(r.quant, r.layer): index for index, r in reversed(list(enumerate(found)))}
     return sorted(found, key=lambda r: (order[r.quant, r.layer], r.tokens))
 
 
-def report(found: Sequence[Result], **said: object) -> list[str]:
+def report(found: Sequence[TimedResult], **said: object) -> list[str]:
     """A document in Markdown. said: what its first lines name beside the number of cells: measured
     (when, and with what), timed (cells with different tiles) and record (a file's name)."""
     quants = list(dict.fromkeys(result.quant for result in found))
@@ -211,7 +219,7 @@ def _summary(ratios: Sequence[float]) -> str:
     return f"{share} | {geometric_mean(ratios):.3f} | {max(ratios):.2f}"
 
 
-def _by_tokens(found: Sequence[Result]) -> list[str]:
+def _by_tokens(found: Sequence[TimedResult]) -> list[str]:
     """Neighbours' times, a line for each layer and scheme, a column for each number of tokens."""
     tokens = sorted({result.tokens for result in found})
     lines = [
@@ -225,7 +233,7 @@ def _by_tokens(found: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _far(found: Sequence[Result]) -> list[str]:
+def _far(found: Sequence[TimedResult]) -> list[str]:
     far = sorted((r for r in found if r.neighbours > BOUND), key=lambda r: -r.neighbours)
     return [
         f"- {r.layer} {r.quant}, {r.tokens} tokens: {r.neighbours:.2f} x, tiles of {r.origin}"

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.settings import hide_gpus
-from modular_kernel.testing import faults_matrix as faults
-from modular_kernel.testing import preload
-from modular_kernel.testing.faults_ranks import Scenario, Stage
+from modular_kernel.testing.ranks.pool import preload
+from modular_kernel.testing.stress import fault_matrix as faults
+from modular_kernel.testing.stress.faults import Scenario, Stage
 
 WORLD = 2
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from modular_kernel.testing.ranks import RankError, RankPool
-from modular_kernel.testing.soak_ranks import Soak, soak
+from modular_kernel.testing.ranks.pool import RankError, RankPool
+from modular_kernel.testing.stress.soak import Soak, soak
 
 if __name__ == "__main__":
     given = argparse.ArgumentParser(description=__doc__)

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.bench.rows import OURS, Report, Row
-from modular_kernel.bench.table import label
+from modular_kernel.bench.tables import label
+from modular_kernel.measure.records import OURS, Report, Row
 
 _PANEL = (5.0, 3.8)  # inches
 _ACROSS = 3

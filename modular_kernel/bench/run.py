@@ -9,17 +9,20 @@ from functools import cached_property, partial
 
 import torch
 
-from modular_kernel.bench import rows as status
-from modular_kernel.bench.cases import Cell, Input, make_input, make_weights, operands
-from modular_kernel.bench.check import (
+from modular_kernel.bench.candidates import BenchOffer, Layer
+from modular_kernel.bench.launch_count import count_launches
+from modular_kernel.measure import records as status
+from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, operands
+from modular_kernel.measure.check import (
     Answer,
     answer_to,
     check_again,
     check_calls,
     inputs_to_check,
 )
-from modular_kernel.bench.environment import environment
-from modular_kernel.bench.floor import (
+from modular_kernel.measure.environment import environment
+from modular_kernel.measure.records import Report, Row, ranked
+from modular_kernel.measure.roofline import (
     Peaks,
     Work,
     expert_bytes,
@@ -28,9 +31,8 @@ from modular_kernel.bench.floor import (
     operand_type,
     work_of,
 )
-from modular_kernel.bench.launches import count_launches
-from modular_kernel.bench.layers import Layer, Offer
-from modular_kernel.bench.method import (
+from modular_kernel.measure.routing import Load, load_of
+from modular_kernel.measure.timing import (
     Call,
     Rotation,
     Timing,
@@ -39,8 +41,6 @@ from modular_kernel.bench.method import (
     rotation,
     time_calls,
 )
-from modular_kernel.bench.routing import Load, load_of
-from modular_kernel.bench.rows import Report, Row, ranked
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Machine, dtype_name
@@ -50,7 +50,7 @@ Tell = Callable[[Report], object]
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """What to measure. Each cell with each offer makes one row.
 
     graph: time replays of CUDA graphs, else eager calls. target_ms: of the device, for one row.
@@ -58,8 +58,8 @@ class Job:
     the start, no row is begun later. command: how to repeat it.
     """
 
-    cells: tuple[Cell, ...]
-    offers: tuple[Offer, ...]
+    cells: tuple[LayerCase, ...]
+    offers: tuple[BenchOffer, ...]
     machine: Machine
     graph: bool = True
     target_ms: float = 20.0
@@ -68,7 +68,7 @@ class Job:
     command: str = ""
 
 
-def run(job: Job, tell: Tell = lambda _report: None) -> Report:
+def run(job: BenchJob, tell: Tell = lambda _report: None) -> Report:
     """Do the job. tell: gets the report so far after every row."""
     with torch.no_grad():
         return _Run(job, tell).report()
@@ -78,7 +78,7 @@ def run(job: Job, tell: Tell = lambda _report: None) -> Report:
 class _Stock:
     """The weights of one shape, made when first asked for."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[LayerCase, ...]
     device: torch.device
     sets: dict[int, ExpertWeights] = field(default_factory=dict)
 
@@ -100,7 +100,7 @@ class SetupError(RuntimeError):
 class _Team:
     """The objects of one offer on one shape: one for each set of weights, set up when needed."""
 
-    offer: Offer
+    offer: BenchOffer
     stock: _Stock
     ready: list[Layer] = field(default_factory=list)
     failure: str = ""  # not the exception: its traceback would keep tensors alive
@@ -143,7 +143,7 @@ class _Trial:
 
 
 class _Run:
-    def __init__(self, job: Job, tell: Tell) -> None:
+    def __init__(self, job: BenchJob, tell: Tell) -> None:
         self.job, self.tell = job, tell
         self.started = time.monotonic()
         self.device = torch.device(job.machine.device)
@@ -157,7 +157,7 @@ class _Run:
         self.peaks: Peaks = measure_peaks(self.device, types, bandwidth=job.bandwidth)
         self.environment = environment(self.device, job.command)
         self.rows: list[Row] = []
-        self.answers: dict[tuple[Cell, int, int, str], Answer] = {}
+        self.answers: dict[tuple[LayerCase, int, int, str], Answer] = {}
         self.stopped = ""
 
     def report(self) -> Report:
@@ -174,7 +174,7 @@ class _Run:
         self.tell(report)
         return report
 
-    def _visits(self) -> Iterator[tuple[Cell, _Team]]:
+    def _visits(self) -> Iterator[tuple[LayerCase, _Team]]:
         """Every cell with every offer; one shape's weights and one offer's objects at a time."""
         key = lambda cell: (cell.shape, str(cell.problem.with_tokens(1)))  # noqa: E731
         for _, cells in itertools.groupby(self.job.cells, key):
@@ -208,7 +208,7 @@ class _Run:
         limit = self.job.deadline
         return limit is not None and time.monotonic() - self.started > limit
 
-    def _row(self, cell: Cell, team: _Team) -> Row:
+    def _row(self, cell: LayerCase, team: _Team) -> Row:
         row = blank_row(cell, team.offer)
         if self.stopped or self._late:
             return replace(row, note=self.stopped or "after the deadline")
@@ -223,7 +223,7 @@ class _Run:
                 self.stopped = f"{team.offer.name} broke the CUDA context"
             return replace(row, status=status.FAILED, note=_short(error))
 
-    def _trial(self, cell: Cell, team: _Team) -> _Trial:
+    def _trial(self, cell: LayerCase, team: _Team) -> _Trial:
         scheme, expert_map = QuantScheme.parse(team.offer.quant), team.stock.weights(0).expert_map
 
         def given(index: int) -> tuple[Input, Load]:
@@ -251,7 +251,7 @@ class _Run:
             checks.append((call, self._answer(cell, team, one, (index, at))))
         return _Trial(calls, layers[0], turns, loads, tuple(checks))
 
-    def _rotation(self, cell: Cell, work: Work, scheme: QuantScheme) -> Rotation:
+    def _rotation(self, cell: LayerCase, work: Work, scheme: QuantScheme) -> Rotation:
         memory = 0
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
@@ -259,7 +259,7 @@ class _Run:
         l2 = l2_bytes(self.device)
         return rotation(work.bytes, whole, cell.problem.tokens, l2=l2, memory=memory)
 
-    def _answer(self, cell: Cell, team: _Team, given: Input, at: tuple[int, int]) -> Answer:
+    def _answer(self, cell: LayerCase, team: _Team, given: Input, at: tuple[int, int]) -> Answer:
         """at: number of the input and of the weights."""
         key = (cell, *at, team.offer.quant)
         if key not in self.answers:
@@ -267,7 +267,7 @@ class _Run:
             self.answers[key] = answer_to(cell, given, team.stock.weights(at[1]), scheme)
         return self.answers[key]
 
-    def _measured(self, row: Row, cell: Cell, team: _Team) -> Row:
+    def _measured(self, row: Row, cell: LayerCase, team: _Team) -> Row:
         """Check the row and, if it is right, time it."""
         scheme, trial = QuantScheme.parse(team.offer.quant), self._trial(cell, team)
         work = work_of(cell.problem, scheme, trial.loads)
@@ -357,7 +357,7 @@ def _checked_inputs(calls: int, least: int) -> list[int]:
     return [*dict.fromkeys([0, *further, calls - 1])] if calls > 1 else [*further, 0]
 
 
-def blank_row(cell: Cell, offer: Offer) -> Row:
+def blank_row(cell: LayerCase, offer: BenchOffer) -> Row:
     """Return the row before anything was measured."""
     problem = cell.problem
     return Row(

@@ -19,9 +19,9 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 
 if TYPE_CHECKING:
-    from modular_kernel.bench.cases import Cell
-    from modular_kernel.bench.layers import Offer
-    from modular_kernel.bench.rows import Report
+    from modular_kernel.bench.candidates import BenchOffer
+    from modular_kernel.measure.cases import LayerCase
+    from modular_kernel.measure.records import Report
     from modular_kernel.types import Machine, Problem
 
 BASELINE = "baseline"  # stands for every name of BASELINE_SHAPES
@@ -62,7 +62,7 @@ class Method:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class BenchFiles:
     """What is written beside the table, and what is read instead of being measured."""
 
     load: Annotated[
@@ -87,7 +87,7 @@ def bench(
     *,
     options: ProblemOptions,
     method: Method,
-    files: Files,
+    files: BenchFiles,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
 ) -> None:
@@ -104,8 +104,8 @@ def bench(
     row is compared with a float64 reference first: one that is WRONG has no time. Without a GPU:
     wall-clock time.
 
-    A --peer file defines layers(), which returns modular_kernel.bench.layers.Layer objects, each
-    with name, quant, setup(problem, weights) and call(x, routing); see that module and
+    A --peer file defines layers(), which returns modular_kernel.bench.candidates.Layer objects,
+    each with name, quant, setup(problem, weights) and call(x, routing); see that module and
     docs/benchmarks/README.md.
 
     --load FILE.json shows, and draws, what was measured elsewhere.
@@ -118,16 +118,16 @@ def bench(
         _finish(_loaded(files.load), files)
         return
     prepare_host()
-    from modular_kernel.bench.rows import FAILED, WRONG
-    from modular_kernel.bench.run import Job, run
+    from modular_kernel.bench.run import BenchJob, run
     from modular_kernel.catalog import this_machine
+    from modular_kernel.measure.records import FAILED, WRONG
 
     machine, cells = this_machine(), tuple(cells_of.cells())
     offers = _offers(cells_of, cells, machine, pf_type, experts_type)
     if not offers:
         output.line("nothing to measure: no pair is valid here, and there is no other layer")
         raise typer.Exit(1)
-    job = Job(
+    job = BenchJob(
         cells=cells,
         offers=tuple(offers),
         machine=machine,
@@ -189,9 +189,9 @@ class _Cells:
         """Return the unquantised problem of a model or of the sizes given."""
         return replace(self.options, quant="none", model=name or None).problem()
 
-    def cells(self) -> "Iterator[Cell]":
-        from modular_kernel.bench.cases import Cell
-        from modular_kernel.bench.routing import RoutingKind
+    def cells(self) -> "Iterator[LayerCase]":
+        from modular_kernel.measure.cases import LayerCase
+        from modular_kernel.measure.routing import RoutingKind
 
         kinds = [RoutingKind.parse(text) for text in self.method.routing.split(",")]
         for name in self.names():
@@ -200,20 +200,20 @@ class _Cells:
             shape = shown(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
             for kind in dict.fromkeys(kinds):
                 for tokens in self.tokens(name):
-                    yield Cell(shape, problem.with_tokens(tokens), kind)
+                    yield LayerCase(shape, problem.with_tokens(tokens), kind)
 
 
 def _offers(
     wanted: _Cells,
-    cells: "tuple[Cell, ...]",
+    cells: "tuple[LayerCase, ...]",
     machine: "Machine",
     pf: str | None,
     experts: str | None,
-) -> "list[Offer]":
+) -> "list[BenchOffer]":
     """Our pairs, the baseline where it competes, and the users' layers of the kinds wanted."""
-    from modular_kernel.bench.cases import operands
-    from modular_kernel.bench.layers import baseline_offers, pair_offers, peer_offers
-    from modular_kernel.bench.rows import PEER
+    from modular_kernel.bench.candidates import baseline_offers, pair_offers, peer_offers
+    from modular_kernel.measure.cases import operands
+    from modular_kernel.measure.records import PEER
     from modular_kernel.schemes import QuantScheme
 
     quants = wanted.quants()
@@ -239,7 +239,7 @@ def _offers(
     return pairs + [offer for offer in others if kind(offer.quant) in kinds]
 
 
-def _check_files(files: Files) -> None:
+def _check_files(files: BenchFiles) -> None:
     """Whatever would keep a result from being written, before an hour is spent on it."""
     if files.plot is not None and find_spec("matplotlib") is None:
         need = "matplotlib: pip install 'modular-kernel[bench]'"
@@ -250,7 +250,7 @@ def _check_files(files: Files) -> None:
 
 
 def _loaded(path: Path) -> "Report":
-    from modular_kernel.bench.rows import Report
+    from modular_kernel.measure.records import Report
 
     try:
         return Report.from_json(path.read_text(encoding="utf-8"))
@@ -258,12 +258,12 @@ def _loaded(path: Path) -> "Report":
         raise ConfigurationError("--load", got=str(error), need="a file of --json") from error
 
 
-def _teller(files: Files) -> Any:
+def _teller(files: BenchFiles) -> Any:
     """Says each new row on stderr, and keeps the JSON file up to date."""
     said = 0
 
     def tell(report: "Report") -> None:
-        from modular_kernel.bench.table import one_line
+        from modular_kernel.bench.tables import one_line
 
         nonlocal said
         for row in report.rows[said:]:
@@ -276,8 +276,8 @@ def _teller(files: Files) -> Any:
     return tell
 
 
-def _finish(report: "Report", files: Files) -> None:
-    from modular_kernel.bench import table
+def _finish(report: "Report", files: BenchFiles) -> None:
+    from modular_kernel.bench import tables
 
     if files.as_json == output.STDOUT:
         print(report.to_json())
@@ -285,7 +285,7 @@ def _finish(report: "Report", files: Files) -> None:
         _print_text(report)
     if files.markdown is not None:
         with output.writing(files.markdown):
-            files.markdown.write_text(table.markdown(report), encoding="utf-8")
+            files.markdown.write_text(tables.markdown(report), encoding="utf-8")
     if files.plot is not None:
         from modular_kernel.bench.plot import plot
 
@@ -297,11 +297,11 @@ def _finish(report: "Report", files: Files) -> None:
 
 
 def _print_text(report: "Report") -> None:
-    from modular_kernel.bench import table
+    from modular_kernel.bench import tables
 
-    columns, cells = table.text_table(report.rows)
-    output.table(columns, cells, optional=table.OPTIONAL)
-    for text in table.summary(report):
+    columns, cells = tables.text_table(report.rows)
+    output.table(columns, cells, optional=tables.OPTIONAL)
+    for text in tables.summary(report):
         output.line(text)
     if report.stopped:
         output.line(f"the run ended early: {report.stopped}")

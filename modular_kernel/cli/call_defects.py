@@ -8,7 +8,7 @@ from modular_kernel.cli.ranks import Host
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.mutants import Kill
+    from modular_kernel.testing.call_mutants.run import Kill
 
 Pair = tuple[str, str]
 

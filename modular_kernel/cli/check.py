@@ -1,6 +1,7 @@
 """`mk check`: can this pair serve this problem on that machine, and if not, why?"""
 
 from dataclasses import replace
+from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,7 @@ from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Catalog
+    from modular_kernel.importers.examine import Inspected
     from modular_kernel.support import Rejection, Verdict
     from modular_kernel.types import Machine, Problem
 
@@ -39,10 +41,15 @@ def check(
 ) -> None:
     """Judge one pair, or every pair, for a problem: on this machine or on one described.
 
+    Of a checkpoint's folder (--model FOLDER) the tensors are judged too, by their headers.
+
     Exits with 0 if the pair is valid (or, without a pair, if some pair is), with 1 if it is
     refused, with every reason, and with 2 on bad usage.
     """
     problem = options.problem()
+    checkpoint = _checkpoint(options)
+    if checkpoint is not None:
+        problem = _as_stored(problem, options, checkpoint)
     _warn(problem)
     machine = chosen_machine(arch, device, packages)
     from modular_kernel.catalog import load_catalog
@@ -51,8 +58,12 @@ def check(
     verdicts = judged(catalog, pf_type, experts_type, problem, machine)
     single = pf_type is not None and experts_type is not None
     record = _record(verdicts[0]) if single else matrix_record(verdicts, problem, machine)
+    if checkpoint is not None:
+        record |= {"checkpoint": _checkpoint_record(checkpoint)}
 
     def show() -> None:
+        if checkpoint is not None:
+            output.line(f"{options.model}: {checkpoint}, as its config.json says")
         if single:
             _print_verdict(verdicts[0])
             return
@@ -65,6 +76,33 @@ def check(
     output.answer(record, as_json, show)
     if not any(verdict.ok for verdict in verdicts):
         raise typer.Exit(1)
+
+
+def _checkpoint(options: ProblemOptions) -> "Inspected | None":
+    """Check what lies beside a config.json: a folder's safetensors, by their headers."""
+    from modular_kernel.importers.examine import inspect
+    from modular_kernel.importers.files import has_tensors
+    from modular_kernel.models.config_file import is_file
+
+    if options.model is None or not is_file(options.model) or not Path(options.model).is_dir():
+        return None
+    return inspect(options.model) if has_tensors(Path(options.model)) else None
+
+
+def _as_stored(problem: "Problem", options: ProblemOptions, checkpoint: "Inspected") -> "Problem":
+    """Return the problem that its weights give when they are loaded, but for what was asked for."""
+    fields = {name: checkpoint.problem_fields[name] for name in ("quant", "activation")}
+    asked = {name for name in fields if getattr(options, name) is not None}
+    return replace(problem, **{n: value for n, value in fields.items() if n not in asked})
+
+
+def _checkpoint_record(checkpoint: "Inspected") -> dict[str, object]:
+    return {
+        "layers": checkpoint.layers,
+        "format": str(checkpoint.format),
+        "bytes": checkpoint.nbytes,
+        "quant": checkpoint.problem_fields["quant"],
+    }
 
 
 def _warn(problem: "Problem") -> None:

@@ -12,7 +12,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.compile_cases import Compiled, Row
+    from modular_kernel.testing.compile.cases import Compiled, CompiledRow
 
 
 def compile_kernels(
@@ -38,7 +38,7 @@ def compile_kernels(
 
     if not importable({"triton"}):
         raise ConfigurationError("mk compile", got="no triton", need="triton, to compile with")
-    from modular_kernel.testing.compile_cases import compile_all
+    from modular_kernel.testing.compile.cases import compile_all
 
     done = compile_all(target, output.progress, workers=workers)
     rows = [_record(row) for row in done.rows]
@@ -49,7 +49,7 @@ def compile_kernels(
         raise typer.Exit(1)
 
 
-def _record(row: "Row") -> dict[str, object]:
+def _record(row: "CompiledRow") -> dict[str, object]:
     return {"case": row.case, "record": row.record, "violations": row.violations}
 
 
@@ -70,12 +70,12 @@ def _print_text(done: "Compiled", *, check: bool) -> None:
     output.line(f"triton {version('triton')}: {forms}, {limits}")
 
 
-def _instructions(row: "Row", *, check: bool) -> str:
+def _instructions(row: "CompiledRow", *, check: bool) -> str:
     """Write a kernel's counts of instructions.
 
     Where a check is all that is asked for, they are those of a kernel that it has counted.
     """
-    from modular_kernel.testing.compile import Instructions
+    from modular_kernel.testing.compile.report import Instructions
 
     counts = row.record.instructions
     if check and isinstance(counts, Instructions) and not counts.counted:
@@ -83,7 +83,7 @@ def _instructions(row: "Row", *, check: bool) -> str:
     return ", ".join(f"{name} x{count}" for name, count in counts.items() if count) or "-"
 
 
-def _cells(row: "Row", instructions: str) -> tuple[object, ...]:
+def _cells(row: "CompiledRow", instructions: str) -> tuple[object, ...]:
     record = row.record
     config = ", ".join(f"{name}={value}" for name, value in record.config.items())
     launch = f"warps={record.num_warps}, stages={record.num_stages}"

@@ -7,8 +7,8 @@ from modular_kernel.cli import output
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.choose.choice import Choice
-    from modular_kernel.choose.record import Bucket, Outcome, Segment
+    from modular_kernel.select.choice import Choice
+    from modular_kernel.select.record import Bucket, Segment, TimedOutcome
     from modular_kernel.types import Problem
 
 _ELSEWHERE = {"device", "arch", "package"}  # rules about this machine: valid on another one
@@ -86,7 +86,7 @@ def explain_text(choice: "Choice") -> None:
     output.line(f"kept for: {facts}")
 
 
-def _time(outcome: "Outcome") -> str:
+def _time(outcome: "TimedOutcome") -> str:
     if outcome.us is None:
         return f"none: {outcome.why}"
     return f"{'~' if outcome.rough else ''}{outcome.us:.1f}"

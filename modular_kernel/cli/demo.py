@@ -59,11 +59,11 @@ class Baseline:
     ids: "torch.Tensor"
     exact: "torch.Tensor"
     own_difference: float
-    routing: "Routing"
+    routing: "RecordedRouting"
 
 
 @dataclass
-class Routing:
+class RecordedRouting:
     """Ids and weights that each experts module was given in one run."""
 
     of_module: "dict[str, tuple[torch.Tensor, torch.Tensor]]" = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One model on one pairing.
 
     pairing: of the kernels that ran, empty if none did. equal_tokens: None if none were decoded.
@@ -161,7 +161,7 @@ def _machine(device: str | None) -> "Machine":
     return machine
 
 
-def _rows(machine: "Machine", dtypes: list[str], *, quiet: bool) -> Iterator[Row]:
+def _rows(machine: "Machine", dtypes: list[str], *, quiet: bool) -> Iterator[DemoRow]:
     try:
         from modular_kernel.integrations.transformers import register
     except ImportError as error:
@@ -186,9 +186,9 @@ def _rates(dtype: str, machine: "Machine") -> dict[str, float]:
     """Tokens per second of a forward of 512 tokens: with transformers' experts, then with ours."""
     import torch
 
-    from modular_kernel.bench.method import clock_of
     from modular_kernel.integrations.transformers import register
     from modular_kernel.machine import torch_twins
+    from modular_kernel.measure.timing import clock_of
 
     on_gpu = machine.device == "cuda"
     pair = PAIRINGS[1] if on_gpu else PAIRINGS[0]
@@ -229,7 +229,7 @@ def baseline(model: Model) -> Baseline:
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
     ids = torch.randint(vocabulary, (2, _LOGIT_TOKENS), generator=generator).to(model.device)
-    routing = Routing()
+    routing = RecordedRouting()
     exact_model = copy.deepcopy(model).double()
     with routing.recorded(exact_model), _float64():
         exact = logits(exact_model, ids)
@@ -238,7 +238,7 @@ def baseline(model: Model) -> Baseline:
     return Baseline(model, ids, exact, own, routing)
 
 
-def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens | None) -> Row:
+def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens | None) -> DemoRow:
     """Run the model of `base` on `implementation`, and compare.
 
     The model's own experts are put back afterwards.
@@ -260,7 +260,7 @@ def compare(base: Baseline, implementation: str, name: str, own_tokens: Tokens |
     base.model.set_experts_implementation(EAGER)
     dtype = base.model.dtype
     rounding = torch.finfo(dtype).eps / 2 * base.exact.abs().max().item()
-    return Row(
+    return DemoRow(
         model=name,
         dtype=str(dtype).removeprefix("torch."),
         pairing=" and ".join(sorted({kernel.pairing for kernel in kernels.values()})),

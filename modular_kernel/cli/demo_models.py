@@ -56,11 +56,11 @@ def transformers() -> Any:
     return import_module("transformers")
 
 
-def small_model(name: str, dtype: str, device: str, *, seed: int = 0) -> Model:
+def small_model(name: str, dtype: str, device: str, *, seed: int = 0, **changes: object) -> Model:
     """Make a model of SMALL_MODELS with random weights, the same ones on every machine.
 
     Values are scaled so that every layer matters: hidden values, what experts add to them, and
-    logits all have a standard deviation of about 1.
+    logits all have a standard deviation of about 1. changes: of the configuration.
     """
     import torch
 
@@ -68,7 +68,7 @@ def small_model(name: str, dtype: str, device: str, *, seed: int = 0) -> Model:
 
     library = transformers()
     config_class, own = SMALL_MODELS[name]
-    config = getattr(library, config_class)(**(_SHARED | own))
+    config = getattr(library, config_class)(**(_SHARED | own | changes))
     model = library.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation=EAGER
     )

@@ -7,7 +7,7 @@ from modular_kernel.cli import output
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.cli.demo import Row
+    from modular_kernel.cli.demo import DemoRow
     from modular_kernel.support import Verdict
 
 _NEXT = (
@@ -18,7 +18,10 @@ _NEXT = (
 
 
 def print_demo(
-    rows: "Sequence[Row]", seconds: float, rates: Mapping[str, float], verdicts: "Sequence[Verdict]"
+    rows: "Sequence[DemoRow]",
+    seconds: float,
+    rates: Mapping[str, float],
+    verdicts: "Sequence[Verdict]",
 ) -> None:
     """Print the demo's results.
 
@@ -56,7 +59,7 @@ def print_demo(
         output.line(f"  {command:37} {what}")
 
 
-def _cell(rows: "Sequence[Row]") -> str:
+def _cell(rows: "Sequence[DemoRow]") -> str:
     """Say ok, and how much of its bound the largest error takes; or FAILED."""
     if not rows:
         return "-"

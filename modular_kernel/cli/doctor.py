@@ -25,7 +25,7 @@ _EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceReport:
     """One GPU."""
 
     index: int
@@ -45,7 +45,7 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """Everything the doctor finds. peer_access[i][j]: device i reads device j's memory.
 
     topology: what `nvidia-smi topo -m` prints. interpreter: Triton parts run on the CPU. states:
@@ -53,7 +53,7 @@ class Report:
     """
 
     versions: dict[str, str | None]
-    devices: list[Device]
+    devices: list[DeviceReport]
     peer_access: list[list[bool]]
     topology: str | None
     packages: list[Package]
@@ -69,7 +69,7 @@ def doctor(as_json: AsJson = None) -> None:
     from modular_kernel.catalog import load_catalog, this_machine
     from modular_kernel.states import states
 
-    report = Report(
+    report = DoctorReport(
         versions=_versions(),
         devices=_devices(),
         peer_access=_peer_access(),
@@ -133,7 +133,7 @@ def _nvidia_smi(*words: str) -> str | None:
     return done.stdout.rstrip() if done.returncode == 0 else None
 
 
-def _devices() -> list[Device]:
+def _devices() -> list[DeviceReport]:
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -141,7 +141,7 @@ def _devices() -> list[Device]:
     for index in range(count):
         facts = torch.cuda.get_device_properties(index)
         arch, memory = f"{facts.major}.{facts.minor}", round(facts.total_memory / 2**30, 1)
-        found.append(Device(index, facts.name, arch, memory, facts.multi_processor_count))
+        found.append(DeviceReport(index, facts.name, arch, memory, facts.multi_processor_count))
     return found
 
 
@@ -176,7 +176,7 @@ def _required(cls: type) -> tuple[str, ...]:
     return packages
 
 
-def _print_text(report: Report) -> None:
+def _print_text(report: DoctorReport) -> None:
     output.table(("what", "version"), [(k, v or "absent") for k, v in report.versions.items()])
     gpus = [(d.index, d.name, d.arch, d.memory_gib, d.sms) for d in report.devices]
     output.table(("gpu", "name", "arch", "GiB", "SMs"), gpus)

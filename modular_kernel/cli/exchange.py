@@ -18,9 +18,9 @@ from modular_kernel.cli.ranks import Backend, pool_of
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.bench.exchange import Cell, Link
-    from modular_kernel.bench.exchange_rows import ExchangeReport, ExchangeRow
-    from modular_kernel.bench.exchange_run import Offer
+    from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
+    from modular_kernel.bench.all2all.records import ExchangeReport, ExchangeRow
+    from modular_kernel.bench.all2all.run import ExchangeOffer
     from modular_kernel.types import Machine
 
 _FEW = 128  # tokens up to which one set of buffers serves; more have another
@@ -59,7 +59,7 @@ def _usual(text: str, name: str) -> Any:
     return typer.Option(help=f"{text}  {default}", show_default=False)
 
 
-G = TypeVar("G", "Sizes", "Manner")
+G = TypeVar("G", "Sizes", "ExchangeManner")
 
 
 def _filled(options: G, device: str) -> G:
@@ -82,7 +82,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class ExchangeManner:
     """How it is measured, and what the floor is made of."""
 
     backend: Backend = None
@@ -111,7 +111,7 @@ class Manner:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class ExchangeFiles:
     """What is read and written beside the table."""
 
     load: Annotated[
@@ -127,13 +127,14 @@ class Files:
         return None if self.as_json in (None, output.STDOUT) else Path(str(self.as_json))
 
 
-def exchange(*, sizes: Sizes, manner: Manner, files: Files) -> None:
+def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> None:
     """Time dispatch and combine alone: every part that can run here over N ranks, and peers.
 
     Experts are the identity and router weights sum to 1, so each row is checked by what comes
     back. A --peer file defines transports(), which returns a list of
-    modular_kernel.bench.exchange.Transport; tools/exchange_peers.py has NCCL's and the libraries'.
-    Libraries that exclude each other are measured one after the other, and joined by --load.
+    modular_kernel.bench.all2all.cases.Transport; tools/exchange_peers.py has NCCL's and the
+    libraries'. Libraries that exclude each other are measured one after the other, and joined by
+    --load.
 
     Exits with 1 if a row is wrong or failed; 2 is bad usage.
     """
@@ -145,16 +146,16 @@ def exchange(*, sizes: Sizes, manner: Manner, files: Files) -> None:
         return
     _check(sizes, manner)
     prepare_host()
-    from modular_kernel.bench.exchange import Link
+    from modular_kernel.bench.all2all.cases import TransportLink
 
-    link = Link(manner.link * 1e9, manner.latency * 1e-6)
+    link = TransportLink(manner.link * 1e9, manner.latency * 1e-6)
     report = _measured(sizes, manner, link, files)
     _finish(report, files)
     if any(row.status in ("wrong", "failed") for row in report.rows):
         raise typer.Exit(1)
 
 
-def _check(sizes: Sizes, manner: Manner) -> None:
+def _check(sizes: Sizes, manner: ExchangeManner) -> None:
     if sizes.world_size < 2:
         raise ConfigurationError("--world-size", got=sizes.world_size, need=">= 2")
     for name in ("replays", "rounds", "link"):
@@ -165,11 +166,13 @@ def _check(sizes: Sizes, manner: Manner) -> None:
         raise ConfigurationError("--latency", got=manner.latency, need=">= 0")
 
 
-def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "ExchangeReport":
-    from modular_kernel.bench import exchange_run
-    from modular_kernel.bench.exchange_rows import ExchangeReport
-    from modular_kernel.bench.exchange_time import Repeats
-    from modular_kernel.testing.prove_ranks import machine_of
+def _measured(
+    sizes: Sizes, manner: ExchangeManner, link: "TransportLink", files: ExchangeFiles
+) -> "ExchangeReport":
+    from modular_kernel.bench.all2all import run
+    from modular_kernel.bench.all2all.records import ExchangeReport
+    from modular_kernel.bench.all2all.timing import Repeats
+    from modular_kernel.testing.verify.over_ranks import machine_of
 
     first = pool_of(sizes.world_size, manner.backend)
     ready = [first]  # the first offer finds processes that have started
@@ -183,11 +186,11 @@ def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "Exch
         offers = tuple(_offers(tuple(_cells(sizes)), manner, machine))
         if not offers:
             raise ConfigurationError("--only", got=repr(manner.only), need="a word in some name")
-        gap = first.run(exchange_run.gap, timeout=120)[0]
+        gap = first.run(run.gap, timeout=120)[0]
         report = ExchangeReport(_facts(sizes, manner, machine, gap))
         assert manner.replays is not None and manner.rounds is not None  # noqa: PT018
         repeats = Repeats(manner.replays, manner.rounds)
-        for rows in exchange_run.run(
+        for rows in run.run(
             offers, new_pool, link=link, repeats=repeats, deadline_s=manner.deadline
         ):
             _tell(rows)
@@ -200,11 +203,13 @@ def _measured(sizes: Sizes, manner: Manner, link: "Link", files: Files) -> "Exch
         first.close()
 
 
-def _facts(sizes: Sizes, manner: Manner, machine: "Machine", gap: float | None) -> dict[str, Any]:
+def _facts(
+    sizes: Sizes, manner: ExchangeManner, machine: "Machine", gap: float | None
+) -> dict[str, Any]:
     """Where and how it is measured."""
     import torch
 
-    from modular_kernel.bench.environment import environment
+    from modular_kernel.measure.environment import environment
 
     return {
         **environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
@@ -217,9 +222,9 @@ def _facts(sizes: Sizes, manner: Manner, machine: "Machine", gap: float | None) 
     }
 
 
-def _cells(sizes: Sizes) -> "Iterator[Cell]":
+def _cells(sizes: Sizes) -> "Iterator[ExchangeCase]":
     """By quant and capacity, which share buffers: few tokens, and many."""
-    from modular_kernel.bench.exchange import Cell
+    from modular_kernel.bench.all2all.cases import ExchangeCase
 
     numbers = sorted(token_numbers(str(sizes.tokens_list)))
     few = [tokens for tokens in numbers if tokens <= _FEW]
@@ -227,25 +232,27 @@ def _cells(sizes: Sizes) -> "Iterator[Cell]":
     for quant in schemes(sizes.quant):
         for tokens in numbers:
             capacity = max(few) if tokens <= _FEW else max(numbers)
-            yield Cell(sizes.world_size, tokens, capacity, quant=quant, **shape)
+            yield ExchangeCase(sizes.world_size, tokens, capacity, quant=quant, **shape)
 
 
-def _offers(cells: "tuple[Cell, ...]", manner: Manner, machine: "Machine") -> "Iterator[Offer]":
-    from modular_kernel.bench.exchange_parts import PartTransport
-    from modular_kernel.bench.exchange_peers import load_peers
-    from modular_kernel.bench.exchange_run import Offer
-    from modular_kernel.bench.rows import OURS
+def _offers(
+    cells: "tuple[ExchangeCase, ...]", manner: ExchangeManner, machine: "Machine"
+) -> "Iterator[ExchangeOffer]":
+    from modular_kernel.bench.all2all.parts import PartTransport
+    from modular_kernel.bench.all2all.peers import load_peers
+    from modular_kernel.bench.all2all.run import ExchangeOffer
     from modular_kernel.catalog import load_catalog
+    from modular_kernel.measure.records import OURS
 
     catalog = load_catalog()
     names = [name for name in catalog.names("prepare_finalize") if _over_ranks(catalog, name)]
     for name in filter(manner.wants, names):
         alone = PartTransport(name, machine).alone
-        yield Offer(name, OURS, cells, machine, alone)
+        yield ExchangeOffer(name, OURS, cells, machine, alone)
     for path in manner.peer or []:
         for peer in load_peers(path):
             if manner.wants(peer.name):
-                yield Offer(peer.name, peer.origin, cells, machine, peer.alone, path)
+                yield ExchangeOffer(peer.name, peer.origin, cells, machine, peer.alone, path)
 
 
 def _over_ranks(catalog: Any, name: str) -> bool:
@@ -254,7 +261,7 @@ def _over_ranks(catalog: Any, name: str) -> bool:
 
 
 def _joined(paths: Sequence[Path]) -> "ExchangeReport":
-    from modular_kernel.bench.exchange_rows import ExchangeReport
+    from modular_kernel.bench.all2all.records import ExchangeReport
 
     try:
         reports = [ExchangeReport.from_json(path.read_text(encoding="utf-8")) for path in paths]
@@ -264,14 +271,14 @@ def _joined(paths: Sequence[Path]) -> "ExchangeReport":
 
 
 def _tell(rows: "Sequence[ExchangeRow]") -> None:
-    from modular_kernel.bench.exchange_rows import one_line
+    from modular_kernel.bench.all2all.records import one_line
 
     for row in rows:
         output.note(one_line(row))
 
 
-def _finish(report: "ExchangeReport", files: Files) -> None:
-    from modular_kernel.bench import exchange_rows
+def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
+    from modular_kernel.bench.all2all import records
 
     if files.as_json == output.STDOUT:
         print(report.to_json())
@@ -282,18 +289,18 @@ def _finish(report: "ExchangeReport", files: Files) -> None:
             report.write(files.record)
     if files.markdown is not None:
         with output.writing(files.markdown):
-            files.markdown.write_text(exchange_rows.markdown(report), encoding="utf-8")
+            files.markdown.write_text(records.markdown(report), encoding="utf-8")
 
 
 def _print_text(report: "ExchangeReport") -> None:
-    from modular_kernel.bench import exchange_rows
+    from modular_kernel.bench.all2all import records
 
-    columns, cells = exchange_rows.text_table(report.rows)
-    output.table(columns, cells, optional=exchange_rows.OPTIONAL)
+    columns, cells = records.text_table(report.rows)
+    output.table(columns, cells, optional=records.OPTIONAL)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
         output.line(f"refused: {name}: {note[:200]}")
-    for title, short, lines in exchange_rows.short_tables(report.rows):
+    for title, short, lines in records.short_tables(report.rows):
         output.table(short, lines, title=title)
 
 

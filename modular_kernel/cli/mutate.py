@@ -161,7 +161,7 @@ def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: s
 
     They were put in together, and are equivalent if no bit differs.
     """
-    from modular_kernel.testing.cases import command
+    from modular_kernel.testing.cases.lists import command
     from modular_kernel.testing.mutation.bits import compare_bits
 
     mutants = [found.mutant(ident) for ident in idents]

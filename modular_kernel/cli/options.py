@@ -116,7 +116,7 @@ class ProblemOptions:
 def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":
     if text == "linear":
         return "linear"
-    from modular_kernel.testing.cases_ranks import parse_placement
+    from modular_kernel.testing.cases.ranks import parse_placement
 
     return parse_placement(text, experts, world_size)
 

@@ -12,8 +12,8 @@ from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.sizing.estimate import Estimate, Sized
-    from modular_kernel.sizing.hardware import Cluster
+    from modular_kernel.perf_model.estimate import Estimate, Sized
+    from modular_kernel.perf_model.hardware import Cluster
 
 _WORLDS = "1,8,16,32,64"
 _TOKENS = "1,128,4096"
@@ -51,7 +51,7 @@ class World:
     ] = None
 
     def cluster(self) -> "Cluster":
-        from modular_kernel.sizing.hardware import Cluster, Gpu, Link
+        from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
 
         gpu = replace(Gpu(), bandwidth=self.bandwidth * _TERA)
         if self.peak is not None:
@@ -102,7 +102,7 @@ def plan(
     if compare:
         _compare(compare, as_json=as_json)
         return
-    from modular_kernel.sizing.estimate import in_world, size
+    from modular_kernel.perf_model.estimate import in_world, size
 
     cluster, plain = world.cluster(), replace(options, world_size=None).problem()
     if plain.expert_map or plain.local_experts is not None:
@@ -185,7 +185,7 @@ def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list
 
 
 def _compare(paths: list[Path], *, as_json: str | None) -> None:
-    from modular_kernel.sizing.compare import WITHIN, cells_of, compare, summaries
+    from modular_kernel.perf_model.compare import WITHIN, cells_of, compare, summaries
 
     found = compare([cell for path in paths for cell in cells_of(path)])
     rows = [

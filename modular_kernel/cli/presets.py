@@ -63,7 +63,7 @@ def _is_hub_id(model: str) -> bool:
 # Layers and shards as one GPU runs them, each a plain SwiGLU layer: experts, top_k, hidden and
 # intermediate. tpN: one of N tensor-parallel ranks, intermediate / N; epN: one of N expert-parallel
 # ranks, experts / N, as if every token's top-k were here. Experts and intermediate name a tuned
-# file (experts/tile_names.py), so that no two shapes have both alike.
+# file (experts/triton/configs/filenames.py), so that no two shapes have both alike.
 _SIZES: dict[str, tuple[int, int, int, int]] = {
     "mixtral": (8, 2, 4096, 14336),
     "dsv3_ep8": (32, 8, 7168, 2048),

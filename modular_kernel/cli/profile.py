@@ -18,7 +18,7 @@ from modular_kernel.cli.ranks import Backend, Host, host_of
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
-    from modular_kernel.profiling.record import Job, RankRecord
+    from modular_kernel.profiling.record import ProfileJob, RankRecord
     from modular_kernel.profiling.report import Profile
     from modular_kernel.types import Machine, Problem
 
@@ -84,8 +84,8 @@ def profile(
     prepare_host()
     _check_folder(wanted.out)
     experts_type = experts_type or usual_experts()
-    from modular_kernel.bench.routing import RoutingKind
-    from modular_kernel.profiling.record import Job
+    from modular_kernel.measure.routing import RoutingKind
+    from modular_kernel.profiling.record import ProfileJob
     from modular_kernel.profiling.report import as_record
 
     pairs = ((pf_type, experts_type), *([against] if against else []))
@@ -97,7 +97,7 @@ def profile(
             refuse_unless_valid(*pair, problem, host.machine)
         wanted.out.mkdir(parents=True, exist_ok=True)
         files, on_gpu = _Files(pairs, problem, wanted.out), host.machine.device == "cuda"
-        job = Job(
+        job = ProfileJob(
             pairs=pairs,
             problem=problem,
             machine=host.machine,
@@ -176,7 +176,7 @@ class _Files:
                 path.write_text(content, encoding="utf-8")
 
 
-def _recorded(job: "Job", host: Host) -> "list[RankRecord]":
+def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
     """Return what every rank measured."""
     from modular_kernel.profiling.record import record_rank
 
@@ -185,7 +185,7 @@ def _recorded(job: "Job", host: Host) -> "list[RankRecord]":
     return host.pool.run(record_rank, job, timeout=_RANK_SECONDS)
 
 
-def _read(job: "Job", records: "list[RankRecord]", files: _Files) -> "Profile":
+def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files) -> "Profile":
     """Read the traces back, check and merge them, and return the profile that they make."""
     from modular_kernel.profiling.chrome import merged, read_trace
     from modular_kernel.profiling.report import profile_of

@@ -15,8 +15,8 @@ from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.case import Case
-    from modular_kernel.testing.prove import Proof
+    from modular_kernel.testing.cases.case import Case
+    from modular_kernel.testing.verify.one_process import Proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class OneCase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manner:
+class VerifyManner:
     """How cases are chosen and run."""
 
     level: Annotated[
@@ -64,7 +64,7 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Job:
+class VerifyJob:
     """The cases of one pairing, and how many more the rules refuse."""
 
     prepare_finalize: str
@@ -84,10 +84,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Result:
+class CaseResult:
     """A job done."""
 
-    job: Job
+    job: VerifyJob
     proofs: "tuple[Proof, ...]"
 
     @property
@@ -104,7 +104,7 @@ def prove(
     *,
     replay: OneCase,
     options: ProblemOptions,
-    manner: Manner,
+    manner: VerifyManner,
     mutating: Mutating,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
@@ -162,17 +162,16 @@ def _level(text: str) -> Literal["smoke", "full"]:
 
 def _single_case(
     options: ProblemOptions, replay: OneCase, pf: str | None, experts: str | None
-) -> Job:
-    from modular_kernel.testing.case import Case
-    from modular_kernel.testing.inputs import ORDINARY, ROUTINGS
-    from modular_kernel.testing.inputs import Manner as InputsManner
+) -> VerifyJob:
+    from modular_kernel.testing.cases.case import Case
+    from modular_kernel.testing.cases.inputs import ORDINARY, ROUTINGS, Manner
 
     if pf is None or experts is None:
         raise ConfigurationError("--one", got="no pair", need="--pf-type and --experts-type")
     if replay.routing not in ROUTINGS:
         need = f"one of {', '.join(ROUTINGS)}"
         raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
-    manner = InputsManner(replay.layout, replay.values, replay.own_scales)
+    manner = Manner(replay.layout, replay.values, replay.own_scales)
     problem, turns = options.problem(), replay.by_turns
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
     if (options.world_size or 1) > 1:
@@ -183,12 +182,12 @@ def _single_case(
     elif replay.rank_tokens is not None or replay.fault:
         need = "--world-size beside them"
         raise ConfigurationError("--rank-tokens, --fault", got="one rank", need=need)
-    return Job(pf, experts, (case,), 0)
+    return VerifyJob(pf, experts, (case,), 0)
 
 
 def _jobs(
     host: Host, pf: str | None, experts: str | None, level: Literal["smoke", "full"]
-) -> list[Job]:
+) -> list[VerifyJob]:
     """List a job for each pair that the names leave and that has a case.
 
     A named pair must have one.
@@ -209,7 +208,9 @@ def _jobs(
                 refused = len(selection.refused)
                 met = getattr(selection, "met", 0)  # over ranks nothing is drawn by pairs
                 impossible = len(getattr(selection, "impossible", ()))
-                jobs.append(Job(pf_name, experts_name, selection.cases, refused, met, impossible))
+                jobs.append(
+                    VerifyJob(pf_name, experts_name, selection.cases, refused, met, impossible)
+                )
     return jobs
 
 
@@ -223,7 +224,7 @@ def _named_pairs(
     return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
-def _prove(jobs: Sequence[Job], host: Host, *, as_json: str | None) -> bool:
+def _prove(jobs: Sequence[VerifyJob], host: Host, *, as_json: str | None) -> bool:
     results = []
     with output.progress(sum(len(job.cases) for job in jobs), "cases") as advance:
         for job in jobs:
@@ -231,7 +232,7 @@ def _prove(jobs: Sequence[Job], host: Host, *, as_json: str | None) -> bool:
             for case in job.cases:
                 proofs.append(host.prove(case))
                 advance()
-            results.append(Result(job, tuple(proofs)))
+            results.append(CaseResult(job, tuple(proofs)))
     ok = bool(results) and not any(result.failed for result in results)
     record = {"ok": ok, **host.facts, "pairs": [_record(result) for result in results]}
     output.answer(record, as_json, lambda: _print_text(results))
@@ -245,8 +246,8 @@ def _share(proof: "Proof") -> float:
     return proof.error / proof.bound if proof.bound else float("inf")
 
 
-def _record(result: Result) -> dict[str, object]:
-    from modular_kernel.testing.case import command
+def _record(result: CaseResult) -> dict[str, object]:
+    from modular_kernel.testing.cases.case import command
 
     worst = result.worst
     failures = [
@@ -266,7 +267,7 @@ def _record(result: Result) -> dict[str, object]:
     }
 
 
-def _print_text(results: Sequence[Result]) -> None:
+def _print_text(results: Sequence[CaseResult]) -> None:
     columns = ("pairing", "cases", "failed", "unsupported", "error", "bound", "s")
     rows = [_row(result) for result in results]
     output.table(columns, rows, optional=("s", "bound", "error", "unsupported"))
@@ -282,7 +283,7 @@ def _print_text(results: Sequence[Result]) -> None:
     output.line(f"{cases} of {pairs}: {count - failed} proven, {failed} failed")
 
 
-def _row(result: Result) -> tuple[object, ...]:
+def _row(result: CaseResult) -> tuple[object, ...]:
     """error, bound: of the case whose error is nearest to its bound, or furthest beyond."""
     worst = result.worst
     assert worst is not None

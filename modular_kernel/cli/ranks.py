@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -11,12 +11,12 @@ from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.case import Case
-    from modular_kernel.testing.cases import Selection
-    from modular_kernel.testing.cases_ranks import RankCase, RankSelection
-    from modular_kernel.testing.mutants import Kill
-    from modular_kernel.testing.prove import Proof
-    from modular_kernel.testing.ranks import RankPool
+    from modular_kernel.testing.call_mutants.run import Kill
+    from modular_kernel.testing.cases.case import Case
+    from modular_kernel.testing.cases.lists import Selection
+    from modular_kernel.testing.cases.ranks import RankCase, RankSelection
+    from modular_kernel.testing.ranks.pool import RankPool
+    from modular_kernel.testing.verify.one_process import Proof
     from modular_kernel.types import Machine
 
 Backend = Annotated[
@@ -49,21 +49,21 @@ class Host:
     ) -> "Selection | RankSelection":
         """Those of a pairing for so many ranks."""
         if self.pool is None:
-            from modular_kernel.testing.cases import cases_for
+            from modular_kernel.testing.cases.lists import cases_for
 
             return cases_for(prepare_finalize, experts, self.machine, level)
-        from modular_kernel.testing.cases_ranks import rank_cases_for
+        from modular_kernel.testing.cases.ranks import rank_cases_for
 
         return rank_cases_for(prepare_finalize, experts, self.machine, self.pool.world_size, level)
 
     def prove(self, case: "Case") -> "Proof":
         """One case; a RankCase where there are ranks."""
         if self.pool is None:
-            from modular_kernel.testing.prove import prove
+            from modular_kernel.testing.verify.one_process import prove
 
             return prove(case, self.machine)
-        from modular_kernel.testing.cases_ranks import RankCase
-        from modular_kernel.testing.prove_ranks import prove_ranks
+        from modular_kernel.testing.cases.ranks import RankCase
+        from modular_kernel.testing.verify.over_ranks import prove_ranks
 
         assert isinstance(case, RankCase)
         return prove_ranks(case, self.pool, self.machine)
@@ -71,10 +71,10 @@ class Host:
     def sensitivity(self, prepare_finalize: str, experts: str) -> "tuple[Kill, ...]":
         """Every defect of the battery for so many ranks, put into one pairing."""
         if self.pool is None:
-            from modular_kernel.testing import mutants
+            from modular_kernel.testing.call_mutants import run
 
-            return mutants.sensitivity(prepare_finalize, experts, self.machine)
-        from modular_kernel.testing.mutants_ranks import sensitivity_ranks
+            return run.sensitivity(prepare_finalize, experts, self.machine)
+        from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
 
         return sensitivity_ranks(prepare_finalize, experts, self.pool)
 
@@ -93,7 +93,7 @@ def host_of(world_size: int | None, backend: str | None) -> Iterator[Host]:
         yield Host(this_machine())
         return
     with pool_of(world_size, backend) as pool:
-        from modular_kernel.testing.prove_ranks import machine_of
+        from modular_kernel.testing.verify.over_ranks import machine_of
 
         yield Host(machine_of(pool), pool)
 
@@ -102,7 +102,7 @@ def pool_of(world_size: int, backend: str | None) -> "RankPool":
     """Ranks over `backend`; None takes GPUs, and says so where there are too few."""
     import torch
 
-    from modular_kernel.testing.ranks import RankPool
+    from modular_kernel.testing.ranks.pool import RankPool
 
     if backend == "nccl" or (backend is None and torch.cuda.device_count() >= world_size):
         return RankPool(world_size, "nccl")
@@ -119,7 +119,7 @@ def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
 
     Tokens are as many as the problem has, or as the text says.
     """
-    from modular_kernel.testing.cases_ranks import RankCase
+    from modular_kernel.testing.cases.ranks import RankCase
 
     problem = case.problem
     tokens = (problem.tokens,) * problem.parallel.world_size
@@ -130,5 +130,5 @@ def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
             raise ConfigurationError("--rank-tokens", got=repr(rank_tokens), need=need)
         tokens = tuple(map(int, words))
     pair = case.prepare_finalize, case.experts
-    how = case.routing, case.seed, case.manner
-    return RankCase(*pair, problem, *how, tokens=tokens, fault=fault)
+    given = RankCase(*pair, problem, case.routing, case.seed, tokens=tokens, fault=fault)
+    return replace(given, manner=case.manner)

@@ -14,7 +14,7 @@ from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.presets import SHAPES, shown
-from modular_kernel.cli.tune_output import Bar, Layer, Recorder, print_text, record
+from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.foreign import reason
 
@@ -245,7 +245,9 @@ def _run(
         for name, problem, pair in chosen:
             space = pair.space(problem)
             todo = remaining(space, tokens, folder, fresh=search.fresh)
-            layers.append(Layer(name or str(problem), problem, pair, space, tuple(todo), folder))
+            layers.append(
+                TunedLayer(name or str(problem), problem, pair, space, tuple(todo), folder)
+            )
             for number in todo:  # of all layers, in their order: the processes run ahead
                 ahead = space.candidates(number)
                 compiler.begin(pair, space, problem.with_tokens(number), ahead)
@@ -278,18 +280,18 @@ class _Share:
 
 
 def _tune_layer(
-    layer: Layer, search: Search, share: _Share, compiler: "Compiler", bar: Bar
+    layer: TunedLayer, search: Search, share: _Share, compiler: "Compiler", bar: Bar
 ) -> "list[Tuned]":
     """Tune the first of the layer's numbers of tokens, as far as the budget goes.
 
     Return what was tuned.
     """
-    from modular_kernel.tuning.measured import Measured
-    from modular_kernel.tuning.search import Job, tune
+    from modular_kernel.tuning.measured import TimedSearch
+    from modular_kernel.tuning.search import TuneJob, tune
 
     if not layer.tokens or share.seconds() <= 0:
         return []
-    bench = Measured(
+    bench = TimedSearch(
         layer.pair,
         layer.problem,
         compiler,
@@ -297,7 +299,7 @@ def _tune_layer(
         space=layer.space,
         routing=search.routing,
     )
-    job = Job(
+    job = TuneJob(
         space=layer.space,
         bench=bench,
         tokens=layer.tokens,
@@ -306,7 +308,7 @@ def _tune_layer(
         fresh=search.fresh,
         tick=bar.tick,
     )
-    recorder, done = Recorder(layer, search.times), list["Tuned"]()
+    recorder, done = TuneRecorder(layer, search.times), list["Tuned"]()
     for tuned in tune(job):
         bar.tell(layer, tuned)
         recorder.keep(tuned)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Layer:
+class TunedLayer:
     """One layer to tune: what it is called, its pair, for how many tokens, and where to."""
 
     name: str
@@ -72,13 +72,13 @@ class Bar:
         """After every measurement."""
         self._bar.advance(self._task)
 
-    def tell(self, layer: Layer, tuned: "Tuned") -> None:
+    def tell(self, layer: TunedLayer, tuned: "Tuned") -> None:
         """After every number of tokens."""
         self._bar.update(self._task, description=layer.title)
         self._bar.console.print(f"{layer.title}: {_line(tuned)}")
 
 
-class Recorder:
+class TuneRecorder:
     """Appends to a file of JSON lines what every choice took, one line for a number of tokens.
 
     A line: layer, sizes, quant, tokens, best (with us and untuned_us), for every choice that was
@@ -86,7 +86,7 @@ class Recorder:
     were refused.
     """
 
-    def __init__(self, layer: Layer, path: Path | None) -> None:
+    def __init__(self, layer: TunedLayer, path: Path | None) -> None:
         self._layer, self._path = layer, path
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _line(tuned: "Tuned") -> str:
     return f"{tuned.tokens} tokens: {best.seconds * 1e6:.1f} us{untuned} ({counts}{early})"
 
 
-def record(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[str, object]:
+def record(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[str, object]:
     return {
         "layer": layer.name,
         "problem": layer.problem,
@@ -167,7 +167,7 @@ def record(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> dict[s
     }
 
 
-def print_text(layer: Layer, done: "Sequence[Tuned]", left: Sequence[int]) -> None:
+def print_text(layer: TunedLayer, done: "Sequence[Tuned]", left: Sequence[int]) -> None:
     columns = ("tokens", "untuned us", "us", "faster by", "timed", "refused", "choice")
     output.table(
         columns,

@@ -73,21 +73,16 @@ def from_gptq(
     """
     expect("bits", bits, Annotated[int, OneOf((4, 8))])
     expect("minus_one", minus_one, bool)
-    _check(qweight, "qweight")
+    check_packed(qweight, "qweight")
     in_order = range(_WORD // bits)
-    k_NK = _unpack(qweight, -2, in_order).mT
+    k_NK = unpack_words(qweight, -2, in_order).mT
     depth = k_NK.shape[-1]
-    group = _checked_group(group, depth)
-    if g_idx is not None:
-        dense("g_idx", g_idx)
-        expected = torch.arange(depth, device=g_idx.device) // group
-        if tuple(g_idx.shape[-1:]) != (depth,) or bool((g_idx != expected).any()):
-            got = "columns out of order (act-order)"
-            raise WeightsError("g_idx", got=got, need=f"k // {group} for each of {depth} columns")
+    group = checked_group(group, depth)
+    check_order(g_idx, depth, group, "g_idx")
     zeros = None
     if qzeros is not None:
-        _check(qzeros, "qzeros")
-        zeros = _unpack(qzeros, -1, in_order)
+        check_packed(qzeros, "qzeros")
+        zeros = unpack_words(qzeros, -1, in_order)
         top = (1 << bits) - 1
         if minus_one and bool((zeros == top).any()):
             # top + 1 does not fit, and packers disagree on what a zero point of 0 wraps to.
@@ -108,13 +103,13 @@ def from_awq(
 
     Eight columns share an int32 in the order 0, 2, 4, 6, 1, 3, 5, 7. group: as GPTQ's.
     """
-    _check(qweight, "qweight")
-    k_NK = _unpack(qweight, -1, _AWQ_ORDER).mT
+    check_packed(qweight, "qweight")
+    k_NK = unpack_words(qweight, -1, _AWQ_ORDER).mT
     zeros = None
     if qzeros is not None:
-        _check(qzeros, "qzeros")
-        zeros = _unpack(qzeros, -1, _AWQ_ORDER)
-    group = _checked_group(group, k_NK.shape[-1])
+        check_packed(qzeros, "qzeros")
+        zeros = unpack_words(qzeros, -1, _AWQ_ORDER)
+    group = checked_group(group, k_NK.shape[-1])
     return _packed(k_NK, scales, zeros, group, 4)
 
 
@@ -211,7 +206,8 @@ def _share(what: str, size: int, rank: int, world: int) -> int:
     return size // world
 
 
-def _checked_group(group: int, depth: int) -> int:
+def checked_group(group: int, depth: int) -> int:
+    """Return the columns of a group; -1 stands for all `depth`."""
     expect("group", group, Annotated[int, Between(-1, MOST)])
     if group == -1:
         return depth
@@ -220,7 +216,8 @@ def _checked_group(group: int, depth: int) -> int:
     return group
 
 
-def _check(packed: torch.Tensor, what: str) -> None:
+def check_packed(packed: torch.Tensor, what: str) -> None:
+    """Raise the error of what is no int32 tensor of two dimensions or more, none of size 0."""
     dense(what, packed)
     if packed.dtype is not torch.int32:
         raise DtypeError(what, got=dtype_name(packed.dtype), need="int32 of packed values")
@@ -229,8 +226,22 @@ def _check(packed: torch.Tensor, what: str) -> None:
         raise ShapeError(what, got=tuple(packed.shape), need=need)
 
 
-def _unpack(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
-    """int32 -> int32 values of 32 / len(order) bits along `dim`; order[i]: place of part i."""
+def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:
+    """Raise the WeightsError of columns that are not in the order of their groups."""
+    if g_idx is None:
+        return
+    dense(what, g_idx)
+    expected = torch.arange(depth, device=g_idx.device) // group
+    if tuple(g_idx.shape[-1:]) != (depth,) or bool((g_idx != expected).any()):
+        got = "columns out of order (act-order)"
+        raise WeightsError(what, got=got, need=f"k // {group} for each of {depth} columns")
+
+
+def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
+    """Unpack int32 to int32 values of 32 / len(order) bits along `dim`, a negative number.
+
+    order[i]: the place, of the values of a word, of the one in its bits i.
+    """
     bits = _WORD // len(order)
     parts: list[torch.Tensor] = [packed] * len(order)
     for part, place in enumerate(order):
@@ -256,13 +267,13 @@ def _packed(
             raise ShapeError(what, got=tuple(tensor.shape), need=f"(..., G, N) = {need} unpacked")
     if not scales_GN.dtype.is_floating_point:
         raise DtypeError("scales", got=dtype_name(scales_GN.dtype), need="a floating dtype")
-    zeros = None if zeros_GN is None else _bytes(zeros_GN, bits).mT.contiguous()
+    zeros = None if zeros_GN is None else pack_values(zeros_GN, bits).mT.contiguous()
     scale = scales_GN.mT.contiguous()
-    return GroupWeights(_bytes(values_NK, bits).contiguous(), scale, zeros, group, bits)
+    return GroupWeights(pack_values(values_NK, bits).contiguous(), scale, zeros, group, bits)
 
 
-def _bytes(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8; of 4 bits two along the last dimension, the even one low."""
+def pack_values(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return uint8; of 4 bits two along the last dimension, the even one low."""
     if bits == 4:
         values = values[..., 0::2] | (values[..., 1::2] << 4)
     return values.to(torch.uint8)

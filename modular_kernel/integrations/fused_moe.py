@@ -1,6 +1,6 @@
 """`fused_experts` and `fused_moe`, as the field calls them: loose tensors and flags, one function.
 
-    y_TH = fused_experts(x_TH, w1, w2, (topk_weights, topk_ids, None), MoeRunnerConfig())
+    y_TH = fused_experts(x_TH, w1, w2, (topk_weights, topk_ids, None))
     y_TH = fused_experts(x_TH, w1, w2, topk_output, use_fp8_w8a8=True, block_shape=[128, 128],
                          w1_scale=w1_scale, w2_scale=w2_scale)
 
@@ -17,7 +17,7 @@ from typing import Unpack
 import torch
 
 from modular_kernel.catalog import check, make_kernel, this_machine
-from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.errors import ConfigurationError, DtypeError, LayoutError, ShapeError
 from modular_kernel.fields import expect
 from modular_kernel.integrations.fused_moe_options import (
     MoeRunnerConfig,
@@ -27,10 +27,20 @@ from modular_kernel.integrations.fused_moe_options import (
     sorted_out,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.ops.route import route
+from modular_kernel.routers import MOST_TOP_K, RouterSpec, StandardTopKOutput
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Combine, Problem, parse_dtype
 
-__all__ = ["MoeRunnerConfig", "Options", "Quantisation", "fused_experts", "fused_moe", "quant_of"]
+__all__ = [
+    "MoeRunnerConfig",
+    "Options",
+    "Quantisation",
+    "StandardTopKOutput",
+    "fused_experts",
+    "fused_moe",
+    "quant_of",
+]
 
 _EXPERTS = ("TritonExperts", "TorchExperts")
 _SMALLEST_CAPACITY = 16
@@ -56,11 +66,13 @@ def fused_experts(
     moe_runner_config: MoeRunnerConfig | None = None,
     **options: Unpack[Options],
 ) -> torch.Tensor:
-    """Compute the layer: (T, H), hidden_states itself if inplace, (T, K, H) if no_combine.
+    """Compute the layer: (..., H), hidden_states itself if inplace, (..., K, H) if no_combine.
 
-    hidden_states: (T, H). w1: (E, N, H) or packed, w2: (E, H, I) or packed. topk_output: weights
-    (T, K), float32 or a 16-bit type that is widened, ids (T, K) with -1 to skip, and what else a
-    router returns. options: as `Options`; ConfigurationError for a keyword that is not among them.
+    hidden_states: (T, H), or with more dimensions in front. w1: (E, N, H) or packed, w2: (E, H, I)
+    or packed. topk_output: weights (..., K), float32 or a 16-bit type that is widened, ids (..., K)
+    with -1 to skip, and what else a router returns. moe_runner_config: its inplace is True unless
+    it says otherwise; without a config the call is not inplace. options: as `Options`;
+    ConfigurationError for a keyword that is not among them.
     Every InputError of `FusedMoEModularKernel`, and IncompatibleError where no part serves the
     problem.
     """
@@ -79,27 +91,30 @@ def _fused_experts(
     for what, tensor in (("x", hidden_states), ("w1", w1), ("w2", w2)):
         if not isinstance(tensor, torch.Tensor):
             raise DtypeError(what, got=type(tensor).__name__, need="a tensor")
+    x_TH = _flat(hidden_states, inplace=config.inplace)
     weights_TK, ids_TK = _topk(topk_output, config)
-    if config.num_experts is not None and config.num_experts != _experts(w1, options):
-        got = f"{_experts(w1, options)} experts"
-        raise ShapeError("w1", got=got, need=f"num_experts = {config.num_experts}")
     if config.inplace and config.no_combine:
-        raise ConfigurationError("inplace", got="no_combine=True", need="no_combine=False")
+        need = "inplace=False with it: (T, K, H) does not fit into x"
+        raise ConfigurationError("inplace", got="no_combine=True", need=need)
+    quant = quant_of(options)
+    _check_config(config, x_TH, w1, w2, options, depth=_depth(quant))
     extras = [options.get(name) for name in _FIELDS.values()]
     settings = (
-        quant_of(options),
+        quant,
         str(config.activation_spec()),
         config.apply_router_weight_on_input,
         1.0 if config.routed_scaling_factor is None else float(config.routed_scaling_factor),
     )
-    arguments = (hidden_states, w1, w2, weights_TK, ids_TK, extras, *settings)
+    arguments = (x_TH, w1, w2, weights_TK, ids_TK, extras, *settings)
     if config.inplace:
         inplace_fused_experts(*arguments, config.chunk_tokens)
         return hidden_states
     output: torch.Tensor = outplace_fused_experts(
         *arguments, config.no_combine, config.chunk_tokens
     )
-    return output
+    if hidden_states.dim() == 2:
+        return output
+    return output.view(*hidden_states.shape[:-1], *output.shape[1:])
 
 
 def fused_moe(
@@ -112,10 +127,10 @@ def fused_moe(
     renormalize: bool = False,
     **options: Unpack[Options],
 ) -> torch.Tensor:
-    """Compute `fused_experts` behind a softmax over gating_output (T, E) and its top_k largest.
+    """Compute `fused_experts` behind a softmax over gating_output (..., E) and its top_k largest.
 
     top_k must be given. renormalize: the K weights of a token sum to 1. What a router has chosen
-    already, as `fused_experts` takes it, may stand for gating_output.
+    already, as `fused_experts` takes it, may stand for gating_output: any router's.
     """
     config, given = sorted_out(moe_runner_config, options)
     expect("renormalize", renormalize, bool)
@@ -124,18 +139,33 @@ def fused_moe(
             need = "the router's logits, not what it chose"
             raise ConfigurationError("renormalize", got="True", need=need)
         return _fused_experts(hidden_states, w1, w2, gating_output, config, given)
-    if not isinstance(gating_output, torch.Tensor) or gating_output.dim() != 2:
+    if not isinstance(gating_output, torch.Tensor) or gating_output.dim() < 2:
         shape = tuple(gating_output.shape) if hasattr(gating_output, "shape") else None
         got = shape or type(gating_output).__name__
-        raise ShapeError("gating_output", got=got, need="logits (T, E), or (weights, ids)")
+        raise ShapeError("gating_output", got=got, need="logits (..., E), or (weights, ids)")
     top_k, experts = config.top_k, gating_output.shape[-1]
-    if top_k is None or not 1 <= top_k <= experts:
-        raise ConfigurationError("top_k", got=top_k, need=f"1 to {experts}, the router's experts")
-    weights_TK, ids_TK = gating_output.float().softmax(-1).topk(top_k)
-    if renormalize:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    topk_output = (weights_TK, ids_TK, gating_output)
-    return _fused_experts(hidden_states, w1, w2, topk_output, config, given)
+    most = min(experts, MOST_TOP_K)
+    if top_k is None or not 1 <= top_k <= most:
+        need = f"1 to {most}, the router's experts, {MOST_TOP_K} at most"
+        raise ConfigurationError("top_k", got=top_k, need=need)
+    if config.num_fused_shared_experts:
+        need = "0, or what a router chose: a softmax does not choose shared experts"
+        number = config.num_fused_shared_experts
+        raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
+    logits_TE = gating_output.reshape(-1, experts)
+    routing = route(logits_TE, RouterSpec(top_k, renormalise=renormalize)).routing
+    chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
+    return _fused_experts(hidden_states, w1, w2, chosen, config, given)
+
+
+def _flat(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
+    """Return x as (T, H); the same memory, if it is to be overwritten."""
+    if hidden_states.dim() <= 2:
+        return hidden_states
+    if inplace and not hidden_states.is_contiguous():
+        got = f"strides {hidden_states.stride()}"
+        raise LayoutError("x of an inplace call", got=got, need="contiguous")
+    return hidden_states.reshape(-1, hidden_states.shape[-1])
 
 
 def _topk(
@@ -148,15 +178,54 @@ def _topk(
         raise ConfigurationError("topk_output", got=got, need="weights and ids, both (T, K)")
     if weights_TK.dtype in (torch.bfloat16, torch.float16):
         weights_TK = weights_TK.float()
-    if ids_TK.dim() != 2 or config.top_k not in (None, ids_TK.shape[1]):
+    if ids_TK.dim() < 2 or config.top_k not in (None, ids_TK.shape[-1]):
         top_k = "" if config.top_k is None else f" with K = top_k = {config.top_k}"
         raise ShapeError("topk_ids", got=tuple(ids_TK.shape), need=f"(T, K){top_k}")
+    if ids_TK.dim() > 2 and weights_TK.shape == ids_TK.shape:
+        shape = (-1, ids_TK.shape[-1])
+        return weights_TK.reshape(shape), ids_TK.reshape(shape)
     return weights_TK, ids_TK
+
+
+def _check_config(
+    config: MoeRunnerConfig,
+    x_TH: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    options: Quantisation,
+    *,
+    depth: int,
+) -> None:
+    """Raise the ShapeError of the tensor that is not of the sizes which the config has."""
+    for what, tensor in (("w1", w1), ("w2", w2)):
+        if tensor.dim() != 3:
+            raise ShapeError(what, got=tuple(tensor.shape), need="3 dimensions")
+    experts = _experts(w1, options)
+    sizes = (
+        ("w1", "num_experts", experts, "experts"),
+        ("w1", "num_local_experts", w1.shape[0], "experts here"),
+        ("x", "hidden_size", x_TH.shape[-1] if x_TH.dim() else 0, "hidden values"),
+        ("w2", "intermediate_size_per_partition", w2.shape[2] * depth, "intermediate values"),
+    )
+    for what, name, got, unit in sizes:
+        need = getattr(config, name)
+        if need is not None and need != got:
+            raise ShapeError(what, got=f"{got} {unit}", need=f"{name} = {need}")
+    if config.num_fused_shared_experts > experts:
+        got, need = config.num_fused_shared_experts, f"<= {experts}, the experts"
+        raise ConfigurationError("num_fused_shared_experts", got=got, need=need)
+
+
+def _depth(quant: str) -> int:
+    """Return how many values of w1 and w2 lie in a byte."""
+    return 2 if quant.startswith("int4") else 1
 
 
 def _experts(w1: torch.Tensor, options: Quantisation) -> int:
     """E of all ranks: what an expert_map counts, otherwise those here."""
     expert_map = options.get("expert_map")
+    if expert_map is not None and expert_map.dim() != 1:
+        raise ShapeError("expert_map", got=tuple(expert_map.shape), need="(E,)")
     return w1.shape[0] if expert_map is None else expert_map.shape[0]
 
 
@@ -239,7 +308,7 @@ def _kernel_for(
     x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, facts: Facts
 ) -> FusedMoEModularKernel:
     """Return the kernel of a problem as large as the next power of two of tokens."""
-    depth = 2 if facts[0].startswith("int4") else 1  # values of w1 and w2 in a byte
+    depth = _depth(facts[0])
     _check_sizes(x_TH, weights, depth, facts[1])
     expert_map, e = weights.expert_map, weights.w1.shape[0]
     tokens, hidden = x_TH.shape
@@ -252,6 +321,9 @@ def _kernel_for(
         None if expert_map is None else e,
     )
     bias = weights.b1 is not None or weights.b2 is not None
+    chunk = facts[-1]
+    if chunk is not None and sizes[0] <= chunk:
+        facts = (*facts[:-1], None)  # no call of this kernel is split
     return _kernel(sizes, x_TH.dtype, bias, facts, x_TH.device)
 
 

@@ -9,30 +9,41 @@ import torch
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import Count, check_fields, expect
-from modular_kernel.types import ActivationSpec
+from modular_kernel.types import ActivationSpec, Size
+
+CHUNK_TOKENS = 64 * 1024
 
 
 @dataclass(frozen=True)
 class MoeRunnerConfig:
     """How a layer computes, beside its tensors.
 
+    num_experts, num_local_experts, hidden_size, intermediate_size_per_partition, top_k: if given,
+    what the tensors must agree with. num_fused_shared_experts: so many of the experts are shared
+    ones, which the routing given names for every token; with logits they are refused. layer_id: the
+    layer's name; nothing is computed from it.
     activation: "silu", "gelu" (erf), "gelu_tanh" or any other ActivationSpec. gemm1_alpha with
     gemm1_clamp_limit makes silu gpt-oss's swiglu_oai with interleaved rows, the limit alone
-    swiglu_clamp_after. no_combine: (T, K, H), weighted. routed_scaling_factor: None means 1.
-    num_experts, top_k: if given, what the tensors must agree with. inplace overwrites x.
-    chunk_tokens: as Problem's. ConfigurationError where a field is not of its type.
+    swiglu_clamp_after. inplace overwrites x: the field's default. no_combine: (T, K, H), weighted,
+    and not inplace. routed_scaling_factor: None means 1. chunk_tokens: the most tokens that are
+    computed at once; None never splits. ConfigurationError where a field is not of its type.
     """
 
     num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    hidden_size: Count | None = None
+    intermediate_size_per_partition: Count | None = None
     top_k: int | None = None
+    num_fused_shared_experts: Size = 0
+    layer_id: int | None = None
     activation: ActivationSpec | str = "silu"
     apply_router_weight_on_input: bool = False
-    inplace: bool = False
+    inplace: bool = True
     no_combine: bool = False
     routed_scaling_factor: float | None = None
     gemm1_alpha: float | None = None
     gemm1_clamp_limit: float | None = None
-    chunk_tokens: Count | None = None
+    chunk_tokens: Count | None = CHUNK_TOKENS
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -84,7 +95,12 @@ class Options(Quantisation, total=False):
     w1_bias: torch.Tensor | None
     w2_bias: torch.Tensor | None
     num_experts: int | None
+    num_local_experts: int | None
+    hidden_size: int | None
+    intermediate_size_per_partition: int | None
     top_k: int | None
+    num_fused_shared_experts: int
+    layer_id: int | None
     activation: ActivationSpec | str
     apply_router_weight_on_input: bool
     inplace: bool
@@ -103,9 +119,12 @@ _OTHER_NAMES = {"w1_bias": "b1", "w2_bias": "b2"}
 def sorted_out(
     config: MoeRunnerConfig | None, options: Options
 ) -> tuple[MoeRunnerConfig, Quantisation]:
-    """Return the config with the keywords that are fields of it, and the other keywords."""
+    """Return the config with the keywords that are fields of it, and the other keywords.
+
+    Without a config nothing that the caller gave is overwritten, unless a keyword says so.
+    """
     expect("moe_runner_config", config, MoeRunnerConfig | None)
-    config = MoeRunnerConfig() if config is None else config
+    config = MoeRunnerConfig(inplace=False) if config is None else config
     given: dict[str, Any] = dict(options)
     for name, value in given.items():
         if name not in _OPTIONS:

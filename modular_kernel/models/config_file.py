@@ -50,6 +50,15 @@ def facts_of_file(model: str) -> dict[str, object]:
     routed_scaling_factor, dtype and quant where the file states them. ConfigurationError if it
     cannot be read, or describes no layer of this toolkit.
     """
+    return facts_of_config(*config_of_file(model))
+
+
+def config_of_file(model: str) -> tuple[Path, Config]:
+    """Read the object of a known model_type in a config.json, or in that of the folder `model`.
+
+    It has its parents' quantization_config and dtype, unless it states its own. Returns the file
+    too, for messages. ConfigurationError if it cannot be read, or holds no such object.
+    """
     path = Path(model)
     try:
         if path.is_dir():
@@ -64,7 +73,7 @@ def facts_of_file(model: str) -> dict[str, object]:
         config = json.loads(content.decode("utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise _bad(path, f"no JSON: {str(error)[:100]}", "a config.json") from None
-    return _facts(path, _of_layers(path, config))
+    return path, _of_layers(path, config)
 
 
 def _content(path: Path) -> bytes:
@@ -119,8 +128,8 @@ def _unknown(path: Path, where: str, kind: Any, inside: list[str]) -> Configurat
     return _bad(path, got, f"one with experts that is known here, {known} (mk models --types)")
 
 
-def _facts(path: Path, config: Config) -> dict[str, object]:
-    """Return what the object of a known model_type says of its layer."""
+def facts_of_config(path: Path, config: Config) -> dict[str, object]:
+    """Return what the object of a known model_type says of its layer, as `facts_of_file` does."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     if family.refused:

@@ -23,6 +23,20 @@ _PREFIX = "model.layers.77777"
 _PIECE = r"[\w\-/: ]|\\[.\-_]|\.\*|\.|\$|\^|\\d\+|\[0-9\]\+|\((?:\?:)?[\w\-]+(?:\|[\w\-]+)*\)"
 _PATTERN, _MOST_STARS = re.compile(f"(?:{_PIECE})*", re.ASCII), 4
 
+# compressed-tensors' names of how files hold what a scheme is.
+_WHOLE = ("float-quantized", "int-quantized", "naive-quantized")
+_PACKINGS = {
+    "fp8_w8a8_tensor": _WHOLE,
+    "fp8_w8a8_channel": _WHOLE,
+    "fp8_w8a8_block": _WHOLE,
+    "int8_w8a8_channel": _WHOLE,
+    "int8_w8a16_channel": ("pack-quantized",),
+    "int8_w8a16_group": ("pack-quantized",),
+    "int4_w4a16_group": ("pack-quantized",),
+    "mxfp4_w4a16": ("mxfp4-pack-quantized",),
+    "nvfp4_w4a4": ("nvfp4-pack-quantized",),
+}
+
 Given = dict[str, Any]
 
 
@@ -86,6 +100,7 @@ def _gptq(path: str, given: Given) -> str:
 
 
 def _awq(path: str, given: Given) -> str:
+    _one_of(path, given, "version", ("gemm", "GEMM", None))  # "gemv" packs along the other side
     points = _one_of(path, given, "zero_point", (True, False))
     bits, group = ("bits", "w_bit"), ("group_size", "q_group_size")
     return _integers(path, given, bits, group, zero_points=points is True)
@@ -136,7 +151,19 @@ def _compressed(path: str, given: Given) -> str:
     if found is None:
         need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
         raise _bad(path, f"weights {_short(weights)}, input_activations {_short(inputs)}", need)
+    _check_packing(path, given, mine[0], found)
     return found
+
+
+def _check_packing(path: str, given: Given, group: Given, scheme: str) -> None:
+    """Raise the error of a layout in files that is none of the scheme's, or of act-order."""
+    stated = group if group.get("format") is not None else given
+    name = scheme.partition(":")[0]
+    _one_of(path, stated, "format", (*_PACKINGS[name], None))
+    _one_of(path, group["weights"], "actorder", ("static", "weight", False, None))
+    sparsity = given.get("sparsity_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)):
+        raise _bad(path, f"sparsity_config = {_short(sparsity)}", "dense weights")
 
 
 def _is(given: Given | None, **wanted: object) -> bool:

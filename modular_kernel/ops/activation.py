@@ -3,9 +3,9 @@
 import torch
 
 from modular_kernel.errors import ShapeError
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.ops.permute import hidden_block
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.types import ActivationSpec
 
 if HAS_TRITON:
@@ -59,8 +59,12 @@ def gated_activation_ref(x_RN: torch.Tensor, spec: ActivationSpec) -> torch.Tens
     """Torch twin of `gated_activation`: (R, N) -> (R, I) in float32."""
     value = x_RN.float()
     if not spec.gated:
-        return torch.relu(value) ** 2
+        return _ungated_ref(value, spec.kind)
     gate, up = (value[:, ::2], value[:, 1::2]) if spec.interleaved else value.chunk(2, dim=1)
+    if spec.kind == "situ":
+        assert spec.alpha is not None
+        up = up if spec.limit is None else spec.limit * torch.tanh(up / spec.limit)
+        return spec.alpha * torch.tanh(gate / spec.alpha) * torch.sigmoid(gate) * up
     if spec.limit is not None:
         up = up.clamp(-spec.limit, spec.limit)
         if spec.kind != "swiglu_clamp_after":
@@ -69,7 +73,15 @@ def gated_activation_ref(x_RN: torch.Tensor, spec: ActivationSpec) -> torch.Tens
         assert spec.alpha is not None
         return gate * torch.sigmoid(spec.alpha * gate) * (up + 1)
     if spec.kind in ("gelu", "gelu_tanh"):
-        approximate = "tanh" if spec.kind == "gelu_tanh" else "none"
-        return torch.nn.functional.gelu(gate, approximate=approximate) * up
+        return _ungated_ref(gate, f"{spec.kind}_no_mul") * up
     gate = torch.nn.functional.silu(gate)
     return (gate.clamp(max=spec.limit) if spec.kind == "swiglu_clamp_after" else gate) * up
+
+
+def _ungated_ref(value: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "relu2":
+        return torch.relu(value) ** 2
+    if kind == "silu_no_mul":
+        return torch.nn.functional.silu(value)
+    approximate = "tanh" if kind == "gelu_tanh_no_mul" else "none"
+    return torch.nn.functional.gelu(value, approximate=approximate)

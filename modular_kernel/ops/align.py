@@ -16,9 +16,9 @@ from modular_kernel.ops.count import (
     num_bins,
     num_chunks,
 )
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec, Workspace

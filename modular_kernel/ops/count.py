@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.runtime import HAS_TRITON
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON
 from modular_kernel.tensors import DispatchedRouting
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec

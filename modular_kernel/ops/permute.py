@@ -3,8 +3,8 @@
 import torch
 
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 
 if HAS_TRITON:
     from modular_kernel.ops.kernels.rows import permute_tokens_kernel

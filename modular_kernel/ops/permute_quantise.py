@@ -4,10 +4,10 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.ops.permute import permute_tokens_ref
 from modular_kernel.ops.quantise import Quantised, quantised, scale_shape
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import dtype_name

@@ -13,9 +13,9 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
 from modular_kernel.ops.count import id_arguments, local_ids, next_power_of_2
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Rejection

@@ -3,10 +3,10 @@
 import torch
 
 from modular_kernel.ops.count import id_arguments, uncounted_local_ids
-from modular_kernel.ops.launch import launch
-from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
 from modular_kernel.ops.permute import hidden_block
-from modular_kernel.ops.runtime import HAS_TRITON, use_triton
 from modular_kernel.tensors import DispatchedRouting
 
 if HAS_TRITON:

@@ -1,14 +1,14 @@
-"""Inputs of a profiled call, by rank, and what their routing asks of the rank."""
+"""ProfileInputs of a profiled call, by rank, and what their routing asks of the rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from modular_kernel.bench.cases import make_weights, quantised
-from modular_kernel.bench.routing import RoutingKind, draw, load_of
-from modular_kernel.bench.stage_floor import RankLoad
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.cases import make_weights, quantised
+from modular_kernel.measure.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.placement import pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
@@ -17,7 +17,7 @@ _SEED = 11
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ProfileInputs:
     """A call's arguments on one rank, and their load. x_TH: read only, but for inplace problems."""
 
     x_TH: torch.Tensor
@@ -28,7 +28,7 @@ class Inputs:
 
 def make_inputs(
     problem: Problem, device: torch.device, kind: RoutingKind, *, replicated: bool
-) -> Inputs:
+) -> ProfileInputs:
     """Draw normal x, weights over the root of the fan-in, and routing of a kind.
 
     They are the same in every run.
@@ -49,7 +49,7 @@ def make_inputs(
         load = load_of_rank(routings, problem, replicated=replicated)
     else:
         load = _load_alone(routings[rank], problem, plain.expert_map)
-    return Inputs(x_TH.to(problem.dtype), quantised(plain, problem), own, load)
+    return ProfileInputs(x_TH.to(problem.dtype), quantised(plain, problem), own, load)
 
 
 def _routing(problem: Problem, kind: RoutingKind, rank: int) -> Routing:
@@ -73,7 +73,9 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     rows = pairs = out = back = 0
     for source, routing in enumerate(routings):
         first = 0 if replicated else source
-        rank_TK, slot_TK, _ = pairs_to_slots(routing.topk_ids_TK, tables, first_token=first)
+        rank_TK, slot_TK, _ = pairs_to_slots(
+            routing.topk_ids_TK, tables, first_token=first, together=not replicated
+        )
         if replicated and source != rank:
             continue
         here_TK = rank_TK == rank

@@ -23,18 +23,18 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 
 from modular_kernel import stages
-from modular_kernel.bench.environment import Environment, environment
-from modular_kernel.bench.floor import Peaks, measure_link, measure_peaks, operand_type
-from modular_kernel.bench.method import Wiper, capture, clock_of, host_cost, wiper_of
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.bench.rows import INTERPRETER
-from modular_kernel.bench.stage_floor import RankLoad
 from modular_kernel.catalog import check, load_catalog, make_kernel, needs_triton
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import torch_twins
+from modular_kernel.measure.environment import Environment, environment
+from modular_kernel.measure.records import INTERPRETER
+from modular_kernel.measure.roofline import Peaks, measure_link, measure_peaks, operand_type
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.stage_roofline import RankLoad
+from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, wiper_of
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
-from modular_kernel.profiling.inputs import Inputs, make_inputs
+from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
 from modular_kernel.types import Machine, Problem, dtype_name
 
 _CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
@@ -48,7 +48,7 @@ _REPLAYS, _REPLAYS_ON_CPU = 40, 4  # fixed: ranks that wait for each other make 
 
 
 @dataclass(frozen=True)
-class Job:
+class ProfileJob:
     """What to profile. pairs: (PrepareAndFinalize, experts), one or two. calls: traced ones.
 
     traces: for each pair how its traces' paths begin. command: how to repeat it.
@@ -115,7 +115,7 @@ class RankRecord:
     difference: float | None
 
 
-def record_rank(rank: int, world_size: int, group: Any, job: Job) -> RankRecord:
+def record_rank(rank: int, world_size: int, group: Any, job: ProfileJob) -> RankRecord:
     """Do a job on one rank; every rank of the group does. group: None where there is one rank."""
     problem = replace(job.problem, parallel=replace(job.problem.parallel, rank=rank))
     device = _device(job.machine)
@@ -168,7 +168,12 @@ class _Bench:
     """The pairings of one job on one rank, in the order in which they are measured."""
 
     def __init__(
-        self, job: Job, problem: Problem, device: torch.device, group: Any, inputs: Inputs
+        self,
+        job: ProfileJob,
+        problem: Problem,
+        device: torch.device,
+        group: Any,
+        inputs: ProfileInputs,
     ) -> None:
         self.job, self.problem, self.device, self.group = job, problem, device, group
         self.inputs = inputs
@@ -199,7 +204,7 @@ class _Bench:
         given = self.inputs
         if self.on_gpu:
             return plan(given.x_TH, given.weights, given.routing)
-        with self._as_users_run(plan.kernel):
+        with self._as_users_run(_kernel_of(plan)):
             return plan(given.x_TH, given.weights, given.routing)
 
     def _as_users_run(self, kernel: FusedMoEModularKernel) -> AbstractContextManager[None]:
@@ -347,7 +352,7 @@ class _Bench:
         for _ in range(2):  # the kernel's own calls: a plan's would be replayed
             self._barrier()
             start = time.perf_counter()
-            plan.kernel(given.x_TH, given.weights, given.routing)
+            _kernel_of(plan)(given.x_TH, given.weights, given.routing)
             seconds = time.perf_counter() - start
         wanted = _SPARE * self._largest(seconds) * self.job.calls
         return min(max(wanted, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
@@ -366,3 +371,9 @@ class _Bench:
         if self.group is not None:
             torch.distributed.barrier(self.group)
             self.clock.wait()
+
+
+def _kernel_of(plan: Plan) -> FusedMoEModularKernel:
+    """Return the kernel that made a plan, which can be called as well."""
+    assert isinstance(plan.kernel, FusedMoEModularKernel)
+    return plan.kernel

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.bench.environment import Environment
-from modular_kernel.bench.floor import Floor, Peaks, floor_of, work_of
-from modular_kernel.bench.routing import Load
-from modular_kernel.bench.stage_floor import RankLoad, StageWork, stage_floor, stage_works
+from modular_kernel.measure.environment import Environment
+from modular_kernel.measure.roofline import Floor, Peaks, floor_of, work_of
+from modular_kernel.measure.routing import Load
+from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_floor, stage_works
 from modular_kernel.profiling.chrome import Trace, barrier_spread_us
 from modular_kernel.profiling.events import NOWHERE, CallTimes, calls_of, middle
-from modular_kernel.profiling.record import Job, Memory, RankRecord, Recorded, Total
+from modular_kernel.profiling.record import Memory, ProfileJob, RankRecord, Recorded, Total
 from modular_kernel.states import State, states
 from modular_kernel.types import Machine, Problem
 
@@ -130,7 +130,7 @@ class Profile:
 
 
 def profile_of(
-    job: Job,
+    job: ProfileJob,
     records: Sequence[RankRecord],
     traces: Sequence[Sequence[Trace]],
     merged: Sequence[Path | None],

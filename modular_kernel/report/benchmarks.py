@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 
-from modular_kernel.bench.rows import Report, Row, best
-from modular_kernel.bench.table import label, summary
+from modular_kernel.bench.tables import label, summary
+from modular_kernel.measure.records import Report, Row, best
 from modular_kernel.report.curves import drawing
 from modular_kernel.report.document import Block, Document, Figure, Heading, Items, Table, Text
-from modular_kernel.report.records import Record
+from modular_kernel.report.records import BenchmarkRecord
 
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
-def benchmarks_document(records: Sequence[Record], *, cells: bool) -> Document:
+def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> Document:
     """cells: with every cell as a table, not the drawings and summaries alone."""
     drawn = [record for record in records if record.report is not None and record.report.rows]
     drawn.sort(key=_date, reverse=True)
@@ -39,7 +39,7 @@ def benchmarks_document(records: Sequence[Record], *, cells: bool) -> Document:
     return tuple(blocks)
 
 
-def _date(record: Record) -> str:
+def _date(record: BenchmarkRecord) -> str:
     return str(record.report.environment.get("date", "")) if record.report is not None else ""
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from modular_kernel.bench.rows import OURS, Report, Row
-from modular_kernel.bench.table import label
+from modular_kernel.bench.tables import label
+from modular_kernel.measure.records import OURS, Report, Row
 
 _ACROSS = 3
 _WIDTH, _HEIGHT = 380, 300  # of a panel

@@ -19,7 +19,7 @@ MACHINE = Machine("cuda", (9, 0), name="described")
 
 
 @dataclass(frozen=True)
-class Cell:
+class JudgedPair:
     """One pair in one situation, and every reason that any of its ranks has against it."""
 
     prepare_finalize: str
@@ -49,10 +49,10 @@ class Matrix:
     catalog: Catalog
     problem: Problem
     machine: Machine
-    cells: tuple[Cell, ...]
+    cells: tuple[JudgedPair, ...]
 
     @cached_property
-    def by_place(self) -> dict[tuple[str, str, str, int], Cell]:
+    def by_place(self) -> dict[tuple[str, str, str, int], JudgedPair]:
         """Cells by pair, scheme and number of ranks."""
         return {(*cell.pair, cell.quant, cell.world_size): cell for cell in self.cells}
 
@@ -70,7 +70,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Reason:
+class RefusalReason:
     """One rejection, and every cell that it is a reason against."""
 
     rejection: Rejection
@@ -112,7 +112,9 @@ def judged_matrix(
         for quant in QUANT_SCHEMES
     }
     cells = [
-        Cell(pf, ex, quant, size, _rejections(catalog, (pf, ex), machine, problems[size, quant]))
+        JudgedPair(
+            pf, ex, quant, size, _rejections(catalog, (pf, ex), machine, problems[size, quant])
+        )
         for size in world_sizes
         for pf in catalog.names("prepare_finalize")
         for ex in catalog.names("experts")
@@ -136,7 +138,7 @@ def _rejections(
     return tuple(dict.fromkeys(rejection for of_rank in found for rejection in of_rank))
 
 
-def reasons(matrix: Matrix) -> tuple[Reason, ...]:
+def reasons(matrix: Matrix) -> tuple[RefusalReason, ...]:
     """Every rejection once, in the order found; together they say all that the cells say.
 
     A rejection is listed again where it holds for other schemes with other pairs or ranks.
@@ -147,7 +149,7 @@ def reasons(matrix: Matrix) -> tuple[Reason, ...]:
             at = places.setdefault(rejection, {})
             at.setdefault((cell.pair, cell.world_size), []).append(cell.quant)
     return tuple(
-        Reason(rejection, pairs, quants, sizes)
+        RefusalReason(rejection, pairs, quants, sizes)
         for rejection, at in places.items()
         for pairs, sizes, quants in _rectangles(at)
     )

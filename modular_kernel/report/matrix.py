@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from modular_kernel.catalog import Part
 from modular_kernel.quant import ACTIVATION_SCHEMES
 from modular_kernel.report.document import Block, Document, Heading, Items, Table, Text
-from modular_kernel.report.judged import Matrix, Reason, furnished, reasons
+from modular_kernel.report.judged import Matrix, RefusalReason, furnished, reasons
 from modular_kernel.rules import unavailable
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.support import ALL_ACTIVATIONS, ALL_DTYPES, Requirements, numbered
@@ -222,7 +222,7 @@ def _between(matrix: Matrix, named: list[tuple[str, ...]]) -> str:
     return ", ".join(" / ".join(parties) for parties in named)
 
 
-def _where(matrix: Matrix, reason: Reason) -> str:
+def _where(matrix: Matrix, reason: RefusalReason) -> str:
     """Say what part of the matrix a reason holds for; nothing if all that its parties are in."""
     parts = {name for pair in matrix.pairs for name in pair}
     named = parts & set(reason.rejection.parties)

@@ -46,16 +46,16 @@ def mutation_document(
             "own, over gloo, where an exchange that a rank stays away from is a hang; some play a "
             "scene in which ranks do not mean one call, and what each is told must be, word for "
             "word, what the scene says. Mutants are drawn by a seed, the release, from those that "
-            "some case executes on a CPU, kernels in the interpreter. The score is killed / (killed "
-            "+ survived)."
+            "some case executes on a CPU, kernels in the interpreter. The score is killed / "
+            "(killed + survived)."
         ),
         Text(
             "An equivalent mutant is one reviewed: the compiled code of every kernel that has its "
             "line in it is the same (`--only ID --code`), or no bit differs in at least 2,000 "
             "random problems, drawn from the cases that execute it (`--only ID --bits 2000`). One "
             "such proof may hold for several mutants of unlike places, all in the source at once. "
-            "An equivalent mutant is not run again, and not counted. Nor is one run again that died "
-            "in the score of another part before a case which is this part's, too."
+            "An equivalent mutant is not run again, and not counted. Nor is one run again that "
+            "died in the score of another part before a case which is this part's, too."
         ),
         Table(
             ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score"),

@@ -9,27 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.bench.rows import OK, OURS, PEER, SCHEMA, Report, Row, ranked
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.records import OK, OURS, PEER, SCHEMA, Report, Row, ranked
 
 _OUR_PREFIX = "mk_"
 _NARROW = "fp8"
 
 
 @dataclass(frozen=True)
-class Record:
+class BenchmarkRecord:
     """name: of the file without suffix. report: None if its form is not known."""
 
     name: str
     report: Report | None
 
 
-def read_records(folder: Path) -> tuple[Record, ...]:
+def read_records(folder: Path) -> tuple[BenchmarkRecord, ...]:
     """Every *.json in `folder`, by name; none if there is no such folder.
 
     ConfigurationError for a file that is no JSON.
     """
-    return tuple(Record(path.stem, _read(path)) for path in sorted(folder.glob("*.json")))
+    return tuple(BenchmarkRecord(path.stem, _read(path)) for path in sorted(folder.glob("*.json")))
 
 
 def _read(path: Path) -> Report | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from modular_kernel import stages
-from modular_kernel.bench.method import Clock, Wiper, clock_of
+from modular_kernel.measure.timing import Clock, Wiper, clock_of
 from modular_kernel.tunable import Took
 
 _CYCLES = 2.0e9  # of a GPU in a second, or fewer

@@ -24,7 +24,7 @@ from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import Workspace
 
 if TYPE_CHECKING:
-    from modular_kernel.testing.compile import CompileRecord
+    from modular_kernel.testing.compile.report import CompileRecord
 
 _META = torch.device("meta")
 _AT_ONCE = 3  # choices: queueing costs as much as looking up what is compiled already
@@ -49,7 +49,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Task:
+class CompileTask:
     """Choices of one problem to compile. space: made where the GPU is."""
 
     pair: Pair
@@ -61,12 +61,12 @@ class Task:
         return [compile_choice(self, choice) for choice in self.choices]
 
 
-def compile_choice(task: Task, choice: Choice) -> str:
+def compile_choice(task: CompileTask, choice: Choice) -> str:
     """Say why `choice` is not worth a launch; "" if it is.
 
     Reasons are spilled registers, too much memory, or an error.
     """
-    from modular_kernel.testing.compile import check
+    from modular_kernel.testing.compile.report import check
 
     pair, problem = task.pair, task.problem
     assert pair.machine.arch is not None
@@ -83,7 +83,7 @@ def compile_choice(task: Task, choice: Choice) -> str:
 
 def records_of(kernel: FusedMoEModularKernel, target: str) -> "list[CompileRecord]":
     """Compile for `target` what one call of `kernel` launches; nothing runs."""
-    from modular_kernel.testing.compile import record_compiles
+    from modular_kernel.testing.compile.report import record_compiles
 
     problem = kernel.problem
     workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
@@ -132,7 +132,7 @@ class Compiler:
         """Queue those that were not queued before, a few at a time."""
         new = [c for c in dict.fromkeys(choices) if (pair, problem, c) not in self._begun]
         for start in range(0, len(new), _AT_ONCE):
-            task = Task(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
+            task = CompileTask(pair, space, problem, tuple(new[start : start + _AT_ONCE]))
             future = self._pool.submit(task.run)
             for index, choice in enumerate(task.choices):
                 self._begun[pair, problem, choice] = future, index

@@ -15,17 +15,17 @@ from typing import TypeVar
 
 import torch
 
-from modular_kernel.bench.method import Call, capture, clock_of, wiper_of
-from modular_kernel.bench.routing import RoutingKind
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.timing import Call, capture, clock_of, wiper_of
 from modular_kernel.tensors import Routing
 from modular_kernel.tunable import Choice, Took, Tunable
 from modular_kernel.tuning.clock import StageClock, middle
 from modular_kernel.tuning.compiled import Compiler, Pair
 from modular_kernel.tuning.search import Bench, Refusal
-from modular_kernel.tuning.situation import Situation, Situations
+from modular_kernel.tuning.situation import Situations, TuneSituation
 from modular_kernel.tuning.weights import tuning_weights
 from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
@@ -37,7 +37,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 3, 20  # of a comparison
 Result = TypeVar("Result")
 
 
-class Measured(Bench):
+class TimedSearch(Bench):
     """One pair and problem on this machine's GPU. routing: as bench.routing.RoutingKind parses.
 
     tokens: the numbers that will be asked about, none above problem.tokens. target_ms: of the
@@ -103,7 +103,7 @@ class Measured(Bench):
                 torch.cuda.synchronize(self.device)
             return Refusal(f"{type(error).__name__}: {str(error)[:200]}")
 
-    def _screened(self, situation: Situation) -> Took | Refusal:
+    def _screened(self, situation: TuneSituation) -> Took | Refusal:
         wrong = self._wrong(situation)
         if wrong:
             return Refusal(wrong, wrong=True)
@@ -115,11 +115,11 @@ class Measured(Bench):
                 took += self._clock.times(calls, wipe)
         return middle(took)
 
-    def _wrong(self, situation: Situation) -> str:
+    def _wrong(self, situation: TuneSituation) -> str:
         x_TH, routing = situation.inputs[0]
         return situation.wrong(self._kernel(situation, poison=True)(x_TH, self.weights, routing))
 
-    def _staged_calls(self, situation: Situation) -> list[Call]:
+    def _staged_calls(self, situation: TuneSituation) -> list[Call]:
         """Return calls that run every stage on the host: not a plan's, which replays launches."""
         kernel = self._kernel(situation, poison=False)
         problem = situation.problem
@@ -132,7 +132,7 @@ class Measured(Bench):
 
         return [partial(call, x_TH, routing) for x_TH, routing in situation.inputs]
 
-    def _worth_more(self, took: Took, situation: Situation) -> bool:
+    def _worth_more(self, took: Took, situation: TuneSituation) -> bool:
         """Whether some stage, or the whole where there are none, comes near the fastest."""
         times = dict(took.stages) or {"": took.seconds}
         fastest = situation.fastest
@@ -140,7 +140,7 @@ class Measured(Bench):
             fastest[name] = min(seconds, fastest.get(name, seconds))
         return any(seconds <= _HOPELESS * fastest[name] for name, seconds in times.items())
 
-    def _ready(self, situation: Situation) -> list[Call] | Refusal:
+    def _ready(self, situation: TuneSituation) -> list[Call] | Refusal:
         """Return what one round of a comparison runs, in turn.
 
         It is a graph of all calls, or of each alone.
@@ -168,7 +168,7 @@ class Measured(Bench):
         return wiper_of(self.device)
 
     def _by_turns(
-        self, runs: Mapping[Choice, Sequence[Call]], situation: Situation
+        self, runs: Mapping[Choice, Sequence[Call]], situation: TuneSituation
     ) -> dict[Choice, float]:
         """Median seconds of a call. By turns: what changes with time changes for all."""
         clock = clock_of(self.device)
@@ -193,7 +193,7 @@ class Measured(Bench):
                 times[choice].append(once(choice))
         return {choice: median(of) for choice, of in times.items()}
 
-    def _kernel(self, situation: Situation, *, poison: bool) -> FusedMoEModularKernel:
+    def _kernel(self, situation: TuneSituation, *, poison: bool) -> FusedMoEModularKernel:
         pair = self.pair
         names = pair.prepare_finalize, pair.experts
         return make_kernel(*names, situation.problem, machine=pair.machine, poison=poison)

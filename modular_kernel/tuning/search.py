@@ -72,7 +72,7 @@ def _no_tick() -> None:
 
 
 @dataclass(frozen=True)
-class Job:
+class TuneJob:
     """What to tune, and within what.
 
     folder: where results are kept. budget: seconds for all of `tokens`. fresh: start afresh
@@ -98,7 +98,7 @@ def remaining(space: Tunable, tokens: Sequence[int], folder: Path, *, fresh: boo
     return [number for number in dict.fromkeys(tokens) if number not in done]
 
 
-def tune(job: Job) -> Iterator[Tuned]:
+def tune(job: TuneJob) -> Iterator[Tuned]:
     """Tune for each number of tokens that is left; what is best so far is saved after each.
 
     Time that one leaves unused goes to the others. Ends early where the budget is spent; another
@@ -124,7 +124,7 @@ def tune(job: Job) -> Iterator[Tuned]:
 class _Trial:
     """One number of tokens."""
 
-    job: Job
+    job: TuneJob
     tokens: int
     deadline: float
     took: dict[Choice, Took] = field(default_factory=dict)

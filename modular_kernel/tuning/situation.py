@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from modular_kernel.bench.floor import work_of
-from modular_kernel.bench.method import l2_bytes, rotation
-from modular_kernel.bench.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.roofline import work_of
+from modular_kernel.measure.routing import RoutingKind, draw, load_of
+from modular_kernel.measure.timing import l2_bytes, rotation
 from modular_kernel.reference import oracle, recipe
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.compare import EPS, FACTOR, ROW_FACTOR, compare
+from modular_kernel.testing.verify.compare import EPS, FACTOR, ROW_FACTOR, compare
 from modular_kernel.types import Problem
 
 _FIRST_ROWS = 4  # of an output that are compared, and the last one of every number of tokens
@@ -23,7 +23,7 @@ Input = tuple[torch.Tensor, Routing]
 
 
 @dataclass(frozen=True)
-class Truth:
+class TuneTruth:
     """rows: tokens that are compared, ascending. exact: what they are in float64; fair: what plain
     torch makes of them."""
 
@@ -31,14 +31,14 @@ class Truth:
     exact: torch.Tensor
     fair: torch.Tensor
 
-    def up_to(self, tokens: int) -> "Truth":
+    def up_to(self, tokens: int) -> "TuneTruth":
         """Of the first `tokens` tokens."""
         here = self.rows < tokens
-        return Truth(self.rows[here], self.exact[here], self.fair[here])
+        return TuneTruth(self.rows[here], self.exact[here], self.fair[here])
 
 
 @dataclass
-class Situation:
+class TuneSituation:
     """One number of tokens: everything about it but the choice.
 
     inputs: one for each call. flush: overwrite the cache before each. fastest: seconds of each
@@ -47,7 +47,7 @@ class Situation:
 
     problem: Problem
     inputs: tuple[Input, ...]
-    truth: Truth
+    truth: TuneTruth
     flush: bool
     fastest: dict[str, float] = field(default_factory=dict)
     whole: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class Situations:
         rows = {row for number in tokens for row in (*range(min(number, _FIRST_ROWS)), number - 1)}
         self._truth = self._true(torch.tensor(sorted(rows), device=self._device))
 
-    def at(self, tokens: int) -> Situation:
+    def at(self, tokens: int) -> TuneSituation:
         problem = self.problem.with_tokens(tokens)
         x_TH, routing = self._longest
         weights_TK, ids_TK = routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens]
@@ -104,7 +104,7 @@ class Situations:
         calls = _MOST_CALLS if tokens <= _FEW_TOKENS else 2
         inputs = (first, *(self._drawn(tokens, index) for index in range(1, calls)))
         flush = self._stays_in_cache(problem, first[1])
-        return Situation(problem, inputs, self._truth.up_to(tokens), flush)
+        return TuneSituation(problem, inputs, self._truth.up_to(tokens), flush)
 
     def _drawn(self, tokens: int, index: int) -> Input:
         generator = torch.Generator(self._device).manual_seed(_SEED * tokens + index)
@@ -112,12 +112,12 @@ class Situations:
         x_TH = torch.randn(shape, device=self._device, generator=generator).to(self.problem.dtype)
         return x_TH, draw(self.problem.with_tokens(tokens), self.routing, generator)
 
-    def _true(self, rows: torch.Tensor) -> Truth:
+    def _true(self, rows: torch.Tensor) -> TuneTruth:
         x_TH, routing = self._longest
         few = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
         problem = self.problem.with_tokens(len(rows))
         exact = oracle(x_TH[rows], self.weights, few, problem)
-        return Truth(rows, exact, recipe(x_TH[rows], self.weights, few, problem))
+        return TuneTruth(rows, exact, recipe(x_TH[rows], self.weights, few, problem))
 
     def _stays_in_cache(self, problem: Problem, routing: Routing) -> bool:
         """Whether a call could find there what the one before it has read."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.bench.cases import first_here, make_weights, quantised
+from modular_kernel.measure.cases import first_here, make_weights, quantised
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from modular_kernel.testing import compile as compiling
-from modular_kernel.testing import compile_cases
-from modular_kernel.testing.compile import CompileRecord
-from modular_kernel.testing.compile_cases import LeftOut, compile_all
-from modular_kernel.testing.kernels_defined import defined_kernels
+from modular_kernel.testing.compile import cases as compile_cases
+from modular_kernel.testing.compile import report as compiling
+from modular_kernel.testing.compile.cases import LeftOut, compile_all
+from modular_kernel.testing.compile.kernels_defined import defined_kernels
+from modular_kernel.testing.compile.report import CompileRecord
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("experts/kernels", "prepare_finalize/kernels", "modular_kernel/ops/kernels")
-GLUON = {"sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel"}
+PACKAGES = ("experts", "prepare_finalize", "modular_kernel/ops")
+GLUON = {"grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,8 @@ def _names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def jitted() -> dict[str, str]:
     """Every @triton.jit and @gluon.jit function of the checkout: the sources without its head."""
-    texts = {p: p.read_text() for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")}
+    paths = (p for package in PACKAGES for p in (ROOT / package).rglob("kernels/**/*.py"))
+    texts = {p: p.read_text() for p in paths}
     found = {}
     for text in texts.values():
         for node in ast.parse(text).body:

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.runtime import cache
 
-from modular_kernel.testing.compile import record_compiles
+from modular_kernel.testing.compile.report import record_compiles
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 
 if triton.knobs.runtime.interpret:
     pytest.skip("a process either interprets or compiles kernels", allow_module_level=True)

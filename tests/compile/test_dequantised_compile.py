@@ -6,17 +6,17 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts import tile_dequantised
-from experts.tile_shapes import Device
-from experts.triton_dequantised import DequantisedPath
+from experts.triton.dequantised import config as dequantised_config
+from experts.triton.dequantised.path import DequantisedPath
+from experts.triton.launch_config import Device
 from modular_kernel import Problem
-from modular_kernel.testing.compile import check
+from modular_kernel.testing.compile.report import check
 
 BASE = Problem(
     tokens=600, hidden=512, intermediate=256, experts=4, top_k=2, dtype=torch.bfloat16,
     quant="int4_w4a16_group",
 )  # fmt: skip
-DEVICE = Device("sm_90", boxes=True)
+DEVICE = Device("sm_90", tma=True)
 
 
 @pytest.mark.parametrize("at_once", [4, 3])
@@ -36,9 +36,9 @@ def test_every_launch_is_clean(
     change: dict[str, object], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = replace(BASE, **change)
-    assert tile_dequantised.serves(problem, DEVICE)
-    monkeypatch.setattr(tile_dequantised, "experts_at_once", lambda p: at_once)
-    path, tiles = DequantisedPath(problem), tile_dequantised.default(problem)
+    assert dequantised_config.serves(problem, DEVICE)
+    monkeypatch.setattr(dequantised_config, "experts_at_once", lambda p: at_once)
+    path, tiles = DequantisedPath(problem), dequantised_config.default(problem)
     records = launches_of(path, problem, tiles)
     parts = -(-4 // at_once)
     names = [record.kernel for record in records]
@@ -46,5 +46,5 @@ def test_every_launch_is_clean(
     assert ("tiles_of_experts_kernel" in names) == (parts > 1)
     for record in records:
         assert check(record) == ()
-    for record in (r for r in records if r.kernel == "sorted_gemm_kernel"):
+    for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         assert check(record, "HGMMA") == ()

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from experts.ep_moe_meta import FORMS, FP8, launch_all
-from modular_kernel.testing.compile import check, record_compiles
+from experts.compat.ep_moe_meta import FORMS, FP8, launch_all
+from modular_kernel.testing.compile.report import check, record_compiles
 
 
 # Few rows of bf16: the weights take the side of 64.

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_few_rows, triton_four_bit
-from experts.triton_gemm import Product, first_product, second_product
+from experts.triton.aligned_w4 import config as aligned_w4_config
+from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.launch_config import Launch
+from experts.triton.operands import Product, first_product, second_product
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.ops.align import Aligned, align_specs
 from modular_kernel.quant import weight_specs
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 
 META = torch.device("meta")
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
@@ -38,23 +40,19 @@ def compiled(problem: Problem) -> list[CompileRecord]:
         tensors["b1"] = torch.empty(problem.e, problem.w1_rows, dtype=problem.dtype, device=META)
         tensors["b2"] = torch.empty(problem.e, problem.hidden, dtype=problem.dtype, device=META)
     weights = ExpertWeights(**tensors)
-    spread = tile_few_rows.Spread.of(problem, pairs)
-    specs = align_specs(pairs, spread.block_m, problem.e)
+    path, config = AlignedW4Path(problem), aligned_w4_config.default(problem, problem.tokens)
+    specs = align_specs(pairs, config.gemm1.block_m, problem.e)
     buffers = (torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs.values())
     aligned = Aligned(*list(buffers)[:3])
 
-    def multiply(rows: int, product: Product) -> None:
+    def multiply(rows: int, product: Product, launch: Launch) -> None:
         a = torch.empty(rows, product.depth, dtype=problem.dtype, device=META)
         out = torch.empty(pairs, product.columns, dtype=problem.dtype, device=META)
-        triton_four_bit.multiply(
-            *(a, product, aligned, out, None),
-            spread=spread,
-            write_zeros=False,
-        )
+        path.multiply((a, None), product, launch, aligned, out, None)
 
     with record_compiles("sm_90") as records:
-        multiply(problem.tokens, first_product(weights, problem))
-        multiply(pairs, second_product(weights, problem))
+        multiply(problem.tokens, first_product(weights, problem), config.gemm1)
+        multiply(pairs, second_product(weights, problem), config.gemm2)
     return records
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from modular_kernel.testing.compile_cases import Compiled, Row, compile_all
+from modular_kernel.testing.compile.cases import Compiled, CompiledRow, compile_all
 
 pytestmark = pytest.mark.timeout(1200)  # some 300 forms of kernels, one after the other
-GLUON = ("sorted_gemm_kernel", "streamed_down_kernel", "streamed_up_kernel")
+GLUON = ("grouped_gemm_tma_kernel", "gemv_tma_down_kernel", "gemv_tma_gate_up_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -14,11 +14,11 @@ def compiled() -> Compiled:
 
 
 @pytest.fixture(scope="module")
-def rows(compiled: Compiled) -> tuple[Row, ...]:
+def rows(compiled: Compiled) -> tuple[CompiledRow, ...]:
     return compiled.rows
 
 
-def test_no_kernel_is_in_violation(rows: tuple[Row, ...]) -> None:
+def test_no_kernel_is_in_violation(rows: tuple[CompiledRow, ...]) -> None:
     """No spills, shared memory within the limit, and the expected tensor-core instruction."""
     assert [f"{row.case}: {v}" for row in rows for v in row.violations] == []
 
@@ -29,7 +29,7 @@ def test_none_is_left_out(compiled: Compiled) -> None:
     assert len({row.record.kernel for row in compiled.rows}) >= 33
 
 
-def test_products_use_the_instructions_they_should(rows: tuple[Row, ...]) -> None:
+def test_products_use_the_instructions_they_should(rows: tuple[CompiledRow, ...]) -> None:
     used = {
         (row.record.dtypes["a_ptr"], row.record.config["PRECISION"], row.record.config["BLOCK_M"])
         for row in rows
@@ -40,6 +40,6 @@ def test_products_use_the_instructions_they_should(rows: tuple[Row, ...]) -> Non
     assert not any(precision == "ieee" for dtype, precision, _ in used if dtype == "fp32")
     gluon = {name: [r.record for r in rows if r.record.kernel == name] for name in GLUON}
     assert all(r.instructions["UTMALDG"] for records in gluon.values() for r in records)
-    assert any(r.instructions["HGMMA"] for r in gluon["sorted_gemm_kernel"])
-    assert any(r.instructions["QGMMA"] for r in gluon["sorted_gemm_kernel"])
+    assert any(r.instructions["HGMMA"] for r in gluon["grouped_gemm_tma_kernel"])
+    assert any(r.instructions["QGMMA"] for r in gluon["grouped_gemm_tma_kernel"])
     assert all(r.instructions["QGMMA"] for name in GLUON[1:] for r in gluon[name])

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from modular_kernel.ops.live_pairs import live_pairs
-from modular_kernel.ops.number_quantise import number_and_quantise
-from modular_kernel.ops.numbers import Numbering, Pairs, number_pairs
+from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
+from modular_kernel.ops.mask_unwritten import live_pairs
 from modular_kernel.ops.quantise import quantise_specs, take_quantised
-from modular_kernel.ops.zero_rows import zero_rows
+from modular_kernel.ops.slots_and_quantise import number_and_quantise
+from modular_kernel.ops.zero_padding import zero_rows
 from modular_kernel.placement import Placement, PlacementTables
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import Routing
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.workspace import Workspace
 
 LINEAR = Placement.linear(32, 2)

@@ -1,4 +1,4 @@
-"""The single path for packed weights compiles for sm_90: from registers alone, no spills."""
+"""The gemv path for 4-bit weights compiles for sm_90: from registers alone, no spills."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts import tile_packed, tile_single
-from experts.tile_shapes import TilePair
-from experts.triton_packed import PackedPath
+from experts.triton.gemv import config as gemv_config
+from experts.triton.gemv_w4 import config as gemv_w4_config
+from experts.triton.gemv_w4.path import GemvW4Path
+from experts.triton.launch_config import MoEConfig
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 from modular_kernel.types import Combine
 
 MIXTRAL = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2)
@@ -27,9 +28,9 @@ REPACKED = "mxfp4_w4a16:repacked=true"
 SUMS = 4096
 
 
-def compiled(problem: Problem, pair: TilePair, target: str = "sm_90") -> list[CompileRecord]:
+def compiled(problem: Problem, pair: MoEConfig, target: str = "sm_90") -> list[CompileRecord]:
     """Both launches of a call."""
-    return launches_of(PackedPath(problem), problem, pair, target=target)
+    return launches_of(GemvW4Path(problem), problem, pair, target=target)
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
@@ -39,8 +40,11 @@ def compiled(problem: Problem, pair: TilePair, target: str = "sm_90") -> list[Co
 )
 def test_defaults_are_clean(quant: str, model: Problem) -> None:
     problem = replace(model, quant=quant)
-    records = compiled(problem, tile_packed.default(problem))
-    assert [record.kernel for record in records] == ["packed_up_kernel", "packed_down_kernel"]
+    records = compiled(problem, gemv_w4_config.default(problem))
+    assert [record.kernel for record in records] == [
+        "gemv_w4_gate_up_kernel",
+        "gemv_w4_down_kernel",
+    ]
     for record in records:
         assert check(record, expect="HMMA", max_shared=SUMS) == ()
 
@@ -52,7 +56,7 @@ def test_defaults_are_clean(quant: str, model: Problem) -> None:
 def test_nothing_but_sums_goes_from_warp_to_warp(quant: str) -> None:
     """Not ids, nor what follows from them, which took five exchanges and as many barriers."""
     problem = replace(QWEN3, quant=quant, tokens=1)
-    _, down = compiled(problem, tile_packed.default(problem))
+    _, down = compiled(problem, gemv_w4_config.default(problem))
     assert 0 < down.instructions["STS"] <= 3
 
 
@@ -65,14 +69,14 @@ def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
     h in another order two more. What is left belongs to ids, rings and sums."""
     for model in (QWEN3, GPT_OSS):
         problem = replace(model, quant=quant, tokens=1)
-        up, down = compiled(problem, tile_packed.default(problem))
+        up, down = compiled(problem, gemv_w4_config.default(problem))
         assert up.instructions["MOV"] <= 20 < up.instructions["HMMA"] * 4
         assert down.instructions["MOV"] <= max(40, 1.5 * down.instructions["HMMA"])
 
 
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED])
 def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
-    first, *more = tile_single.defaults(replace(QWEN3, quant=quant))
+    first, *more = gemv_config.defaults(replace(QWEN3, quant=quant))
     assert first[0] == 1
     assert more
     for tokens, pair in more:
@@ -95,12 +99,12 @@ def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
 def test_other_problems_are_clean(change: dict[str, object]) -> None:
     problem = replace(QWEN3, quant="int4_w4a16_group")
     problem = replace(problem, **change)  # type: ignore[arg-type]
-    for record in compiled(problem, tile_packed.default(problem)):
+    for record in compiled(problem, gemv_w4_config.default(problem)):
         assert check(record, expect="HMMA", max_shared=SUMS) == ()
 
 
 def test_no_launch_overlaps_before_hopper() -> None:
     problem = replace(QWEN3, quant="mxfp4_w4a16")
     for target, overlaps in (("sm_80", False), ("sm_90", True)):
-        for record in compiled(problem, tile_packed.default(problem), target):
+        for record in compiled(problem, gemv_w4_config.default(problem), target):
             assert record.config.get("OVERLAP", False) is overlaps

@@ -1,4 +1,4 @@
-"""The permuted path's launches compile for sm_90: TMA, warpgroup products, no spills.
+"""Persistent grouped GEMMs compile for sm_90: TMA, warpgroup products, no spills.
 
 Where GEMM 1 gathers there is no launch that moves tokens, and rows are copied by cp.async.
 """
@@ -9,23 +9,23 @@ import pytest
 import torch
 from path_calls import META, launches_of
 
-from experts import tile_permuted
-from experts.tile_shapes import Device, Tile, TilePair
-from experts.triton_permuted import PermutedPath
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, LaunchConfig, MoEConfig
 from modular_kernel import Problem
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
-from modular_kernel.testing.compile import CompileRecord, check, record_compiles
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.types import Combine
 from modular_kernel.workspace import Workspace
 
 BASE = Problem(tokens=600, hidden=512, intermediate=256, experts=4, top_k=2)
-DEVICE = Device("sm_90", boxes=True)
+DEVICE = Device("sm_90", tma=True)
 
 
-def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
+def compiled(problem: Problem, tiles: MoEConfig) -> list[CompileRecord]:
     """Everything a call launches, and what quantises its tokens before."""
-    assert tile_permuted.serves(problem, DEVICE)
-    path, scheme = PermutedPath(problem), problem.scheme
+    assert grouped_tma_config.serves(problem, DEVICE)
+    path, scheme = GroupedTmaPath(problem), problem.scheme
     if not scheme.quantised:
         return launches_of(path, problem, tiles)
     x_TH = torch.empty(problem.tokens, problem.hidden, dtype=problem.dtype, device=META)
@@ -65,14 +65,14 @@ def compiled(problem: Problem, tiles: TilePair) -> list[CompileRecord]:
 def test_every_launch_is_clean(change: dict[str, object]) -> None:
     problem = replace(BASE, **change)
     quantised = problem.scheme.quantised
-    records = compiled(problem, tile_permuted.default(problem))
-    products = [r for r in records if r.kernel == "sorted_gemm_kernel"]
+    records = compiled(problem, grouped_tma_config.default(problem))
+    products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert len(products) == 2
     for record in records:
         assert check(record) == ()
     for record in products:
         assert check(record, "QGMMA" if quantised else "HGMMA") == ()
-    gathers = tile_permuted.gathers(problem)
+    gathers = grouped_tma_config.gathers(problem)
     moved = [r for r in records if r.kernel == "permute_tokens_kernel"]
     assert len(moved) == (not gathers)
     boxes = [r.instructions["UTMALDG"] for r in products]
@@ -96,8 +96,8 @@ def test_every_launch_is_clean(change: dict[str, object]) -> None:
 def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
     """Threads put matrices of 8 by 8 into shared memory, not single values; TMA stores them."""
     problem = replace(BASE, **change)
-    records = compiled(problem, tile_permuted.default(problem))
-    for record in (r for r in records if r.kernel == "sorted_gemm_kernel"):
+    records = compiled(problem, grouped_tma_config.default(problem))
+    for record in (r for r in records if r.kernel == "grouped_gemm_tma_kernel"):
         # Of each of two warpgroups: a box for gate and up rows side by side, otherwise two.
         one = record.config["GATED"] and record.config["STEP"] == 1
         boxes = 1 if one else 2
@@ -109,14 +109,16 @@ def test_results_leave_as_matrices_and_boxes(change: dict[str, object]) -> None:
 def test_products_of_two_steps_are_under_way_together(hidden: int) -> None:
     """Each of two warpgroups has a step that an even number of them leaves, and a loop of two."""
     problem = replace(BASE, hidden=hidden, quant="fp8_w8a8_block")
-    records = compiled(problem, tile_permuted.default(problem))
-    products = [r for r in records if r.kernel == "sorted_gemm_kernel"]
+    records = compiled(problem, grouped_tma_config.default(problem))
+    products = [r for r in records if r.kernel == "grouped_gemm_tma_kernel"]
     assert [r.instructions["QGMMA"] for r in products] == [2 * 3 * 4, 2 * 3 * 4]
 
 
 def test_a_scale_per_block_has_registers_for_half_a_tile() -> None:
     """Why such tiles are refused: wider ones spill."""
     problem = replace(BASE, quant="fp8_w8a8_block")
-    wide = TilePair(Tile(128, 128, 128, 8, 4, 4), Tile(128, 256, 128, 8, 4, 4), "permuted")
-    products = [r for r in compiled(problem, wide) if r.kernel == "sorted_gemm_kernel"]
+    wide = MoEConfig(
+        LaunchConfig(128, 128, 128, 8, 4, 4), LaunchConfig(128, 256, 128, 8, 4, 4), "permuted"
+    )
+    products = [r for r in compiled(problem, wide) if r.kernel == "grouped_gemm_tma_kernel"]
     assert all(record.stack > 0 for record in products)

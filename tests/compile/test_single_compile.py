@@ -1,4 +1,4 @@
-"""The single path's launches compile for sm_90: wide loads, no tensor cores, no spills."""
+"""The gemv path's launches compile for sm_90: wide loads, no tensor cores, no spills."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts import tile_single
-from experts.triton_single import SinglePath
+from experts.triton.gemv import config as gemv_config
+from experts.triton.gemv.path import GemvPath
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 from modular_kernel.types import Combine
 
 BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
@@ -18,7 +18,7 @@ BASE = Problem(tokens=2, hidden=256, intermediate=512, experts=9, top_k=8)
 
 def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
     """Both launches of a call whose activations are quantised in them."""
-    return launches_of(SinglePath(problem), problem, tile_single.default(problem), target=target)
+    return launches_of(GemvPath(problem), problem, gemv_config.default(problem), target=target)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def compiled(problem: Problem, target: str = "sm_90") -> list[CompileRecord]:
 )
 def test_both_launches_are_clean(change: dict[str, Any]) -> None:
     records = compiled(replace(BASE, **change))
-    assert [record.kernel for record in records] == ["single_up_kernel", "single_down_kernel"]
+    assert [record.kernel for record in records] == ["gemv_gate_up_kernel", "gemv_down_kernel"]
     for record in records:
         assert check(record, "FFMA") == ()
         assert not any(n for name, n in record.instructions.items() if name.endswith("MMA"))

@@ -1,4 +1,4 @@
-"""The streamed path's launches compile for sm_90: TMA, warpgroup products of few columns."""
+"""The TMA-pipelined gemv's launches compile for sm_90: TMA, warpgroup products of few columns."""
 
 from dataclasses import replace
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from path_calls import META, launches_of
 
-from experts import tile_streamed
-from experts.tile_shapes import Device
-from experts.triton_streamed import StreamedPath
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.gemv_tma.path import GemvTmaPath
+from experts.triton.launch_config import Device
 from modular_kernel import Problem
-from modular_kernel.testing.compile import CompileRecord, check
+from modular_kernel.testing.compile.report import CompileRecord, check
 
-DEVICE = Device("sm_90", boxes=True)
+DEVICE = Device("sm_90", tma=True)
 BASE = Problem(
     tokens=1, hidden=2048, intermediate=768, experts=128, top_k=8, dtype=torch.bfloat16,
     quant="fp8_w8a8_channel", ids_dtype=torch.int64,
@@ -21,8 +21,8 @@ BASE = Problem(
 
 def compiled(problem: Problem, *, given: bool = False) -> list[CompileRecord]:
     """Everything a call launches. given: x arrives quantised."""
-    assert tile_streamed.serves(problem, DEVICE)
-    path, tiles = StreamedPath(problem), tile_streamed.default(problem, DEVICE)
+    assert gemv_tma_config.serves(problem, DEVICE)
+    path, tiles = GemvTmaPath(problem), gemv_tma_config.default(problem, DEVICE)
     if not given:
         return launches_of(path, problem, tiles)
     groups = -(-problem.hidden // 128) if problem.scheme.granularity == "block" else 1
@@ -50,7 +50,7 @@ def test_every_launch_is_clean(quant: str, change: dict[str, object]) -> None:
     fields = {name: value for name, value in change.items() if name != "given"}
     problem = replace(BASE, quant=quant, **fields)
     records = compiled(problem, given="given" in change)
-    assert [r.kernel for r in records] == ["streamed_up_kernel", "streamed_down_kernel"]
+    assert [r.kernel for r in records] == ["gemv_tma_gate_up_kernel", "gemv_tma_down_kernel"]
     for record in records:
         assert check(record, "QGMMA") == ()
         assert record.instructions["UTMALDG"] > 0

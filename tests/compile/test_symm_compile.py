@@ -6,10 +6,10 @@ import pytest
 import triton
 
 from modular_kernel import Problem
-from modular_kernel.ops import compat
-from modular_kernel.testing.compile import check, record_compiles
-from prepare_finalize import symm_launch
-from prepare_finalize.symm_meta import launch_all, problems
+from modular_kernel.ops.launch import triton_versions as compat
+from modular_kernel.testing.compile.report import check, record_compiles
+from prepare_finalize.symm_mem.meta import launch_all, problems
+from prepare_finalize.symm_mem.part import launch as symm_launch
 
 
 @pytest.mark.parametrize("problem", problems(), ids=str)

@@ -10,11 +10,11 @@ from run_mk import run_mk
 
 from modular_kernel.catalog import check_all, make_kernel, this_machine
 from modular_kernel.composer import random_inputs
-from modular_kernel.ops.runtime import use_triton
+from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.quant import SCHEMES
 from modular_kernel.tensors import Routing
-from modular_kernel.testing.cases import Case, cases_for
-from modular_kernel.testing.prove import prove
+from modular_kernel.testing.cases.lists import Case, cases_for
+from modular_kernel.testing.verify.one_process import prove
 from modular_kernel.types import Combine, Problem
 
 

@@ -5,33 +5,40 @@ from dataclasses import replace
 
 import pytest
 
-from experts.tile_shapes import Device, Tile, TilePair, clamped, gemms, shared_bytes
-from experts.tiles import override_config
+from experts.triton.configs.select import override_config
+from experts.triton.launch_config import (
+    Device,
+    LaunchConfig,
+    MoEConfig,
+    clamped,
+    gemms,
+    shared_bytes,
+)
 from modular_kernel.catalog import make_kernel
-from modular_kernel.testing.compile import CompileRecord
+from modular_kernel.testing.compile.report import CompileRecord
 from modular_kernel.tuning import compiled
-from modular_kernel.tuning.compiled import Compiler, Pair, Task, compile_choice
+from modular_kernel.tuning.compiled import Compiler, CompileTask, Pair, compile_choice
 from modular_kernel.types import Machine, Problem
 
 MACHINE = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H200")
 PAIR = Pair("MoEPrepareAndFinalizeNoEP", "TritonExperts", MACHINE)
 BATCHED = Pair("BatchedPrepareAndFinalize", "BatchedTritonExperts", MACHINE)
 PROBLEM = Problem(tokens=64, hidden=512, intermediate=512, experts=4, top_k=2)
-GOOD = TilePair(Tile(16, 64, 128, 1, 4, 3), Tile(16, 64, 64, 1, 4, 3))
+GOOD = MoEConfig(LaunchConfig(16, 64, 128, 1, 4, 3), LaunchConfig(16, 64, 64, 1, 4, 3), "aligned")
 # Rows that start off 16 elements load value by value: such a tile spills.
 SPILLS = replace(PROBLEM, hidden=504)
 TILES = (
-    Tile(16, 64, 128, 1, 4, 4),
-    Tile(32, 64, 64, 1, 4, 2),
-    Tile(64, 128, 128, 1, 4, 3),
-    Tile(128, 64, 64, 1, 8, 4),
+    LaunchConfig(16, 64, 128, 1, 4, 4),
+    LaunchConfig(32, 64, 64, 1, 4, 2),
+    LaunchConfig(64, 128, 128, 1, 4, 3),
+    LaunchConfig(128, 64, 64, 1, 8, 4),
 )
 # 4-bit weights in blocks of few rows have a kernel of their own, which takes no tile.
 OTHER_KERNEL = {"mxfp4_w4a16": (16, 32)}
 
 
-def reason(pair: Pair, problem: Problem, choice: TilePair) -> str:
-    return compile_choice(Task(pair, pair.space(problem), problem, (choice,)), choice)
+def reason(pair: Pair, problem: Problem, choice: MoEConfig) -> str:
+    return compile_choice(CompileTask(pair, pair.space(problem), problem, (choice,)), choice)
 
 
 def test_a_sound_choice_compiles_without_a_reason() -> None:
@@ -68,7 +75,7 @@ def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
     problem, device = replace(PROBLEM, quant=quant), Device.of(MACHINE)
     first, second = gemms(problem)
     for tile in TILES:
-        pair = TilePair(clamped(tile, first, device), clamped(tile, second, device))
+        pair = MoEConfig(clamped(tile, first, device), clamped(tile, second, device), "aligned")
         records = [r for r in launches(problem, pair) if r.kernel == "grouped_gemm_kernel"]
         assert len(records) == (0 if tile.block_m in OTHER_KERNEL.get(quant, ()) else 2)
         if not records:
@@ -81,7 +88,7 @@ def test_shared_memory_is_never_more_than_estimated(quant: str) -> None:
                 assert record.shared >= 0.8 * shared_bytes(fitted, gemm, device), (gemm, fitted)
 
 
-def launches(problem: Problem, pair: TilePair) -> Iterator[CompileRecord]:
+def launches(problem: Problem, pair: MoEConfig) -> Iterator[CompileRecord]:
     with override_config(pair):
         kernel = make_kernel(PAIR.prepare_finalize, PAIR.experts, problem, machine=MACHINE)
         yield from compiled.records_of(kernel, "sm_90")

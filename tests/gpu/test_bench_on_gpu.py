@@ -4,26 +4,26 @@ from dataclasses import replace
 
 import torch
 
-from modular_kernel.bench.cases import Cell
-from modular_kernel.bench.floor import measure_peaks
-from modular_kernel.bench.layers import Layer, Offer, baseline_offers, pair_offers
-from modular_kernel.bench.method import l2_bytes, time_calls
-from modular_kernel.bench.routing import RoutingKind
-from modular_kernel.bench.run import Job, run
+from modular_kernel.bench.candidates import BenchOffer, Layer, baseline_offers, pair_offers
+from modular_kernel.bench.run import BenchJob, run
 from modular_kernel.catalog import this_machine
+from modular_kernel.measure.cases import LayerCase
+from modular_kernel.measure.roofline import measure_peaks
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.measure.timing import l2_bytes, time_calls
 from modular_kernel.reference import recipe
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 
 PROBLEM = Problem(tokens=64, hidden=512, intermediate=1024, experts=8, top_k=2)
-CELL = Cell("small", PROBLEM, RoutingKind("uniform"))
+CELL = LayerCase("small", PROBLEM, RoutingKind("uniform"))
 
 
 def test_pairs_and_baseline_are_replayed() -> None:
     machine = this_machine()
     pairs = pair_offers(None, None, [replace(PROBLEM, graph=True)], machine)
     assert {"TritonExperts", "BatchedTritonExperts"} <= {pair.name for pair in pairs}
-    report = run(Job((CELL,), (*pairs, *baseline_offers()), machine, target_ms=5.0))
+    report = run(BenchJob((CELL,), (*pairs, *baseline_offers()), machine, target_ms=5.0))
     for row in report.rows:
         assert row.status == "ok", row.note
         assert row.mode in ("graph", "graph+flush")
@@ -55,8 +55,8 @@ class _Looping(Layer):
 
 
 def test_what_cannot_be_captured_is_timed_eagerly() -> None:
-    offers = (Offer("looping", "none", "peer", _Looping), *baseline_offers())
-    looping, after = run(Job((CELL,), offers, this_machine(), target_ms=1.0)).rows
+    offers = (BenchOffer("looping", "none", "peer", _Looping), *baseline_offers())
+    looping, after = run(BenchJob((CELL,), offers, this_machine(), target_ms=1.0)).rows
     assert (looping.status, looping.note) == ("ok", "not captured")
     assert looping.mode.startswith("eager")
     assert looping.eager_us == looping.us

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from modular_kernel.bench.routing import RoutingKind, draw
 from modular_kernel.catalog import this_machine
-from modular_kernel.choose.choosing import Terms, choose, compose
-from modular_kernel.choose.inputs import make_weights
+from modular_kernel.measure.routing import RoutingKind, draw
+from modular_kernel.select.choosing import Terms, choose, compose
+from modular_kernel.select.inputs import make_weights
 from modular_kernel.types import Problem
 
 PROBLEM = Problem(tokens=256, hidden=1024, intermediate=512, experts=16, top_k=4)

@@ -1,4 +1,4 @@
-"""The dequantised path on a GPU: its tiles are forced, whatever the regimes say.
+"""The dequantised path on a GPU: its launches are forced, whatever the heuristics say.
 
 Every way in which weights alone are quantised, tails of groups and depths, experts of no, few and
 many tiles, all experts at once and a few at a time.
@@ -9,13 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_dequantised
-from experts.tile_shapes import DEQUANTISED
-from experts.tiles import override_config, this_store
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.dequantised import config as dequantised_config
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Combine, Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -60,14 +59,14 @@ def cases() -> list[Case]:
 
 def served(problem: Problem) -> bool:
     """Whether the part may take the path, so that its tiles can be forced."""
-    return DEQUANTISED in paths_of(problem)
+    return "dequantised" in paths_of(problem)
 
 
 CASES = cases()
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 100) == this_store().device.boxes
+    assert (len(CASES) > 100) == this_store().device.tma
 
 
 @pytest.mark.parametrize("at_once", [64, 3])
@@ -75,7 +74,7 @@ def test_there_are_cases_where_the_path_runs() -> None:
 def test_proven(
     case: Case, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tile_dequantised, "experts_at_once", lambda p: min(at_once, p.e))
-    with override_config(tile_dequantised.default(case.problem)):
+    monkeypatch.setattr(dequantised_config, "experts_at_once", lambda p: min(at_once, p.e))
+    with override_config(dequantised_config.default(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from modular_kernel.testing.faults_matrix import (
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.stress.fault_matrix import (
     parts_to_try,
     run_matrix,
     run_scenario,
     scenarios,
 )
-from modular_kernel.testing.faults_ranks import DEADLINE_S, SLACK_S
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.stress.faults import DEADLINE_S, SLACK_S
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")

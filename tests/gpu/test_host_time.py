@@ -135,9 +135,9 @@ def test_replays_equal_what_they_replay(pair: tuple[str, str], quant: str) -> No
             out = torch.full_like(want, torch.nan)
             assert torch.equal(plan(*call), want)
             assert torch.equal(plan(*call, out=out), want)
-    tapes = list(plan._tapes._tapes.values())
-    assert len(tapes) == 4
-    assert None not in tapes
+    recordings = list(plan._recorded._recorded.values())
+    assert len(recordings) == 4
+    assert None not in recordings
 
 
 def _other_experts(w: torch.Tensor) -> torch.Tensor:
@@ -155,7 +155,7 @@ def test_a_poisoned_replay_leaves_nothing_unwritten() -> None:
         want = kernel(*inputs)
         for _ in range(3):
             assert torch.equal(poisoned(*inputs), want)
-        assert None not in poisoned._tapes._tapes.values()
+        assert None not in poisoned._recorded._recorded.values()
 
 
 def test_replays_go_to_the_current_stream_and_into_a_graph() -> None:

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globalti
 
 from modular_kernel.catalog import make_kernel
 from modular_kernel.composer import random_inputs
-from modular_kernel.ops.overlap import overlap
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Problem
 

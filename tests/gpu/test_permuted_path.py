@@ -1,4 +1,4 @@
-"""The permuted path on every axis of the harness: its tiles are forced, whatever the regimes say.
+"""Persistent grouped GEMMs on every axis of the harness: forced, whatever the heuristics say.
 
 Groups and depths with tails, experts of no, few and many tiles, and what the harness always does:
 poisoned workspaces, plans, graphs, strided weights, which the path must leave to another.
@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_permuted
-from experts.tile_shapes import PERMUTED
-from experts.tiles import override_config, this_store
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.grouped_tma import config as grouped_tma_config
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.cases_quant import quantised
+from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -41,18 +40,18 @@ def cases() -> list[Case]:
 
 def served(problem: Problem) -> bool:
     """Whether the part may take the path, so that its tiles can be forced."""
-    return PERMUTED in paths_of(problem)
+    return "grouped_tma" in paths_of(problem)
 
 
 CASES = cases()
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 100) == this_store().device.boxes
+    assert (len(CASES) > 100) == this_store().device.tma
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
-    with override_config(tile_permuted.default(case.problem)):
+    with override_config(grouped_tma_config.default(case.problem)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.catalog import load_catalog, this_machine
-from modular_kernel.testing.battery_ranks import RANK_MUTANTS
-from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for, rank_pairings
-from modular_kernel.testing.mutants_ranks import sensitivity_ranks
-from modular_kernel.testing.prove_ranks import prove_ranks
-from modular_kernel.testing.ranks import RankError, RankPool
+from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
+from modular_kernel.testing.call_mutants.rank_operators import RANK_MUTANTS
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for, rank_pairings
+from modular_kernel.testing.ranks.pool import RankError, RankPool
+from modular_kernel.testing.verify.over_ranks import prove_ranks
 
 GPUS = torch.cuda.device_count()
 WORLDS = [world for world in (2, 4) if world <= GPUS]

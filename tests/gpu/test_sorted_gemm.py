@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_permuted
-from experts.tile_shapes import Device, Tile
-from experts.tiles import this_store
-from experts.triton_gemm import first_product, second_product
-from experts.triton_permuted import PermutedPath
-from experts.triton_sorted import Rows
+from experts.triton.configs.select import this_store
+from experts.triton.grouped.base import Rows
+from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device, LaunchConfig
+from experts.triton.operands import first_product, second_product
 from modular_kernel.composer import random_inputs
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import dequantise_rows, quantised
@@ -23,9 +23,9 @@ from modular_kernel.types import Problem
 
 # Rows of the experts: none, one, a tile's half and its neighbours, whole tiles, and more.
 ROWS = (0, 1, 63, 64, 65, 128, 0, 129, 300)
-HERE = Device("sm_90", boxes=True)
+HERE = Device("sm_90", tma=True)
 
-pytestmark = pytest.mark.skipif(not this_store().device.boxes, reason="needs sm_90")
+pytestmark = pytest.mark.skipif(not this_store().device.tma, reason="needs sm_90")
 
 
 def sorted_rows(counts: tuple[int, ...]) -> Sorted:
@@ -46,7 +46,7 @@ def problem_of(quant: str, activation: str, hidden: int, intermediate: int, bias
         sum(ROWS), hidden, intermediate, len(ROWS), 1, "bfloat16", quant,
         activation=activation, bias=bias,
     )  # fmt: skip
-    assert tile_permuted.serves(problem, HERE)
+    assert grouped_tma_config.serves(problem, HERE)
     return problem
 
 
@@ -86,7 +86,7 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
     """Few tokens, each in many rows, in a wider tensor; what lies beside them is NaN."""
     base = problem_of("none", "silu", 1024, 264, True)
     problem = replace(base, **change)
-    assert tile_permuted.gathers(problem)
+    assert grouped_tma_config.gathers(problem)
     _, weights, _ = random_inputs(problem, torch.device("cuda"))
     product = first_product(weights, problem)
     generator = torch.Generator("cuda").manual_seed(stages)
@@ -101,11 +101,11 @@ def test_gathered_rows_give_the_same_bits(change: dict[str, object], stages: int
     # Behind the last row tokens are anything.
     beyond = torch.full((9,), 0x3F3F3F3F, device="cuda")
     found = Rows(x, scale, tokens=torch.cat([tokens, beyond]).int())
-    tile = replace(tile_permuted.default(problem).gemm1, num_stages=stages)
+    tile = replace(grouped_tma_config.default(problem).gemm1, num_stages=stages)
     outs = []
     for rows in (moved, found):
         out = torch.full((sum(ROWS) + 2, product.columns), float("nan"), device="cuda").bfloat16()
-        PermutedPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
+        GroupedTmaPath(problem).multiply(rows, product, tile, sorted_rows(ROWS), out)
         outs.append(out)
     assert bool(outs[0][: sum(ROWS)].isfinite().all())
     assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
@@ -127,9 +127,9 @@ def test_rows_are_those_of_float64(case: tuple[str, str, int, int, bool], which:
         a, scale = quantised(values.float(), problem.scheme)
         exact = dequantise_rows(a, scale, problem.scheme).double()
     out = torch.full((len(values), product.columns), float("nan"), device="cuda").bfloat16()
-    pair = tile_permuted.default(problem)
-    tile: Tile = pair.gemm1 if which == 1 else pair.gemm2
-    PermutedPath(problem).multiply(Rows(a, scale), product, tile, sorted_rows(ROWS), out)
+    pair = grouped_tma_config.default(problem)
+    tile: LaunchConfig = pair.gemm1 if which == 1 else pair.gemm2
+    GroupedTmaPath(problem).multiply(Rows(a, scale), product, tile, sorted_rows(ROWS), out)
     w, b = product.w, product.bias
     if product.scale is not None:
         w = dequantise(w, product.scale, None, problem.scheme)

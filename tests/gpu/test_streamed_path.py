@@ -1,4 +1,4 @@
-"""The streamed path on every axis of the harness: its tiles are forced, whatever the regimes say.
+"""The TMA-pipelined gemv on every axis of the harness: forced, whatever the heuristics say.
 
 Groups and depths with tails, one token to more than are held at once, experts that are elsewhere,
 and what the harness always does: poisoned workspaces, plans, graphs, strided weights, which the
@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from experts import tile_streamed
-from experts.tile_shapes import STREAMED, Tile, TilePair
-from experts.tiles import override_config, this_store
-from experts.triton_experts import paths_of
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.gemv_tma import config as gemv_tma_config
+from experts.triton.launch_config import LaunchConfig, MoEConfig
 from modular_kernel import check
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE, axes
-from modular_kernel.testing.cases_quant import quantised
+from modular_kernel.testing.cases.lists import BASE, axes
+from modular_kernel.testing.cases.quantised import quantised
 from modular_kernel.types import Machine, Problem
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
@@ -45,19 +45,19 @@ def cases() -> list[Case]:
 
 def served(problem: Problem) -> bool:
     """Whether the part may take the path, so that its tiles can be forced."""
-    return STREAMED in paths_of(problem)
+    return "gemv_tma" in paths_of(problem)
 
 
 CASES = cases()
 
 
 def test_there_are_cases_where_the_path_runs() -> None:
-    assert (len(CASES) > 60) == this_store().device.boxes
+    assert (len(CASES) > 60) == this_store().device.tma
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_proven(case: Case, machine: Machine) -> None:
-    with override_config(tile_streamed.default(case.problem, this_store().device)):
+    with override_config(gemv_tma_config.default(case.problem, this_store().device)):
         proof = prove(case, machine)
     assert proof.passed, str(proof)
 
@@ -69,7 +69,7 @@ def test_every_ring(quant: str, block_k: int, places: int, machine: Machine) -> 
     problem = replace(LARGE, quant=quant, tokens=3)
     if not served(problem):
         pytest.skip("no sm_90")
-    pair = TilePair(*(Tile(16, n, block_k, 1, 4, places) for n in (32, 64)), "streamed")
+    pair = MoEConfig(*(LaunchConfig(16, n, block_k, 1, 4, places) for n in (32, 64)), "gemv_tma")
     with override_config(pair):
         proof = prove(Case(*PAIR, problem, "uniform"), machine)
     assert proof.passed, str(proof)

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from experts.tile_search import TileSpace
-from experts.tiles import choose_tiles, reread
+from experts.triton.configs.select import choose_config, reread
+from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.catalog import this_machine
 from modular_kernel.tunable import Took
 from modular_kernel.tuning.compiled import Compiler, Pair
-from modular_kernel.tuning.measured import Measured
-from modular_kernel.tuning.search import Job, tune
+from modular_kernel.tuning.measured import TimedSearch
+from modular_kernel.tuning.search import TuneJob, tune
 from modular_kernel.types import Problem
 
 pytestmark = pytest.mark.alone
@@ -24,14 +24,14 @@ def test_screened_stages_add_up_to_what_a_graph_takes() -> None:
     pair = Pair(*PAIR, this_machine())
     space = pair.space(PROBLEM)
     with Compiler(workers=4) as compiler:
-        bench = Measured(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
+        bench = TimedSearch(pair, PROBLEM, compiler, tokens=(16, 256), space=space)
         untuned = space.untuned(256)
         bench.screen(256, untuned)  # compiles
         took = bench.screen(256, untuned)
         assert isinstance(took, Took), took
         (seconds,) = bench.compare(256, [untuned]).values()
     assert isinstance(seconds, float)
-    assert sorted(took.stages) == sorted(TileSpace.stages)
+    assert sorted(took.stages) == sorted(ConfigSpace.stages)
     assert 0.5 * took.seconds < sum(took.stages.values()) < took.seconds
     # Events cost some microseconds each; the host's hundreds are not in it.
     assert 0.6 * seconds < took.seconds < 1.5 * seconds + 3e-5
@@ -46,8 +46,8 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
     space = pair.space(problem)
     try:
         with Compiler(workers=8) as compiler:
-            bench = Measured(pair, problem, compiler, tokens=(1, 64), space=space)
-            found = list(tune(Job(space, bench, (1, 64), tmp_path, budget=200.0)))
+            bench = TimedSearch(pair, problem, compiler, tokens=(1, 64), space=space)
+            found = list(tune(TuneJob(space, bench, (1, 64), tmp_path, budget=200.0)))
         for tuned in found:
             assert tuned.finished
             assert tuned.wrong == ()
@@ -56,7 +56,7 @@ def test_a_layer_is_tuned(quant: str, tmp_path: Path, monkeypatch: pytest.Monkey
             assert tuned.best.untuned_seconds is not None
             assert tuned.best.seconds <= tuned.best.untuned_seconds
             with space.using(tuned.best.choice):
-                there = choose_tiles(problem, tuned.tokens, tuple(space.paths))  # type: ignore[attr-defined]
+                there = choose_config(problem, tuned.tokens, tuple(space.paths))  # type: ignore[attr-defined]
             assert there == tuned.best.choice
         assert sorted(space.saved(tmp_path)) == [1, 64]
     finally:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from modular_kernel.ops import interpreter
+from modular_kernel.interpreter import patch as interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,7 +11,7 @@ from triton.runtime.errors import InterpreterError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from modular_kernel.errors import CorruptionError
-from modular_kernel.ops.bounds import Bounds, make_reachable
+from modular_kernel.interpreter.bounds import Bounds, make_reachable
 
 
 @triton.jit

@@ -11,8 +11,8 @@ from triton.runtime.errors import InterpreterError
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.tensors import BatchedShape, BatchedTokens
-from modular_kernel.testing.inputs import make_inputs
-from modular_kernel.testing.ranks import RankPool
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import Problem
 from modular_kernel.workspace import Workspace
 

@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from experts import TorchExperts
+from modular_kernel.interpreter.patch import watch
 from modular_kernel.kernel import FusedMoEModularKernel
-from modular_kernel.ops.interpreter import watch
-from modular_kernel.ops.launch import launch
+from modular_kernel.ops.launch.launch import launch
 from modular_kernel.testing import Case, prove
-from modular_kernel.testing.cases import BASE
+from modular_kernel.testing.cases.lists import BASE
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
 

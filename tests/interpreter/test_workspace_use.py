@@ -13,21 +13,22 @@ import pytest
 import torch
 
 from experts import TritonExperts
-from experts.tile_shapes import ALIGNED, SINGLE, TilePair
-from experts.tiles import choose_tiles
-from experts.triton_aligned import AlignedPath
-from experts.triton_packed import PackedPath
-from experts.triton_path import Path, PathCall
-from experts.triton_segments import SegmentProducts
-from experts.triton_single import SinglePath
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned_w4.path import AlignedW4Path
+from experts.triton.configs.select import choose_config
+from experts.triton.gemv.path import GemvPath
+from experts.triton.gemv_w4.path import GemvW4Path
+from experts.triton.grouped.segments import MGroupedGemms
+from experts.triton.launch_config import MoEConfig
+from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
-from modular_kernel.ops.interpreter import watch
+from modular_kernel.interpreter.patch import watch
+from modular_kernel.interpreter.races import Access
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
-from modular_kernel.ops.races import Access
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting
 from modular_kernel.types import Combine, IdSpace, Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, workspace_bytes
-from prepare_finalize.tokens import token_specs
+from prepare_finalize.common.tokens import token_specs
 
 CPU = torch.device("cpu")
 MANY = Problem(tokens=24, hidden=256, intermediate=64, experts=4, top_k=2)
@@ -71,9 +72,9 @@ class Followed:
 def follow(kind: Any, problem: Problem, monkeypatch: pytest.MonkeyPatch) -> Followed:
     """Run one call of a path and follow its buffers."""
     path: Path = kind(problem)
-    paths = (SINGLE,) if kind in (SinglePath, PackedPath) else ()
-    tiles: TilePair = choose_tiles(problem, problem.tokens, (ALIGNED, *paths))
-    assert tiles.path == (SINGLE if paths else ALIGNED)
+    name = getattr(kind, "name", "aligned")  # products over segments are of no path
+    tiles: MoEConfig = choose_config(problem, problem.tokens, ("aligned", name))
+    assert tiles.path == name
     x_TH, weights, routing = random_inputs(problem, CPU)
     scale = None
     if problem.scheme.quantises_activations:
@@ -128,13 +129,13 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"quant": "int8_w8a16_channel"},
 )
 CALLS = (
-    *((kind, MANY, change) for kind in (AlignedPath, SegmentProducts) for change in SCHEMES),
+    *((kind, MANY, change) for kind in (AlignedPath, MGroupedGemms) for change in SCHEMES),
     (AlignedPath, MANY, KEPT | {"quant": "fp8_w8a8_channel"}),
-    (AlignedPath, MANY, {"quant": "int4_w4a16_group:group=32"}),
-    (SegmentProducts, MANY, KEPT),
-    (SegmentProducts, MANY, ON_INPUT),
-    *((SinglePath, FEW, change) for change in SCHEMES),
-    (PackedPath, FEW, {"quant": "mxfp4_w4a16", "intermediate": 256}),
+    (AlignedW4Path, MANY, {"quant": "int4_w4a16_group:group=32"}),
+    (MGroupedGemms, MANY, KEPT),
+    (MGroupedGemms, MANY, ON_INPUT),
+    *((GemvPath, FEW, change) for change in SCHEMES),
+    (GemvW4Path, FEW, {"quant": "mxfp4_w4a16", "intermediate": 256}),
 )
 
 

@@ -17,30 +17,58 @@ def _at_least(value, limit):
 
 
 @triton.jit
+def _gelu(value):
+    return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu_tanh(value):
+    # tanh(z) = 2 sigmoid(2z) - 1, so (1 + tanh(z)) / 2 = sigmoid(2z); sqrt(2/pi) = 0.79788.
+    inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+    return value * tl.sigmoid(2.0 * inner)
+
+
+@triton.jit
+def _tanh(value):
+    """By its series below 0.25, where 2 sigmoid(2z) - 1 cancels; the next term is 1e-8 of it."""
+    near = tl.abs(value) < 0.25
+    small = tl.where(near, value, 0.0)
+    square = small * small
+    series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
+    series = small + small * square * (-0.3333333333333333 + square * series)
+    return tl.where(near, series, 2.0 * tl.sigmoid(2.0 * value) - 1.0)
+
+
+@triton.jit
 def activate(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """Float32 gate and up values to float32; ungated kinds ignore `up`."""
+    """Float32 gate and up values to float32; ungated kinds ignore `up`. LIMIT 0: there is none."""
+    if LIMIT > 0 and KIND != "situ":
+        up = _at_most(_at_least(up, -LIMIT), LIMIT)
+        if KIND != "swiglu_clamp_after":
+            gate = _at_most(gate, LIMIT)
     if KIND == "relu2":
         positive = _at_least(gate, 0.0)
         result = positive * positive
-    elif KIND == "silu":
-        result = gate * tl.sigmoid(gate) * up
+    elif KIND == "silu_no_mul":
+        result = gate * tl.sigmoid(gate)
+    elif KIND == "gelu_no_mul":
+        result = _gelu(gate)
+    elif KIND == "gelu_tanh_no_mul":
+        result = _gelu_tanh(gate)
     elif KIND == "gelu":
-        result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+        result = _gelu(gate) * up
     elif KIND == "gelu_tanh":
-        # tanh(z) = 2 sigmoid(2z) - 1, so (1 + tanh(z)) / 2 = sigmoid(2z); sqrt(2/pi) = 0.79788.
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        result = gate * tl.sigmoid(2.0 * inner) * up
+        result = _gelu_tanh(gate) * up
     elif KIND == "swiglu_oai":
-        gate = _at_most(gate, LIMIT)
-        up = _at_most(_at_least(up, -LIMIT), LIMIT)
         result = gate * tl.sigmoid(ALPHA * gate) * (up + 1.0)
     elif KIND == "swiglu_clamp_after":
-        up = _at_most(_at_least(up, -LIMIT), LIMIT)
         result = _at_most(gate * tl.sigmoid(gate), LIMIT) * up
+    elif KIND == "situ":
+        if LIMIT > 0:
+            up = LIMIT * _tanh(up / LIMIT)
+        result = ALPHA * _tanh(gate / ALPHA) * tl.sigmoid(gate) * up
     else:
-        tl.static_assert(KIND == "swiglu_clamp_before")
-        gate = _at_most(gate, LIMIT)
-        up = _at_most(_at_least(up, -LIMIT), LIMIT)
+        tl.static_assert(KIND == "silu" or KIND == "swiglu_clamp_before")
         result = gate * tl.sigmoid(gate) * up
     return result
 

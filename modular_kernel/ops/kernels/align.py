@@ -5,7 +5,7 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.count import rank_in_chunk
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 @triton.jit

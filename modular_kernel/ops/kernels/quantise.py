@@ -9,7 +9,7 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.activation import activate
 from modular_kernel.ops.kernels.ids import load_local_ids
-from modular_kernel.ops.kernels.overlap import after_predecessor
+from modular_kernel.ops.kernels.pdl import after_predecessor
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.coverage import Coverage, Covered
 from modular_kernel.testing.mutation.fate import Fate
 from modular_kernel.testing.mutation.one_process import OneProcess

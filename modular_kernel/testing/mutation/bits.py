@@ -10,8 +10,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from modular_kernel.testing.cases import Case
-from modular_kernel.testing.cases_ranks import RankCase
+from modular_kernel.testing.cases.lists import Case
+from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.mutation.attempt import Where
 from modular_kernel.testing.mutation.coverage import Coverage, Covered
 from modular_kernel.testing.mutation.one_process import OneProcess

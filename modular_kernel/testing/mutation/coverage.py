@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.child import Child, Tell
 from modular_kernel.testing.mutation.runs import Level, Pair, case_list, digest
 from modular_kernel.testing.mutation.serve import forget

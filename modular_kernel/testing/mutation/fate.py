@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.child import Ended, Message
 from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.source import Mutant

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.testing.cases import Case, cases_for
+from modular_kernel.testing.cases.lists import Case, cases_for
 from modular_kernel.testing.mutation.child import Child, Tell
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, cover
 from modular_kernel.testing.mutation.fate import GRACE_S, Fate, Follower

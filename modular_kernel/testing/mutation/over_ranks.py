@@ -10,9 +10,8 @@ from types import TracebackType
 from typing import TypeVar
 
 from modular_kernel.catalog import this_machine
-from modular_kernel.testing.cases import Case
-from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
-from modular_kernel.testing.checks import numeric
+from modular_kernel.testing.cases.lists import Case
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation import rank_runs
 from modular_kernel.testing.mutation.child import Ended
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, united
@@ -22,8 +21,9 @@ from modular_kernel.testing.mutation.scope import known_imports
 from modular_kernel.testing.mutation.serve import dependents
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.steps import Listing, run_cases
-from modular_kernel.testing.prove_ranks import RANK_CHECKS, faults, prove_ranks
-from modular_kernel.testing.ranks import DIED, SILENT, RankError, RankPool
+from modular_kernel.testing.ranks.pool import DIED, SILENT, RankError, RankPool
+from modular_kernel.testing.verify.checks import numeric
+from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_ranks
 from modular_kernel.types import Machine
 
 R = TypeVar("R")

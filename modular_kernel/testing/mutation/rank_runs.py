@@ -12,15 +12,15 @@ from functools import partial
 
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.settings import deadline
-from modular_kernel.testing import prove_ranks
-from modular_kernel.testing.case import Case
-from modular_kernel.testing.cases_ranks import RankCase, rank_cases_for
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation.child import confine
 from modular_kernel.testing.mutation.coverage import as_lists, watched
 from modular_kernel.testing.mutation.runs import Level, Pair, digest_of
 from modular_kernel.testing.mutation.scope import learn
 from modular_kernel.testing.mutation.serve import forget, reattach, serve
 from modular_kernel.testing.mutation.source import Mutant
+from modular_kernel.testing.verify import over_ranks
 from modular_kernel.types import Machine
 
 Imports = Mapping[str, tuple[str, ...]]
@@ -92,7 +92,7 @@ def digest(
         built.append(build(waits, of_rank, machine, poison, group))
         return built[-1]
 
-    trial = prove_ranks.RankTrial(case, rank, machine, here)
+    trial = over_ranks.RankTrial(case, rank, machine, here)
     found = digest_of(trial)
     if case.fault:
         said = repr([said for said, _ in trial.told])
@@ -125,9 +125,9 @@ def build(
     """A rank's kernel whose exchanges take `waits` seconds at most; `partial(build, waits)` is a
     RankBuild."""
     with deadline(waits):
-        return prove_ranks.build_kernel(case, machine, poison, group)
+        return over_ranks.build_kernel(case, machine, poison, group)
 
 
-def builds(waits: float) -> prove_ranks.RankBuild:
+def builds(waits: float) -> over_ranks.RankBuild:
     """`build` of so many seconds."""
     return partial(build, waits)

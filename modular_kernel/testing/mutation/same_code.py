@@ -117,7 +117,7 @@ def _main() -> None:
     mutants, modules, target = pickle.load(sys.stdin.buffer)
     if mutants:
         serve(*mutants)
-    cases: Any = importlib.import_module("modular_kernel.testing.compile_cases")
+    cases: Any = importlib.import_module("modular_kernel.testing.compile.cases")
     reattach()
     jit: Any = importlib.import_module("triton.runtime.jit").JITFunction
     compile_one, found = jit.run, list[tuple[str, str]]()

@@ -20,16 +20,19 @@ _SHARED = ("modular_kernel.ops", "topk_reduce")
 
 # Modules that a part imports and that are not changed, and why.
 LEFT_OUT: tuple[tuple[str, str], ...] = (
-    ("experts.tile*", "choose tiles and paths: every choice must give right numbers"),
-    ("modular_kernel.ops.interpreter", "the CPU's stand-in for a GPU, part of the harness"),
-    ("modular_kernel.ops.block_types", "the CPU's stand-in for a GPU, part of the harness"),
-    ("modular_kernel.ops.narrow", "the CPU's stand-in for a GPU, part of the harness"),
-    ("modular_kernel.ops.bounds", "finds overruns, part of the harness"),
-    ("modular_kernel.ops.races", "finds races, part of the harness"),
-    ("modular_kernel.ops.watch", "finds races, part of the harness"),
-    ("modular_kernel.ops.runtime", "says where operations run"),
-    ("modular_kernel.ops.launch", "launches and records for replay, which needs a GPU"),
-    ("modular_kernel.ops.player", "replay, which needs a GPU"),
+    ("experts.triton.configs*", "chooses configurations: every choice must give right numbers"),
+    ("experts.triton.tuning*", "tries configurations: every choice must give right numbers"),
+    ("experts.triton.launch_config", "bounds configurations: every choice must give right numbers"),
+    ("experts.triton.*.config", "bounds configurations: every choice must give right numbers"),
+    ("modular_kernel.interpreter.patch", "the CPU's stand-in for a GPU, part of the harness"),
+    ("modular_kernel.interpreter.block_types", "the CPU's stand-in for a GPU, part of the harness"),
+    ("modular_kernel.interpreter.dtypes", "the CPU's stand-in for a GPU, part of the harness"),
+    ("modular_kernel.interpreter.bounds", "finds overruns, part of the harness"),
+    ("modular_kernel.interpreter.races", "finds races, part of the harness"),
+    ("modular_kernel.interpreter.access_log", "finds races, part of the harness"),
+    ("modular_kernel.ops.launch.runtime", "says where operations run"),
+    ("modular_kernel.ops.launch.launch", "launches and records for replay, which needs a GPU"),
+    ("modular_kernel.ops.launch.cuda_replay", "replay, which needs a GPU"),
 )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from modular_kernel.testing.cases import Case
+from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.child import Tell
 from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.runs import Level, Pair

@@ -1,0 +1,1 @@
+"""Steps under the names that other projects give them."""

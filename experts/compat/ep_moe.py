@@ -1,0 +1,387 @@
+"""The steps of an expert-parallel layer without an exchange, one function each, by EPMoE's names.
+
+    reorder_topk_ids, src2dst, seg_indptr = run_moe_ep_preproess(topk_ids, E)
+    pre_reorder(x, gateup_input, src2dst, topk_ids, a1_scales, start, end)
+    grouped_gemm_triton(gateup_input, w13, gateup_output, end - start + 1, True,
+                        seg_indptr[start : end + 2], ...)
+    silu_and_mul(gateup_output, down_input, reorder_topk_ids, a2_scales, start, end)
+    grouped_gemm_triton(down_input, w2, down_output, ...)
+    post_reorder(down_output, out, src2dst, topk_ids, topk_weights, start, end)
+
+Every rank has all tokens and the experts from start_expert_id to end_expert_id, both inclusive;
+what it writes to `out` is its part of a sum over ranks. Rows of all ranks' pairs are counted, in
+buffers of T * K rows, of which a rank touches its own. GroupedGemmExperts does the same over rows
+of its own experts alone. Shapes, dtypes and strides are checked; what ids say is not, which would
+wait for the device.
+"""
+
+import torch
+
+from experts.triton.configs.select import choose_config
+from experts.triton.grouped.base import Rows
+from experts.triton.grouped.segments import m_grouped_gemm
+from experts.triton.launch_config import LaunchConfig
+from experts.triton.operands import scale_group, second_product
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    UnsupportedError,
+)
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.ops.permute import hidden_block
+from modular_kernel.ops.reduce import gather_weight_and_sum
+from modular_kernel.ops.sort import most_tiles
+from modular_kernel.quant import LARGEST
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem, dtype_name
+
+_FP8 = torch.float8_e4m3fn
+_LEAST_DEPTH = 32  # of a step of a product of 8-bit values
+
+
+def run_moe_ep_preproess(
+    topk_ids: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(reorder_topk_ids, src2dst, seg_indptr) of topk_ids (T, K), int32 or int64.
+
+    reorder_topk_ids: (T * K,), the ids in order; equal ones keep their order. src2dst: (T * K,)
+    int32, where pair t * K + k went. seg_indptr: (num_experts + 1,) int64; expert i has the rows
+    from seg_indptr[i] to seg_indptr[i + 1]. Skipped pairs, -1, come before all experts.
+    """
+    _check_integers("topk_ids", topk_ids)
+    if num_experts < 1:
+        raise ConfigurationError("num_experts", got=num_experts, need=">= 1")
+    ids_P = topk_ids.flatten()
+    reorder_topk_ids, reorder_ids = torch.sort(ids_P, stable=True)
+    rows_P = torch.arange(ids_P.numel(), dtype=torch.int32, device=ids_P.device)
+    src2dst = torch.empty_like(rows_P).scatter_(0, reorder_ids, rows_P)
+    edges = torch.arange(num_experts + 1, dtype=ids_P.dtype, device=ids_P.device)
+    return reorder_topk_ids, src2dst, torch.searchsorted(reorder_topk_ids, edges)
+
+
+def pre_reorder(
+    hidden_states: torch.Tensor,
+    gateup_input: torch.Tensor,
+    src2dst: torch.Tensor,
+    topk_ids: torch.Tensor,
+    a1_scales: torch.Tensor | None,
+    start_expert_id: int,
+    end_expert_id: int,
+) -> None:
+    """gateup_input[src2dst[p]] = hidden_states[p // K] / a1_scales[its expert], for pairs here.
+
+    hidden_states: (T, H), gateup_input: (T * K, H) contiguous; rows of pairs that are elsewhere
+    are left as they are. a1_scales: (experts here,) float32, None for 1. Float8 saturates.
+    """
+    _check_rank(topk_ids=topk_ids, hidden_states=hidden_states)
+    (tokens, top_k), hidden = topk_ids.shape, hidden_states.shape[1]
+    _check("gateup_input", gateup_input, (tokens * top_k, hidden))
+    _check("hidden_states", hidden_states, (tokens, hidden), rows=True)
+    _check("src2dst", src2dst, (tokens * top_k,))
+    _check("topk_ids", topk_ids, (tokens, top_k))
+    _check_integers("topk_ids", topk_ids)
+    _check_scales("a1_scales", a1_scales, end_expert_id - start_expert_id + 1)
+    if gateup_input.numel() == 0:
+        return
+    _require_triton(hidden_states)
+    from experts.compat.kernels.reorder import pre_reorder_kernel
+
+    block = hidden_block(hidden)
+    launch(
+        pre_reorder_kernel,
+        (tokens, -(-hidden // block)),
+        x_ptr=hidden_states,
+        rows_ptr=gateup_input,
+        src2dst_ptr=src2dst,
+        ids_ptr=topk_ids,
+        hidden=hidden,
+        stride_x=hidden_states.stride(0),
+        start_expert=start_expert_id,
+        end_expert=end_expert_id,
+        TOP_K=top_k,
+        BLOCK_H=block,
+        **_scale_arguments(a1_scales, gateup_input),
+    )
+
+
+def silu_and_mul(
+    gateup_output: torch.Tensor,
+    down_input: torch.Tensor,
+    reorder_topk_ids: torch.Tensor,
+    w2_input_scale: torch.Tensor | None,
+    start_expert_id: int,
+    end_expert_id: int,
+) -> None:
+    """down_input[r] = silu(gate) * up / w2_input_scale[its expert], for the rows of experts here.
+
+    gateup_output: (R, 2I), gate values first, and down_input: (R, I), both contiguous; other rows
+    are left as they are. w2_input_scale: (experts here,) float32, None for 1. Computed in float32
+    and rounded once; float8 saturates.
+    """
+    _check_rank(down_input=down_input)
+    rows, intermediate = down_input.shape
+    _check("gateup_output", gateup_output, (rows, 2 * intermediate))
+    _check("down_input", down_input, (rows, intermediate))
+    _check("reorder_topk_ids", reorder_topk_ids, (rows,))
+    _check_integers("reorder_topk_ids", reorder_topk_ids)
+    _check_scales("w2_input_scale", w2_input_scale, end_expert_id - start_expert_id + 1)
+    if down_input.numel() == 0:
+        return
+    _require_triton(gateup_output)
+    from experts.compat.kernels.reorder import silu_and_mul_kernel
+
+    block = hidden_block(intermediate)
+    launch(
+        silu_and_mul_kernel,
+        (rows, -(-intermediate // block)),
+        x_ptr=gateup_output,
+        out_ptr=down_input,
+        ids_ptr=reorder_topk_ids,
+        intermediate=intermediate,
+        start_expert=start_expert_id,
+        end_expert=end_expert_id,
+        BLOCK=block,
+        **_scale_arguments(w2_input_scale, down_input),
+    )
+
+
+def post_reorder(
+    down_output: torch.Tensor,
+    output: torch.Tensor,
+    src2dst: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    start_expert_id: int,
+    end_expert_id: int,
+) -> None:
+    """output[t] = sum over pairs here of topk_weights[t, k] * down_output[src2dst[t * K + k]].
+
+    down_output: (T * K, H), output: (T, H), topk_weights: (T, K) float32, all contiguous. Summed
+    in float32 and rounded once; a token without a pair here becomes exact zeros.
+    """
+    _check_rank(topk_ids=topk_ids, output=output)
+    (tokens, top_k), hidden = topk_ids.shape, output.shape[1]
+    _check("down_output", down_output, (tokens * top_k, hidden))
+    _check("output", output, (tokens, hidden))
+    _check("src2dst", src2dst, (tokens * top_k,))
+    _check("topk_weights", topk_weights, (tokens, top_k))
+    _check_dtype("topk_weights", topk_weights, torch.float32)
+    here_TK = _here(topk_ids, start_expert_id, end_expert_id)
+    row_of_pair_TK = torch.where(here_TK, src2dst.view(tokens, top_k), -1).to(torch.int32)
+    gather_weight_and_sum(down_output, row_of_pair_TK, topk_weights, scale=1.0, out=output)
+
+
+def grouped_gemm_triton(  # noqa: PLR0913 (the names and the order are the field's)
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    batch_size: int,
+    weight_column_major: bool,
+    seg_indptr: torch.Tensor,
+    weight_indices: torch.Tensor | None = None,
+    use_fp8_w8a8: bool = False,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+    block_shape: list[int] | None = None,
+) -> torch.Tensor:
+    """c[r] = a[r] @ b[weight_indices[i]]^T for every row r of segment i; returns c.
+
+    a: (R, K), c: (R, N), contiguous; b: (E, N, K), any strides. seg_indptr: (batch_size + 1,);
+    segment i has the rows from seg_indptr[i] to seg_indptr[i + 1], none before its predecessor's,
+    and rows of no segment are left as they are. weight_indices: (batch_size,), None for 0, 1, ...
+    use_fp8_w8a8: a and b are float8_e4m3fn; scale_a (batch_size,) and scale_b (E,) float32, or
+    with block_shape [bn, bk] (R, K / bk) and (E, N / bn, K / bk), rounded up.
+    """
+    if not weight_column_major:
+        need = "True: b is (experts, N, K)"
+        raise ConfigurationError("weight_column_major", got=weight_column_major, need=need)
+    _check_rank(a=a)
+    _check_rank(3, b=b)
+    (rows, depth), (experts, columns, _) = a.shape, b.shape
+    _check("a", a, (rows, depth))
+    _check("c", c, (rows, columns))
+    _check("seg_indptr", seg_indptr, (batch_size + 1,))
+    if b.shape[2] != depth:
+        raise ShapeError("b", got=tuple(b.shape), need=(experts, columns, depth))
+    if weight_indices is None:
+        weight_indices = torch.arange(batch_size, device=a.device)
+    _check("weight_indices", weight_indices, (batch_size,))
+    problem = Problem(
+        tokens=rows,
+        hidden=columns,
+        intermediate=depth,
+        experts=experts,
+        top_k=1,
+        dtype=c.dtype,
+        quant=_quant(a, b, use_fp8_w8a8, block_shape),
+    )
+    if rows == 0 or batch_size == 0:
+        return c
+    scale_rows = _row_scales(scale_a, scale_b, seg_indptr, problem) if use_fp8_w8a8 else None
+    _require_triton(a)
+    # The one that has no activation behind it.
+    _, tile = choose_config(problem, rows).both(LaunchConfig)
+    tiles = _cut(seg_indptr, weight_indices, rows, tile.block_m)
+    product = second_product(ExpertWeights(w1=b, w2=b, w2_scale=scale_b), problem)
+    m_grouped_gemm(Rows(a, scale_rows), product, tile, tiles, c, problem.fp32_precision)
+    return c
+
+
+class GroupedGemmRunner(torch.nn.Module):
+    """`grouped_gemm_triton` as a module. It holds nothing; device is where its tensors are.
+
+    use_flashinfer: False; UnsupportedError else.
+    """
+
+    def __init__(self, device: torch.device | str, use_flashinfer: bool = False) -> None:
+        super().__init__()
+        self.device, self.use_flashinfer = torch.device(device), use_flashinfer
+        if use_flashinfer:
+            need = "False: segments are multiplied by Triton"
+            raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)
+
+    def forward(  # noqa: PLR0913 (the names and the order are the field's)
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        batch_size: int,
+        weight_column_major: bool,
+        seg_indptr: torch.Tensor,
+        weight_indices: torch.Tensor | None = None,
+        use_fp8_w8a8: bool = False,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
+        block_shape: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Write c[r] = a[r] @ b[weight_indices[i]]^T for the rows of segment i; returns c."""
+        return grouped_gemm_triton(
+            a,
+            b,
+            c,
+            batch_size,
+            weight_column_major,
+            seg_indptr,
+            weight_indices,
+            use_fp8_w8a8,
+            scale_a,
+            scale_b,
+            block_shape,
+        )
+
+
+def _quant(
+    a: torch.Tensor, b: torch.Tensor, use_fp8_w8a8: bool, block_shape: list[int] | None
+) -> str:
+    """Return the scheme that the options name, as Problem.quant takes it."""
+    for what, tensor in (("a", a), ("b", b)):
+        if use_fp8_w8a8 or what == "b":
+            _check_dtype(what, tensor, _FP8 if use_fp8_w8a8 else a.dtype)
+    if block_shape is not None and not use_fp8_w8a8:
+        raise ConfigurationError("block_shape", got=block_shape, need="use_fp8_w8a8 with it")
+    if not use_fp8_w8a8:
+        return "none"
+    if block_shape is None:
+        return "fp8_w8a8_tensor"
+    return f"fp8_w8a8_block:block={block_shape[0]}x{block_shape[1]}"
+
+
+def _row_scales(
+    scale_a: torch.Tensor | None,
+    scale_b: torch.Tensor | None,
+    seg_indptr: torch.Tensor,
+    problem: Problem,
+) -> torch.Tensor:
+    """(R, 1) or (R, groups) scales of the rows of a; scale_b is checked beside them."""
+    rows, scheme, experts = problem.tokens, problem.scheme, problem.experts
+    segments = seg_indptr.numel() - 1
+    need_a: tuple[int, ...] = (segments,)
+    need_b: tuple[int, ...] = (experts,)
+    if scheme.granularity == "block":
+        block_n, block_k = scheme.group
+        groups = -(-problem.intermediate // block_k)
+        need_a, need_b = (rows, groups), (experts, -(-problem.hidden // block_n), groups)
+        _, along = scale_group(scheme, problem.intermediate)
+        if along % _LEAST_DEPTH:
+            need = f"a multiple of {_LEAST_DEPTH}, or all of K={problem.intermediate}"
+            raise ConfigurationError("block_shape[1]", got=block_k, need=need)
+    for what, scale, need_shape in (("scale_a", scale_a, need_a), ("scale_b", scale_b, need_b)):
+        if scale is None:
+            raise ConfigurationError(what, got=None, need=f"float32 {need_shape} for float8")
+        _check(what, scale, need_shape)
+        _check_dtype(what, scale, torch.float32)
+    assert scale_a is not None
+    if scheme.granularity == "block":
+        return scale_a
+    row = torch.arange(rows, dtype=seg_indptr.dtype, device=seg_indptr.device)
+    segment = torch.searchsorted(seg_indptr[1:].contiguous(), row, right=True)
+    return scale_a[segment.clamp(max=segments - 1)][:, None].contiguous()
+
+
+def _cut(
+    seg_indptr: torch.Tensor, weight_indices: torch.Tensor, rows: int, block_m: int
+) -> torch.Tensor:
+    """Tiles of at most block_m rows of one segment each, as in `modular_kernel.ops.sort.Sorted`."""
+    segments, device = weight_indices.numel(), seg_indptr.device
+    starts, ends = seg_indptr[:-1].long(), seg_indptr[1:].long()
+    counts = (ends - starts + block_m - 1) // block_m
+    past = counts.cumsum(0)
+    tile = torch.arange(most_tiles(rows, block_m, segments), device=device)
+    segment = torch.searchsorted(past, tile, right=True).clamp(max=segments - 1)
+    first = starts[segment] + (tile - (past - counts)[segment]) * block_m
+    named = (weight_indices[segment], first, ends[segment], past[-1:])
+    return torch.cat([each.to(torch.int32) for each in named])
+
+
+def _here(ids: torch.Tensor, start_expert_id: int, end_expert_id: int) -> torch.Tensor:
+    return (ids >= start_expert_id) & (ids <= end_expert_id)
+
+
+def _scale_arguments(scales: torch.Tensor | None, out: torch.Tensor) -> dict[str, object]:
+    return {
+        "scales_ptr": out if scales is None else scales,
+        "HAS_SCALES": scales is not None,
+        "LARGEST": LARGEST["float8_e4m3fn"] if out.dtype == _FP8 else 0.0,
+    }
+
+
+def _require_triton(tensor: torch.Tensor) -> None:
+    if not use_triton(tensor):
+        need = "a GPU with triton, or triton's interpreter"
+        raise DeviceError("device of the tensors", got=tensor.device, need=need)
+
+
+def _check(what: str, tensor: torch.Tensor, shape: tuple[int, ...], *, rows: bool = False) -> None:
+    """Shape and layout: contiguous, or only the values of a row side by side if `rows`."""
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(what, got=tuple(tensor.shape), need=shape)
+    dense = tensor.stride(-1) == 1 or tensor.numel() == 0 if rows else tensor.is_contiguous()
+    if not dense:
+        need = "values of a row side by side" if rows else "contiguous"
+        raise LayoutError(what, got=f"strides {tensor.stride()}", need=need)
+
+
+def _check_rank(need: int = 2, /, **tensors: torch.Tensor) -> None:
+    for what, tensor in tensors.items():
+        if tensor.dim() != need:
+            raise ShapeError(what, got=tuple(tensor.shape), need=f"{need} dimensions")
+
+
+def _check_integers(what: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(what, got=dtype_name(tensor.dtype), need="int32 or int64")
+
+
+def _check_dtype(what: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise DtypeError(what, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
+
+
+def _check_scales(what: str, scales: torch.Tensor | None, experts: int) -> None:
+    if scales is not None:
+        _check(what, scales, (experts,))
+        _check_dtype(what, scales, torch.float32)

@@ -1,0 +1,1 @@
+"""Rows moved into the order of experts, and an activation beside it."""

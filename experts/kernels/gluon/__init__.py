@@ -1,3 +1,0 @@
-"""Gluon kernels: layouts, copies and warps are spelled out. For sm_90."""
-
-TARGETS = ("sm_90",)  # the only ones that `mk compile` can compile them for

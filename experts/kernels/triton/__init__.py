@@ -1,1 +1,0 @@
-"""Kernel files: leaves that import triton or cutlass and device functions of modular_kernel.ops."""

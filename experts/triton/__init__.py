@@ -1,0 +1,1 @@
+"""Experts in Triton: three parts, and the paths by which a call of TritonExperts may go."""

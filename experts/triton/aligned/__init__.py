@@ -1,0 +1,1 @@
+"""Rows gathered through an alignment: two grouped GEMMs over blocks of pairs, then a sum."""

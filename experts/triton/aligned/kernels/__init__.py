@@ -1,0 +1,1 @@
+"""The grouped GEMM over aligned pairs."""

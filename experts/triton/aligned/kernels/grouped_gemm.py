@@ -1,0 +1,66 @@
+"""Grouped GEMM over aligned pairs, gathering rows by pair and scattering results by pair."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
+from experts.triton.kernels.gemm_tile_dispatch import product_tile
+from modular_kernel.ops.kernels.pdl import after_predecessor
+
+
+# Numbers that change with the tokens of a call and are only compared: no kernel of their own.
+@triton.jit(do_not_specialize=["num_pairs", "num_m"])
+def grouped_gemm_kernel(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
+    sorted_ptr, expert_ids_ptr, num_post_ptr,
+    num_pairs, columns, depth, up_row, up_offset, num_m,
+    stride_am, stride_ak, stride_asm, stride_ask,
+    stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
+    stride_bze, stride_bzn, stride_bzk, stride_bias,
+    A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
+
+    b is (e, rows, depth); column n uses row n * ROW_STEP, and n * ROW_STEP + up_row if GATED.
+    out is (num_pairs, columns), contiguous. Blocks of skipped pairs write zeros if WRITE_ZEROS,
+    else nothing. Blocks past the last used one return at once: the grid is the worst case.
+    Scales and zero points: see product_tile.
+    """
+    after_predecessor(OVERLAP)
+    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
+    if pid_m * BLOCK_M >= tl.load(num_post_ptr):
+        return
+    pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    row_mask = pairs < num_pairs
+    column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < columns
+    expert = tl.load(expert_ids_ptr + pid_m).to(tl.int64)
+    if expert < 0:
+        if WRITE_ZEROS:
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
+        return
+    a_row = (pairs // A_TOP_K).to(tl.int64)
+    gate, up = product_tile(
+        a_ptr + a_row[:, None] * stride_am, a_scale_ptr + a_row * stride_asm, row_mask,
+        b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
+        zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
+        stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
+        MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
+        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    row_weights = gate
+    if HAS_ROW_WEIGHTS:
+        row_weights = tl.load(row_weights_ptr + pairs, mask=row_mask, other=0.0)
+    result = finish_tile(
+        gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
+        row_weights, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
+    )  # fmt: skip
+    store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, result)

@@ -1,0 +1,185 @@
+"""The aligned path: sort pairs into blocks of an expert, two grouped GEMMs over them, sum."""
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar
+
+import torch
+
+from experts.triton.aligned import config
+from experts.triton.aligned.candidates import candidates
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import (
+    Device,
+    Gemm,
+    Launch,
+    LaunchConfig,
+    MoEConfig,
+    Violation,
+    violations,
+)
+from experts.triton.operands import Product, first_product, second_product
+from experts.triton.path import Path, PathCall
+from modular_kernel import stages
+from modular_kernel.ops.align import Aligned, align, align_specs
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.quantise import PairRows, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.reduce import weight_and_sum
+from modular_kernel.roundings import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Combine, Problem
+from modular_kernel.workspace import BufferSpec
+
+
+class AlignedPath(Path):
+    """Serves every problem. Row p of both products' results is pair p."""
+
+    name = config.NAME
+    refuses = False
+    former_names: ClassVar[tuple[str, ...]] = (config.NAME,)
+    roundings = Roundings()
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return True: no problem is beyond it."""
+        return True
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by the mean rows of an expert."""
+        return config.default(problem, tokens, device)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where the mean rows of an expert enter the next row of the table."""
+        return config.turns(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the least product, a scheme's groups and shared memory forbid."""
+        assert isinstance(config, LaunchConfig)
+        return violations(config, gemm, device)
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return the entries of the table beside this one."""
+        return candidates(problem, tokens)
+
+    def __init__(self, problem: Problem) -> None:
+        """Bind the kernel and what a call repeats."""
+        from experts.triton.aligned.kernels.grouped_gemm import grouped_gemm_kernel
+
+        self.problem = problem
+        self._kernel = grouped_gemm_kernel
+        self._sums = problem.combine is Combine.SUM
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Return True: every stride is an argument."""
+        return True
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of a call of `tokens` tokens in blocks of block_m rows."""
+        problem, pairs = self.problem, tokens * self.problem.top_k
+        specs = {
+            "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
+            **align_specs(pairs, block_m, problem.e),
+        }
+        if self._sums:
+            # GEMM 2 reads GEMM 1's results unless they were quantised, into other memory.
+            over = ("workspace13",) if problem.scheme.quantises_activations else ()
+            specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
+        if problem.scheme.quantises_activations:
+            specs |= quantise_specs("h", problem.scheme, pairs, problem.intermediate)
+        return specs
+
+    def run(self, call: PathCall) -> None:
+        """Align, multiply, quantise, multiply, sum."""
+        problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
+        num_tokens, top_k = routing.topk_ids_TK.shape
+        pairs = num_tokens * top_k
+        with stages.stage(stages.SORT):
+            aligned = align(
+                routing,
+                block_size=call.config.gemm1.block_m,
+                num_local=problem.e,
+                workspace=workspace,
+                ignore_invalid=self._sums,
+            )
+        h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
+        on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
+        with stages.stage(stages.GATHER_GEMM1):
+            product = first_product(call.weights, problem)
+            rows = (call.tokens.x_TH, call.tokens.scale)
+            self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input)
+        h_rows = self._quantised(h_PI, call)
+        rows_PH = call.output
+        if self._sums:
+            rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
+        with stages.stage(stages.GEMM2_SCATTER):
+            product = second_product(call.weights, problem)
+            self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None)
+        if self._sums:
+            with stages.stage(stages.REDUCE):
+                weight_and_sum(
+                    rows_PH.view(num_tokens, top_k, problem.hidden),
+                    None if problem.apply_router_weight_on_input else routing.topk_weights_TK,
+                    scale=problem.routed_scaling_factor,
+                    out=call.output,
+                    routing=routing,
+                    num_local=problem.e,
+                )
+
+    def _quantised(
+        self, h_PI: torch.Tensor, call: PathCall
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """GEMM 2's rows and their scales; h_PI itself where activations are not quantised."""
+        scheme = self.problem.scheme
+        if not scheme.quantises_activations:
+            return h_PI, None
+        with stages.stage(stages.QUANTISE):
+            shape = (h_PI.shape[0], h_PI.shape[1])
+            static = call.weights.a2_scale
+            out = take_quantised(call.workspace, "h", scheme, shape, static_scale=static)
+            live = PairRows(call.tokens.routing, self.problem.e)
+            quantise_rows(h_PI, scheme, out=out, live=live)
+        return out.q_RK, out.scale
+
+    def multiply(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        product: Product,
+        config: Launch,
+        aligned: Aligned,
+        out: torch.Tensor,
+        row_weights_TK: torch.Tensor | None,
+    ) -> None:
+        """Launch one grouped GEMM.
+
+        rows: (T, H) tokens, or (P, I) one row per pair, and their scales; out: a row per pair.
+        """
+        assert isinstance(config, LaunchConfig)
+        a, a_scale = rows
+        pairs = out.numel() // product.columns
+        blocks = aligned.expert_ids.numel()
+        num_n = -(-product.columns // config.block_n)
+        launch(
+            self._kernel,
+            (blocks * num_n,),
+            a_ptr=a,
+            row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
+            out_ptr=out,
+            sorted_ptr=aligned.sorted_token_ids,
+            expert_ids_ptr=aligned.expert_ids,
+            num_post_ptr=aligned.num_tokens_post_padded,
+            num_pairs=pairs,
+            num_m=blocks,
+            stride_am=a.stride(0),
+            stride_ak=a.stride(1),
+            A_TOP_K=pairs // a.shape[0],
+            WRITE_ZEROS=not self._sums,
+            HAS_ROW_WEIGHTS=row_weights_TK is not None,
+            **product.arguments(config, self.problem.fp32_precision, a_scale),
+            **overlap(),
+        )

@@ -1,0 +1,1 @@
+"""The aligned path for 4-bit weights and small M: few rows of an expert."""

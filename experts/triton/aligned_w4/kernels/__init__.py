@@ -1,0 +1,1 @@
+"""The grouped GEMM of small M and 4-bit weights."""

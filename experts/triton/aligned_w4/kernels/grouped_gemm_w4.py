@@ -1,0 +1,175 @@
+"""Grouped GEMM of small M with 4-bit weights (w4a16), for calls bound by reading those."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
+from experts.triton.kernels.operands_w4 import (
+    boosted,
+    first_of_eight,
+    load_scale,
+    load_zero,
+    multiply_words,
+    rows_in_word_order,
+    rows_of,
+    times,
+    word_order_offsets,
+)
+from experts.triton.kernels.unpack_w4 import counts_from_zero, lacking, opaque
+from modular_kernel.ops.kernels.pdl import after_predecessor
+
+
+@triton.jit
+def _rows_of_spans(
+    first, count, ROWS: tl.constexpr, STEP: tl.constexpr, UP_ROW: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPAN: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """`rows_of` spans of SPAN rows, (1, ROWS, 1) each."""
+    row = tl.arange(0, ROWS)[None, :, None]
+    span = row // SPAN * SPAN
+    return rows_of(first, count, row % SPAN, span, STEP, UP_ROW, BLOCK_N, EVEN_N)
+
+
+@triton.jit
+def _load_scales(
+    scale_ptr, scale_at, zero_ptr, zero_at, shift, start, step_k, depth,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
+    STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of a step, (STEPS, ROWS, 1). Past the depth the last ones are loaded:
+    a load with a mask takes an instruction more to set a register to 0 before."""
+    if EVEN_K:
+        start = tl.minimum(start, depth - STEP_K)
+    if STEP_K % GROUP_K == 0:
+        group = step_k // GROUP_K + start // GROUP_K
+    else:
+        group = (start + step_k) // GROUP_K
+    inside = None
+    if not EVEN_K:
+        inside = start + step_k < depth
+        group = tl.minimum(group, (depth - 1) // GROUP_K)
+    scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
+    zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
+    scale = load_scale(scale_ptrs, inside, FORMAT, LACK)
+    return scale, load_zero(zero_ptrs, shift, HAS_ZERO, FROM_ZERO)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_m"])
+def grouped_gemm_w4_kernel(
+    a_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
+    sorted_ptr, expert_ids_ptr, num_post_ptr,
+    num_pairs, columns, depth, num_m,
+    stride_am, stride_be, stride_bse, stride_bze, stride_bias,
+    stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
+    UP_ROW: tl.constexpr, A_TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, WRITE_ZEROS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
+    GROUP_K: tl.constexpr, DEPTH: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
+
+    As grouped_gemm_kernel, with weights in bytes, read as int32 words of eight. The weights
+    are the left operand, so that they go from a word to the product within a thread. A step is
+    PARTS * GROUPS products of DEPTH, a part being a warp's: each adds up a share of the depth.
+    DEPTH divides GROUP_K, the depth of one scale; 32 divides the depth of the product.
+    """
+    after_predecessor(OVERLAP)
+    num_n = tl.cdiv(columns, BLOCK_N)
+    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, num_n, 1)
+    if pid_m * BLOCK_M >= tl.load(num_post_ptr):
+        return
+    pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
+    row_mask = pairs < num_pairs
+    column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < columns
+    expert = tl.load(expert_ids_ptr + pid_m).to(tl.int64)
+    if expert < 0:
+        if WRITE_ZEROS:
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
+        return
+    STEPS: tl.constexpr = PARTS * GROUPS
+    PART_K: tl.constexpr = GROUPS * DEPTH
+    STEP_K: tl.constexpr = PARTS * PART_K
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    LACK: tl.constexpr = lacking(FORMAT, a_ptr.dtype.element_ty)
+    FROM_ZERO: tl.constexpr = counts_from_zero(FORMAT, a_ptr.dtype.element_ty)
+    # From one address of a thread on, its others are as far as the compiler knows: in steps of
+    # eight rows, or of as many as a load of scales takes. 32 bits are enough for one expert.
+    first = pid_n * BLOCK_N
+    rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, 8, EVEN_N)
+    words_at = times(rows, stride_bn // 4)
+    SPAN: tl.constexpr = min(32 // GROUPS, BLOCK_N)
+    rows = _rows_of_spans(first, columns, ROWS, ROW_STEP, UP_ROW, BLOCK_N, SPAN, EVEN_N)
+    scale_at = times(rows, stride_bsn)
+    # One of the two is even.
+    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
+    shift = (rows[0] + rows[1]) % 2 * 4
+    step = tl.arange(0, STEPS)[:, None, None]
+    step_k = (step % PARTS) * PART_K + (step // PARTS) * DEPTH
+    words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
+    # A part's words stand side by side: pieces of 16 bytes would be fetched twice, by sectors.
+    word = tl.arange(0, PARTS)[:, None, None] * (PART_K // 8)
+    word += tl.arange(0, PART_K // 8)[None, None, :]
+    a_row = (pairs // A_TOP_K).to(tl.int64)[None, None, :, None]
+    a_k = step_k[:, :, :, None] + word_order_offsets(DEPTH)
+    a_ptrs = a_ptr + a_row * stride_am + a_k
+    a_mask = row_mask[None, None, :, None]
+    b_scale_ptr += expert * stride_bse
+    zero_ptr += expert * stride_bze
+    total = tl.zeros((PARTS, ROWS, BLOCK_M), tl.float32)
+    # Scales and zero points are loaded a step ahead: nothing else hides their way from memory.
+    scale, zero = _load_scales(
+        b_scale_ptr, scale_at, zero_ptr, zero_at, shift, 0, step_k, depth,
+        FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+    )  # fmt: skip
+    for start in range(0, depth, STEP_K):
+        a_inside = a_mask
+        if not EVEN_K:
+            # A copy of 16 bytes holds 32 weights.
+            words_mask = word // 4 * 32 < depth - start
+            a_inside = a_mask & (step_k[:, :, :, None] + first_of_eight(DEPTH) < depth - start)
+        # Opaque, or each row's pointer would be carried, two registers, from step to step.
+        here = tl.multiple_of(opaque(words_ptr.to(tl.int64)).to(words_ptr.dtype), 16)
+        words_ptrs = (here + (words_at[0] + word)) + words_at[1]
+        if EVEN_K:
+            words = tl.load(words_ptrs)
+        else:
+            words = tl.load(words_ptrs, mask=words_mask, other=0)
+        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+        next_scale, next_zero = _load_scales(
+            b_scale_ptr, scale_at, zero_ptr, zero_at, shift, start + STEP_K, step_k, depth,
+            FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+        )  # fmt: skip
+        groups = tl.reshape(words, (PARTS, ROWS, GROUPS, DEPTH // 8))
+        words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
+        x = boosted(rows_in_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
+        part = multiply_words(words, x, zero, FORMAT, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
+        part *= scale
+        if GROUPS > 1:
+            part = tl.sum(tl.reshape(part, (GROUPS, PARTS, ROWS, BLOCK_M)), 0)
+        total += part
+        scale = next_scale
+        zero = next_zero
+        words_ptr += STEP_K // 8
+        a_ptrs += STEP_K
+    tile = tl.sum(total, 0)
+    if GATED:
+        sides = tl.permute(tl.reshape(tile, (2, BLOCK_N, BLOCK_M)), (2, 1, 0))
+        gate_tile, up_tile = tl.split(sides)
+    else:
+        gate_tile = tl.trans(tile)
+        up_tile = gate_tile
+    # Once more, rather than to keep them in registers over the loop.
+    pairs = tl.load(sorted_ptr + opaque(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M))
+    row_mask = pairs < num_pairs
+    row_weights = gate_tile
+    if HAS_ROW_WEIGHTS:
+        row_weights = tl.load(row_weights_ptr + pairs, mask=row_mask, other=0.0)
+    result = finish_tile(
+        gate_tile, up_tile, bias_ptr + expert * stride_bias, column * ROW_STEP, UP_ROW, column_mask,
+        row_weights, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
+    )  # fmt: skip
+    store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, result)

@@ -1,0 +1,145 @@
+"""The aligned path for 4-bit weights and small M: words of eight, blocks of 8 or 16 rows.
+
+All is as on the aligned path but for the products: weights are the left operand, unpacked in
+registers, and the warps of a program share the depth.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned_w4 import config
+from experts.triton.aligned_w4.config import AlignedW4Config
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, Violation
+from experts.triton.operands import Product
+from experts.triton.operands_w4 import lie_ready, product_depth, w4_arguments
+from modular_kernel.ops.align import Aligned
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+
+class AlignedW4Path(AlignedPath):
+    """Serves what config.serves says. Row p of both products' results is pair p."""
+
+    name = config.NAME
+    former_names = ()
+    refuses = True
+    replaces = AlignedPath.name
+    launch = AlignedW4Config
+    lends = False
+
+    @classmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether rows and weights fill words of eight."""
+        return config.serves(problem)
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return up to where weights are not unpacked too often."""
+        return config.most_tokens(problem)
+
+    @classmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return the launches by how many experts have rows."""
+        return config.default(problem, tokens)
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where the launches change, or would if the next token came."""
+        return config.turns(problem)
+
+    @classmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield what the kernel's layouts forbid."""
+        assert isinstance(config, AlignedW4Config)
+        return config.violations()
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches around those that won."""
+        return config.candidates(problem, tokens)
+
+    @classmethod
+    def in_place_of(
+        cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
+    ) -> MoEConfig:
+        """Return the default for tiles of few rows: such files do not say what was launched."""
+        if config.took_over(problem, tokens, given.gemm1.block_m):
+            return config.default(problem, tokens)
+        return given
+
+    def __init__(self, problem: Problem) -> None:
+        """Bind the kernel."""
+        from experts.triton.aligned_w4.kernels.grouped_gemm_w4 import grouped_gemm_w4_kernel
+
+        super().__init__(problem)
+        self._kernel = grouped_gemm_w4_kernel
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Return whether words of weights can be read 16 bytes at once, and x along its rows."""
+        return x_TH.stride(1) == 1 and lie_ready(weights)
+
+    def multiply(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        product: Product,
+        config: Launch,
+        aligned: Aligned,
+        out: torch.Tensor,
+        row_weights_TK: torch.Tensor | None,
+    ) -> None:
+        """Launch one grouped GEMM over pairs aligned in blocks of block_m rows.
+
+        rows: (T, H) tokens, or (P, I) one row per pair, values side by side; out: a row per pair.
+        """
+        assert isinstance(config, AlignedW4Config)
+        a, _ = rows
+        pairs = out.numel() // product.columns
+        blocks = aligned.expert_ids.numel()
+        launch(
+            self._kernel,
+            (blocks * -(-product.columns // config.block_n),),
+            a_ptr=a,
+            row_weights_ptr=a if row_weights_TK is None else row_weights_TK,
+            out_ptr=out,
+            sorted_ptr=aligned.sorted_token_ids,
+            expert_ids_ptr=aligned.expert_ids,
+            num_post_ptr=aligned.num_tokens_post_padded,
+            num_pairs=pairs,
+            num_m=blocks,
+            stride_am=a.stride(0),
+            A_TOP_K=pairs // a.shape[0],
+            WRITE_ZEROS=not self._sums,
+            HAS_ROW_WEIGHTS=row_weights_TK is not None,
+            BLOCK_M=config.block_m,
+            **_arguments(product, config),
+            **overlap(),
+        )
+
+
+def _arguments(product: Product, config: AlignedW4Config) -> dict[str, object]:
+    """Return the kernel's arguments that do not depend on how rows are found."""
+    depth = product_depth(product.scheme, product.depth, config.block_k)
+    return {
+        **w4_arguments(product),
+        "columns": product.columns,
+        "depth": product.depth,
+        "UP_ROW": product.up_row,
+        "ROW_STEP": product.step,
+        "EVEN_K": product.depth % (config.num_warps * config.block_k) == 0,
+        "DEPTH": depth,
+        "PARTS": config.num_warps,
+        "GROUPS": config.block_k // depth,
+        "BLOCK_N": config.block_n,
+        "EVEN_N": product.columns % config.block_n == 0,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "maxnreg": config.registers or None,
+        **product.constants,
+    }

@@ -1,0 +1,1 @@
+"""Which configuration a call launches: overrides, tuned files, nearest layers, heuristics."""

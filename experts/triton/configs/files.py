@@ -1,0 +1,321 @@
+"""Tuned config files as text: ours, and those of vLLM and SGLang.
+
+Ours:
+
+    {"format": "modular_kernel.tiles/2",
+     "triton_version": "3.6.0",
+     "tuned_for": {"experts_part": "TritonExperts", "hidden": 4096, "top_k": 2},
+     "64": {"gemm1": {"BLOCK_SIZE_M": 32, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128,
+                      "GROUP_SIZE_M": 1, "num_warps": 4, "num_stages": 3},
+            "gemm2": {...},
+            "path": "aligned", "us": 650.1, "untuned_us": 664.0},
+     "128": ...}
+
+"64" is a number of tokens. "path" is one of experts.triton.paths, the first if absent; what a
+launch has depends on it. Both GEMMs have the same BLOCK_SIZE_M. BLOCK_SIZE_N counts columns of the
+product's output: a gated GEMM 1 computes as many gate columns and as many up columns. Version 1
+knows fewer names of paths (former), and tiles alone.
+
+vLLM and SGLang have no "format" and one launch for both GEMMs, {"64": {"BLOCK_SIZE_M": ...}};
+SGLang may have a second file, NAME_down.json, for GEMM 2. Their BLOCK_SIZE_N counts columns of the
+fused gate and up matrix: in front of a gated activation it is halved (to 16 at least), which keeps
+the work of a block. Other keys beside these are ignored.
+
+A file is refused whole, with its name, what it has and what it needs: nothing is guessed.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Never
+
+from experts.triton.configs.former import FORMER_NAMES
+from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig
+from experts.triton.paths import BASE, BY_NAME, NAMES
+from modular_kernel.errors import ConfigurationError
+
+VERSION = 2
+FORMAT = f"modular_kernel.tiles/{VERSION}"
+FORMATS = {"modular_kernel.tiles/1": 1, FORMAT: VERSION}
+MOST_BYTES = 1 << 20
+_TOKENS = re.compile(r"[1-9][0-9]{0,8}", re.ASCII)
+_TOP = ("format", "triton_version", "tuned_for")
+_MOST = 1 << 31
+_LONGEST = 1e12  # microseconds that are worth keeping
+# What vLLM calls the fields of a launch; all others have their own names.
+_KEYS = {
+    "block_m": "BLOCK_SIZE_M",
+    "block_n": "BLOCK_SIZE_N",
+    "block_k": "BLOCK_SIZE_K",
+    "group_m": "GROUP_SIZE_M",
+}
+_DEFAULTS = {"num_warps": 4, "num_stages": 3}  # triton's own
+
+
+@dataclass(frozen=True)
+class TunedFor:
+    """What a file of ours was measured on, beside what its name says."""
+
+    experts_part: str
+    hidden: int
+    top_k: int
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a layer, tuned and, if that was timed, untuned."""
+
+    us: float
+    untuned_us: float | None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Launches by tokens as somebody wrote them, not yet fitted to a problem.
+
+    gemm1, gemm2: (tokens, launch), ascending. fused_columns: block_n of GEMM 1 counts gate and up
+    columns together. strict: a launch that does not fit is an error, otherwise it is clamped.
+    paths: (tokens, path), as that version names them; a number of tokens that is not there takes
+    the first of all. version: of files of ours whose words these are.
+    """
+
+    origin: str
+    gemm1: tuple[tuple[int, Launch], ...]
+    gemm2: tuple[tuple[int, Launch], ...]
+    fused_columns: bool
+    strict: bool
+    triton: str | None = None
+    tuned_for: TunedFor | None = None
+    paths: tuple[tuple[int, str], ...] = ()
+    version: int = VERSION
+    times: Mapping[int, Times] = field(default_factory=dict, hash=False, compare=False)
+
+    def configs(self) -> dict[int, MoEConfig]:
+        """By tokens; of a recipe of ours, whose GEMMs have the same numbers."""
+        paths = dict(self.paths)
+        return {
+            tokens: MoEConfig(first, second, paths.get(tokens, BASE.name))
+            for (tokens, first), (_, second) in zip(self.gemm1, self.gemm2, strict=True)
+        }
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Read the recipe in a file; raise ConfigurationError, naming the file, if it is not one."""
+    return parse_recipe(_text(path), str(path))
+
+
+def _text(path: Path) -> str:
+    what = f"config file {path}"
+    try:
+        if not path.is_file():
+            raise ConfigurationError(what, got="no regular file", need="a JSON file")
+        with path.open("rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigurationError(what, got=str(error), need="a readable file") from error
+    if len(data) > MOST_BYTES:
+        raise ConfigurationError(what, got=f"over {MOST_BYTES} bytes", need=f"<= {MOST_BYTES}")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(what, got=str(error), need="UTF-8") from error
+
+
+def parse_recipe(text: str, origin: str) -> Recipe:
+    """Parse the recipe in a file's text; origin: the name for errors."""
+    what = f"config file {origin}"
+    try:
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # a JSONDecodeError is a ValueError
+        got = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigurationError(what, got=got, need="JSON, every key once, finite") from error
+    return _recipe(value, what, origin)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key twice")
+    return found
+
+
+def _no_constant(name: str) -> Never:
+    raise ValueError(f"{name} is no number")
+
+
+def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:
+    """Make a recipe from code: a configuration, what a file has, or one launch for every call.
+
+    A mapping follows the rules of files (tokens may be numbers): {"gemm1": .., "gemm2": ..} is
+    ours, {"BLOCK_SIZE_M": ..} is vLLM's and counts fused columns. What does not fit is an error.
+    """
+    what = "override_config"
+    if isinstance(value, MoEConfig):
+        if value.path not in BY_NAME:
+            need = f"one of {', '.join(NAMES)}"
+            raise ConfigurationError(f"{what}: path", got=_short(value.path), need=need)
+        launches = ((1, value.gemm1),), ((1, value.gemm2),)
+        paths = ((1, value.path),)
+        return Recipe(what, *launches, fused_columns=False, strict=True, paths=paths)
+    contents: dict[Any, object] = dict(_mapping(value, what))
+    if "gemm1" in contents:
+        contents = {"format": FORMAT, "1": contents}
+    elif "BLOCK_SIZE_M" in contents:
+        contents = {"1": contents}
+    named = {str(key) if type(key) is int else key: entry for key, entry in contents.items()}
+    recipe = _recipe(named, what, what)
+    version = recipe.version if "format" in contents else VERSION
+    return replace(recipe, strict=True, triton=None, tuned_for=None, version=version)
+
+
+def _recipe(value: object, what: str, origin: str) -> Recipe:
+    top = _mapping(value, what)
+    ours, version = "format" in top, 1
+    if ours:
+        known = top["format"]
+        version = FORMATS.get(known, 0) if isinstance(known, str) else 0
+        if not version:
+            need = f"one of {', '.join(FORMATS)}"
+            raise ConfigurationError(f"{what}: format", got=_short(known), need=need)
+    entries: dict[int, Mapping[str, object]] = {}
+    for key, entry in top.items():
+        if key in _TOP:
+            continue
+        if not isinstance(key, str) or _TOKENS.fullmatch(key) is None:
+            need = f"tokens 1 to 999999999, or one of {', '.join(_TOP)}"
+            raise ConfigurationError(f"{what}: key", got=_short(key), need=need)
+        entries[int(key)] = _mapping(entry, f"{what}: tokens {key}")
+    if not entries:
+        raise ConfigurationError(what, got="no number of tokens", need="at least one")
+    configs: dict[int, MoEConfig] = {}
+    for tokens in sorted(entries):
+        where = f"{what}: tokens {tokens}"
+        configs[tokens] = (
+            _ours(entries[tokens], where, version) if ours else _theirs(entries[tokens], where)
+        )
+    return Recipe(
+        origin=origin,
+        gemm1=tuple((tokens, config.gemm1) for tokens, config in configs.items()),
+        gemm2=tuple((tokens, config.gemm2) for tokens, config in configs.items()),
+        fused_columns=not ours,
+        strict=ours,
+        triton=_version(top, what),
+        tuned_for=_tuned_for(top, what) if ours else None,
+        paths=tuple((tokens, config.path) for tokens, config in configs.items()) if ours else (),
+        version=version,
+        times={t: times for t, e in entries.items() if (times := _times(e)) is not None},
+    )
+
+
+def _short(value: object) -> str:
+    """For a message: never long, whatever the value."""
+    if isinstance(value, str):
+        return repr(value[:80])
+    if isinstance(value, int):
+        return repr(value) if abs(value) < _LONGEST else "a very large number"
+    return repr(value) if isinstance(value, float) else type(value).__name__
+
+
+def _mapping(value: object, what: str) -> Mapping[Any, object]:
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(what, got=type(value).__name__, need="an object with keys")
+    return value
+
+
+def _ours(entry: Mapping[str, object], what: str, version: int) -> MoEConfig:
+    path = _path(entry, what, version)
+    launch = BY_NAME[path].launch if version == VERSION else LaunchConfig
+    for name in ("gemm1", "gemm2"):
+        if name not in entry:
+            raise ConfigurationError(what, got=f"no {name}", need="gemm1 and gemm2")
+    first, second = (
+        _launch(_mapping(entry[name], f"{what} {name}"), f"{what} {name}", launch)
+        for name in ("gemm1", "gemm2")
+    )
+    if first.block_m != second.block_m:
+        got = f"{first.block_m} and {second.block_m}"
+        raise ConfigurationError(f"{what} BLOCK_SIZE_M", got=got, need="the same for both GEMMs")
+    return MoEConfig(first, second, path)
+
+
+def _theirs(entry: Mapping[str, object], what: str) -> MoEConfig:
+    tile = _launch(entry, what, LaunchConfig)
+    return MoEConfig(tile, tile, BASE.name)
+
+
+def _launch(values: Mapping[str, object], what: str, kind: type[Any]) -> Launch:
+    """Return a launch of whole numbers; whether it can be launched depends on the problem.
+
+    They are positive, but for a field whose default is 0.
+    """
+    numbers = {}
+    for each in fields(kind):
+        key = _KEYS.get(each.name, each.name)
+        default = _DEFAULTS.get(each.name) if each.default is MISSING else each.default
+        value, least = values.get(key, default), 0 if each.default == 0 else 1
+        if type(value) is not int or not least <= value < _MOST:
+            need = f"a whole number from {least} to {_MOST - 1}"
+            raise ConfigurationError(f"{what}: {key}", got=_short(value), need=need)
+        numbers[each.name] = value
+    made: Launch = kind(**numbers)
+    return made
+
+
+def _version(top: Mapping[str, object], what: str) -> str | None:
+    version = top.get("triton_version")
+    if version is None or (isinstance(version, str) and len(version) <= 80):
+        return version
+    raise ConfigurationError(f"{what}: triton_version", got=_short(version), need="a version")
+
+
+def _tuned_for(top: Mapping[str, object], what: str) -> TunedFor | None:
+    if "tuned_for" not in top:
+        return None
+    what = f"{what}: tuned_for"
+    facts = _mapping(top["tuned_for"], what)
+    part, hidden, top_k = (facts.get(key) for key in ("experts_part", "hidden", "top_k"))
+    if not isinstance(part, str) or type(hidden) is not int or type(top_k) is not int:
+        need = "experts_part (a name), hidden and top_k (whole numbers)"
+        raise ConfigurationError(what, got=_short(facts), need=need)
+    return TunedFor(part, hidden, top_k)
+
+
+def _path(entry: Mapping[str, object], what: str, version: int) -> str:
+    path, known = entry.get("path", BASE.name), NAMES if version == VERSION else FORMER_NAMES
+    if isinstance(path, str) and path in known:
+        return path
+    raise ConfigurationError(f"{what}: path", got=_short(path), need=f"one of {', '.join(known)}")
+
+
+def _times(entry: Mapping[str, object]) -> Times | None:
+    us, untuned = (_microseconds(entry.get(key)) for key in ("us", "untuned_us"))
+    return None if us is None else Times(us, untuned)
+
+
+def _microseconds(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and 0 < value < _LONGEST else None
+
+
+def config_as_json(config: MoEConfig) -> dict[str, object]:
+    """Return an entry of a file of ours, without its times."""
+    one, two = (_as_json(launch) for launch in (config.gemm1, config.gemm2))
+    return {"gemm1": one, "gemm2": two, "path": config.path}
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """Return the text of a file of ours."""
+    top: dict[str, object] = {"format": FORMAT}
+    if recipe.triton is not None:
+        top["triton_version"] = recipe.triton
+    if recipe.tuned_for is not None:
+        top["tuned_for"] = asdict(recipe.tuned_for)
+    for tokens, config in recipe.configs().items():
+        times = recipe.times.get(tokens)
+        top[str(tokens)] = config_as_json(config) | (asdict(times) if times is not None else {})
+    return json.dumps(top, indent=2) + "\n"
+
+
+def _as_json(launch: Launch) -> dict[str, int]:
+    return {_KEYS.get(name, name): value for name, value in vars(launch).items()}

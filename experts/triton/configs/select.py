@@ -1,0 +1,188 @@
+"""What a call launches, who decided it, and how to decide otherwise.
+
+config = choose_config(problem, tokens)          # tuned where a file says so, see configs.lookup
+print(explain(problem, tokens))                # which file, and why
+with override_config(MoEConfig(...)):          # in this thread, inside the block
+    ...
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from experts.triton.configs.filenames import names_for
+from experts.triton.configs.files import Recipe, override_recipe
+from experts.triton.configs.lookup import FIXED, PACKAGED, ConfigLookup, Source, fit, nearest
+from experts.triton.configs.steps import Steps
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.paths import BASE
+from modular_kernel.machine import current_machine
+from modular_kernel.settings import read_settings
+from modular_kernel.types import Problem
+
+_PACKAGED = Path(__file__).parent / "data"
+_override: ContextVar[Recipe | None] = ContextVar("config override", default=None)
+_device: ContextVar[Device | None] = ContextVar("tile device", default=None)
+
+
+def choose_config(
+    problem: Problem, tokens: int, paths: tuple[str, ...] = (BASE.name,)
+) -> MoEConfig:
+    """Return what a call of `tokens` tokens launches. Files are read at the first call.
+
+    tokens: of this rank; in the batched format the rows reserved for an expert. paths: those the
+    caller can take; where a file says another, the heuristics decide. A gated GEMM 1 computes
+    block_n gate and block_n up columns. ConfigurationError where a file or an override is malformed
+    or does not fit. A repeated call takes about a microsecond.
+    """
+    return _chosen(problem, tokens, _Where(_override.get(), _device.get(), paths))
+
+
+def kinds_up_to(
+    problem: Problem, tokens: int, paths: tuple[str, ...] = (BASE.name,)
+) -> list[tuple[int, str, int]]:
+    """Return (most tokens, path, block_m) for each path and block_m that a call can meet.
+
+    The call has at most `tokens` tokens.
+    """
+    return list(_kinds(problem, tokens, _Where(_override.get(), _device.get(), paths)))
+
+
+@contextmanager
+def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator[None]:
+    """Inside the block `config` decides instead of any file; None: files decide again.
+
+    config: a configuration, or a mapping as in a file (see configs.files), or one launch of it for
+    every number of tokens. Blocks nest, and end as they began, whatever is raised inside. Other
+    threads do not see it. Workspaces depend on it: make kernels and plans where they are called.
+    """
+    token = _override.set(None if config is None else override_recipe(config))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+@contextmanager
+def on_device(device: Device) -> Iterator[None]:
+    """Inside the block, in this thread, tiles are those for `device`: it need not be here."""
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def explain(
+    problem: Problem,
+    tokens: int,
+    device_name: str | None = None,
+    paths: tuple[str, ...] = (BASE.name,),
+) -> str:
+    """Say what a call of `tokens` tokens launches, where that comes from, and why.
+
+    device_name: as if on this GPU; None means this machine's. paths: those the caller can take
+    there. Weights and tokens lie as the importers leave them. One fact per line.
+    """
+    store = this_store()
+    recipe = _override.get()
+    if device_name is not None:
+        store = replace(store, device=Device.named(device_name))
+    source = fit(recipe, problem, store.device) if recipe else store.source(problem)
+    said = source.steps.choose(tokens)
+    config = source.launched(problem, store.device, paths).choose(tokens)
+    lines = [
+        f"{problem}, {tokens} tokens, on {store.device.name or 'no GPU'}",
+        f"  from {_why(source, problem, tokens)}",
+        *([f"  not launched as it says, {said}"] if said.path != config.path else []),
+        f"  path: {config.path}",
+        f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
+        f"  GEMM 2: {config.gemm2}",
+        *(f"  note: {note}" for note in source.notes),
+        *(f"  looked in {place}" for place in source.looked_in),
+    ]
+    if source.origin in ("heuristics", "nearest"):
+        named = names_for(problem, store.device.name)[0] if store.device.name else ""
+        need = f"`mk tune` writes one: {named}" if named else "tuned files are for a GPU"
+        lines.append(f"  no tuned file; {need}")
+    return "\n".join(lines)
+
+
+def _why(source: Source, problem: Problem, tokens: int) -> str:
+    lender = source.whose[source.steps.index(tokens)] if source.whose else ""
+    if lender == "heuristics":
+        return "heuristics: no layer with a file is near"
+    if lender:
+        return f"the nearest layer with a file: {lender}"
+    if source.origin == FIXED:
+        return FIXED
+    if not source.keys:
+        rows = tokens * problem.top_k / problem.experts
+        place = source.steps.index(tokens) + 1
+        return f"heuristic {place} of {len(source.steps.lasts)}: {rows:.4g} rows an expert"
+    key, keys = nearest(source.keys, tokens), ", ".join(map(str, source.keys))
+    if len(source.keys) == len(source.steps.lasts):
+        taken = source.keys[source.steps.index(tokens)]
+        if taken != key:
+            return f"{source.origin}: tokens {taken} of {keys}, because {key} is for fewer"
+    return f"{source.origin}: tokens {key} is the nearest of {keys}"
+
+
+def reread() -> None:
+    """Forget what was read from files, the environment and the machine, as `mk tune` does."""
+    for function in (_chosen, _kinds, _steps, _machine_s_store):
+        function.cache_clear()
+
+
+def this_store() -> ConfigLookup:
+    """Return the folders and the GPU of this machine, or the GPU of `on_device`."""
+    store, device = _machine_s_store(), _device.get()
+    return store if device is None else replace(store, device=device)
+
+
+@cache
+def _machine_s_store() -> ConfigLookup:
+    """Look at this machine once; its first GPU stands for all."""
+    own = read_settings().config_dir
+    folders = ((PACKAGED, _PACKAGED),) if own is None else (("user", own), (PACKAGED, _PACKAGED))
+    return ConfigLookup(folders, Device.of(current_machine()), triton_version())
+
+
+def triton_version() -> str | None:
+    """Return the installed triton's version, without importing it."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+class _Where(NamedTuple):
+    """What decides about a configuration beside the problem and its tokens."""
+
+    recipe: Recipe | None
+    device: Device | None  # of `on_device`
+    paths: tuple[str, ...]
+
+
+@lru_cache(maxsize=1 << 10)
+def _steps(problem: Problem, where: _Where) -> Steps:
+    """problem: with tokens = 0, which decide nothing here."""
+    store, recipe = this_store(), where.recipe
+    source = store.source(problem) if recipe is None else fit(recipe, problem, store.device)
+    return source.launched(problem, store.device, where.paths)
+
+
+@lru_cache(maxsize=1 << 16)
+def _chosen(problem: Problem, tokens: int, where: _Where) -> MoEConfig:
+    return _steps(problem.with_tokens(0), where).choose(tokens)
+
+
+@lru_cache(maxsize=1 << 12)
+def _kinds(problem: Problem, tokens: int, where: _Where) -> tuple[tuple[int, str, int], ...]:
+    most = _steps(problem.with_tokens(0), where).most_tokens(tokens)
+    return tuple((limit, path, block_m) for (path, block_m), limit in most.items())

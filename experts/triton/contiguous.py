@@ -1,0 +1,132 @@
+"""TritonExperts: contiguous tokens through Triton products, by the path its configuration says."""
+
+from contextlib import AbstractContextManager
+from itertools import combinations
+
+import torch
+
+from experts.triton.configs.select import choose_config, kinds_up_to, on_device, this_store
+from experts.triton.launch_config import Device, MoEConfig
+from experts.triton.operands import SCHEMES, group_rejections
+from experts.triton.path import PathCall, room_for
+from experts.triton.paths import BY_NAME, PATHS
+from experts.triton.tuning.space import ConfigSpace
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.roundings import Roundings
+from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.workspace import Workspace, WorkspaceShapes
+from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
+
+
+class TritonExperts(PermuteExpertsUnpermute):
+    """Contiguous tokens, Triton products; weights and sums over top-k itself.
+
+    The configuration of a call says which path it takes (experts.triton.paths). Where top-k is
+    kept, the second product writes the output, zeros for skipped pairs included. No atomics on
+    floating-point values, so results are bitwise repeatable.
+    """
+
+    replayable = True
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        packages=("triton",),
+        triton=True,
+        min_arch=(8, 0),
+        graph_capturable=True,
+        batch_invariant=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        tf32=True,
+        schemes=SCHEMES,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._paths = {name: BY_NAME[name](problem) for name in paths_of(problem)}
+        self._choices = _choices(tuple(self._paths))
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> ConfigSpace | None:
+        if problem.batch_invariant:  # its tiles are fixed
+            return None
+        return ConfigSpace(problem, cls.__name__, PATHS)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return group_rejections(cls.__name__, problem)
+
+    @classmethod
+    def described(cls, machine: Machine) -> AbstractContextManager[None]:
+        return on_device(Device.of(machine))
+
+    def takes_unquantised(self, shape: DispatchShape) -> bool:
+        """Where every call up to `shape` takes a path that quantises, however weights lie."""
+        assert isinstance(shape, ContiguousShape)
+        if not self.problem.scheme.quantises_activations:
+            return False
+        return all(BY_NAME[path].quantises_input for path, _ in self._kinds(shape.tokens))
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
+        they take other paths and smaller blocks."""
+        assert isinstance(shape, ContiguousShape)
+        kinds = self._kinds(shape.tokens)
+        specs = (self._paths[path].specs(most, block_m) for (path, block_m), most in kinds.items())
+        return room_for(self.problem, shape, specs)
+
+    def _kinds(self, tokens: int) -> dict[tuple[str, int], int]:
+        """Return by (path, block_m) the most tokens of a call that meets it, as tensors may lie."""
+        found: dict[tuple[str, int], int] = {}
+        for paths in self._choices:
+            for most, path, block_m in kinds_up_to(self.problem, tokens, paths):
+                found[path, block_m] = max(most, found.get((path, block_m), 0))
+        return found
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
+        return self._paths[self._config(x_TH, weights).path].roundings
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        config = self._config(tokens.x_TH, weights)
+        self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
+
+    def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
+        """Return what a call of these tensors launches."""
+        config = choose_config(self.problem, len(x_TH), tuple(self._paths))
+        if self._paths[config.path].takes(weights, x_TH):
+            return config
+        paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
+        return choose_config(self.problem, len(x_TH), paths)
+
+
+def paths_of(problem: Problem) -> tuple[str, ...]:
+    """Return the names of the paths that calls of `problem` may take here, or `on_device`."""
+    device = this_store().device
+    return tuple(path.name for path in PATHS if path.serves(problem, device))
+
+
+def _choices(paths: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+    """Return the paths among which a call chooses, whichever of them take its tensors."""
+    refusing = [name for name in paths if BY_NAME[name].refuses]
+    lacking = (out for count in range(len(refusing) + 1) for out in combinations(refusing, count))
+    return tuple(tuple(name for name in paths if name not in out) for out in lacking)

@@ -1,0 +1,119 @@
+"""Stored 4- and 8-bit weights to bf16, for experts that have rows; and their tiles, by themselves.
+
+A call with many rows an expert reads each weight many times: writing it once as a value is cheaper
+than unpacking it in every product (experts.triton.dequantised.path).
+"""
+
+import triton
+import triton.language as tl
+
+from experts.triton.kernels.unpack_w4 import unpack_int4
+
+TARGETS = ("sm_90",)  # as their products: the only ones that `mk compile` can compile them for
+LEFT_OUT = {"tiles_of_experts_kernel": "launched for weights of more than 1 GiB alone"}
+_E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
+
+
+@triton.jit
+def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
+    """(ROWS, GROUPS, stored) to float32 (ROWS, GROUPS, STEP): q, or e2m1 values, exactly.
+
+    e2m1 codes moved to the top of float32's fields read as the value times 2^-126, subnormals
+    included.
+    """
+    ROWS: tl.constexpr = codes.shape[0]
+    GROUPS: tl.constexpr = codes.shape[1]
+    if FORMAT == "e2m1_repacked":  # int32 words
+        words: tl.constexpr = codes.shape[2]
+        wide = tl.reshape(unpack_int4(codes, FORMAT, tl.bfloat16), (ROWS, GROUPS, 8 * words))
+        values = wide.to(tl.float32) * _E2M1_UNIT
+    elif PACKED:
+        wide = codes.to(tl.int32)
+        both = tl.join(wide & 15, wide >> 4)
+        code = tl.reshape(both, (ROWS, GROUPS, 2 * codes.shape[2]))
+        if FORMAT == "e2m1":
+            bits = ((code & 8) << 28) | ((code & 7) << 22)
+            values = bits.to(tl.float32, bitcast=True) * _E2M1_UNIT
+        else:
+            values = code.to(tl.float32)
+    else:
+        values = codes.to(tl.int32).to(tl.float32)
+    return values
+
+
+@triton.jit
+def dequantise_kernel(
+    w_ptr, scale_ptr, zero_ptr, starts_ptr, out_ptr, first_expert, rows, depth, scale_groups,
+    FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO: tl.constexpr, MIDDLE: tl.constexpr,
+    GROUP_K: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if it has rows.
+
+    Program (block of rows, block of the depth, e) writes ROWS rows by STEPS * STEP of the depth.
+    starts_ptr: first row of each expert, and how many there are (ops.sort). w: (experts, rows,
+    depth) stored values, two to a byte if PACKED, int32 words of eight if repacked. scale:
+    (experts, rows, scale_groups), one for GROUP_K of the depth, a multiple of STEP, or for all of
+    it where that is 0. zero: as scale, or two rows to a byte if PACKED. All contiguous.
+    """
+    expert = first_expert + tl.program_id(2)
+    if tl.load(starts_ptr + expert) < tl.load(starts_ptr + expert + 1):
+        REPACKED: tl.constexpr = FORMAT == "e2m1_repacked"
+        EACH: tl.constexpr = 8 if REPACKED else (2 if PACKED else 1)  # values a stored number holds
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None, None]
+        start = (tl.program_id(1) * STEPS + tl.arange(0, STEPS))[None, :, None] * STEP
+        stored = start // EACH + tl.arange(0, STEP // EACH)[None, None, :]
+        row_in = row < rows
+        at_row = expert.to(tl.int64) * rows + row
+        mask = row_in & (stored < depth // EACH)
+        codes = tl.load(w_ptr + at_row * (depth // EACH) + stored, mask=mask, other=0)
+        values = _values(codes, FORMAT, PACKED)
+        group = start // GROUP_K if GROUP_K > 0 else start * 0
+        group_in = row_in & (start < depth)
+        scale = tl.load(scale_ptr + at_row * scale_groups + group, mask=group_in, other=0)
+        if FORMAT == "integer":
+            scale = scale.to(tl.float32)
+            if HAS_ZERO and PACKED:
+                pair = expert.to(tl.int64) * (rows // 2) + row // 2
+                zero = tl.load(zero_ptr + pair * scale_groups + group, mask=group_in, other=0)
+                zero = (zero.to(tl.int32) >> (row % 2 * 4)) & 15
+                values -= zero.to(tl.float32)
+            elif HAS_ZERO:
+                zero = tl.load(zero_ptr + at_row * scale_groups + group, mask=group_in, other=0)
+                values -= zero.to(tl.int32).to(tl.float32)
+            else:
+                values -= MIDDLE
+        else:
+            scale = tl.exp2(scale.to(tl.float32) - 127.0)
+        k = start + tl.arange(0, STEP)[None, None, :]
+        at = (tl.program_id(2).to(tl.int64) * rows + row) * depth + k
+        tl.store(out_ptr + at, (values * scale).to(tl.bfloat16), mask=row_in & (k < depth))
+
+
+@triton.jit
+def tiles_of_experts_kernel(
+    tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
+    TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
+):  # fmt: skip
+    """The tiles (ops.sort) of `experts` experts from first_expert on, numbered from 0, to `out`.
+
+    Program i copies FILL of them; the first one says how many there are. BINS: a power of two, at
+    least first_expert + experts.
+    """
+    expert = tl.arange(0, BINS)
+    known = expert < first_expert + experts
+    begin = tl.load(starts_ptr + expert, mask=known, other=0)
+    end = tl.load(starts_ptr + expert + 1, mask=known, other=0)
+    counts = (end - begin + TILE_M - 1) // TILE_M
+    first = tl.sum(tl.where(expert < first_expert, counts, 0), axis=0)
+    count = tl.sum(tl.where(expert >= first_expert, counts, 0), axis=0)
+    pid = tl.program_id(0)
+    tile = pid * FILL + tl.arange(0, FILL)
+    used = tile < count
+    from_ptr = tiles_ptr + first + tile
+    tl.store(out_ptr + tile, tl.load(from_ptr, mask=used, other=0) - first_expert, mask=used)
+    row = tl.load(from_ptr + max_tiles, mask=used, other=0)
+    past = tl.load(from_ptr + 2 * max_tiles, mask=used, other=0)
+    tl.store(out_ptr + max_tiles + tile, row, mask=used)
+    tl.store(out_ptr + 2 * max_tiles + tile, past, mask=used)
+    if pid == 0:
+        tl.store(out_ptr + 3 * max_tiles, count)

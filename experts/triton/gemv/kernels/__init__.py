@@ -1,0 +1,1 @@
+"""Matrix-vector products of a token's pairs, without tensor cores."""

@@ -1,0 +1,67 @@
+"""Device functions of the gemv path: rows of weights times one vector each, without tensor cores.
+
+A program holds slots x rows x depth weights at once, (S, N, K). Each thread loads VEC values beside
+each other, multiplies them with the vector's and keeps one sum of them: sums are (S, N, K / VEC).
+Reading the weights is all that takes time, so what counts is how many bytes are on their way.
+"""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
+
+
+@triton.jit
+def float_weights(codes, MIDDLE: tl.constexpr):
+    """Float32 values of stored weights, MIDDLE subtracted from integers.
+
+    1.5 * 2^23 + n has the bits 0x4B400000 + n: converting bytes as such is slow on a GPU.
+    """
+    if codes.dtype == tl.int8 or codes.dtype == tl.uint8:
+        bits = codes.to(tl.int32) + 0x4B400000
+        values = bits.to(tl.float32, bitcast=True) - (12582912.0 + MIDDLE)
+    else:
+        values = codes.to(tl.float32)
+    return values
+
+
+@triton.jit
+def step_sums(
+    codes, x, x_scale, scale_ptrs, zero_ptrs, mask,
+    MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
+    S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Sums (S, N, K / VEC) of codes (S, N, K) times x (S, K), scaled where GROUP_K > 0.
+
+    x_scale (S, K / VEC), scale_ptrs, zero_ptrs and mask, which keeps rows and depth that have no
+    scales from being read: (S, N or 1, K / VEC).
+    """
+    values = tl.reshape(float_weights(codes, MIDDLE), (S, N, K // VEC, VEC))
+    if HAS_ZERO:
+        zero = tl.load(zero_ptrs, mask=mask, other=0)
+        values -= tl.expand_dims(zero.to(tl.float32), 3)
+    sums = tl.sum(values * tl.reshape(x, (S, 1, K // VEC, VEC)), axis=3)
+    if GROUP_K > 0:
+        scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(tl.float32)
+        sums *= scale * x_scale[:, None, :]
+    return sums
+
+
+@triton.jit
+def quantised_groups(
+    x, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, TYPE: tl.constexpr,
+    GROUP: tl.constexpr, S: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """x (S, K) quantised with one scale for each GROUP columns, as float32; scales (S, K / VEC)."""
+    groups = tl.reshape(x, (S, K // GROUP, GROUP))
+    scale = scale_of(tl.max(tl.abs(groups), axis=2), LARGEST, MIN_SCALE)
+    q = requantised(groups, scale[:, :, None], LARGEST, ROUND, TYPE)
+    scales = tl.broadcast_to(scale[:, :, None], (S, K // GROUP, GROUP // VEC))
+    return tl.reshape(q, (S, K)), tl.reshape(scales, (S, K // VEC))
+
+
+@triton.jit
+def requantised(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
+    """Float32 x as `quantise_rows` would store it with this scale, as float32 again."""
+    q = quantised_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)
+    return q.to(TYPE).to(tl.float32)

@@ -1,0 +1,168 @@
+"""GEMM 2 of the gemv path: a program for each token (or pair) and block of hidden values."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from experts.triton.gemv.kernels.common import quantised_groups, requantised, step_sums
+from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.quantise import scale_of
+
+
+@triton.jit
+def _pair_scales(
+    largest_ptr, pairs, live, blocks, num_pairs,
+    ids_ptr, map_ptr, num_experts, num_local, HAS_MAP: tl.constexpr,
+    QUANT: tl.constexpr, LARGEST: tl.constexpr, MIN_SCALE: tl.constexpr,
+    S: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Scales (S,) of h, from the largest values that GEMM 1's programs left."""
+    block = tl.arange(0, BLOCK_B)
+    if QUANT == "token":
+        mask = live[:, None] & (block < blocks)[None, :]
+        ptrs = largest_ptr + pairs[:, None] * blocks + block[None, :]
+        largest = tl.max(tl.load(ptrs, mask=mask, other=0.0), axis=1)
+    else:
+        tl.static_assert(QUANT == "tensor")
+        most = tl.zeros((BLOCK_B,), tl.float32)
+        for pair in range(num_pairs):
+            local, _ = load_local_ids(
+                ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
+            )
+            mask = (block < blocks) & (local >= 0)
+            other = tl.load(largest_ptr + pair * blocks + block, mask=mask, other=0.0)
+            most = tl.maximum(most, other)
+        largest = tl.zeros((S,), tl.float32) + tl.max(most, axis=0)
+    return scale_of(largest, LARGEST, MIN_SCALE)
+
+
+@triton.jit
+def _add_step(
+    sums, codes, start, h, h_scale, scale_mask, depth, scale_ptrs, zero_ptrs,
+    stride_bsk, stride_bzk,
+    QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
+    S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """sums with the products of one step added. h (S, BLOCK_K), h_scale (S,), scale_mask
+    (S, rows with scales, 1)."""
+    h = h.to(tl.float32)
+    scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)
+    if QUANT == "group":
+        h, scales = quantised_groups(
+            h, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, S, BLOCK_K, VEC
+        )  # fmt: skip
+    elif QUANT != "none":
+        h = requantised(h, h_scale[:, None], LARGEST, ROUND, TYPE)
+    else:
+        scales += 1.0
+    vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
+    group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
+    sums += step_sums(
+        codes, h, scales, scale_ptrs + group * stride_bsk, zero_ptrs + group * stride_bzk,
+        scale_mask & (vector < depth)[None, None, :],
+        MIDDLE, HAS_ZERO, GROUP_K, S, N, BLOCK_K, VEC,
+    )  # fmt: skip
+    return sums
+
+
+@triton.jit
+def gemv_down_kernel(
+    h_ptr, h_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
+    ids_ptr, map_ptr, out_ptr, largest_ptr,
+    num_pairs, hidden, depth, blocks, num_experts, num_local, factor,
+    stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
+    stride_bze, stride_bzn, stride_bzk, stride_bias,
+    SLOTS: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr, QUANT: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr,
+    HAS_ZERO: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
+    S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
+    STAGES: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
+
+    Pairs are added in their order; skipped ones are not read. h is (num_pairs, depth) and out
+    (num_pairs // SLOTS, hidden), both contiguous; with SLOTS = 1 every pair keeps a row, zero if
+    skipped. w is (e, hidden, depth). Grid (num_pairs // SLOTS * blocks of BLOCK_N columns,), tokens
+    side by side. S slots are held at once.
+    QUANT: how h is quantised, as in gemv_gate_up_kernel; `blocks` largest values of each pair are
+    at largest_ptr.
+    """
+    TYPE: tl.constexpr = b_ptr.dtype.element_ty
+    rows = num_pairs // SLOTS
+    token = tl.program_id(0) % rows
+    column = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < hidden
+    k = tl.arange(0, BLOCK_K)
+    row_offset = column.to(tl.int64)[None, :, None] * stride_bn + k[None, None, :] * stride_bk
+    scale_row = tl.program_id(0) // rows * BLOCK_N + tl.arange(0, SCALE_ROWS)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    for first in range(0, SLOTS, S):
+        slot = first + tl.arange(0, S)
+        pairs = token * SLOTS + slot
+        local, _ = load_local_ids(
+            ids_ptr, pairs, slot < SLOTS, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        live = local >= 0
+        expert = tl.maximum(local, 0).to(tl.int64)
+        w_ptrs = b_ptr + expert[:, None, None] * stride_be + row_offset
+        row_mask = live[:, None, None] & column_mask[None, :, None]
+        scale_mask = live[:, None, None] & (scale_row < hidden)[None, :, None]
+        codes = tl.load(w_ptrs, mask=row_mask & (k < depth)[None, None, :], other=0.0)
+        # The first weights are on their way before anything waits for h: GEMM 1 has waited for
+        # the ids when this kernel may begin. See after_predecessor.
+        if OVERLAP:
+            gdc_wait()
+            gdc_launch_dependents()
+        h_ptrs = h_ptr + pairs.to(tl.int64)[:, None] * depth + k[None, :]
+        # h sets off before anything waits for its largest values.
+        h = tl.load(h_ptrs, mask=live[:, None] & (k < depth)[None, :], other=0.0)
+        h_scale = tl.full((S,), 1.0, tl.float32)
+        if QUANT == "token" or QUANT == "tensor":
+            h_scale = _pair_scales(
+                largest_ptr, pairs, live, blocks, num_pairs, ids_ptr, map_ptr, num_experts,
+                num_local, HAS_MAP, QUANT, LARGEST, MIN_SCALE, S, BLOCK_B,
+            )  # fmt: skip
+        elif QUANT == "static":
+            h_scale *= tl.load(h_scale_ptr)
+        scale_ptrs = (
+            b_scale_ptr + expert[:, None, None] * stride_bse
+            + (scale_row // GROUP_N)[None, :, None] * stride_bsn
+        )  # fmt: skip
+        zero_ptrs = (
+            zero_ptr + expert[:, None, None] * stride_bze + scale_row[None, :, None] * stride_bzn
+        )
+        sums = _add_step(
+            tl.zeros((S, BLOCK_N, BLOCK_K // VEC), tl.float32), codes, 0, h, h_scale, scale_mask,
+            depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
+            QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+            S, BLOCK_N, BLOCK_K, VEC,
+        )  # fmt: skip
+        for start in tl.range(BLOCK_K, depth, BLOCK_K, num_stages=STAGES):
+            inside = start + k < depth
+            w_ptrs += BLOCK_K * stride_bk
+            codes = tl.load(w_ptrs, mask=row_mask & inside[None, None, :], other=0.0)
+            h = tl.load(h_ptrs + start, mask=live[:, None] & inside[None, :], other=0.0)
+            sums = _add_step(
+                sums, codes, start, h, h_scale, scale_mask,
+                depth, scale_ptrs, zero_ptrs, stride_bsk, stride_bzk,
+                QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GROUP_K,
+                S, BLOCK_N, BLOCK_K, VEC,
+            )  # fmt: skip
+        row = tl.sum(sums, axis=2)
+        row_live = live[:, None] & column_mask[None, :]
+        if SCALED and GROUP_K == 0:
+            ptrs = b_scale_ptr + expert[:, None] * stride_bse
+            ptrs += (column // GROUP_N)[None, :] * stride_bsn
+            row *= h_scale[:, None] * tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            ptrs = bias_ptr + expert[:, None] * stride_bias + column[None, :]
+            row += tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
+        if HAS_ROW_WEIGHTS:
+            # A skipped pair's weight may be anything, NaN too.
+            row *= tl.load(row_weights_ptr + pairs, mask=live, other=0.0)[:, None]
+        total += tl.sum(row, axis=0)
+    out_ptrs = out_ptr + token.to(tl.int64) * hidden + column
+    tl.store(out_ptrs, (total * factor).to(out_ptr.dtype.element_ty), mask=column_mask)

@@ -1,0 +1,208 @@
+"""GEMM 1 of the gemv path: a program for each routed pair and block of intermediate values."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.gemv.kernels.common import quantised_groups, requantised, step_sums
+from experts.triton.kernels.gemm_tile import finish_tile
+from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
+from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.quantise import scale_of
+
+
+@triton.jit
+def _largest(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
+    """The largest magnitude of x's first rows."""
+    largest = tl.zeros((BLOCK_R,), tl.float32)
+    column = tl.arange(0, BLOCK_R)
+    for _ in range(rows):
+        for start in range(0, hidden, BLOCK_R):
+            mask = start + column < hidden
+            value = tl.load(x_ptr + (start + column) * stride_xk, mask=mask, other=0.0)
+            largest = tl.maximum(largest, tl.abs(value.to(tl.float32)))
+        x_ptr += stride_xm
+    return tl.max(largest, axis=0)
+
+
+@triton.jit
+def _step_input(
+    x, x_scale_ptr, start, hidden, scale, stride_xsk,
+    QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    TYPE: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """x (BLOCK_K,) as (1, BLOCK_K) float32, quantised already or here, and its scales
+    (1, BLOCK_K / VEC)."""
+    x = x.to(tl.float32)[None, :]
+    scales = tl.zeros((1, BLOCK_K // VEC), tl.float32)
+    if QUANT == "group":
+        x, scales = quantised_groups(
+            x, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, 1, BLOCK_K, VEC
+        )  # fmt: skip
+    elif QUANT == "given":
+        if GROUP_K > 0:
+            vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
+            scale_ptrs = x_scale_ptr + (vector // GROUP_K) * stride_xsk
+            scales = tl.load(scale_ptrs, mask=vector < hidden, other=0.0)[None, :]
+    elif QUANT != "none":
+        x = requantised(x, scale, LARGEST, ROUND, TYPE)
+    if QUANT == "none":
+        scales += 1.0
+    return x, scales
+
+
+@triton.jit
+def _add_step(
+    gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
+    scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs, stride_xsk, stride_bsk, stride_bzk,
+    QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GATED: tl.constexpr,
+    GROUP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """gate and up with the products of one step added. scale_mask: (rows with scales,)."""
+    x, scales = _step_input(
+        x, x_scale_ptr, start, hidden, x_scale, stride_xsk,
+        QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, GROUP_K, BLOCK_K, VEC,
+    )  # fmt: skip
+    vector = start + tl.arange(0, BLOCK_K // VEC) * VEC
+    group = (vector // (GROUP_K if GROUP_K > 0 else 1))[None, None, :]
+    mask = scale_mask[None, :, None] & (vector < hidden)[None, None, :]
+    gate += step_sums(
+        gate_codes, x, scales, scale_ptrs[None, :, None] + group * stride_bsk,
+        zero_ptrs[None, :, None] + group * stride_bzk, mask,
+        MIDDLE, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+    )  # fmt: skip
+    if GATED:
+        up += step_sums(
+            up_codes, x, scales, up_scale_ptrs[None, :, None] + group * stride_bsk,
+            up_zero_ptrs[None, :, None] + group * stride_bzk, mask,
+            MIDDLE, HAS_ZERO, GROUP_K, 1, BLOCK_N, BLOCK_K, VEC,
+        )  # fmt: skip
+    return gate, up
+
+
+@triton.jit
+def gemv_gate_up_kernel(
+    x_ptr, x_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
+    ids_ptr, map_ptr, invalid_ptr, h_ptr, largest_ptr,
+    num_pairs, intermediate, hidden, up_row, up_offset, num_experts, num_local,
+    stride_xm, stride_xk, stride_xsm, stride_xsk,
+    stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
+    stride_bze, stride_bzn, stride_bzk, stride_bias,
+    TOP_K: tl.constexpr, ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr, QUANT: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr,
+    MIN_SCALE: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    GROUP_N: tl.constexpr, GROUP_K: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    KEEP_LARGEST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
+
+    w is (e, rows, hidden) and column n uses row n * ROW_STEP, and up_row further if GATED; h is
+    (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Grid
+    (num_pairs, blocks of BLOCK_N columns + 1); the first program behind all blocks counts invalid
+    ids.
+    QUANT: how x is quantised: "none", "given" with its scales, or here, with one scale a "token",
+    a "group", a "tensor", or the "static" one at x_scale_ptr. SCALED: weights have scales, one for
+    GROUP_N rows and GROUP_K of the depth (0: all); SCALE_ROWS: 1 if one serves all BLOCK_N rows.
+    KEEP_LARGEST: largest[p, block] = largest magnitude of the program's values.
+    """
+    after_predecessor(OVERLAP)
+    pair = tl.program_id(0)
+    block = tl.program_id(1)
+    if block * BLOCK_N >= intermediate:
+        if pair == 0:
+            count_invalid_ids(
+                ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
+            )
+        return
+    local, _ = load_local_ids(ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP)
+    if local < 0:
+        return
+    TYPE: tl.constexpr = b_ptr.dtype.element_ty
+    expert, token = local.to(tl.int64), (pair // TOP_K).to(tl.int64)
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < intermediate
+    k = tl.arange(0, BLOCK_K)
+    w_ptrs = (
+        b_ptr + expert * stride_be
+        + (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_bn + k[None, None, :] * stride_bk
+    )  # fmt: skip
+    w_mask = column_mask[None, :, None] & (k < hidden)[None, None, :]
+    # The first weights set off before anything waits for x.
+    gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
+    up_codes = gate_codes
+    if GATED:
+        up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
+    x_ptr += token * stride_xm
+    x_scale_ptr += token * stride_xsm
+    # And so does x before anything waits for its largest value.
+    x = tl.load(x_ptr + k * stride_xk, mask=k < hidden, other=0.0)
+    x_scale = 1.0
+    if QUANT == "token":
+        largest = _largest(x_ptr, 1, hidden, 0, stride_xk, BLOCK_R)
+        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
+    elif QUANT == "tensor":
+        first_ptr, rows = x_ptr - token * stride_xm, num_pairs // TOP_K
+        largest = _largest(first_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R)
+        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
+    elif QUANT == "static" or (QUANT == "given" and GROUP_K == 0):
+        x_scale = tl.load(x_scale_ptr)
+    # Scales and zero points: of each row, or one for all of them.
+    scale_column = block * BLOCK_N + tl.arange(0, SCALE_ROWS)
+    scale_mask = scale_column < intermediate
+    scale_row = scale_column * ROW_STEP
+    b_scale_ptr += expert * stride_bse
+    zero_ptr += expert * stride_bze
+    scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
+    up_scale_ptrs = b_scale_ptr + ((scale_row + up_row) // GROUP_N) * stride_bsn
+    zero_ptrs = zero_ptr + scale_row * stride_bzn
+    up_zero_ptrs = zero_ptr + (scale_row + up_row) * stride_bzn
+    gate = tl.zeros((1, BLOCK_N, BLOCK_K // VEC), tl.float32)
+    up = gate
+    gate, up = _add_step(
+        gate, up, gate_codes, up_codes, 0, x, x_scale_ptr, x_scale, hidden, scale_mask,
+        scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
+        stride_xsk, stride_bsk, stride_bzk,
+        QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
+        BLOCK_N, BLOCK_K, VEC,
+    )  # fmt: skip
+    for start in tl.range(BLOCK_K, hidden, BLOCK_K, num_stages=STAGES):
+        inside = start + k < hidden
+        w_mask = column_mask[None, :, None] & inside[None, None, :]
+        w_ptrs += BLOCK_K * stride_bk
+        gate_codes = tl.load(w_ptrs, mask=w_mask, other=0.0)
+        up_codes = gate_codes
+        if GATED:
+            up_codes = tl.load(w_ptrs + up_offset, mask=w_mask, other=0.0)
+        x = tl.load(x_ptr + (start + k) * stride_xk, mask=inside, other=0.0)
+        gate, up = _add_step(
+            gate, up, gate_codes, up_codes, start, x, x_scale_ptr, x_scale, hidden, scale_mask,
+            scale_ptrs, up_scale_ptrs, zero_ptrs, up_zero_ptrs,
+            stride_xsk, stride_bsk, stride_bzk,
+            QUANT, LARGEST, ROUND, MIN_SCALE, TYPE, MIDDLE, HAS_ZERO, GATED, GROUP_K,
+            BLOCK_N, BLOCK_K, VEC,
+        )  # fmt: skip
+    gate_row, up_row_sum = tl.sum(gate, axis=2), tl.sum(up, axis=2)
+    if SCALED and GROUP_K == 0:
+        row = column * ROW_STEP
+        scale = tl.load(b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0)
+        gate_row *= (x_scale * scale.to(tl.float32))[None, :]
+        row += up_row
+        scale = tl.load(b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0)
+        up_row_sum *= (x_scale * scale.to(tl.float32))[None, :]
+    row_weight = tl.zeros((1,), tl.float32)
+    if HAS_ROW_WEIGHTS:
+        row_weight += tl.load(row_weights_ptr + pair)
+    h = finish_tile(
+        gate_row, up_row_sum, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row,
+        column_mask, row_weight, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
+    )  # fmt: skip
+    h = h.to(h_ptr.dtype.element_ty)
+    h_ptrs = h_ptr + pair.to(tl.int64) * intermediate + column[None, :]
+    tl.store(h_ptrs, h, mask=column_mask[None, :])
+    if KEEP_LARGEST:
+        magnitude = tl.where(column_mask[None, :], tl.abs(h.to(tl.float32)), 0.0)
+        blocks = tl.cdiv(intermediate, BLOCK_N)
+        tl.store(largest_ptr + pair * blocks + block, tl.max(tl.max(magnitude, axis=1), axis=0))

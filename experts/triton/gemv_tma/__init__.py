@@ -1,0 +1,1 @@
+"""A few tokens and fp8 weights that come by TMA, in two launches (sm_90)."""

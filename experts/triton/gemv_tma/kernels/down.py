@@ -1,0 +1,209 @@
+"""GEMM 2 of the TMA-pipelined gemv: a tile has some rows of each expert that a token goes to."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language import div_rn
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from experts.triton.gemv_tma.kernels.pipeline import (
+    ACC,
+    PANEL,
+    PIECE,
+    PLAIN,
+    ROWS,
+    SWIZZLED,
+    VECTORS,
+    empty_place,
+    fetch_scales,
+    hold_vectors,
+    load_pieces,
+    make_ring,
+    multiply,
+    rows_of,
+    spread_scales,
+)
+from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.launch.triton_versions import load_box
+
+_OUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _load(
+    w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden, depth,
+    num_experts, num_local, scale_rows, scale_groups,
+    GROUPED: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
+):  # fmt: skip
+    """The loading warp."""
+    EACH: gl.constexpr = ring.shape[0] // full.shape[0]
+    EACH_ROWS: gl.constexpr = ROWS // SLOTS
+    step = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token, first = item // blocks, item % blocks * EACH_ROWS
+        experts, here = (), 0
+        for slot in gl.static_range(TOP_K):
+            local, _ = load_local_ids(
+                ids_ptr, token * TOP_K + slot, slot >= 0, map_ptr, num_experts, num_local, HAS_MAP
+            )
+            experts += (local,)
+            if GROUPED:
+                scale_row = gl.maximum(local, 0).to(gl.int64) * scale_rows + first // PANEL
+                fetch_scales(w_scale_ptr + scale_row * scale_groups, scale_groups)
+            here += (local >= 0).to(gl.int32)
+        for start in range(0, depth, EACH * PANEL):
+            place, ready = empty_place(step, full, empty)
+            # One announcement a place: one for each of 8 slots took 10 to 22 us a layer (H200).
+            if here == TOP_K:
+                mbarrier.expect(ready, TOP_K * EACH * EACH_ROWS * PANEL)
+            else:
+                for count in gl.static_range(TOP_K):
+                    mbarrier.expect(ready, count * (EACH * EACH_ROWS * PANEL), pred=here == count)
+            # Rows of skipped pairs are not fetched. By a branch: predicates take time even where
+            # none is skipped.
+            for slot in gl.static_range(TOP_K):
+                if experts[slot] >= 0:
+                    row = experts[slot] * hidden + first
+                    for p in gl.static_range(EACH):
+                        rows = ring.index(place * EACH + p).slice(slot * EACH_ROWS, EACH_ROWS, 0)
+                        load_box(w_desc, [row, start + p * PANEL], ready, rows)
+            step += 1
+
+
+@gluon.jit
+def _hold_pairs(
+    vectors, scales, token, h_ptr, largest_ptr, depth, largest_blocks,
+    TOP_K: gl.constexpr, SLOTS: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
+    MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """Hold h of a token's pairs; their scales as `spread` does, 1 where GROUPED.
+
+    Rows of skipped pairs may hold anything. Nobody asks what they give.
+    """
+    LOOK: gl.constexpr = gl.BlockedLayout([SLOTS, 1], [1, 32], [1, 4], [1, 0])
+    LOOK_ROWS: gl.constexpr = gl.SliceLayout(1, LOOK)
+    QUANT: gl.constexpr = "group" if GROUPED else "token"
+    PIECES: gl.constexpr = vectors.shape[0]
+    slot = gl.arange(0, SLOTS, rows_of(SLOTS))
+    row_ptrs = h_ptr + (token * TOP_K + slot).to(gl.int64) * depth
+    pieces = load_pieces(row_ptrs, 1, slot < TOP_K, depth, PIECES)
+    scale = gl.full((SLOTS,), 1.0, gl.float32, LOOK_ROWS)
+    if not GROUPED:
+        looked = gl.arange(0, SLOTS, LOOK_ROWS)[:, None]
+        block = gl.arange(0, BLOCKS, gl.SliceLayout(0, LOOK))[None, :]
+        ptrs = largest_ptr + (token * TOP_K + looked) * largest_blocks + block
+        mask = (looked < TOP_K) & (block < largest_blocks)
+        largest = gl.max(gl.load(ptrs, mask=mask, other=0.0), axis=1)
+        scale = scale_of(largest, LARGEST, MIN_SCALE)
+    inverse = gl.convert_layout(div_rn(1.0, scale), rows_of(SLOTS))
+    hold_vectors(
+        vectors, scales, pieces, row_ptrs, 1, slot < TOP_K, depth, inverse, row_ptrs, 0,
+        QUANT, GROUPED, LARGEST, MIN_SCALE,
+    )  # fmt: skip
+    return spread_scales(scale)
+
+
+@gluon.jit
+def _compute(
+    ring, vectors, scales, full, empty, h_ptr, largest_ptr, w_scale_ptr, bias_ptr, weights_ptr,
+    ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth, largest_blocks, num_experts,
+    num_local, scale_rows, scale_groups, factor,
+    TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
+    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warpgroup."""
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
+    EACH_ROWS: gl.constexpr = ROWS // SLOTS
+    # Weights are on their way; h is not there before this.
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+    slot = row // EACH_ROWS
+    vector = gl.arange(0, VECTORS, COLUMNS)
+    h_scale = gl.full((VECTORS,), 1.0, gl.float32, COLUMNS)
+    step, held = 0, -1
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        token = item // blocks
+        if token != held:
+            h_scale = _hold_pairs(
+                vectors, scales, token, h_ptr, largest_ptr, depth, largest_blocks,
+                TOP_K, SLOTS, GROUPED, LARGEST, MIN_SCALE, BLOCKS,
+            )  # fmt: skip
+            held = token
+        pair = token * TOP_K + slot
+        local, _ = load_local_ids(
+            ids_ptr, pair, slot < TOP_K, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        first = item % blocks * EACH_ROWS
+        column = first + row % EACH_ROWS
+        inside = (local >= 0) & (column < hidden)
+        expert = gl.maximum(local, 0).to(gl.int64)
+        ptrs = w_scale_ptr + expert * hidden + column
+        if GROUPED:
+            ptrs = w_scale_ptr + (expert * scale_rows + column // PANEL) * scale_groups
+        else:
+            w_scale = gl.load(ptrs, mask=inside, other=0.0)
+        if HAS_BIAS:
+            bias = gl.load(bias_ptr + expert * hidden + column, mask=inside, other=0.0)
+        # A skipped pair's weight may be anything, NaN too.
+        weight = gl.load(weights_ptr + pair, mask=inside, other=0.0)
+        acc, step = multiply(
+            ring, vectors, scales, full, empty, step, depth, ptrs, inside, GROUPED
+        )  # fmt: skip
+        # Of skipped pairs, and of other pairs' vectors, products are of whatever lay there.
+        mine = (vector[None, :] == (slot * (VECTORS // SLOTS))[:, None]) & inside[:, None]
+        value = gl.sum(gl.where(mine, acc * h_scale[None, :], 0.0), axis=1)
+        if not GROUPED:
+            value *= w_scale
+        if HAS_BIAS:
+            value += bias.to(gl.float32)
+        value *= weight
+        total = gl.convert_layout(gl.sum(value.reshape((SLOTS, EACH_ROWS)), axis=0), _OUT)
+        column = first + gl.arange(0, EACH_ROWS, _OUT)
+        out_ptrs = out_ptr + token.to(gl.int64) * hidden + column
+        gl.store(out_ptrs, (total * factor).to(out_ptr.dtype.element_ty), mask=column < hidden)
+
+
+@gluon.jit
+def gemv_tma_down_kernel(
+    w_desc, h_ptr, largest_ptr, w_scale_ptr, bias_ptr, weights_ptr, ids_ptr, map_ptr, out_ptr,
+    num_tokens, hidden, depth, largest_blocks, num_experts, num_local, scale_rows, scale_groups,
+    factor,
+    TOP_K: gl.constexpr, SLOTS: gl.constexpr, HAS_MAP: gl.constexpr, HAS_BIAS: gl.constexpr,
+    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
+    PIECES: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr = False,
+):  # fmt: skip
+    """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
+
+    w_desc: (experts * hidden, depth) fp8 in boxes of 128 bytes and 64 / SLOTS rows; SLOTS is TOP_K
+    or the next power of two, at most 8. h (num_tokens * TOP_K, depth) and out (num_tokens, hidden),
+    contiguous. Skipped pairs are not read. Any number of programs.
+    h is quantised here: with GROUPED, scales of 128 values, otherwise one for each pair from its
+    largest_blocks largest values.
+    """
+    ring, full, empty = make_ring(w_desc.dtype, STAGES, EACH)
+    vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)
+    scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], PLAIN)
+    blocks = gl.cdiv(hidden, ROWS // SLOTS)
+    items = num_tokens * blocks
+    gl.warp_specialize(
+        [
+            (_compute, (
+                ring, vectors, scales, full, empty, h_ptr, largest_ptr, w_scale_ptr, bias_ptr,
+                weights_ptr, ids_ptr, map_ptr, out_ptr, items, blocks, hidden, depth,
+                largest_blocks, num_experts, num_local, scale_rows, scale_groups, factor,
+                TOP_K, SLOTS, HAS_MAP, HAS_BIAS, GROUPED, LARGEST, MIN_SCALE, BLOCKS, OVERLAP,
+            )),
+            (_load, (
+                w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, items, blocks, hidden,
+                depth, num_experts, num_local, scale_rows, scale_groups, GROUPED, HAS_MAP, TOP_K,
+                SLOTS,
+            )),
+        ],
+        [1],
+        [40],
+    )  # fmt: skip

@@ -1,0 +1,249 @@
+"""GEMM 1 of the TMA-pipelined gemv: programs go from block to block of the intermediate values."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language import div_rn
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from experts.triton.gemv_tma.kernels.pipeline import (
+    ACC,
+    PANEL,
+    PIECE,
+    PLAIN,
+    ROWS,
+    SWIZZLED,
+    VECTORS,
+    empty_place,
+    fetch_scales,
+    hold_vectors,
+    largest_of,
+    load_pieces,
+    make_ring,
+    multiply,
+    rows_of,
+    spread_scales,
+)
+from experts.triton.kernels.gluon_epilogue import activate
+from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.quantise import scale_of
+from modular_kernel.ops.launch.triton_versions import load_box
+
+_COLUMNS = gl.constexpr(32)  # of a tile: gate and up rows
+_HALVES = gl.constexpr(gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0]))
+_BLOCK_IDS = gl.constexpr(128)
+_IDS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _item(index, num_pairs, intermediate, TOP_K: gl.constexpr, HELD: gl.constexpr):
+    """Pair and block of an item, and the first of the HELD tokens of which the pair's is one: those
+    come together, so that their values are held once, and the pairs of a block side by side."""
+    blocks = gl.cdiv(intermediate, _COLUMNS)
+    turn = index // (HELD * TOP_K * blocks)
+    first = turn * HELD * TOP_K
+    within = index - first * blocks
+    count = gl.minimum(HELD * TOP_K, num_pairs - first)
+    return first + within % count, within // count, turn * HELD
+
+
+@gluon.jit
+def _load(
+    w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items, intermediate,
+    hidden, w_rows, up_rows, num_experts, num_local, scale_rows, scale_groups,
+    GROUPED: gl.constexpr, TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    """The loading warp."""
+    EACH: gl.constexpr = ring.shape[0] // full.shape[0]
+    HALF: gl.constexpr = w_desc.block_type.shape[0]
+    step = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        pair, block, _ = _item(item, num_pairs, intermediate, TOP_K, HELD)
+        local, _ = load_local_ids(
+            ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        if local >= 0:
+            first = local * w_rows + block * (_COLUMNS * STEP)
+            if GROUPED:
+                row = block * (_COLUMNS * STEP)
+                scale_ptr = w_scale_ptr + local.to(gl.int64) * scale_rows * scale_groups
+                fetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
+                if STEP == 1:
+                    row += up_rows
+                    fetch_scales(scale_ptr + row // PANEL * scale_groups, scale_groups)
+            for start in range(0, hidden, EACH * PANEL):
+                place, ready = empty_place(step, full, empty)
+                mbarrier.expect(ready, EACH * ROWS * PANEL)
+                for p in gl.static_range(EACH):
+                    panel, k = ring.index(place * EACH + p), start + p * PANEL
+                    if STEP == 2:
+                        load_box(w_desc, [first, k], ready, panel)
+                    else:
+                        gate, up = panel.slice(0, HALF, 0), panel.slice(HALF, HALF, 0)
+                        load_box(w_desc, [first, k], ready, gate)
+                        load_box(w_desc, [first + up_rows, k], ready, up)
+                step += 1
+
+
+@gluon.jit
+def _count_invalid(
+    ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP: gl.constexpr
+):
+    """Add the ids that name no expert to the counter."""
+    for first in range(0, num_pairs, _BLOCK_IDS):
+        pairs = first + gl.arange(0, _BLOCK_IDS, _IDS)
+        _, invalid = load_local_ids(
+            ids_ptr, pairs, pairs < num_pairs, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        count = gl.sum(invalid.to(gl.int32), axis=0)
+        if count > 0:
+            gl.atomic_add(invalid_ptr, count)
+
+
+@gluon.jit
+def _hold_tokens(
+    vectors, scales, first, num_tokens, hidden, x_ptr, x_scale_ptr,
+    stride_xm, stride_xk, stride_xsm, stride_xsk,
+    HELD: gl.constexpr, QUANT: gl.constexpr, GROUPED: gl.constexpr, LARGEST: gl.constexpr,
+    MIN_SCALE: gl.constexpr,
+):  # fmt: skip
+    """Hold HELD tokens from `first` on; their scales as `spread` does, 1 where GROUPED."""
+    PIECES: gl.constexpr = vectors.shape[0]
+    rows = first + gl.arange(0, HELD, rows_of(HELD))
+    live = rows < num_tokens
+    row_ptrs = x_ptr + rows.to(gl.int64) * stride_xm
+    scale_ptrs = x_scale_ptr + rows.to(gl.int64) * stride_xsm
+    pieces = load_pieces(row_ptrs, stride_xk, live, hidden, PIECES)
+    x_scale = gl.full((HELD,), 1.0, gl.float32, rows_of(HELD))
+    if QUANT == "token":
+        largest = largest_of(pieces, row_ptrs, stride_xk, live, hidden, PIECES)
+        x_scale = scale_of(largest, LARGEST, MIN_SCALE)
+    elif not GROUPED:
+        x_scale = gl.load(scale_ptrs, mask=live, other=1.0)
+    hold_vectors(
+        vectors, scales, pieces, row_ptrs, stride_xk, live, hidden, div_rn(1.0, x_scale),
+        scale_ptrs, stride_xsk, QUANT, GROUPED, LARGEST, MIN_SCALE,
+    )  # fmt: skip
+    return spread_scales(x_scale)
+
+
+@gluon.jit
+def _compute(
+    ring, vectors, scales, full, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
+    ids_ptr, map_ptr, invalid_ptr, h_ptr, largest_ptr,
+    num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
+    stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
+    TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
+    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warpgroup."""
+    if gl.program_id(0) == 0:
+        _count_invalid(ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP)
+    vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
+    x_scale = gl.full((VECTORS,), 1.0, gl.float32, gl.SliceLayout(0, ACC))
+    step, held = 0, -1
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        pair, block, first = _item(item, num_pairs, intermediate, TOP_K, HELD)
+        if first != held:
+            x_scale = _hold_tokens(
+                vectors, scales, first, num_pairs // TOP_K, hidden, x_ptr, x_scale_ptr,
+                stride_xm, stride_xk, stride_xsm, stride_xsk,
+                HELD, QUANT, GROUPED, LARGEST, MIN_SCALE,
+            )  # fmt: skip
+            held = first
+        local, _ = load_local_ids(
+            ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP
+        )
+        if local >= 0:
+            if STEP == 2:
+                w_row = block * ROWS + row
+            else:
+                w_row = block * _COLUMNS + row % _COLUMNS + row // _COLUMNS * up_rows
+            # A last block's rows may lie past the expert's: what they give is not stored.
+            inside = w_row < w_rows
+            at = local.to(gl.int64) * w_rows + w_row
+            ptrs = w_scale_ptr + at
+            if GROUPED:
+                scale_row = local.to(gl.int64) * scale_rows + w_row // PANEL
+                ptrs = w_scale_ptr + scale_row * scale_groups
+            else:
+                w_scale = gl.load(ptrs, mask=inside, other=0.0)
+            if HAS_BIAS:
+                bias = gl.load(bias_ptr + at, mask=inside, other=0.0).to(gl.float32)
+            acc, step = multiply(
+                ring, vectors, scales, full, empty, step, hidden, ptrs, inside, GROUPED
+            )
+            # Of other tokens' products nothing is known here.
+            mine = (vector == (pair // TOP_K - first) * (VECTORS // HELD))[None, :]
+            value = gl.sum(gl.where(mine, acc * x_scale[None, :], 0.0), axis=1)
+            if not GROUPED:
+                value *= w_scale
+            if HAS_BIAS:
+                value += bias
+            if STEP == 2:
+                halves = value.reshape((_COLUMNS, 2))
+            else:
+                halves = value.reshape((2, _COLUMNS)).permute((1, 0))
+            gate, up = gl.convert_layout(halves, _HALVES).split()
+            h = activate(gate, up, KIND, ALPHA, LIMIT).to(h_ptr.dtype.element_ty)
+            column = block * _COLUMNS + gl.arange(0, _COLUMNS, gl.SliceLayout(1, _HALVES))
+            mask = column < intermediate
+            gl.store(h_ptr + pair.to(gl.int64) * intermediate + column, h, mask=mask)
+            if not GROUPED:
+                most = gl.max(gl.where(mask, gl.abs(h.to(gl.float32)), 0.0), axis=0)
+                gl.store(largest_ptr + pair * gl.cdiv(intermediate, _COLUMNS) + block, most)
+
+
+@gluon.jit
+def gemv_tma_gate_up_kernel(
+    w_desc, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, ids_ptr, map_ptr, invalid_ptr,
+    h_ptr, largest_ptr, num_pairs, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
+    stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
+    TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr, STEP: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
+    GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
+    PIECES: gl.constexpr, EACH: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    OVERLAP: gl.constexpr = False,
+):  # fmt: skip
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
+
+    w_desc: (experts * w_rows, hidden) fp8 in boxes of 128 bytes and 32 rows, gate rows and up rows
+    up_rows apart, or 64 rows in which they alternate (STEP 2). x: (num_pairs // TOP_K, hidden), of
+    which HELD tokens, a power of two up to 8, are held at once.
+    h (num_pairs, intermediate), contiguous; rows of skipped pairs are not written. Any number of
+    programs; the first counts invalid ids.
+    QUANT: x is fp8 "given" with its scales, or quantised here with one scale a "token" or a
+    "group" of 128. GROUPED: weights have scales (experts, scale_rows, scale_groups) of 128 by 128,
+    otherwise (experts, w_rows), and largest[p, block] = largest magnitude of 32 values of h.
+    """
+    ring, full, empty = make_ring(w_desc.dtype, STAGES, EACH)
+    vectors = gl.allocate_shared_memory(w_desc.dtype, [PIECES, VECTORS, PIECE], SWIZZLED)
+    scales = gl.allocate_shared_memory(gl.float32, [PIECES, VECTORS, VECTORS], PLAIN)
+    items = num_pairs * gl.cdiv(intermediate, _COLUMNS)
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
+    gl.warp_specialize(
+        [
+            (_compute, (
+                ring, vectors, scales, full, empty, x_ptr, x_scale_ptr, w_scale_ptr, bias_ptr,
+                ids_ptr, map_ptr, invalid_ptr, h_ptr, largest_ptr,
+                num_pairs, items, intermediate, hidden, w_rows, up_rows, num_experts, num_local,
+                stride_xm, stride_xk, stride_xsm, stride_xsk, scale_rows, scale_groups,
+                TOP_K, HELD, HAS_MAP, STEP, HAS_BIAS, KIND, ALPHA, LIMIT, QUANT, GROUPED, LARGEST,
+                MIN_SCALE,
+            )),
+            (_load, (
+                w_desc, ring, full, empty, w_scale_ptr, ids_ptr, map_ptr, num_pairs, items,
+                intermediate, hidden, w_rows, up_rows, num_experts, num_local, scale_rows,
+                scale_groups, GROUPED, TOP_K, HELD, HAS_MAP, STEP,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""A few tokens and 4-bit weights, in two launches."""

@@ -1,0 +1,196 @@
+"""GEMM 1 of the w4a16 gemv: a program for each routed pair and block of intermediate values."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.gemv_w4.kernels.common import (
+    load_by_slot,
+    load_row,
+    load_words,
+    loads_are_off,
+    pairs_of,
+    rows_of_lanes,
+    scaled_sums,
+    slots_of_chunk,
+    store_paired,
+)
+from experts.triton.kernels.operands_w4 import times
+from modular_kernel.ops.kernels.activation import activate
+from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
+from modular_kernel.ops.kernels.pdl import after_predecessor
+
+
+@triton.jit
+def _load_block(
+    words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step, depth,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Words, scales and zero points of block step * PARTS + p of the depth, for part p."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    chunk = (step * PARTS + part) * CHUNKS
+    inside = chunk * 128 < depth
+    words = load_words(words_ptr, words_at, chunk, inside, depth, CHUNKS, 1, EVEN_K)
+    scale = load_by_slot(
+        scale_ptr, scale_at, chunk, inside, depth, CHUNKS, 1, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+    )
+    zero = scale
+    if HAS_ZERO:
+        zero = load_by_slot(
+            zero_ptr, zero_at, chunk, inside, depth, CHUNKS, 1, SLOTS, GROUP_K, EVEN_K, IN_TWOS
+        )
+    return words, scale, zero
+
+
+@triton.jit
+def _load_x(
+    x_ptr, stride, step, depth,
+    GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The values of x that meet _load_block's words."""
+    part = tl.arange(0, PARTS)[None, None, :, None]
+    chunk = (step * PARTS + part) * CHUNKS
+    inside, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)
+    return load_row(x_ptr, stride, inside, chunk, depth, CHUNKS, slots)
+
+
+@triton.jit
+def _step(
+    total, x, ring, step, x_ptr, stride_xk,
+    words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+    DEPTH: tl.constexpr, STEPS: tl.constexpr, TYPE: tl.constexpr, FORMAT: tl.constexpr,
+    HAS_ZERO: tl.constexpr, EVEN_K: tl.constexpr, IN_TWOS: tl.constexpr, GROUP_K: tl.constexpr,
+    CHUNKS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """total with the products of ring[0] and x added, the next x, and the ring moved on: what
+    comes next sets off before, or with LATE behind."""
+    SLOTS: tl.constexpr = slots_of_chunk(GROUP_K)
+    words, scale, zero = ring[0]
+    row = x
+    if STEPS > STAGES and not LATE:
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + STAGES, DEPTH,
+            HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+        )  # fmt: skip
+        ring = ring[1:] + (new,)  # noqa: RUF005
+    elif STAGES > 1:
+        ring = ring[1:] + (ring[0],)  # noqa: RUF005
+    if STEPS > 1 and not LATE:
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
+    after = loads_are_off(PARTS)
+    pairs = pairs_of(row, after, TYPE, FORMAT)
+    # Not apart: the registers are for weights.
+    total += scaled_sums(
+        words, pairs, scale, zero, shift, after, TYPE, FORMAT, HAS_ZERO, SLOTS, False
+    )
+    if STEPS > 1 and LATE:
+        new = _load_block(
+            words_ptr, scale_ptr, zero_ptr, words_at, scale_at, zero_at, step + 1, DEPTH,
+            HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+        )  # fmt: skip
+        ring = (new,)
+        x = _load_x(x_ptr, stride_xk, step + 1, DEPTH, GROUP_K, CHUNKS, PARTS)
+    return total, x, ring
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def gemv_w4_gate_up_kernel(
+    x_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr,
+    ids_ptr, map_ptr, invalid_ptr, h_ptr,
+    num_pairs, intermediate, num_experts, num_local, steps,
+    stride_xm, stride_xk, stride_be, stride_bse, stride_bze, stride_bias,
+    stride_bn: tl.constexpr, stride_bsn: tl.constexpr, stride_bzn: tl.constexpr,
+    UP_ROW: tl.constexpr, DEPTH: tl.constexpr, STEPS: tl.constexpr, TOP_K: tl.constexpr,
+    ROW_STEP: tl.constexpr, HAS_MAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_ROW_WEIGHTS: tl.constexpr, GATED: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr, IN_TWOS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
+
+    As gemv_gate_up_kernel, with weights in bytes, read as int32 words of eight, and with h as
+    `store_paired` writes it for GEMM 2. Grid (num_pairs, blocks of BLOCK_N columns + 1): the first
+    program behind all blocks counts invalid ids. PARTS warps share the depth in blocks of
+    CHUNKS * 128; STAGES blocks of each are on their way while one is multiplied, or with LATE one,
+    once the last is multiplied.
+    """
+    after_predecessor(OVERLAP)
+    pair = tl.program_id(0)
+    block = tl.program_id(1)
+    if block * BLOCK_N >= intermediate:
+        if pair == 0:
+            count_invalid_ids(
+                ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP, BLOCK_P
+            )
+        return
+    local, _ = load_local_ids(ids_ptr, pair, pair >= 0, map_ptr, num_experts, num_local, HAS_MAP)
+    if local < 0:
+        return
+    ROWS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    EVEN_K: tl.constexpr = DEPTH % (CHUNKS * 128) == 0
+    expert = local.to(tl.int64)
+    x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm
+    words_ptr = b_ptr.to(tl.pointer_type(tl.int32)) + expert * (stride_be // 4)
+    b_scale_ptr += expert * stride_bse
+    zero_ptr += expert * stride_bze
+    rows = rows_of_lanes(block * BLOCK_N, intermediate, ROWS, ROW_STEP, UP_ROW, BLOCK_N, EVEN_N)
+    shift = ((rows[0] + rows[1]) % 2 * 4)[:, :, :, :, None]
+    words_at, scale_at = times(rows, stride_bn // 4), times(rows, stride_bsn)
+    # The rows of lanes or those of groups are even.
+    zero_at = times((rows[0] // 2, rows[1] // 2), stride_bzn)
+    ring = ()
+    for s in tl.static_range(STAGES):
+        ring += (
+            _load_block(
+                words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, s, DEPTH,
+                HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+            ),
+        )  # fmt: skip
+    x = _load_x(x_ptr, stride_xk, 0, DEPTH, GROUP_K, CHUNKS, PARTS)
+    total = tl.zeros((PARTS, ROWS, 8), tl.float32)
+    # In a loop what does not change would be unpacked before it.
+    if STEPS <= STAGES:
+        for s in tl.static_range(STEPS):
+            total, x, ring = _step(
+                total, x, ring, s, x_ptr, stride_xk,
+                words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+                DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                STAGES, LATE,
+            )  # fmt: skip
+    else:
+        for first in range(0, steps, STAGES):
+            for s in tl.static_range(STAGES):
+                total, x, ring = _step(
+                    total, x, ring, first + s, x_ptr, stride_xk,
+                    words_ptr, b_scale_ptr, zero_ptr, words_at, scale_at, zero_at, shift,
+                    DEPTH, STEPS, TYPE, FORMAT, HAS_ZERO, EVEN_K, IN_TWOS, GROUP_K, CHUNKS, PARTS,
+                    STAGES, LATE,
+                )  # fmt: skip
+    # Not earlier: that takes registers of the loop.
+    end = tl.arange(0, ROWS)
+    end_column = block * BLOCK_N + end % BLOCK_N
+    bias = tl.zeros((ROWS,), tl.float32)
+    if HAS_BIAS:
+        bias_ptrs = bias_ptr + expert * stride_bias + end_column * ROW_STEP
+        bias_ptrs += (end // BLOCK_N) * UP_ROW
+        bias += tl.load(bias_ptrs, mask=end_column < intermediate, other=0.0).to(tl.float32)
+    row_weight = 1.0
+    if HAS_ROW_WEIGHTS:
+        row_weight = tl.load(row_weights_ptr + pair)
+    sums = tl.sum(tl.sum(total, 2), 0)
+    if HAS_ROW_WEIGHTS:
+        sums *= row_weight
+    sums += bias
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(sums, (2, BLOCK_N)), (1, 0)))
+    else:
+        gate = sums
+        up = gate
+    out_column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    h = activate(gate, up, KIND, ALPHA, LIMIT)
+    h_ptr += pair.to(tl.int64) * intermediate
+    store_paired(h_ptr, out_column, out_column < intermediate, h, FORMAT)

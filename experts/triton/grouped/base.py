@@ -1,0 +1,184 @@
+"""Two products over rows in the order of experts, rows summed: the common steps.
+
+Launches: count, scan, place; [permute]; GEMM 1 + activation; [quantise]; GEMM 2; sum.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+from experts.triton.launch_config import LaunchConfig
+from experts.triton.operands import Product, first_product, second_product
+from experts.triton.path import PathCall
+from modular_kernel import stages
+from modular_kernel.ops.permute import permute_tokens
+from modular_kernel.ops.quantise import (
+    BatchedRows,
+    quantise_rows,
+    quantise_specs,
+    scale_shape,
+    take_quantised,
+)
+from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
+from modular_kernel.ops.sort import Sorted, sort_pairs, sort_specs
+from modular_kernel.quant import STORAGE
+from modular_kernel.types import Combine, Problem
+from modular_kernel.workspace import BufferSpec
+
+
+class Rows(NamedTuple):
+    """Left operand of a product: (P, K) values, the first of them in use.
+
+    scale: of quantised values, (1,) or a row of scales each. weights: (P, 1) router weights that
+    multiply the product before its bias, or None. tokens: (P,) int32, where row r is in values and
+    scale, which then have a row a token; None if it is row r.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+
+
+class ExpertSortedGemms(ABC):
+    """Row r of both products' inputs and results is sorted row r; see ops.sort.
+
+    The buffers have room for every pair; as many rows as pairs have an expert here are used.
+    skips_unused: quantise no more than those. Without it the rows behind them, which hold
+    anything, are quantised too: that costs time with many of them, and spoils a scale of all rows.
+    moves_tokens: a launch moves them into the order of experts; otherwise GEMM 1 finds them.
+    """
+
+    skips_unused = True
+    moves_tokens = True
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    @abstractmethod
+    def multiply(
+        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+    ) -> None:
+        """One product: `out` (P, columns) contiguous, as far as there are rows."""
+
+    def products(
+        self,
+        rows: Rows,
+        product: Product,
+        tile: LaunchConfig,
+        order: Sorted,
+        out: torch.Tensor,
+        call: PathCall,
+    ) -> None:
+        """`multiply` for every expert of the call: at once, unless a path does it in parts."""
+        self.multiply(rows, product, tile, order, out)
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return the buffers of a call of `tokens` tokens in tiles of block_m rows."""
+        problem, pairs = self.problem, tokens * self.problem.top_k
+        scheme = problem.scheme
+        stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
+        # GEMM 2 writes where GEMM 1's rows were, and its results once they are quantised.
+        over: tuple[str, ...] = ("permuted_x", "permuted_scale") if self.moves_tokens else ()
+        if scheme.quantises_activations:
+            over += ("workspace13",)
+        specs = {
+            "workspace13": BufferSpec((pairs, problem.intermediate), problem.dtype),
+            "workspace2": BufferSpec((pairs, problem.hidden), problem.dtype, over),
+            **sort_specs(tokens, problem.top_k, block_m, problem.e),
+        }
+        if problem.apply_router_weight_on_input:
+            specs["permuted_weights"] = BufferSpec((pairs, 1), torch.float32)
+        if scheme.quantises_activations:
+            specs |= quantise_specs("h", scheme, pairs, problem.intermediate)
+        if self.moves_tokens:
+            specs["permuted_x"] = BufferSpec((pairs, problem.hidden), stored)
+            if scheme.quantises_activations and scheme.activation_granularity != "tensor":
+                shape = scale_shape(scheme, pairs, problem.hidden)
+                specs["permuted_scale"] = BufferSpec(shape, torch.float32)
+        return specs
+
+    def run(self, call: PathCall) -> None:
+        """Write every element of call.output."""
+        problem, workspace, routing = self.problem, call.workspace, call.tokens.routing
+        pairs = routing.topk_ids_TK.numel()
+        one, two = call.config.both(LaunchConfig)
+        with stages.stage(stages.SORT):
+            block_m = one.block_m
+            order = sort_pairs(routing, block_m=block_m, num_local=problem.e, workspace=workspace)
+        x = Rows(call.tokens.x_TH, call.tokens.scale, tokens=order.token_of_row)
+        if self.moves_tokens:
+            with stages.stage(stages.PERMUTE):
+                x = self._permuted(call, order)
+        h_RI = workspace.take("workspace13", (pairs, problem.intermediate))
+        with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
+            product = first_product(call.weights, problem)
+            self.products(x, product, one, order, h_RI, call)
+        h = self._quantised(h_RI, order, call)
+        rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
+        with stages.stage(stages.GEMM2):
+            product = second_product(call.weights, problem)
+            self.products(h, product, two, order, rows_RH, call)
+        sums = problem.combine is Combine.SUM
+        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
+            self._unpermute(rows_RH, order, call)
+
+    def _permuted(self, call: PathCall, order: Sorted) -> Rows:
+        """(P, H) sorted rows of x, with their scales and weights."""
+        pairs, (_, hidden) = order.row_of_pair_TK.numel(), call.tokens.x_TH.shape
+        x_RH = call.workspace.take("permuted_x", (pairs, hidden))
+        scale = call.tokens.scale
+        scale_TG = None if scale is None or scale.dim() == 1 else scale
+        scale_RG = None
+        if scale_TG is not None:
+            scale_RG = call.workspace.take("permuted_scale", (pairs, scale_TG.shape[1]))
+        permute_tokens(
+            call.tokens.x_TH,
+            order.row_of_pair_TK,
+            None,
+            rows_RH=x_RH,
+            scale_TG=scale_TG,
+            scale_rows_RG=scale_RG,
+        )
+        scale_of_rows = scale if scale_TG is None else scale_RG
+        return Rows(x_RH, scale_of_rows, self._permuted_weights(call, order))
+
+    def _permuted_weights(self, call: PathCall, order: Sorted) -> torch.Tensor | None:
+        """(P, 1) router weights of the sorted rows, if they go on the input."""
+        if not self.problem.apply_router_weight_on_input:
+            return None
+        weights_TK = call.tokens.routing.topk_weights_TK
+        assert weights_TK is not None
+        weights_R1 = call.workspace.take("permuted_weights", (weights_TK.numel(), 1))
+        row_of_pair_P1 = order.row_of_pair_TK.view(-1, 1)
+        permute_tokens(weights_TK.view(-1, 1), row_of_pair_P1, None, rows_RH=weights_R1)
+        return weights_R1
+
+    def _quantised(self, h_RI: torch.Tensor, order: Sorted, call: PathCall) -> Rows:
+        """GEMM 2's rows and their scales; h_RI itself where activations are not quantised."""
+        scheme = self.problem.scheme
+        if not scheme.quantises_activations:
+            return Rows(h_RI)
+        with stages.stage(stages.QUANTISE):
+            shape = (h_RI.shape[0], h_RI.shape[1])
+            static = call.weights.a2_scale
+            out = take_quantised(call.workspace, "h", scheme, shape, static_scale=static)
+            live = BatchedRows(order.starts[-1:]) if self.skips_unused else None
+            quantise_rows(h_RI, scheme, out=out, live=live)
+        return Rows(out.q_RK, out.scale)
+
+    def _unpermute(self, rows_RH: torch.Tensor, order: Sorted, call: PathCall) -> None:
+        problem, row_of_pair_TK = self.problem, order.row_of_pair_TK
+        assert len(row_of_pair_TK) == len(call.output)  # rows looked up past its end are anywhere
+        if problem.combine is not Combine.SUM:
+            gather_rows(rows_RH, row_of_pair_TK, None, scale=1.0, out=call.output)
+            return
+        on_input = problem.apply_router_weight_on_input
+        gather_weight_and_sum(
+            rows_RH,
+            row_of_pair_TK,
+            None if on_input else call.tokens.routing.topk_weights_TK,
+            scale=problem.routed_scaling_factor,
+            out=call.output,
+        )

@@ -1,0 +1,1 @@
+"""The m-grouped product over an expert's segment of rows."""

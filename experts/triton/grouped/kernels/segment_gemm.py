@@ -1,0 +1,58 @@
+"""Grouped GEMM over rows that lie expert by expert without gaps, cut into tiles of one expert."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
+from experts.triton.kernels.gemm_tile_dispatch import product_tile
+
+
+# Changes with the tokens of a call, and is only an offset: no kernel of its own.
+@triton.jit(do_not_specialize=["max_tiles"])
+def segment_gemm_kernel(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, zero_ptr, bias_ptr, row_weights_ptr, out_ptr,
+    tiles_ptr,
+    max_tiles, columns, depth, up_row, up_offset,
+    stride_asm, stride_ask,
+    stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
+    stride_bze, stride_bzn, stride_bzk, stride_bias,
+    ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ROW_WEIGHTS: tl.constexpr,
+    GATED: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows of every tile in use.
+
+    a is (R, depth) and out (R, columns), both contiguous; other rows are neither read nor written.
+    tiles: as in ops.sort.Sorted, of at most BLOCK_M rows each. b as in grouped_gemm_kernel. The
+    grid is the worst case: programs behind the tiles in use return at once.
+    """
+    num_m = tl.load(tiles_ptr + 3 * max_tiles)
+    num_n = tl.cdiv(columns, BLOCK_N)
+    if tl.program_id(0) >= num_m * num_n:
+        return
+    pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, num_n, GROUP_M)
+    expert = tl.load(tiles_ptr + pid_m).to(tl.int64)
+    row = tl.load(tiles_ptr + max_tiles + pid_m) + tl.arange(0, BLOCK_M)
+    row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
+    column = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_mask = column < columns
+    far_row = row.to(tl.int64)
+    gate, up = product_tile(
+        a_ptr + far_row[:, None] * depth, a_scale_ptr + far_row * stride_asm, row_mask,
+        b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
+        zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
+        1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
+        MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
+        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
+    row_weights = gate
+    if HAS_ROW_WEIGHTS:
+        row_weights = tl.load(row_weights_ptr + row, mask=row_mask, other=0.0)
+    result = finish_tile(
+        gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
+        row_weights, HAS_BIAS, HAS_ROW_WEIGHTS, GATED, KIND, ALPHA, LIMIT,
+    )  # fmt: skip
+    store_rows(out_ptr, row, row_mask, column, column_mask, columns, result)

@@ -1,0 +1,111 @@
+"""Persistent grouped GEMMs: which problems they serve, what bounds a launch, which is taken."""
+
+from collections.abc import Iterator
+
+import torch
+
+from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
+from experts.triton.operands import TMA_BYTES
+from modular_kernel.types import Problem
+
+NAME = "grouped_tma"
+
+BOX_BYTES = 128  # of the depth that one step covers: the widest swizzle of a TMA box
+BLOCK_M = 128  # two warpgroups of 64 rows
+# How the kernel scales, by scheme.
+MODES = {"none": "plain", "fp8_w8a8_channel": "channel", "fp8_w8a8_block": "block"}
+_BLOCK = (128, 128)
+# Weight rows of half a tile. With a scale per block a product has sums of its own beside the
+# tile's, and registers for half as many.
+_HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
+LEAST_ROWS = 48  # mean rows of an expert from which the path pays; on an H200, tokens moved
+_STAGED = BLOCK_M * 2  # bytes of a column of results of half a tile on their way out: 16 bits each
+_MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
+
+
+def serves(problem: Problem, device: Device) -> bool:
+    """Whether the kernels of this path can compute `problem` on `device`."""
+    scheme = problem.scheme
+    if problem.batch_invariant or not device.tma:
+        return False
+    if scheme.name not in MODES or problem.dtype is torch.float32:
+        return False
+    if scheme.granularity == "block" and not _one_scale_a_half(problem):
+        return False
+    itemsize = 1 if scheme.quantised else problem.dtype.itemsize
+    widths = (problem.hidden, problem.intermediate)
+    return not problem.apply_router_weight_on_input and all(
+        width * itemsize % TMA_BYTES == 0 for width in widths
+    )
+
+
+def least_tokens(problem: Problem) -> int:
+    """Return the fewest tokens of a call that takes this path without a tuned file."""
+    return LEAST_ROWS * problem.experts // problem.top_k
+
+
+def _one_scale_a_half(problem: Problem) -> bool:
+    """Whether every half of a tile lies within one scale block of the weights."""
+    gate_then_up = problem.act.gated and not problem.act.interleaved
+    whole = problem.intermediate % max(_HALVES["block"]) == 0
+    return problem.scheme.group == _BLOCK and (whole or not gate_then_up)
+
+
+def gathers(problem: Problem) -> bool:
+    """Whether GEMM 1 fetches tokens from where they are, so that no launch moves them before.
+
+    It runs ahead into the next tile, but not past it: a tile needs as many steps as it is ahead.
+    """
+    itemsize = 1 if problem.scheme.quantised else problem.dtype.itemsize
+    steps = -(-problem.hidden * itemsize // BOX_BYTES)
+    return MODES[problem.scheme.name] != "block" and steps >= _MOST_STAGES - 1
+
+
+def half_rows(tile: LaunchConfig, sides: int) -> int:
+    """Weight rows of half a tile: gate rows, or half the columns."""
+    return tile.block_n if sides == 2 else tile.block_n // 2
+
+
+def _ring_bytes(tile: LaunchConfig, half: int) -> int:
+    return tile.num_stages * (BLOCK_M + 2 * half) * BOX_BYTES
+
+
+def staging_slots(tile: LaunchConfig, half: int, columns: int) -> int:
+    """How many boxes of results, `columns` wide, a warpgroup keeps until they are stored: 1 or 2.
+
+    Two where they fit beside the ring, so that a tile's second one need not wait for its first.
+    """
+    fit = _ring_bytes(tile, half) + 2 * _STAGED * columns <= Device().shared
+    return 2 if fit else 1
+
+
+def violations(tile: LaunchConfig, gemm: Gemm, mode: str, device: Device) -> Iterator[Violation]:
+    """Every reason not to launch `tile` on this path."""
+    step = BOX_BYTES * 8 // gemm.a_bits
+    halves = _HALVES[mode]
+    fixed = (
+        ("block_m", tile.block_m, BLOCK_M),
+        ("block_k", tile.block_k, step),
+        ("num_warps", tile.num_warps, 4),
+    )
+    for name, got, need in fixed:
+        if got != need:
+            yield Violation(name, got, f"{need} on the {NAME} path")
+    half = half_rows(tile, gemm.sides)
+    if half not in halves:
+        sizes = (h if gemm.sides == 2 else 2 * h for h in halves)
+        yield Violation("block_n", tile.block_n, f"one of {tuple(sizes)} on the {NAME} path")
+        return
+    shared = _ring_bytes(tile, half) + _STAGED * half
+    if shared > device.shared:
+        yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
+
+
+def default(problem: Problem) -> MoEConfig:
+    """Return the tiles without a tuned file, as measured on one H200."""
+    mode = MODES[problem.scheme.name]
+    half, num_stages = (64, 6) if mode == "block" else (128, 4)
+    block_k = BOX_BYTES // (1 if problem.scheme.quantised else problem.dtype.itemsize)
+    first = half if problem.act.gated else 2 * half
+    one, two = (LaunchConfig(BLOCK_M, n, block_k, 8, 4, num_stages) for n in (first, 2 * half))
+    return MoEConfig(one, two, NAME)

@@ -1,0 +1,1 @@
+"""Device functions that several paths share, and the kernel of the batched format."""

@@ -1,0 +1,69 @@
+"""Device function: the tile of a product, whatever its operands are stored as."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.kernels.gemm_tile import multiply_tile
+from experts.triton.kernels.gemm_tile_w8a8 import multiply_tile_w8a8
+from experts.triton.kernels.gemm_tile_weight_only import multiply_tile_weight_only
+
+
+@triton.jit
+def product_tile(
+    a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_ptr, row, up_row, up_offset,
+    column_mask, depth,
+    stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
+    MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    ONE_SCALE: tl.constexpr,
+    MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Float32 (gate, up) tiles of rows times one expert's weights, scales applied.
+
+    a_ptrs (BLOCK_M, 1) and a_scale_ptrs (BLOCK_M,) point at each row's start; b_ptr, b_scale_ptr
+    and zero_ptr at the expert's. row (BLOCK_N,): the weight row of each column; up_row: how many
+    rows further its up values are, up_offset: how many elements.
+    MODE "plain": no scales. "w8a8": both operands 8 bits. "weight_only": weights are dequantised.
+    One weight scale covers GROUP_N rows and GROUP_K of the depth (0: all of it); ONE_SCALE: every
+    gate row of a tile has the same, and every up row.
+    """
+    # Few rows: the weights take the side of a product that needs 64. Float32 knows no such sides,
+    # and with 64 rows only plain products gain (H200, triton 3.6, 2026-11-20).
+    MOST: tl.constexpr = 64 if MODE == "plain" else 32
+    SWAP: tl.constexpr = BLOCK_M <= MOST and BLOCK_N >= 64 and b_ptr.dtype.element_ty != tl.float32
+    b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn
+    if MODE == "plain":
+        gate, up = multiply_tile(
+            a_ptrs, row_mask[:, None], b_ptrs, column_mask[None, :], up_offset,
+            stride_ak, stride_bk, depth,
+            GATED, EVEN_K, PRECISION, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        up_rows = row + up_row
+        scale_row = row
+        if ONE_SCALE:
+            scale_row = tl.min(row, axis=0)
+        scale_ptrs = b_scale_ptr + (scale_row // GROUP_N) * stride_bsn
+        up_scale_ptrs = b_scale_ptr + ((scale_row + up_row) // GROUP_N) * stride_bsn
+        if MODE == "w8a8":
+            gate, up = multiply_tile_w8a8(
+                a_ptrs, row_mask[:, None], b_ptrs, column_mask[None, :], up_offset,
+                stride_ak, stride_bk, depth,
+                a_scale_ptrs, stride_ask, scale_ptrs, up_scale_ptrs, stride_bsk, column_mask,
+                GATED, EVEN_K, GROUP_K, ONE_SCALE, SWAP, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            tl.static_assert(MODE == "weight_only")
+            # Two 4-bit zero points share a byte along the rows.
+            ZERO_ROWS: tl.constexpr = 2 if PACKED else 1
+            gate, up = multiply_tile_weight_only(
+                a_ptrs, row_mask[:, None], b_ptrs, up_offset, stride_ak, stride_bk, depth,
+                scale_ptrs, up_scale_ptrs, stride_bsk,
+                zero_ptr + (row // ZERO_ROWS) * stride_bzn,
+                zero_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
+                (row % ZERO_ROWS) * 4, (up_rows % ZERO_ROWS) * 4, stride_bzk, column_mask,
+                GATED, FORMAT, GROUP_K, MIDDLE, HAS_ZERO, PACKED, EVEN_K, PRECISION,
+                BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+    return gate, up

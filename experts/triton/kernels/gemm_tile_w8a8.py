@@ -1,0 +1,91 @@
+"""Device function: one output tile from 8-bit rows and 8-bit weights, both with scales."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.kernels.gemm_tile import add_product, by_rows, zero_sum
+
+
+@triton.jit
+def multiply_tile_w8a8(
+    a_ptrs, a_mask, b_ptrs, b_mask, up_offset, stride_ak, stride_bk, depth,
+    a_scale_ptrs, stride_ask, b_scale_ptrs, up_scale_ptrs, stride_bsk, column_mask,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, GROUP_K: tl.constexpr, ONE_SCALE: tl.constexpr,
+    SWAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As multiply_tile, for fp8 or int8 operands; float32 (gate, up) with all scales applied.
+
+    SWAP: see add_product. GROUP_K 0: one scale per row and per column, applied behind the loop.
+    Otherwise a scale covers GROUP_K of the depth and BLOCK_K divides it, so each step has one
+    scale per row and column.
+    a_scale_ptrs (BLOCK_M,), b_scale_ptrs and up_scale_ptrs (BLOCK_N,) point at the first group;
+    the latter two are one pointer each if ONE_SCALE.
+    """
+    ACC: tl.constexpr = tl.int32 if b_ptrs.dtype.element_ty == tl.int8 else tl.float32
+    SUM: tl.constexpr = ACC if GROUP_K == 0 else tl.float32
+    k = tl.arange(0, BLOCK_K)
+    a_ptrs = a_ptrs + k[None, :] * stride_ak
+    b_ptrs = b_ptrs + k[:, None] * stride_bk
+    rows = tl.reshape(a_mask, (BLOCK_M,))
+    nothing = zero_sum(ACC, SWAP, BLOCK_M, BLOCK_N)
+    gate = zero_sum(SUM, SWAP, BLOCK_M, BLOCK_N)
+    up = gate
+    for start in range(0, depth, BLOCK_K):
+        inside = start + k < depth
+        a_inside = a_mask if EVEN_K else a_mask & inside[None, :]
+        b_inside = b_mask if EVEN_K else b_mask & inside[:, None]
+        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+        b = tl.load(b_ptrs, mask=b_inside, other=0.0)
+        if GROUP_K == 0:
+            gate = add_product(gate, a, b, "ieee", SWAP)
+            if GATED:
+                c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
+                up = add_product(up, a, c, "ieee", SWAP)
+        else:
+            group = start // GROUP_K
+            a_scale = tl.load(a_scale_ptrs + group * stride_ask, mask=rows, other=0.0)
+            b_scale = weight_scale(b_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
+            part = add_product(nothing, a, b, "ieee", SWAP).to(tl.float32)
+            gate += part * scale_products(a_scale, b_scale, SWAP)
+            if GATED:
+                c = tl.load(b_ptrs + up_offset, mask=b_inside, other=0.0)
+                c_scale = weight_scale(up_scale_ptrs + group * stride_bsk, column_mask, ONE_SCALE)
+                part = add_product(nothing, a, c, "ieee", SWAP).to(tl.float32)
+                up += part * scale_products(a_scale, c_scale, SWAP)
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += BLOCK_K * stride_bk
+    gate = by_rows(gate, SWAP)
+    up = by_rows(up, SWAP)
+    if GROUP_K == 0:
+        a_scale = tl.load(a_scale_ptrs, mask=rows, other=0.0)
+        b_scale = weight_scale(b_scale_ptrs, column_mask, ONE_SCALE)
+        gate_out = gate.to(tl.float32) * scale_products(a_scale, b_scale, False)
+        up_out = gate_out
+        if GATED:
+            c_scale = weight_scale(up_scale_ptrs, column_mask, ONE_SCALE)
+            up_out = up.to(tl.float32) * scale_products(a_scale, c_scale, False)
+    else:
+        gate_out = gate
+        up_out = up
+    return gate_out, up_out
+
+
+@triton.jit
+def weight_scale(ptrs, column_mask, ONE_SCALE: tl.constexpr):
+    """(1,) if ONE_SCALE, else (BLOCK_N,), 0 where masked."""
+    if ONE_SCALE:
+        result = tl.full((1,), 0.0, tl.float32) + tl.load(ptrs)
+    else:
+        result = tl.load(ptrs, mask=column_mask, other=0.0)
+    return result
+
+
+@triton.jit
+def scale_products(a_scale, b_scale, SWAP: tl.constexpr):
+    """Scales of rows times scales of columns: (rows, columns), or its transpose if SWAP."""
+    if SWAP:
+        result = b_scale[:, None] * a_scale[None, :]
+    else:
+        result = a_scale[:, None] * b_scale[None, :]
+    return result

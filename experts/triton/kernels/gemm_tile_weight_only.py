@@ -1,0 +1,163 @@
+"""Device functions: one output tile from 16- or 32-bit rows and 8- or 4-bit weights."""
+
+import triton
+import triton.language as tl
+
+from experts.triton.kernels.unpack_w4 import is_e2m1, unpack_int4
+
+
+@triton.jit
+def _four_bit_integers(codes, zero, dtype: tl.constexpr):
+    """(q - zero) in `dtype` for q = 0 to 15, without a slow integer conversion.
+
+    128 + q is bf16 0x4300 | q, and 1024 + q is fp16 0x6400 | q; the differences are exact.
+    """
+    if dtype == tl.bfloat16:
+        values = (codes.to(tl.uint16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        result = values - (zero + 128).to(tl.bfloat16)
+    elif dtype == tl.float16:
+        values = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        result = values - (zero + 1024).to(tl.float16)
+    else:
+        result = (codes.to(tl.int32) - zero).to(dtype)
+    return result
+
+
+@triton.jit
+def _e2m1(codes, dtype: tl.constexpr):
+    """e2m1 codes (sign, two exponent bits, one mantissa bit) in `dtype`, exactly.
+
+    Moved to the top of a wider format's fields they read as the value times a power of two,
+    subnormals included: 2^-126 in bf16, 2^-14 in fp16.
+    """
+    wide = codes.to(tl.uint16)
+    if dtype == tl.bfloat16:
+        bits = ((wide & 8) << 12) | ((wide & 7) << 6)
+        result = bits.to(tl.bfloat16, bitcast=True) * tl.full((1, 1), 2.0**126, tl.bfloat16)
+    else:
+        bits = ((wide & 8) << 12) | ((wide & 7) << 9)
+        result = (bits.to(tl.float16, bitcast=True) * tl.full((1, 1), 2.0**14, tl.float16)).to(
+            dtype
+        )
+    return result
+
+
+@triton.jit
+def _repacked_values(codes, dtype: tl.constexpr):
+    """(K / 2, N) bytes of repacked e2m1 weights to (K, N) values in `dtype`, exactly."""
+    BYTES: tl.constexpr = codes.shape[0]
+    COLUMNS: tl.constexpr = codes.shape[1]
+    four = tl.reshape(tl.trans(codes).to(tl.int32), (COLUMNS, BYTES // 4, 2, 2))
+    even, odd = tl.split(four)  # of the bytes of a word
+    pair = even | (odd << 8)
+    low, high = tl.split(pair)
+    words = low | (high << 16)
+    if dtype == tl.bfloat16:
+        values = unpack_int4(words, "e2m1_repacked", tl.bfloat16) * tl.full(
+            (1, 1, 1, 1, 1), 2.0**126, tl.bfloat16
+        )
+    else:
+        values = unpack_int4(words, "e2m1_repacked", tl.float16) * tl.full(
+            (1, 1, 1, 1, 1), 2.0**14, tl.float16
+        )
+    return tl.trans(tl.reshape(values, (COLUMNS, 2 * BYTES))).to(dtype)
+
+
+@triton.jit
+def _step(
+    a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The unscaled product of one step, float32. Packed: even and odd k are two products, unless
+    they are repacked."""
+    dtype: tl.constexpr = a.dtype
+    if FORMAT == "e2m1_repacked":
+        result = tl.dot(a, _repacked_values(codes, dtype), input_precision=PRECISION)
+    elif PACKED:
+        even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
+        if FORMAT == "e2m1":
+            low = _e2m1(codes & 15, dtype)
+            high = _e2m1(codes >> 4, dtype)
+        else:
+            low = _four_bit_integers(codes & 15, zero, dtype)
+            high = _four_bit_integers(codes >> 4, zero, dtype)
+        result = tl.dot(even, low, input_precision=PRECISION)
+        result = tl.dot(odd, high, result, input_precision=PRECISION)
+    else:
+        b = (codes.to(tl.int32) - zero).to(dtype)
+        result = tl.dot(a, b, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def _load_scale(ptrs, mask, FORMAT: tl.constexpr):
+    """(BLOCK_N,) float32 scales; of e2m1, from E8M0 exponents."""
+    scale = tl.load(ptrs, mask=mask, other=0)
+    if is_e2m1(FORMAT):
+        result = tl.exp2(scale.to(tl.float32) - 127.0)
+    else:
+        result = scale.to(tl.float32)
+    return result
+
+
+@triton.jit
+def _load_zero(ptrs, shift, mask, HAS_ZERO: tl.constexpr, MIDDLE: tl.constexpr):
+    """(1, BLOCK_N) int32 zero points, or (1, 1) MIDDLE where none are given."""
+    if HAS_ZERO:
+        zero = tl.load(ptrs, mask=mask, other=0).to(tl.int32) >> shift
+        if MIDDLE == 8:
+            zero = zero & 15
+        zero = zero[None, :]
+    else:
+        zero = tl.full((1, 1), MIDDLE, tl.int32)
+    return zero
+
+
+@triton.jit
+def multiply_tile_weight_only(
+    a_ptrs, a_mask, b_ptrs, up_offset, stride_ak, stride_bk, depth,
+    scale_ptrs, up_scale_ptrs, stride_bsk,
+    zero_ptrs, up_zero_ptrs, zero_shift, up_zero_shift, stride_bzk, column_mask,
+    GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, MIDDLE: tl.constexpr,
+    HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As multiply_tile, for weights that are dequantised on the way; float32 (gate, up).
+
+    GROUP_K: the depth one scale covers, a multiple of BLOCK_K, or 0 for all of it. Weights enter
+    the product as whole numbers (or e2m1 values), and the scale multiplies the step's product.
+    b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED. *scale_ptrs, *zero_ptrs and
+    *zero_shift are (BLOCK_N,).
+    """
+    WIDTH: tl.constexpr = 2 if PACKED else 1
+    k = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, BLOCK_K // WIDTH)
+    a_ptrs = a_ptrs + k[None, :] * stride_ak
+    b_ptrs = b_ptrs + row[:, None] * stride_bk
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = gate
+    for start in range(0, depth, BLOCK_K):
+        a_inside = a_mask
+        b_mask = column_mask[None, :]
+        if not EVEN_K:
+            a_inside = a_mask & (start + k < depth)[None, :]
+            # In bytes: a bound on start + 2 * row would be unknown to the compiler byte by byte,
+            # which rules out wide asynchronous copies.
+            b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
+        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+        group = start // GROUP_K if GROUP_K > 0 else 0
+        codes = tl.load(b_ptrs, mask=b_mask, other=0)
+        scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT)
+        zero = _load_zero(zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, MIDDLE)
+        gate += scale[None, :] * _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
+        if GATED:
+            codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0)
+            scale = _load_scale(up_scale_ptrs + group * stride_bsk, column_mask, FORMAT)
+            zero = _load_zero(
+                up_zero_ptrs + group * stride_bzk, up_zero_shift, column_mask, HAS_ZERO, MIDDLE
+            )
+            part = _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
+            up += scale[None, :] * part
+        a_ptrs += BLOCK_K * stride_ak
+        b_ptrs += (BLOCK_K // WIDTH) * stride_bk
+    return gate, up

@@ -1,0 +1,177 @@
+"""Device functions: what follows the product of a tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from modular_kernel.ops.launch.triton_versions import store_box
+
+
+@gluon.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + gl.exp(-x))
+
+
+@gluon.jit
+def _gelu(value):
+    return 0.5 * value * (1.0 + gl.erf(value * 0.7071067811865476))
+
+
+@gluon.jit
+def _gelu_tanh(value):
+    inner = 0.7978845608028654 * (value + 0.044715 * value * value * value)
+    return value * _sigmoid(2.0 * inner)
+
+
+@gluon.jit
+def _tanh(value):
+    near = gl.abs(value) < 0.25
+    small = gl.where(near, value, 0.0)
+    square = small * small
+    series = 0.13333333333333333 + square * (-0.05396825396825397 + square * 0.021869488536155203)
+    series = small + small * square * (-0.3333333333333333 + square * series)
+    return gl.where(near, series, 2.0 * _sigmoid(2.0 * value) - 1.0)
+
+
+@gluon.jit
+def activate(gate, up, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr):
+    """As modular_kernel.ops.kernels.activation.activate, operation by operation."""
+    if LIMIT > 0 and KIND != "situ":
+        up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
+        if KIND != "swiglu_clamp_after":
+            gate = gl.minimum(gate, LIMIT)
+    if KIND == "relu2":
+        positive = gl.maximum(gate, 0.0)
+        result = positive * positive
+    elif KIND == "silu_no_mul":
+        result = gate * _sigmoid(gate)
+    elif KIND == "gelu_no_mul":
+        result = _gelu(gate)
+    elif KIND == "gelu_tanh_no_mul":
+        result = _gelu_tanh(gate)
+    elif KIND == "gelu":
+        result = _gelu(gate) * up
+    elif KIND == "gelu_tanh":
+        result = _gelu_tanh(gate) * up
+    elif KIND == "swiglu_oai":
+        result = gate * _sigmoid(ALPHA * gate) * (up + 1.0)
+    elif KIND == "swiglu_clamp_after":
+        result = gl.minimum(gate * _sigmoid(gate), LIMIT) * up
+    elif KIND == "situ":
+        if LIMIT > 0:
+            up = LIMIT * _tanh(up / LIMIT)
+        result = ALPHA * _tanh(gate / ALPHA) * _sigmoid(gate) * up
+    else:
+        gl.static_assert(KIND == "silu" or KIND == "swiglu_clamp_before")
+        result = gate * _sigmoid(gate) * up
+    return result
+
+
+@gluon.jit
+def _scaled(
+    values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr,
+    MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Float32 values of weight rows row_b and on, with scales by channel and bias applied."""
+    values = values.to(gl.float32)
+    rows = row_b + gl.arange(0, values.shape[1], gl.SliceLayout(0, LAYOUT))
+    at = expert.to(gl.int64) * rows_b + rows
+    if MODE == "channel":
+        b_scale = gl.load(b_scale_ptr + at, mask=rows < rows_b, other=0.0)
+        values = values * (a_scale[:, None] * b_scale[None, :])
+    if HAS_BIAS:
+        bias = gl.load(bias_ptr + at, mask=rows < rows_b, other=0.0).to(gl.float32)
+        values = values + bias[None, :]
+    return values
+
+
+@gluon.jit
+def _store(values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns):
+    """Round and store a tile to consecutive rows of an output `columns` wide.
+
+    By way of a slot of `staging`, from where 64 rows go by TMA while the next tile is multiplied.
+    Rows from `end` on are another expert's: where there are such, threads store the others.
+    """
+    ROWS: gl.constexpr = values.shape[0]
+    WIDTH: gl.constexpr = values.shape[1]
+    place = staging.index(slot)
+    # Everything of the last tile has left its slots. Not the older of two stores alone: of a tile
+    # that threads store there is none to count.
+    if slot == 0:
+        tma.store_wait(0)
+    place.store(values.to(out_desc.dtype))
+    if row + ROWS <= end:
+        fence_async_shared()
+        store_box(out_desc, [row, first_column], place)
+    else:
+        LANES: gl.constexpr = WIDTH // 8 if WIDTH < 256 else 32
+        LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+        rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        column = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+        out_ptrs = out_ptr + rows.to(gl.int64)[:, None] * columns + column[None, :]
+        mask = (rows < end)[:, None] & (column < columns)[None, :]
+        gl.store(out_ptrs, place.load(LAYOUT), mask=mask)
+
+
+@gluon.jit
+def _finish_half(
+    values, a_scale, row, end, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
+    expert, rows_b, row_b, b_scale_ptr, bias_ptr,
+    MODE: gl.constexpr, LAYOUT: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr,
+    KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Weight rows row_b and on, which need no others: ungated, or gate and up rows by turns."""
+    values = _scaled(
+        values, a_scale, expert, rows_b, row_b, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
+    )
+    if GATED:
+        gate, up = values.reshape((values.shape[0], values.shape[1] // 2, 2)).split()
+        value = activate(gate, up, KIND, ALPHA, LIMIT).to(out_desc.dtype)
+        # A thread has every fourth column; with two side by side it stores matrices, not values.
+        PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
+        value = gl.convert_layout(value, PAIRS)
+        _store(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
+    elif KIND != "identity":
+        value = activate(values, values, KIND, ALPHA, LIMIT)
+        _store(value, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
+    else:
+        _store(values, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
+
+
+@gluon.jit
+def finish(
+    left, right, row, end, out_ptr, out_desc, staging, columns, expert, rows_b, right_rows, first,
+    a_scale_ptr, scale_rows, b_scale_ptr, bias_ptr,
+    MODE: gl.constexpr, LAYOUT: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
+    HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+):  # fmt: skip
+    """Scale, bias, activate, round and store the left and the right columns of a tile.
+
+    first: the first left weight row, right_rows: how much further the right ones are. scale_rows:
+    where each row's scale is in a_scale. out_desc: the output in boxes of as many columns as a half
+    gives; staging: one or two of them. At its end a program waits for what it still stores.
+    """
+    rows = row + gl.arange(0, left.shape[0], gl.SliceLayout(1, LAYOUT))
+    a_scale = gl.full(rows.shape, 1.0, gl.float32, rows.type.layout)
+    if MODE == "channel":
+        a_scale = gl.load(a_scale_ptr + scale_rows, mask=rows < end, other=0.0)
+    if GATED and STEP == 1:
+        gate = _scaled(
+            left, a_scale, expert, rows_b, first, b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS
+        )
+        up = _scaled(
+            right, a_scale, expert, rows_b, first + right_rows, b_scale_ptr, bias_ptr,
+            MODE, LAYOUT, HAS_BIAS,
+        )  # fmt: skip
+        value = activate(gate, up, KIND, ALPHA, LIMIT)
+        _store(value, row, end, first, out_ptr, out_desc, staging, 0, columns)
+    else:
+        _finish_half(
+            left, a_scale, row, end, out_ptr, out_desc, staging, 0, columns, expert, rows_b, first,
+            b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
+        )  # fmt: skip
+        _finish_half(
+            right, a_scale, row, end, out_ptr, out_desc, staging, staging.shape[0] - 1, columns,
+            expert, rows_b, first + right_rows,
+            b_scale_ptr, bias_ptr, MODE, LAYOUT, HAS_BIAS, GATED, KIND, ALPHA, LIMIT,
+        )  # fmt: skip

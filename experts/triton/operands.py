@@ -1,0 +1,224 @@
+"""What the contiguous and the batched Triton experts bind for their two products."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from experts.triton.launch_config import LaunchConfig
+from modular_kernel.ops.activation import activation_constants, up_rows
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.support import Rejection
+from modular_kernel.tensors import ContiguousTokens, ExpertWeights
+from modular_kernel.types import Problem
+
+SCHEMES = frozenset(
+    {
+        "none",
+        "fp8_w8a8_tensor",
+        "fp8_w8a8_channel",
+        "fp8_w8a8_block",
+        "int8_w8a8_channel",
+        "int8_w8a8_block",
+        "int8_w8a16_channel",
+        "int8_w8a16_group",
+        "int4_w4a16_group",
+        "mxfp4_w4a16",
+    }
+)
+TMA_BYTES = 16  # rows that TMA fetches start on multiples of it
+MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
+_LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the two products: its weights, bias, output width and activation.
+
+    w: (e, rows, depth), any strides, two values a byte if packed. columns: output values per row.
+    step, up_row: column n uses weight row n * step, and n * step + up_row for its up value.
+    """
+
+    w: torch.Tensor
+    scale: torch.Tensor | None
+    zero_point: torch.Tensor | None
+    bias: torch.Tensor | None
+    scheme: QuantScheme
+    columns: int
+    step: int
+    up_row: int
+    constants: dict[str, object]
+
+    @property
+    def depth(self) -> int:
+        return self.w.shape[2] * (2 if self.scheme.packed else 1)
+
+    def arguments(
+        self, tile: LaunchConfig, precision: str, a_scale: torch.Tensor | None
+    ) -> dict[str, object]:
+        """Kernel arguments that do not depend on how rows are found.
+
+        a_scale: scales of the rows, (1,) for one for all, else (..., 1) or (..., groups).
+        """
+        group_n, group_k = scale_group(self.scheme, self.depth)
+        block_k = fit_block_k(tile.block_k, group_k)
+        bias = self.w if self.bias is None else self.bias
+        return {
+            "b_ptr": self.w,
+            "bias_ptr": bias,
+            "columns": self.columns,
+            "depth": self.depth,
+            "up_row": self.up_row,
+            "up_offset": self.up_row * self.w.stride(1),  # 64-bit in Python, whatever its size
+            "stride_be": self.w.stride(0),
+            "stride_bn": self.w.stride(1),
+            "stride_bk": self.w.stride(2),
+            "stride_bias": 0 if self.bias is None else self.bias.stride(0),
+            **self._weight_scales(),
+            **_row_scales(a_scale, self.w),
+            "ROW_STEP": self.step,
+            "HAS_BIAS": self.bias is not None,
+            "MODE": _mode(self.scheme),
+            "FORMAT": word_format(self.scheme),
+            "GROUP_N": group_n,
+            "GROUP_K": group_k,
+            "ONE_SCALE": self._one_scale(group_n, tile.block_n),
+            "MIDDLE": MIDDLE.get(self.scheme.weight, 0),
+            "HAS_ZERO": self.zero_point is not None,
+            "PACKED": self.scheme.packed,
+            "EVEN_K": self.depth % block_k == 0,
+            "PRECISION": precision,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": block_k,
+            "GROUP_M": tile.group_m,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            **self.constants,
+        }
+
+    def _one_scale(self, group_n: int, block_n: int) -> bool:
+        """Whether the gate rows of every tile share their scales, and the up rows theirs."""
+        rows = block_n * self.step
+        return group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < self.step)
+
+    def _weight_scales(self) -> dict[str, object]:
+        """Scales are (e,), (e, rows) or (e, rows, groups); zero points (e, rows, groups)."""
+        scale = self.w if self.scale is None else self.scale
+        zero = self.w if self.zero_point is None else self.zero_point
+        strides = ((*self.scale.stride(), 0, 0) if self.scale is not None else (0, 0, 0))[:3]
+        zeros = zero.stride() if self.zero_point is not None else (0, 0, 0)
+        names = ("stride_bse", "stride_bsn", "stride_bsk", "stride_bze", "stride_bzn", "stride_bzk")
+        return {
+            "b_scale_ptr": scale,
+            "zero_ptr": zero,
+            **dict(zip(names, (*strides, *zeros), strict=True)),
+        }
+
+
+def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str, object]:
+    if a_scale is None or a_scale.dim() == 1:
+        scale = unused if a_scale is None else a_scale
+        return {"a_scale_ptr": scale, "stride_asm": 0, "stride_ask": 0}
+    strides = {"stride_asm": a_scale.stride(-2), "stride_ask": a_scale.stride(-1)}
+    return {"a_scale_ptr": a_scale, **strides}
+
+
+def _mode(scheme: QuantScheme) -> str:
+    if not scheme.quantised:
+        return "plain"
+    return "w8a8" if scheme.quantises_activations else "weight_only"
+
+
+def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
+    """(rows, depth) that one weight scale covers; 0 stands for all of the depth."""
+    rows, along = 1, 0
+    if scheme.granularity == "block":
+        rows, along = scheme.group
+    elif scheme.granularity == "group":
+        (along,) = scheme.group
+    return rows, 0 if along >= depth else along
+
+
+def word_format(scheme: QuantScheme) -> str:
+    """Return what kernels call the format of quantised weights."""
+    if scheme.weight != "float4_e2m1":
+        return "integer"
+    return "e2m1_repacked" if scheme.repacked else "e2m1"
+
+
+def fit_block_k(block_k: int, group_k: int) -> int:
+    """Return the depth of one step.
+
+    It is the largest power of two up to block_k that divides the group.
+    """
+    return block_k if group_k == 0 else math.gcd(block_k, group_k)
+
+
+def group_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
+    """Reject groups that are not multiples of 32.
+
+    A step is at least 32 deep and within one group.
+    """
+    found = []
+    for what, depth in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
+        _, group_k = scale_group(problem.scheme, depth)
+        if group_k % _LEAST_BLOCK_K:
+            need = f"a multiple of {_LEAST_BLOCK_K}, or all of {what}={depth}"
+            got = f"a group of {group_k}"
+            found.append(Rejection("quant_block", (name, "problem"), got, need))
+    return tuple(found)
+
+
+def first_product(weights: ExpertWeights, problem: Problem) -> Product:
+    """x W1^T with the activation behind it: H in, I out."""
+    spec = problem.act
+    step, up_row = up_rows(spec, problem.intermediate)
+    return Product(
+        w=weights.w1,
+        scale=weights.w1_scale,
+        zero_point=weights.w1_zero_point,
+        bias=weights.b1,
+        scheme=problem.scheme,
+        columns=problem.intermediate,
+        step=step,
+        up_row=up_row,
+        constants={**activation_constants(spec), "GATED": spec.gated},
+    )
+
+
+def second_product(weights: ExpertWeights, problem: Problem) -> Product:
+    """h W2^T: I in, H out, no activation."""
+    return Product(
+        w=weights.w2,
+        scale=weights.w2_scale,
+        zero_point=weights.w2_zero_point,
+        bias=weights.b2,
+        scheme=problem.scheme,
+        columns=problem.hidden,
+        step=1,
+        up_row=0,
+        constants={"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "GATED": False},
+    )
+
+
+def row_scale(scheme: QuantScheme, depth: int) -> str:
+    """Return what one scale of rows of `depth` values covers, as the kernels name it."""
+    if scheme.static:
+        return "static"
+    granularity = scheme.activation_granularity
+    if granularity == "group" and not scale_group(scheme, depth)[1]:
+        return "token"
+    return granularity
+
+
+def input_scales(
+    tokens: ContiguousTokens, static: torch.Tensor | None, problem: Problem
+) -> tuple[str, dict[str, object]]:
+    """How GEMM 1 finds the scales of x: QUANT, and where they are."""
+    scale, quant = tokens.scale, row_scale(problem.scheme, problem.hidden)
+    if scale is None:
+        scale = tokens.x_TH if static is None else static
+        return quant, {"x_scale_ptr": scale, "stride_xsm": 0, "stride_xsk": 0}
+    strides = scale.stride() if scale.dim() == 2 else (0, 0)
+    return "given", {"x_scale_ptr": scale, "stride_xsm": strides[0], "stride_xsk": strides[1]}

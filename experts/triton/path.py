@@ -1,0 +1,147 @@
+"""A path of TritonExperts: one way from arrived tokens to the layer's output.
+
+A path is a folder: its host code, its configuration and its kernels. All that is known of a path
+lies there, behind this one interface; `experts.triton.paths` lists them. A configuration, a tuned
+file and a workspace name a path by its name alone.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+
+from experts.triton.candidates import Groups
+from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
+from modular_kernel.roundings import Roundings
+from modular_kernel.tensors import ContiguousShape, ContiguousTokens, ExpertWeights
+from modular_kernel.types import Combine, Problem
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+
+ENDLESS = 1 << 62  # more tokens than any call has
+
+
+@dataclass(frozen=True)
+class PathCall:
+    """One call of the experts: what `PermuteExpertsUnpermute.apply` received, and its launches."""
+
+    tokens: ContiguousTokens
+    weights: ExpertWeights
+    workspace: Workspace
+    output: torch.Tensor
+    config: MoEConfig
+
+
+class Path(ABC):
+    """Everything that is known of a path; an instance is bound to a problem and runs its calls.
+
+    name: in configurations, tuned files and messages. former_names: in tuned files of version 1.
+    launch: the type of its configuration of one GEMM, a dataclass of numbers. quantises_input: it
+    takes unquantised tokens and quantises them itself. refuses: there are tensors that it does not
+    take. lends: another problem can launch its configurations as they are. replaces: the path under
+    whose name files of version 1 meant some of its launches. roundings: where it rounds; None where
+    that is not declared.
+    """
+
+    name: ClassVar[str]
+    former_names: ClassVar[tuple[str, ...]] = ()
+    launch: ClassVar[type[Any]] = LaunchConfig
+    quantises_input: ClassVar[bool] = False
+    refuses: ClassVar[bool] = True
+    lends: ClassVar[bool] = True
+    replaces: ClassVar[str | None] = None
+    roundings: Roundings | None
+
+    # ------------------------------------------------------------------- which calls take it
+
+    @classmethod
+    @abstractmethod
+    def serves(cls, problem: Problem, device: Device) -> bool:
+        """Return whether its kernels can compute `problem` on `device`."""
+
+    @classmethod
+    def least_tokens(cls, problem: Problem) -> int:
+        """Return the fewest tokens of a call that takes it without a tuned file."""
+        return 0
+
+    @classmethod
+    def most_tokens(cls, problem: Problem) -> int | None:
+        """Return the most tokens of a call that takes it without a tuned file; None for any number.
+
+        What was tuned for fewer tokens says nothing about a call of more.
+        """
+        return None
+
+    # ------------------------------------------------------------------- what it launches
+
+    @classmethod
+    @abstractmethod
+    def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
+        """Return what a call of `tokens` tokens launches without a tuned file."""
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return numbers of tokens, ascending, behind which `default_config` may change."""
+        return ()
+
+    @classmethod
+    @abstractmethod
+    def violations(
+        cls, config: Launch, gemm: Gemm, problem: Problem, device: Device
+    ) -> Iterator[Violation]:
+        """Yield every reason not to launch `config` for one GEMM of `problem`."""
+
+    @classmethod
+    def candidates(cls, problem: Problem, tokens: int) -> Groups:
+        """Return launches of either GEMM worth timing, by the block_m that they share."""
+        return {}
+
+    @classmethod
+    def in_place_of(
+        cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
+    ) -> MoEConfig:
+        """Return what a call launches where a file of version 1 has `config` of `cls.replaces`."""
+        return config
+
+    # ------------------------------------------------------------------- a call
+
+    @abstractmethod
+    def __init__(self, problem: Problem) -> None:
+        """Bind the kernels for `problem`, which it serves."""
+
+    @abstractmethod
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Return whether it can work with weights and tokens that lie in memory as these do."""
+
+    @abstractmethod
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return every buffer of a call of `tokens` tokens in blocks of block_m rows, by name."""
+
+    @abstractmethod
+    def run(self, call: PathCall) -> None:
+        """Write every element of call.output."""
+
+
+def room_for(
+    problem: Problem, shape: ContiguousShape, kinds: Iterable[Mapping[str, BufferSpec]]
+) -> WorkspaceShapes:
+    """Return room for any of the kinds of call whose buffers are given: of each name the largest.
+
+    A buffer lies over what it lies over in any of them, so it must be the last in all.
+    """
+    largest: dict[str, BufferSpec] = {}
+    for specs in kinds:
+        for name, spec in specs.items():
+            known = largest.get(name, spec)
+            over = tuple(dict.fromkeys((*known.over, *spec.over)))
+            largest[name] = replace(max(known, spec, key=attrgetter("nbytes")), over=over)
+    nothing = BufferSpec((0,), problem.dtype)
+    top_k = () if problem.combine is Combine.SUM else (shape.top_k,)
+    return WorkspaceShapes(
+        workspace13=largest.pop("workspace13", nothing),
+        workspace2=largest.pop("workspace2", nothing),
+        output=BufferSpec((shape.tokens, *top_k, problem.hidden), problem.dtype),
+        extra=largest,
+    )

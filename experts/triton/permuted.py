@@ -1,0 +1,107 @@
+"""GroupedGemmExperts: pre-reorder, two products over segments of rows, post-reorder."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from experts.triton.configs.select import choose_config, kinds_up_to
+from experts.triton.grouped.segments import MGroupedGemms
+from experts.triton.operands import group_rejections
+from experts.triton.path import PathCall, room_for
+from experts.triton.tuning.space import ConfigSpace
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.roundings import Roundings
+from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.workspace import Workspace, WorkspaceShapes
+from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
+
+# Weights that are dequantised in the product gain nothing by rows that were moved: TritonExperts.
+_SCHEMES = ACTIVATION_SCHEMES | {"none"}
+
+
+class GroupedGemmExperts(PermuteExpertsUnpermute):
+    """Contiguous tokens, copied into the order of experts; weights and sums over top-k itself.
+
+    The experts of this rank get segments that follow each other; pairs of other ranks' experts get
+    no row. A token without an expert here becomes a row of zeros, so over ranks outputs sum up.
+    Bitwise repeatable.
+    """
+
+    replayable = True
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        packages=("triton",),
+        triton=True,
+        min_arch=(8, 0),
+        graph_capturable=True,
+        batch_invariant=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        expert_map=True,
+        chunking=True,
+        tf32=True,
+        schemes=_SCHEMES,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._products = MGroupedGemms(problem)
+
+    @classmethod
+    def tunable(cls, problem: Problem) -> ConfigSpace | None:
+        if problem.batch_invariant:  # its tiles are fixed
+            return None
+        return ConfigSpace(problem, cls.__name__)
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        """Return the steps of experts.compat.ep_moe, whose products are these."""
+        from experts.compat.ep_moe_meta import FORMS, launch_all
+
+        return {
+            f"EPMoE {dtype}, {tokens} tokens, block {block}": partial(
+                launch_all, tokens, 2, dtype, block
+            )
+            for tokens, dtype, block in FORMS
+        }
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return group_rejections(cls.__name__, problem)
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""
+        assert isinstance(shape, ContiguousShape)
+        kinds = (
+            self._products.specs(most, block_m)
+            for most, _, block_m in kinds_up_to(self.problem, shape.tokens)
+        )
+        return room_for(self.problem, shape, kinds)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return Roundings()
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        config = choose_config(self.problem, tokens.x_TH.shape[0])
+        self._products.run(PathCall(tokens, weights, workspace, output, config))

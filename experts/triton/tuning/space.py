@@ -1,0 +1,235 @@
+"""How the Triton experts are tuned: what is worth timing, and where the best are kept."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+from experts.triton.configs.filenames import ConfigKey
+from experts.triton.configs.files import (
+    VERSION,
+    Recipe,
+    Times,
+    TunedFor,
+    config_as_json,
+    dump_recipe,
+    read_recipe,
+)
+from experts.triton.configs.former import in_words_of_now
+from experts.triton.configs.heuristics import heuristics
+from experts.triton.configs.limits import fits
+from experts.triton.configs.lookup import subfolder
+from experts.triton.configs.select import (
+    choose_config,
+    explain,
+    on_device,
+    override_config,
+    reread,
+    this_store,
+)
+from experts.triton.launch_config import Device, Gemm, Launch, MoEConfig, gemms
+from experts.triton.path import Path as LaunchPath
+from experts.triton.paths import BASE, BY_NAME
+from modular_kernel import stages
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.tunable import Best, Choice, Took, Tunable
+from modular_kernel.types import Problem
+
+_GROUPS_KEPT, _TILES_KEPT, _FINALISTS = 2, 2, 4
+
+
+class ConfigSpace(Tunable):
+    """Configurations. A choice is a MoEConfig, and its GEMMs are told apart by their stages.
+
+    experts_part: name of the part, noted in the file. paths: those it has; what they serve of
+    `problem` depends on the device. Hand it to another process, and `using` pretends this one's GPU
+    there.
+    """
+
+    stages = (stages.GEMM1, stages.GEMM2)
+
+    def __init__(
+        self, problem: Problem, experts_part: str, paths: Sequence[type[LaunchPath]] = (BASE,)
+    ) -> None:
+        self.problem = problem
+        self.experts_part = experts_part
+        self._all = tuple(paths)
+        self._gemms = gemms(problem)
+        self._device = this_store().device
+        self.paths = self._serving(self._device)
+
+    def _serving(self, device: Device) -> tuple[str, ...]:
+        return tuple(path.name for path in self._all if path.serves(self.problem, device))
+
+    def untuned(self, tokens: int) -> Choice:
+        return heuristics(self.problem, self._device, self.paths).choose(tokens)
+
+    @contextmanager
+    def using(self, choice: Choice) -> Iterator[None]:
+        assert isinstance(choice, MoEConfig)
+        with on_device(self._device), override_config(choice):
+            yield
+
+    def candidates(self, tokens: int) -> Sequence[Choice]:
+        """GEMM 1 and GEMM 2 are tried at once: their times are told apart."""
+        now = choose_config(self.problem, tokens, self.paths)  # of a file, if there is one
+        found = [now] if self._sound_both(now) else []
+        for path in self.paths:
+            for block_m, (one, two) in BY_NAME[path].candidates(self.problem, tokens).items():
+                found += self._diagonal(path, block_m, (one, two))
+        return list(dict.fromkeys(found))
+
+    def _untuned_of(self, path: str, block_m: int) -> list[MoEConfig]:
+        steps = heuristics(self.problem, self._device, self.paths)
+        return [c for c in steps.configs if c.path == path and c.gemm1.block_m == block_m]
+
+    def _diagonal(
+        self, path: str, block_m: int, tried: tuple[Sequence[Launch], Sequence[Launch]]
+    ) -> list[MoEConfig]:
+        """Every launch of either GEMM with this block_m, in as few choices as there can be."""
+        untuned = self._untuned_of(path, block_m)
+        lists: list[list[Launch]] = []
+        for index, gemm in enumerate(self._gemms):
+            launches = [(config.gemm1, config.gemm2)[index] for config in untuned]
+            launches = list(dict.fromkeys((*launches, *tried[index])))
+            lists.append([launch for launch in launches if self._sound(launch, gemm, path)])
+        first, second = lists
+        if not first or not second:
+            return []
+        count = max(len(first), len(second))
+        return [
+            MoEConfig(first[i % len(first)], second[i % len(second)], path) for i in range(count)
+        ]
+
+    def _sound(self, launch: Launch, gemm: Gemm, path: str) -> bool:
+        """Whether it can be launched and is no deeper than the product."""
+        deep = getattr(launch, "block_k", 0) >= 2 * gemm.depth
+        found = BY_NAME[path].violations(launch, gemm, self.problem, self._device)
+        return not deep and next(found, None) is None
+
+    def _sound_both(self, config: MoEConfig) -> bool:
+        launches = zip((config.gemm1, config.gemm2), self._gemms, strict=True)
+        fit = config.path in self.paths and fits(config, self.problem, self._device)
+        return fit and all(self._sound(*each, config.path) for each in launches)
+
+    def finalists(self, tokens: int, took: Mapping[Choice, Took]) -> Sequence[Choice]:
+        """Pair the best GEMM 1 with the best GEMM 2 of the same path and block_m, and near ones."""
+        model = Additive(took)
+        kinds = sorted(model.kinds(), key=model.least)[:_GROUPS_KEPT]
+        pairs = [pair for kind in kinds for pair in model.best_pairs(kind, _TILES_KEPT)]
+        return sorted(pairs, key=model.seconds)[:_FINALISTS]
+
+    def as_json(self, choice: Choice) -> Mapping[str, object]:
+        assert isinstance(choice, MoEConfig)
+        return config_as_json(choice)
+
+    def saved(self, folder: Path) -> Mapping[int, Best]:
+        path = self._path(folder)
+        if not path.exists():
+            return {}
+        recipe = read_recipe(path)
+        if not recipe.strict or recipe.tuned_for != self._tuned_for():
+            got = recipe.tuned_for if recipe.strict else "a file of vLLM's or SGLang's"
+            need = f"{self._tuned_for()}; another folder, or to start afresh"
+            raise ConfigurationError(f"config file {path}", got=got, need=need)
+        found = {}
+        for tokens, config in recipe.configs().items():
+            times = recipe.times.get(tokens)
+            if times is None:
+                continue
+            if recipe.version < VERSION:
+                config = in_words_of_now(config, tokens, self.problem, self._device, self.paths)
+            found[tokens] = Best(config, times.us / 1e6, _seconds(times.untuned_us))
+        return found
+
+    def save(self, best: Mapping[int, Best], folder: Path) -> Path:
+        pairs: dict[int, MoEConfig] = {}
+        for tokens in sorted(best):
+            pair = best[tokens].choice
+            assert isinstance(pair, MoEConfig)
+            pairs[tokens] = pair
+        recipe = Recipe(
+            origin="",
+            gemm1=tuple((tokens, pair.gemm1) for tokens, pair in pairs.items()),
+            gemm2=tuple((tokens, pair.gemm2) for tokens, pair in pairs.items()),
+            paths=tuple((tokens, pair.path) for tokens, pair in pairs.items()),
+            fused_columns=False,
+            strict=True,
+            triton=this_store().triton,
+            tuned_for=self._tuned_for(),
+            times={t: _times(best[t]) for t in pairs},
+        )
+        path = self._path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(dump_recipe(recipe), encoding="utf-8")
+        partial.replace(path)
+        reread()
+        return path
+
+    def explain(self, tokens: int, device_name: str | None = None) -> str:
+        device = self._device if device_name is None else Device.named(device_name)
+        paths = self._serving(device)
+        return explain(self.problem, tokens, device_name, paths)
+
+    def _tuned_for(self) -> TunedFor:
+        return TunedFor(self.experts_part, self.problem.hidden, self.problem.top_k)
+
+    def _path(self, folder: Path) -> Path:
+        store = this_store()
+        name = ConfigKey.of(self.problem, store.device.name).file_name
+        return folder / subfolder(store.triton) / name
+
+
+Kind = tuple[str, int]  # path and block_m
+
+
+class Additive:
+    """What pairs take by what others took: GEMM 1, GEMM 2 and, for each kind, the rest."""
+
+    def __init__(self, took: Mapping[Choice, Took]) -> None:
+        self.tiles: dict[Kind, tuple[dict[Launch, float], dict[Launch, float]]] = {}
+        rests: dict[Kind, list[float]] = {}
+        for pair, one in took.items():
+            assert isinstance(pair, MoEConfig)
+            kind = pair.path, pair.gemm1.block_m
+            first, second = self.tiles.setdefault(kind, ({}, {}))
+            seconds = [one.stages.get(name, 0.0) for name in ConfigSpace.stages]
+            for tiles, tile, each in zip(
+                (first, second), (pair.gemm1, pair.gemm2), seconds, strict=True
+            ):
+                tiles[tile] = min(each, tiles.get(tile, each))
+            rests.setdefault(kind, []).append(one.seconds - sum(seconds))
+        self.rest = {kind: median(of) for kind, of in rests.items()}
+
+    def kinds(self) -> list[Kind]:
+        return list(self.tiles)
+
+    def least(self, kind: Kind) -> float:
+        """Seconds of the best pair of this kind."""
+        return self.rest[kind] + sum(min(tiles.values()) for tiles in self.tiles[kind])
+
+    def best_pairs(self, kind: Kind, count: int) -> list[MoEConfig]:
+        """Every pair of the `count` fastest launches of either GEMM."""
+        fastest = (sorted(tiles, key=tiles.__getitem__)[:count] for tiles in self.tiles[kind])
+        return [MoEConfig(one, two, kind[0]) for one, two in product(*fastest)]
+
+    def seconds(self, pair: MoEConfig) -> float:
+        """Of a whole call; KeyError where one of its launches was not timed."""
+        kind = pair.path, pair.gemm1.block_m
+        first, second = self.tiles[kind]
+        return self.rest[kind] + first[pair.gemm1] + second[pair.gemm2]
+
+
+def _times(best: Best) -> Times:
+    untuned = best.untuned_seconds
+    return Times(_us(best.seconds), None if untuned is None else _us(untuned))
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _seconds(us: float | None) -> float | None:
+    return None if us is None else us / 1e6

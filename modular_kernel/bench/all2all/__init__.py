@@ -1,0 +1,1 @@
+"""Time dispatch and combine over ranks, ours beside baselines."""

@@ -1,0 +1,176 @@
+"""Our PrepareAndFinalize parts as transports."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from modular_kernel.bench.all2all.cases import (
+    ExchangeCase,
+    ExchangeInputs,
+    Place,
+    Transport,
+    dequantised,
+)
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.records import OURS
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    ContiguousTokens,
+    Dispatched,
+    DispatchedRouting,
+    DispatchShape,
+    ExpertWeights,
+    Routing,
+)
+from modular_kernel.types import ActivationFormat, IdSpace, Machine, Reduce
+from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec, Workspace
+
+_MOST_BATCHED = 512  # tokens of a call, for which room for one row an expert is still moderate
+# The first that a part takes over: the less finalize has to do, the more of it is the exchange.
+_PREFERRED = (Reduce.NOOP, Reduce.NAIVE_BATCHED, Reduce.CONTIGUOUS)
+
+
+class PartTransport(Transport):
+    """A part between identity experts: they leave what the part's finalize needs least work for.
+
+    machine: what the part is judged for. A part without partner for a cell is refused with every
+    reason of the pairing that comes nearest.
+    """
+
+    origin = OURS
+
+    def __init__(self, name: str, machine: Machine) -> None:
+        self.cls = load_catalog().prepare_finalize(name)
+        self.machine = machine
+        self.name = name  # type: ignore[misc]  # a class of transports, one for each part
+        requires = self.cls.requires
+        self.capturable = requires.graph_capturable
+        self.alone = bool(requires.packages)
+        self.replicated = requires.replicated_input
+        self.interpreted = machine.interpreter and requires.triton
+        self.note = "all ranks pass the same tokens" if self.replicated else ""
+        self._part: PrepareAndFinalize | None = None
+        self._kind, self._reduce = _reducer(self.cls)
+
+    def refusal(self, cell: ExchangeCase) -> str:
+        batched = self.cls.requires.activation_format is ActivationFormat.BATCHED_EXPERTS
+        if batched and cell.capacity > _MOST_BATCHED:
+            return f"rows of {cell.capacity} tokens for each expert: {_MOST_BATCHED} at most"
+        reasons: list[list[str]] = []
+        for experts in load_catalog().names("experts"):
+            verdict = check(self.cls, experts, cell.problem(0), self.machine)
+            if verdict.ok:
+                return ""
+            reasons.append([str(rejection) for rejection in verdict.rejections])
+        reasons.sort(key=lambda found: len(found))
+        return "; ".join(reasons[0]) if reasons else "no experts part"
+
+    def open(self, cell: ExchangeCase, place: Place) -> None:
+        problem = cell.problem(place.rank)
+        self._part = part = self.cls(problem, place.group)
+        device = place.device
+        self._kept = part.keeps_expert_output and self._kind is Reduce.NOOP
+        output = {}
+        if not self._kept:
+            output[EXPERT_OUTPUT] = self._output_spec(part.dispatch_shape(cell.capacity))
+        self._workspace = Workspace({**part.workspace_shapes(cell.capacity), **output}, device)
+        self._invalid = torch.zeros(1, dtype=torch.int32, device=device)
+        empty = torch.empty(problem.e, 1, 1, dtype=problem.dtype, device=device)
+        self._weights = ExpertWeights(empty, empty)
+
+    def load(self, given: ExchangeInputs) -> None:
+        assert self._part is not None
+        ids = given.routing.topk_ids_TK.to(self._part.topk_indices_dtype() or torch.int32)
+        self._given = given
+        self._routing = Routing(given.routing.topk_weights_TK, ids)
+        self._out = torch.empty_like(given.x_TH)
+        self._call = Call(self._workspace, self._invalid, pairing=f"{self.name} x identity")
+
+    def _output_spec(self, shape: DispatchShape) -> BufferSpec:
+        """Of what `identity` writes, for as much as can arrive."""
+        assert self._part is not None
+        hidden, dtype = self._part.problem.hidden, self._part.problem.dtype
+        if isinstance(shape, BatchedShape):
+            return BufferSpec((shape.experts, shape.capacity, hidden), dtype)
+        each = (hidden,) if self._kind is Reduce.NOOP else (shape.top_k, hidden)
+        return BufferSpec((shape.tokens, *each), dtype)
+
+    def dispatch(self) -> None:
+        assert self._part is not None
+        self.arrived = self._part.prepare(
+            self._given.x_TH, self._routing, weights=self._weights, call=self._call
+        )
+
+    def identity(self) -> None:
+        tokens: Dispatched = self.arrived[0]
+        group = self._given.cell.scheme.group[-1] if self._given.cell.scheme.group else 1
+        if isinstance(tokens, BatchedTokens):
+            made = dequantised(tokens.x_eCH, tokens.scale, group)
+        else:
+            made = _standard(tokens, group, self._kind)
+        # At one address, where a captured combine reads.
+        if self._kept:
+            assert self._part is not None
+            self._output = self._part.expert_output(self.arrived[1])
+        else:
+            self._output = self._workspace.take(EXPERT_OUTPUT, tuple(made.shape))
+        self._output.copy_(made)
+
+    def combine(self) -> torch.Tensor:
+        part, handle = self._part, self.arrived[1]
+        assert part is not None
+        if part.makes_output:  # as where a caller names no output
+            return part.combined(self._output, handle=handle, reduce=self._reduce)
+        part.finalize(self._output, handle=handle, reduce=self._reduce, out=self._out)
+        return self._out
+
+    def settle(self) -> None:
+        look: Callable[[], object] | None = getattr(self._part, "check", None)
+        if look is not None:
+            look()
+
+    def close(self) -> None:
+        part, self._part = self._part, None
+        destroy: Callable[[], object] | None = getattr(part, "destroy", None)
+        for name in ("_workspace", "_output", "_out", "_call"):
+            self.__dict__.pop(name, None)
+        self.arrived = None
+        if destroy is not None:
+            destroy()
+
+
+def _reducer(cls: type[PrepareAndFinalize]) -> tuple[Reduce, TopKWeightAndReduce]:
+    """Return what identity experts leave to this part, and the catalogue's reducer of that kind."""
+    kind = next((kind for kind in _PREFERRED if kind in cls.requires.reduces), Reduce.DELEGATE)
+    made: list[Any] = [part.cls for part in load_catalog().parts if part.kind == "topk_reduce"]
+    for reducer in made:
+        if reducer.kind is kind:
+            return kind, reducer()
+    raise ConfigurationError("topk_reduce", got="no such part", need=f"one of kind {kind.value}")
+
+
+def _standard(tokens: ContiguousTokens, group: int, kind: Reduce) -> torch.Tensor:
+    """(R, H) sums of weighted pairs here, or (R, K, H) unweighted; 0 for pairs not here."""
+    here_RK = _here(tokens.routing)
+    any_R1 = here_RK.any(1, keepdim=True)
+    # Rows without a pair here may hold anything.
+    x_RH = torch.where(any_R1, dequantised(tokens.x_TH, tokens.scale, group), 0)
+    if kind is not Reduce.NOOP:
+        return torch.where(here_RK[..., None], x_RH[:, None], 0).contiguous()
+    weights_RK = tokens.routing.topk_weights_TK
+    assert weights_RK is not None, "a part that leaves NOOP hands weights to the experts"
+    share_R1 = torch.where(here_RK, weights_RK, 0).sum(1, keepdim=True)
+    return (x_RH.float() * share_R1).to(x_RH.dtype)
+
+
+def _here(routing: DispatchedRouting) -> torch.Tensor:
+    """(R, K) bool: the pair is of an expert on this rank."""
+    ids_RK = routing.topk_ids_TK
+    valid = (ids_RK >= 0) & (ids_RK < routing.num_experts)
+    if routing.space is IdSpace.GLOBAL and routing.expert_map is not None:
+        return valid & (routing.expert_map[ids_RK.clamp(0, routing.num_experts - 1).long()] >= 0)
+    return valid

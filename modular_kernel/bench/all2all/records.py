@@ -1,0 +1,260 @@
+"""The record of `mk exchange`: one row for each transport and cell, and its tables."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
+
+SCHEMA = "mk-exchange/1"
+_SEVERITY = (OK, SKIPPED, REFUSED, WRONG, FAILED)  # of several ranks, the worst counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeRow:
+    """One transport in one cell; times only where the status is ok.
+
+    *_us: the largest of the ranks' medians. pair_us: both halves behind each other. *_rows: that
+    must come into the busiest rank, one for each token and rank; *_bytes: of those rows. *_gbs:
+    bytes over time, GB/s. *_floor_us: see Link. error: the worst row's relative distance from x.
+    The rest as in rows.Row and exchange_time.Times.
+    """
+
+    transport: str
+    origin: str
+    world_size: int
+    tokens: int
+    capacity: int
+    hidden: int
+    experts: int
+    top_k: int
+    quant: str
+    status: str = SKIPPED
+    note: str = ""
+    error: float | None = None
+    dispatch_us: float | None = None
+    combine_us: float | None = None
+    pair_us: float | None = None
+    spread: float | None = None
+    mode: str = ""
+    dispatch_rows: int = 0
+    combine_rows: int = 0
+    dispatch_bytes: int = 0
+    combine_bytes: int = 0
+    dispatch_gbs: float | None = None
+    combine_gbs: float | None = None
+    dispatch_floor_us: float | None = None
+    combine_floor_us: float | None = None
+
+    @property
+    def cell(self) -> tuple[int, str, int]:
+        """Rows of one cell compete."""
+        return self.world_size, self.quant, self.tokens
+
+
+def row_of(
+    transport: str,
+    origin: str,
+    cell: ExchangeCase,
+    told: Sequence[dict[str, Any]],
+    link: TransportLink,
+) -> ExchangeRow:
+    """Make a row from what each rank told of a cell.
+
+    It told {status, note, error, dispatch_us, ...}; at: when, on a clock of all ranks. Of several
+    notes that say as much the first one told is the reason.
+    """
+    came, sent = cell.remote_rows
+    dispatch_bytes, combine_bytes = came * cell.row_bytes, sent * 2 * cell.hidden
+    worst = max(told, key=lambda one: _SEVERITY.index(one["status"]))
+    noted = [one for one in told if one["status"] == worst["status"] and one["note"]]
+    noted.sort(key=lambda one: (_how_little_it_says(one["note"]), one.get("at", math.inf)))
+    figures: dict[str, Any] = {}
+    errors = [one["error"] for one in told if one.get("error") is not None]
+    if worst["status"] == OK:
+        for name in ("dispatch_us", "combine_us", "pair_us", "spread"):
+            figures[name] = max(one[name] for one in told)
+        figures["dispatch_gbs"] = dispatch_bytes / figures["dispatch_us"] / 1e3
+        figures["combine_gbs"] = combine_bytes / figures["combine_us"] / 1e3
+        figures["mode"] = told[0]["mode"]
+    sizes = {f.name: getattr(cell, f.name) for f in fields(cell)}
+    return ExchangeRow(
+        transport=transport,
+        origin=origin,
+        **sizes,
+        status=worst["status"],
+        note=noted[0]["note"] if noted else "",
+        error=max(errors, default=None),
+        dispatch_rows=came,
+        combine_rows=sent,
+        dispatch_bytes=dispatch_bytes,
+        combine_bytes=combine_bytes,
+        dispatch_floor_us=link.floor_us(dispatch_bytes),
+        combine_floor_us=link.floor_us(combine_bytes),
+        **figures,
+    )
+
+
+def _how_little_it_says(note: str) -> int:
+    """Order notes: a rank that died comes first, then one that raised, then those that waited."""
+    if "died: " in note:
+        return 0
+    return 2 if note.startswith(("no answer", "another rank")) else 1
+
+
+@dataclass(frozen=True)
+class ExchangeReport:
+    """A whole run. environment: where, with what, and what a floor is made of."""
+
+    environment: dict[str, Any]
+    rows: tuple[ExchangeRow, ...] = ()
+    schema: str = SCHEMA
+
+    def to_json(self) -> str:
+        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ExchangeReport":
+        """Read what `to_json` wrote; raise ConfigurationError for anything else."""
+        record = json.loads(text)
+        found = record.get("schema") if isinstance(record, dict) else None
+        if found != SCHEMA:
+            raise ConfigurationError("record of exchanges", got=found, need=SCHEMA)
+        return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
+
+    def write(self, path: Path) -> None:
+        """Through a file beside it: a run that is killed leaves the last whole record."""
+        path = path.resolve()
+        if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
+            path.write_text(self.to_json() + "\n", encoding="utf-8")
+            return
+        part = path.with_name(path.name + ".part")
+        part.write_text(self.to_json() + "\n", encoding="utf-8")
+        part.replace(path)
+
+    def with_rows_of(self, others: Iterable["ExchangeReport"]) -> "ExchangeReport":
+        """Return this one's environment with everybody's rows.
+
+        Rows of the others ran in processes of other libraries.
+        """
+        rows = [*self.rows, *(row for other in others for row in other.rows)]
+        return ExchangeReport(self.environment, tuple(rows))
+
+
+def _finite(value: Any) -> Any:
+    """Replace an infinite distance by None: JSON has no word for infinity."""
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+_COLUMNS = (
+    "T", "quant", "transport", "dispatch us", "floor", "GB/s", "combine us", "floor", "GB/s",
+    "pair us", "mode", "error", "note",
+)  # fmt: skip
+# Left out where a terminal is narrow, the last one first; both of a name at once.
+OPTIONAL = ("mode", "quant", "GB/s", "floor", "error", "note")
+
+
+def cells_of(row: ExchangeRow) -> list[str]:
+    """Return a row as text, in the order of the columns."""
+    fate = row.status.upper() if row.status in (WRONG, FAILED) else row.status
+    first = _number(row.dispatch_us) if row.status == OK else fate
+    return [
+        str(row.tokens), row.quant, row.transport,
+        first, _number(row.dispatch_floor_us), _number(row.dispatch_gbs, 0),
+        _number(row.combine_us), _number(row.combine_floor_us), _number(row.combine_gbs, 0),
+        _number(row.pair_us), row.mode, "" if row.error is None else f"{row.error:.1e}",
+        row.note[:160],
+    ]  # fmt: skip
+
+
+def one_line(row: ExchangeRow) -> str:
+    """Return a row for a log, with its units."""
+    head = f"{row.transport} T={row.tokens} {row.quant}:"
+    if row.status != OK:
+        return f"{head} {row.status}, {row.note[:160]}"
+    times = ("dispatch", row.dispatch_us), ("combine", row.combine_us), ("pair", row.pair_us)
+    told = ", ".join(f"{name} {us:.1f} us" for name, us in times if us is not None)
+    return f"{head} {told}, {row.mode}"
+
+
+def text_table(rows: Iterable[ExchangeRow]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Columns and cells; rows that compete stand together, those refused are left out."""
+    shown = [row for row in rows if row.status != REFUSED]
+    order = list(dict.fromkeys(sorted(row.cell for row in shown)))
+    shown.sort(key=lambda row: (order.index(row.cell), row.pair_us or float("inf")))
+    return _COLUMNS, [cells_of(row) for row in shown]
+
+
+def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield for each quant a title, columns and cells.
+
+    There is a line for each transport, a column for each T, in each cell microseconds of dispatch,
+    of combine and of the pair; and the floors.
+    """
+    for quant in dict.fromkeys(row.quant for row in rows):
+        some = [row for row in rows if row.quant == quant and row.status != REFUSED]
+        sizes = sorted({row.tokens for row in some})
+        cells: dict[str, dict[int, str]] = {"floor": {}}
+        for row in some:
+            cells.setdefault(row.transport, {})[row.tokens] = _three(row)
+            floors = row.dispatch_floor_us, row.combine_floor_us
+            cells["floor"][row.tokens] = " / ".join(map(_number, floors))
+        cells["floor"] = cells.pop("floor")  # the last line
+        lines = [[name, *(of.get(size, "") for size in sizes)] for name, of in cells.items()]
+        title = f"{'bfloat16' if quant == 'none' else quant}: dispatch / combine / pair, us"
+        yield title, ["", *(f"T={size}" for size in sizes)], lines
+
+
+def _three(row: ExchangeRow) -> str:
+    if row.status != OK:
+        return row.status.upper() if row.status in (WRONG, FAILED) else row.status
+    return " / ".join(map(_number, (row.dispatch_us, row.combine_us, row.pair_us)))
+
+
+def markdown(report: ExchangeReport) -> str:
+    """Write a document: where it was measured, a table for each quant, and what did not run."""
+    env = report.environment
+    versions = ", ".join(f"{k} {v}" for k, v in env.get("versions", {}).items() if v)
+    lines = [
+        f"# Dispatch and combine on {env.get('world_size')} x {env.get('device')}",
+        "",
+        f"- {env.get('date')}, modular-kernel {env.get('version')}, {versions}",
+        f"- `{env.get('command')}`",
+        "- floor = bytes of remote rows, one for each token and rank, into the busiest rank at",
+        f"  {env.get('link_gbs')} GB/s, and {env.get('latency_us')} us",
+        f"- {env.get('method')}",
+    ]
+    if env.get("event_gap_us") is not None:
+        gap = env["event_gap_us"]
+        lines.append(f"- a graph of one trivial kernel between two events takes {gap:.1f} us here")
+    for title, head, cells in short_tables(report.rows):
+        lines += ["", f"## {title}", "", _line(head), _line(["---"] * len(head))]
+        lines += map(_line, cells)
+    for quant in dict.fromkeys(row.quant for row in report.rows):
+        names, rows = text_table([row for row in report.rows if row.quant == quant])
+        kept = [index for index, name in enumerate(names) if name != "quant"]
+        lines += ["", f"## Dispatch in {'bfloat16' if quant == 'none' else quant}", ""]
+        lines += [_line([names[i] for i in kept]), _line(["---"] * len(kept))]
+        lines += [_line([line[i] for i in kept]) for line in rows]
+    refused = {row.transport: row.note for row in report.rows if row.status == REFUSED}
+    if refused:
+        lines += ["", "## Refused", ""]
+        lines += [f"- {name}: {note}" for name, note in refused.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,44 @@
+"""How many kernels, copies and fills one call starts on a GPU, by torch's profiler.
+
+The profiler stays loaded once it has run and makes later launches slower, so launches are counted
+after everything was timed.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, schedule
+
+from modular_kernel.measure.timing import Call
+
+_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def count_launches(call: Call, device: torch.device) -> int | None:
+    """Of one eager call; None on a CPU, and where the profiler may not see the GPU."""
+    if device.type != "cuda":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+            # What the profiler itself needs is started in the first step, which is not recorded.
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+            acc_events=True,
+        ) as profiler:
+            for _ in range(2):
+                call()
+                torch.cuda.synchronize()
+                profiler.step()
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return device_work(events) or None
+
+
+def device_work(events: Iterable[Mapping[str, Any]]) -> int:
+    """How many events of a Chrome trace are work on the device, not ranges around it."""
+    return sum(event.get("cat") in _DEVICE_WORK for event in events)

@@ -1,0 +1,165 @@
+"""A report as a table: cells of text for a terminal, and a document in Markdown."""
+
+from collections.abc import Iterable, Sequence
+
+from modular_kernel.measure import records as status
+from modular_kernel.measure.records import Report, Row, best
+from modular_kernel.printable import counted
+
+_COLUMNS = (
+    "shape", "T", "routing", "layer", "us", "floor us", "/ floor", "/ best peer", "error",
+    "eager us", "launches", "host us", "allocs", "mode", "note",
+)  # fmt: skip
+# Left out where a terminal is narrow, the last one first.
+OPTIONAL = (
+    "/ floor", "/ best peer", "floor us", "host us", "launches", "error", "routing", "note",
+    "mode", "eager us", "allocs",
+)  # fmt: skip
+METHOD = """\
+- A layer is timed from x, top-k ids and weights to y: index work, quantisation of x, both products,
+  activation and weighted sum inside; router and top-k outside. Times are microseconds.
+- On a GPU the figure is the median over replays of a CUDA graph of several calls, each on an input
+  of its own (and, where one call touches less than twice the L2 cache, on weights of its own),
+  divided by the calls, once it has replayed for 25 ms. In the record, `eager` marks calls that
+  were not captured, `+flush` calls timed one by one after the cache was overwritten, `cpu`
+  wall-clock time.
+- Every row was first compared with a float64 reference on rows from first to last; one that errs by
+  more than twice what plain torch does in the same number format is WRONG and has no time. The last
+  output of the timed replays was compared as well.\
+"""
+
+
+def label(row: Row) -> str:
+    """Name the layer as a column's head: with its scheme, if it has one."""
+    return row.layer if row.quant == "none" else f"{row.layer} {row.quant}"
+
+
+def text_table(rows: Iterable[Row]) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells, one line for each row; rows that compete stand together.
+
+    Columns that would be empty (on a CPU, some are) are left out.
+    """
+    rows = list(rows)
+    groups = list(dict.fromkeys(row.group for row in rows))
+    cells = [_cells(row) for row in sorted(rows, key=lambda row: groups.index(row.group))]
+    kept = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+    return [_COLUMNS[i] for i in kept], [[line[i] for i in kept] for line in cells]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.shape, str(row.tokens), row.routing, label(row), time_or_fate(row),
+        _number(row.floor_us, 1), _number(row.over_floor, 2), _number(row.over_best_peer, 2),
+        "" if row.error is None else f"{row.error:.1e}",
+        _number(row.eager_us, 1), "" if row.launches is None else str(row.launches),
+        _number(row.host_us, 1), _number(row.allocations, 1), row.mode, row.note,
+    )  # fmt: skip
+
+
+def time_or_fate(row: Row) -> str:
+    """Microseconds; or what became of the row, loudly if it is wrong."""
+    if row.timed:
+        return _number(row.us, 1)
+    return row.status.upper() if row.status == status.WRONG else row.status
+
+
+def one_line(row: Row) -> str:
+    """Return a row for a log."""
+    head = f"{row.shape} T={row.tokens} {row.routing} {label(row)}:"
+    if not row.timed:
+        return f"{head} {time_or_fate(row)}, {row.note}"
+    ratio = "" if row.over_floor is None else f" {row.over_floor:.2f} x the floor,"
+    return f"{head} {row.us:.1f} us,{ratio} {row.mode}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def markdown(report: Report) -> str:
+    """One table for each kind of operands and routing, with what it was measured on."""
+    lines = [f"# Layers on {report.environment.get('device')}", "", *_where(report), ""]
+    lines += METHOD.splitlines()
+    kinds = dict.fromkeys((row.operands, row.routing) for row in report.rows)
+    for operands, routing in kinds:
+        rows = [row for row in report.rows if (row.operands, row.routing) == (operands, routing)]
+        lines += ["", f"## {operands}, {routing} routing", "", *_table(rows)]
+    troubles = [row for row in report.rows if row.status in (status.WRONG, status.FAILED)]
+    if troubles or report.stopped:
+        lines += ["", "## Not timed", ""]
+        lines += [f"- {one_line(row)}" for row in troubles]
+        lines += [f"- the run ended early: {report.stopped}"] if report.stopped else []
+    return "\n".join(lines) + "\n"
+
+
+def _where(report: Report) -> list[str]:
+    env, peaks = report.environment, report.peaks
+    rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in peaks["flops"].items())
+    moved = f"a copy moved {peaks['copy'] / 1e12:.4g}, a read {peaks['read'] / 1e12:.4g}"
+    versions = ", ".join(
+        f"{name} {env[name]}" for name in ("torch", "triton", "cuda", "driver") if env.get(name)
+    )
+    return [
+        f"- {env['date']}, modular-kernel {env['version']}, {versions}: `{env['command']}`",
+        "- floor = max(flops / peak, bytes / bandwidth). Peaks are the fastest square products of",
+        f"  this run, TFLOP/s: {rates}. Bandwidth, TB/s: {peaks['bandwidth'] / 1e12:.4g},",
+        f"  {peaks['source']} ({moved}). Bytes: the touched experts' weights, x and y, each once.",
+    ]
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    """Return a table: a line for each cell, a column for each layer."""
+    names = list(dict.fromkeys(label(row) for row in rows if row.status != status.REFUSED))
+    head = ["shape", "T", "floor", *names, "best of ours / floor", "best of ours / best peer"]
+    lines = [_line(head), _line(["---", *["---:"] * (len(head) - 1)])]
+    for group in dict.fromkeys(row.group for row in rows):
+        members = [row for row in rows if row.group == group]
+        cells = {label(row): time_or_fate(row) for row in members if row.status != status.REFUSED}
+        # Rows of one group differ in their floors only by how a scheme stores its scales.
+        floors = [row.floor_us for row in members if row.floor_us]
+        floor = min(floors, default=None)
+        ours, peer = best(members, ours=True), best(members, ours=False)
+        times = [cells.get(name, "") for name in names]
+        tail = [_ratio(ours, floor), _ratio(ours, peer)]
+        lines.append(_line([group[0], str(group[1]), _number(floor, 1), *times, *tail]))
+    return lines
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _ratio(ours: float | None, other: float | None) -> str:
+    return "" if ours is None or not other else f"{ours / other:.2f}"
+
+
+def summary(report: Report) -> list[str]:
+    """Per kind of operands: how our best compares with the floor and with the best peer."""
+    lines = []
+    for operands in dict.fromkeys(row.operands for row in report.rows):
+        rows = [row for row in report.rows if row.operands == operands]
+        groups = [[r for r in rows if r.group == g] for g in dict.fromkeys(r.group for r in rows)]
+        over_floor, over_peer = [], []
+        for members in groups:
+            ours, peer = best(members, ours=True), best(members, ours=False)
+            floor = min((row.floor_us for row in members if row.floor_us), default=None)
+            if ours and floor:
+                over_floor.append(ours / floor)
+            if ours and peer:
+                over_peer.append(ours / peer)
+        parts = [
+            f"{_mean(values):.2f} x {what} in geometric mean over {counted(len(values), 'cell')} "
+            f"({min(values):.2f} to {max(values):.2f})"
+            for values, what in ((over_floor, "the floor"), (over_peer, "the best peer's time"))
+            if values
+        ]
+        if parts:
+            lines.append(f"{operands}, best of ours: " + "; ".join(parts))
+    return lines
+
+
+def _mean(values: Sequence[float]) -> float:
+    product = 1.0
+    for value in values:
+        product *= value ** (1 / len(values))
+    return product

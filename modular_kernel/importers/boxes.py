@@ -1,0 +1,251 @@
+"""Which boxes of which tensors a rank reads of a layer, checked against every header first.
+
+Pure but for reading: a `Source` knows where the matrices of a layer lie, what they must be, and
+gives a share of one as `merging.stack` takes it.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.importers.files import Tensors
+from modular_kernel.importers.formats import Format
+from modular_kernel.importers.layouts import Layer, Layout, Place
+from modular_kernel.importers.merging import piece
+from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored
+from modular_kernel.printable import counted
+
+# Beside experts in some families' files, and no weight of them.
+_OTHERS = ("e_score_correction_bias",)
+_BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
+# What stands in front of the layers, of several kinds the language model's own first.
+_PREFIXES = (
+    "model.",
+    "model.language_model.",
+    "language_model.model.",
+    "model.llm.",
+    "",
+    "backbone.",
+    "language_model.",
+    "transformer.",
+    "thinker.model.",
+)
+_LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|h)\.(?P<layer>\d+)\."
+
+
+@dataclass(frozen=True)
+class Source:
+    """The experts of one layer in a checkpoint's files."""
+
+    files: Tensors
+    format: Format
+    layer: Layer
+    bias: bool
+
+    @property
+    def what(self) -> str:
+        """Name the layer, for messages."""
+        return f"{self.files.path}: {self.layer.prefix.rstrip('.')}"
+
+    def stored(self) -> tuple[Stored, ...]:
+        """Return what there is of each matrix."""
+        return (*self.format.stored, *((_BIAS,) if self.bias else ()))
+
+    def places(self) -> Iterator[Place]:
+        """Yield where each projection of each expert lies."""
+        for expert in range(self.layer.experts):
+            first, second = self.layer.projections(expert)
+            yield from (*first, *second)
+
+    def key(self, place: Place, stored: Stored) -> str | None:
+        """Return the name of a tensor in the files, None if it is not there."""
+        return next((key for key in place.keys(stored) if key in self.files.names), None)
+
+    def check(self) -> dict[str, frozenset[torch.dtype]]:
+        """Check names, shapes and dtypes of all experts; return the dtypes of each kind of tensor.
+
+        Raises WeightsError for tensors that are missing or too many, ShapeError and DtypeError
+        with file and name otherwise. Only headers are read.
+        """
+        missing, seen, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
+        for place in self.places():
+            for stored in self.stored():
+                key = self.key(place, stored)
+                if key is None:
+                    missing += [] if stored.optional else [next(iter(place.keys(stored)))]
+                elif key not in seen:
+                    seen.add(key)
+                    shape, dtype = self.files.facts(key)
+                    stored.check(self.files.where(key), shape, dtype, place.shape(stored))
+                    dtypes.setdefault(stored.role, set()).add(dtype)
+        if missing:
+            got = f"no {missing[0]}{_more(missing)}"
+            need = f"{counted(self.layer.experts, 'expert')} of {self.format}"
+            raise WeightsError(self.what, got=got, need=need)
+        self._check_extra(seen)
+        return {role: frozenset(found) for role, found in dtypes.items()}
+
+    def nbytes(self) -> int:
+        """Return the bytes of all tensors of the layer's experts."""
+        keys = {self.key(place, stored) for place in self.places() for stored in self.stored()}
+        facts = [self.files.facts(key) for key in keys if key is not None]
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in facts)
+
+    def _check_extra(self, seen: set[str]) -> None:
+        bases = {f"{self.layer.prefix}{name}" for name in self.layer.layout.names}
+        own = re.compile(re.escape(self.layer.prefix) + r"\d+\.")
+        bare = self.layer.layout.bare
+        extra = sorted(
+            name
+            for name in self.files.names - seen
+            if name.startswith(self.layer.prefix)
+            and not name.endswith(_OTHERS)
+            and (own.match(name) or any(_is_of(name, base, bare) for base in bases))
+        )
+        if extra:
+            need = f"{counted(self.layer.experts, 'expert')} of {self.format}, and nothing else"
+            got = f"{self.files.where(extra[0])}{_more(extra)}"
+            raise WeightsError(self.what, got=got, need=need)
+
+    def check_cut(self, parts: Sequence[tuple[Place, Range, Range]]) -> None:
+        """Raise the ConfigurationError of shares that go through a word of packed values."""
+        for place, rows, columns in parts:
+            for stored in self.format.stored:
+                stored.check_cut(self.what, rows, columns, (place.rows, place.depth))
+
+    def part(
+        self, fine: Format, place: Place, rows: Range, columns: Range
+    ) -> dict[str, torch.Tensor]:
+        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them."""
+        rows = (place.first + rows[0], place.first + rows[1])
+        found = {}
+        for stored in self.format.stored:
+            key = None if stored.role in ("shape", "a_scale") else self.key(place, stored)
+            if key is not None:
+                found[stored.name] = self._read(key, place, stored, rows, columns)
+        return piece(self.format, fine, found, rows, columns)
+
+    def bias_of(self, place: Place, rows: Range) -> torch.Tensor:
+        """Read rows [a, b) of a projection's bias."""
+        key = self.key(place, _BIAS)
+        assert key is not None
+        rows = (place.first + rows[0], place.first + rows[1])
+        return self._read(key, place, _BIAS, rows, (0, place.depth))
+
+    def input_scales(self, places: Sequence[Place]) -> torch.Tensor:
+        """Read the static activation scales of projections, float32."""
+        (stored,) = (each for each in self.format.stored if each.role == "a_scale")
+        found = dict[str, torch.Tensor]()
+        for place in places:
+            key = self.key(place, stored)
+            assert key is not None
+            if key not in found:
+                found[key] = self.files.read(key, ()).float().reshape(-1)
+        return torch.cat(list(found.values()))
+
+    def _read(
+        self, key: str, place: Place, stored: Stored, rows: Range, columns: Range
+    ) -> torch.Tensor:
+        tensor = self.files.read(key, place.box(stored, rows, columns))
+        if place.transposed and len(stored.dims) > 1:
+            tensor = tensor.transpose(-1, -2)
+        return tensor.reshape([part.stop - part.start for part in stored.box(rows, columns)])
+
+
+def _is_of(name: str, base: str, bare: bool) -> bool:
+    rest = name.removeprefix(base)
+    return rest != name and (not rest or rest[0] in ("._" if bare else "."))
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+# ------------------------------------------------------------------------ finding a layer
+
+
+def blocks_of(names: frozenset[str], layout: Layout) -> dict[tuple[str, int], str]:
+    """Return what is in front of the experts' own names, by (what is in front of layers, layer)."""
+    own = "|".join(re.escape(name) for name in layout.names)
+    own = rf"(?:{own})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{own})\."
+    pattern = re.compile(rf"{_LAYERS}{re.escape(layout.block)}\.(?={own})")
+    found = {}
+    for match in filter(None, map(pattern.match, names)):
+        found[match["prefix"], int(match["layer"])] = match[0]
+    return found
+
+
+def find_layers(
+    files: Tensors, layouts: Sequence[Layout], prefix: str | None
+) -> tuple[str, dict[int, list[tuple[Layout, str]]]]:
+    """Return what is in front of the layers, and for each with experts how they may lie.
+
+    prefix: given by the caller, or None for that of the language model. ConfigurationError if
+    there are none, or several models of which none is known to be it.
+    """
+    found: dict[str, dict[int, list[tuple[Layout, str]]]] = {}
+    for layout in layouts:
+        for (front, layer), block in blocks_of(files.names, layout).items():
+            found.setdefault(front, {}).setdefault(layer, []).append((layout, block))
+    if prefix is not None:
+        found = {front: layers for front, layers in found.items() if front == prefix}
+    known = [front for front in _PREFIXES if front in found] or sorted(found)
+    if len(known) == 1:
+        return known[0], found[known[0]]
+    looked = " or ".join(f"{prefix or '...'}layers.L.{layout.block}" for layout in layouts)
+    if not known:
+        need = f"experts in {looked}"
+        raise ConfigurationError(f"checkpoint {files.path}", got="no experts", need=need)
+    got, need = " and ".join(repr(front) for front in known[:4]), "prefix=... to say which"
+    raise ConfigurationError(f"checkpoint {files.path}: experts below", got=got, need=need)
+
+
+def find_source(
+    files: Tensors,
+    format: Format,
+    candidates: Sequence[tuple[Layout, str]],
+    sizes: tuple[int, int, int],
+    bias: bool,
+) -> Source:
+    """Return the layout that a layer's names and shapes tell, of those that its names allow.
+
+    sizes: experts, hidden, intermediate. The first that fits by the shape of its down projection;
+    where none does, `Source.check` of the first says why.
+    """
+    sources = [
+        Source(files, format, Layer(layout, block, *sizes), bias) for layout, block in candidates
+    ]
+    quantised = format.method != "none"
+    odd = [s for s in sources if quantised and (s.layer.layout.flat or _turned(s))]
+    sources = [source for source in sources if source not in odd]
+    if not sources:
+        got = f"{format} in a layout of whole matrices ({odd[0].layer.layout.block})"
+        raise ConfigurationError(odd[0].what, got=got, need="no quantisation")
+    return next((source for source in sources if _fits(source)), sources[0])
+
+
+def _turned(source: Source) -> bool:
+    """Whether a layout stores (K, N) of what has scales of more than blocks."""
+    blocks = source.format.scheme.granularity == "block"
+    return bool(source.layer.layout.transposed) and not blocks
+
+
+def _fits(source: Source) -> bool:
+    first, second = source.layer.projections(0)
+    stored = next(each for each in source.format.stored if each.role == "w")
+    for place in (*first, *second):
+        key = source.key(place, stored)
+        try:
+            if key is None:
+                return False
+            shape, dtype = source.files.facts(key)
+            stored.check(key, shape, dtype, place.shape(stored))
+        except ShapeError:
+            return False
+        except DtypeError:
+            continue  # its names and shapes tell; `Source.check` says what is wrong
+    return True

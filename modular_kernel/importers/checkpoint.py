@@ -1,0 +1,300 @@
+"""A checkpoint's experts -> the weights of one layer on one rank, without a framework.
+
+    loaded = load_experts("checkpoint/", 3, ep=(rank, world))
+    kernel = make_kernel(pf, experts, loaded.problem(tokens=512), group=...)
+    y_TH = kernel(x_TH, loaded.weights, routing)
+
+A rank reads its share of the bytes. In memory there is what it keeps, and a piece of one matrix.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, InputError
+from modular_kernel.fields import Count, expect
+from modular_kernel.importers.boxes import Source
+from modular_kernel.importers.examine import Examined, examine
+from modular_kernel.importers.files import open_tensors
+from modular_kernel.importers.formats import Format
+from modular_kernel.importers.layouts import Place
+from modular_kernel.importers.merging import Matrix, stack
+from modular_kernel.importers.stored import Range
+from modular_kernel.importers.tensors import static_scale
+from modular_kernel.placement import Placement
+from modular_kernel.quant import TensorSpec, weight_specs
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Parallel, Problem, parse_dtype
+
+_AT_ONCE = 1 << 22  # values of a matrix that are read, merged and copied in one step
+
+
+@dataclass(frozen=True)
+class LoadedExperts:
+    """The experts of one layer that one rank holds.
+
+    weights: as `Problem` has them; their first dimension is this rank's experts, in the order of
+    `placement`. problem_fields: what the checkpoint settles of a Problem; `intermediate` is this
+    rank's share. placement, ep, tp: which share it is. format: how files store it. bytes_read: of
+    tensors in the files.
+    """
+
+    weights: ExpertWeights
+    problem_fields: dict[str, Any]
+    placement: Placement
+    ep: tuple[int, int]
+    tp: tuple[int, int]
+    format: Format
+    bytes_read: int
+
+    def problem(self, tokens: int, **fields: Any) -> Problem:
+        """Return the problem of a pairing whose ranks share the experts.
+
+        tokens: the most of one call. fields: more of Problem, or others than the checkpoint's. Over
+        tensor-parallel ranks a layer's result is the sum of theirs.
+        """
+        parallel = Parallel(self.ep[1], self._placed(), self.ep[0])
+        return Problem(**{"tokens": tokens, "parallel": parallel, **self.problem_fields, **fields})
+
+    def partial(self, tokens: int, **fields: Any) -> tuple[Problem, ExpertWeights]:
+        """Return problem and weights of a pairing that exchanges nothing: this rank's part.
+
+        It takes global ids of all tokens and skips experts that are elsewhere. The sum over all
+        ranks, expert- and tensor-parallel, is the layer's result.
+        """
+        local = len(self.placement.slots[self.ep[0]])
+        given = {"tokens": tokens, "local_experts": local, "expert_map": True}
+        problem = Problem(**{**given, **self.problem_fields, **fields})
+        place = self.placement.expert_map(self.ep[0], self.weights.w1.device)
+        return problem, replace(self.weights, expert_map=place)
+
+    def _placed(self) -> Literal["linear"] | Placement:
+        return "linear" if self.placement.is_linear else self.placement
+
+
+def load_experts(  # noqa: PLR0913 (each is one question)
+    checkpoint: str | Path,
+    layer: int,
+    *,
+    ep: tuple[int, int] = (0, 1),
+    tp: tuple[int, int] = (0, 1),
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    placement: Literal["linear"] | Placement = "linear",
+    prefix: str | None = None,
+    config: str | Path | None = None,
+) -> LoadedExperts:
+    """Load the experts of one layer that one rank holds, as the checkpoint's format has them.
+
+    checkpoint: a folder with a config.json and safetensors (with an index or without), or one
+    safetensors file. layer: its number, from 0. ep, tp: (rank, ranks) of expert and tensor
+    parallelism; placement says which experts a rank holds. A tensor-parallel share is one of the
+    intermediate size, in whole groups; b2 is on the first of these ranks, the others have zeros.
+    dtype: of the layer, and of what is not quantised; None is the config.json's, or bfloat16.
+    prefix: what stands in front of "layers.N" in names of tensors, where a checkpoint has several
+    models. config: another config.json than the one beside the tensors.
+
+    Everything is checked before a tensor is read: ConfigurationError for a config.json, a format or
+    a share that cannot be; WeightsError, ShapeError and DtypeError name file and tensor, what they
+    got and what they need. Nothing is returned in part.
+    """
+    asked = _Asked(layer, ep, tp, dtype, prefix)
+    path = Path(checkpoint)
+    with open_tensors(path) as files:
+        found = examine(files, config, prefix)
+        source = found.source(asked.layer)
+        return _load(source, found, asked, placement, torch.device(device))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a caller gave, checked."""
+
+    layer: int
+    ep: tuple[int, int]
+    tp: tuple[int, int]
+    dtype: torch.dtype | str | None
+    prefix: str | None
+
+    def __post_init__(self) -> None:
+        expect("layer", self.layer, int)
+        expect("prefix", self.prefix, str | None)
+        for name in ("ep", "tp"):
+            expect(f"{name}: (rank, ranks)", getattr(self, name), tuple[int, int])
+            rank, world = getattr(self, name)
+            expect(f"{name}: ranks", world, Count)
+            if not 0 <= rank < world:
+                raise ConfigurationError(f"{name}: rank", got=rank, need=f"in [0, {world})")
+
+
+def _load(
+    source: Source,
+    found: Examined,
+    asked: _Asked,
+    placement: Literal["linear"] | Placement,
+    device: torch.device,
+) -> LoadedExperts:
+    stored = source.check()
+    facts = found.problem_fields(source, asked.tp[1])
+    dtype = parse_dtype(facts.get("dtype", "bfloat16") if asked.dtype is None else asked.dtype)
+    facts["dtype"] = dtype
+    held = Parallel(asked.ep[1], placement, asked.ep[0]).place(facts["experts"])
+    problem = Problem(tokens=1, local_experts=len(held.slots[asked.ep[0]]), **facts)
+    rank = _Share(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
+    rank.check_cut()
+    weights = rank.read(held.slots[asked.ep[0]], _scale_dtype(stored, dtype), device)
+    read = source.files.bytes_read
+    return LoadedExperts(weights, facts, held, asked.ep, asked.tp, source.format, read)
+
+
+def _scale_dtype(stored: dict[str, frozenset[torch.dtype]], dtype: torch.dtype) -> torch.dtype:
+    """Return the layer's dtype if all scales have it, else float32, which loses none of a bit."""
+    return dtype if stored.get("scale") == frozenset((dtype,)) else torch.float32
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank reads of a layer's matrices. fine: the format as the layer holds it."""
+
+    source: Source
+    fine: Format
+    problem: Problem
+    tp: tuple[int, int]
+
+    @property
+    def columns(self) -> Range:
+        """Columns of w2, and rows of gate and of up: this rank's share of I."""
+        width = self.problem.intermediate
+        return self.tp[0] * width, (self.tp[0] + 1) * width
+
+    def check_cut(self) -> None:
+        """Raise the ConfigurationError of a share that goes through a packed word."""
+        first, (down,) = self.source.layer.projections(0)
+        hidden = self.problem.hidden
+        parts = [(place, self._rows(0, self._width), (0, hidden)) for place in first]
+        self.source.check_cut([*parts, (down, (0, hidden), self.columns)])
+
+    def read(
+        self, experts: Sequence[int], scale_dtype: torch.dtype, device: torch.device
+    ) -> ExpertWeights:
+        """Read this rank's share of `experts` into tensors made once."""
+        whole = _allocated(self.problem, scale_dtype, device)
+        for slot, expert in enumerate(experts):
+            first, second = self.source.layer.projections(expert)
+            for rows in self._pieces(self._width, len(first) * self.problem.hidden):
+                there = self._rows(*rows)
+                parts = [(place, there, (0, self.problem.hidden)) for place in first]
+                self._put(whole, "w1", slot, parts, rows)
+            for rows in self._pieces(self.problem.hidden, self.problem.intermediate):
+                self._put(whole, "w2", slot, [(second[0], rows, self.columns)], rows)
+            if self.problem.bias:
+                self._put_biases(whole, slot, first, second[0])
+        if self.fine.scheme.static:
+            whole |= self._input_scales(device)
+        return ExpertWeights(**whole)
+
+    @property
+    def _interleaved(self) -> bool:
+        return self.source.layer.layout.interleaved
+
+    @property
+    def _width(self) -> int:
+        """Rows of one projection of w1 on this rank."""
+        return self.problem.intermediate * (2 if self._interleaved else 1)
+
+    def _rows(self, start: int, stop: int) -> Range:
+        """Rows in the whole projection of rows [start, stop) on this rank."""
+        begin = self.tp[0] * self._width
+        return begin + start, begin + stop
+
+    def _pieces(self, rows: int, values: int) -> Iterator[Range]:
+        """Yield ranges of rows of so many values, each of whole tiles and words."""
+        scheme = self.fine.scheme
+        tile = lcm(8, scheme.group[0] if scheme.granularity == "block" else 1)
+        step = max(_AT_ONCE // values // tile, 1) * tile
+        yield from ((start, min(start + step, rows)) for start in range(0, rows, step))
+
+    def _put(
+        self,
+        whole: dict[str, torch.Tensor],
+        name: str,
+        slot: int,
+        parts: Sequence[tuple[Place, Range, Range]],
+        rows: Range,
+    ) -> None:
+        """Read rows of some projections, merge them, and copy each to its place in w1 or w2."""
+        try:
+            read = [self.source.part(self.fine, *part) for part in parts]
+            matrix = stack(self.fine, read, self.problem.dtype)
+        except InputError as error:
+            what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
+            raise type(error)(what, got=error.got, need=error.need) from None
+        width = self._width if len(parts) > 1 else 0
+        for number in range(len(parts)):
+            _copy(whole, name, slot, matrix, self.fine, rows, (number, number * width))
+
+    def _put_biases(
+        self, whole: dict[str, torch.Tensor], slot: int, first: Sequence[Place], down: Place
+    ) -> None:
+        biases = [self.source.bias_of(place, self._rows(0, self._width)) for place in first]
+        whole["b1"][slot] = torch.cat(biases).to(whole["b1"].dtype)
+        if self.tp[0] == 0:  # its sum over ranks has it once
+            whole["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
+
+    def _input_scales(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Read those of all experts: a token is quantised before it meets any, on any rank."""
+        places = [self.source.layer.projections(expert) for expert in range(self.problem.experts)]
+        firsts = [place for first, _ in places for place in first]
+        seconds = [place for _, second in places for place in second]
+        given = {"a1_scale": firsts, "a2_scale": seconds}
+        scales = {name: self.source.input_scales(there) for name, there in given.items()}
+        return {name: static_scale(each).to(device) for name, each in scales.items()}
+
+
+def _allocated(
+    problem: Problem, scale_dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Make every tensor that the problem's weights have, but static activation scales."""
+    specs = {name: s for name, s in weight_specs(problem).items() if not name.startswith("a")}
+    made = {}
+    for name, spec in specs.items():
+        dtype = scale_dtype if scale_dtype in spec.dtypes else spec.dtypes[0]
+        made[name] = torch.empty(spec.shape, dtype=dtype, device=device)
+    if problem.bias:
+        sizes = {"b1": problem.w1_rows, "b2": problem.hidden}
+        for name, size in sizes.items():
+            spec = TensorSpec((problem.e, size), (problem.dtype,), "(e, N)")
+            made[name] = torch.zeros(spec.shape, dtype=problem.dtype, device=device)
+    return made
+
+
+def _copy(
+    whole: dict[str, torch.Tensor],
+    name: str,
+    slot: int,
+    matrix: Matrix,
+    format: Format,
+    rows: Range,
+    part: tuple[int, int],
+) -> None:
+    """Copy one projection of a merged piece to rows [a, b), `part[1]` rows further."""
+    number, begin = part
+    length = rows[1] - rows[0]
+    scheme = format.scheme
+    scale_step = scheme.group[0] if scheme.granularity == "block" else 1
+    steps = {"": 1, "_scale": scale_step, "_zero_point": 2 if scheme.packed else 1}
+    for suffix, step in steps.items():
+        source = getattr(matrix, suffix.removeprefix("_") or "w")
+        if source is None:
+            continue
+        if scheme.granularity == "tensor" and suffix == "_scale":
+            whole[name + suffix][slot] = source
+            continue
+        some = slice(-(-number * length // step), -(-(number + 1) * length // step))
+        at = (begin + rows[0]) // step
+        part_of = source[some]
+        whole[name + suffix][slot, at : at + len(part_of)] = part_of

@@ -1,0 +1,105 @@
+"""What a checkpoint has, told by its config.json and the headers of its files alone.
+
+found = inspect("checkpoint/")      # every layer's names, shapes and dtypes, or a typed error
+found.problem_fields                # of each layer
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.importers.boxes import Source, find_layers, find_source
+from modular_kernel.importers.files import Tensors, open_tensors
+from modular_kernel.importers.formats import Format, fit, format_of
+from modular_kernel.importers.layouts import LAYOUTS, Layout
+from modular_kernel.models.config_file import config_of_file, facts_of_config
+from modular_kernel.types import ActivationSpec
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What a checkpoint has, before anything is read: sizes and format, and the layers it has."""
+
+    files: Tensors
+    facts: dict[str, Any]
+    format: Format
+    layers: dict[int, list[tuple[Layout, str]]]
+
+    def source(self, layer: int) -> Source:
+        """Return where the experts of a layer lie."""
+        if layer not in self.layers:
+            need = f"one with experts: {_ranges(sorted(self.layers))}"
+            raise ConfigurationError(f"checkpoint {self.files.path}: layer", got=layer, need=need)
+        sizes = (self.facts["experts"], self.facts["hidden"], self.facts["intermediate"])
+        return find_source(self.files, self.format, self.layers[layer], sizes, self.facts["bias"])
+
+    def problem_fields(self, source: Source, world: int = 1) -> dict[str, Any]:
+        """Return what the checkpoint settles of a Problem, on each of `world` ranks of tp."""
+        facts = dict(self.facts)
+        act = ActivationSpec.parse(facts["activation"])
+        if act.gated:
+            act = replace(act, interleaved=source.layer.layout.interleaved)
+        scheme = fit(self.format, facts["intermediate"], world=world, gated=act.gated)
+        share = facts["intermediate"] // world
+        return facts | {"quant": str(scheme), "activation": act, "intermediate": share}
+
+
+def examine(
+    files: Tensors, config: str | Path | None = None, prefix: str | None = None
+) -> Examined:
+    """Read the config.json of a checkpoint, and find its layers with experts by their names."""
+    folder = files.path if files.path.is_dir() else files.path.parent
+    path, read = config_of_file(str(folder / "config.json" if config is None else config))
+    facts = facts_of_config(path, read)
+    given = read.get("quantization_config", read.get("compression_config"))
+    _, layers = find_layers(files, LAYOUTS[read["model_type"]], prefix)
+    return Examined(files, facts, format_of(given, path=str(path)), layers)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """What every layer of a checkpoint with experts has, checked.
+
+    layers: their numbers. nbytes: of all their experts' tensors. problem_fields: what it settles of
+    a Problem of a whole layer.
+    """
+
+    layers: tuple[int, ...]
+    format: Format
+    nbytes: int
+    problem_fields: dict[str, Any]
+
+    def __str__(self) -> str:
+        numbers = "layer" if len(self.layers) == 1 else "layers"
+        size = f"{self.nbytes / 2**30:.1f} GiB" if self.nbytes >= 2**28 else f"{self.nbytes} bytes"
+        return f"experts of {numbers} {_ranges(self.layers)} in {self.format}, {size}"
+
+
+def inspect(checkpoint: str | Path) -> Inspected:
+    """Check every layer with experts of a checkpoint against its config.json, by headers alone.
+
+    checkpoint: a folder or file, as `load_experts` takes it. Raises what `load_experts` would.
+    """
+    with open_tensors(Path(checkpoint)) as files:
+        found = examine(files)
+        fields, nbytes = dict[str, Any](), 0
+        for layer in sorted(found.layers):
+            source = found.source(layer)
+            source.check()
+            nbytes += source.nbytes()
+            fields = fields or found.problem_fields(source)
+        return Inspected(tuple(sorted(found.layers)), found.format, nbytes, fields)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Show numbers that follow each other by the first and the last."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = [str(a) if a == b else f"{a} to {b}" for a, b in runs]
+    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")

@@ -1,0 +1,260 @@
+"""Stored tensors of a checkpoint's matrices -> the weights of a layer.
+
+    format = format_of(config.get("quantization_config"))        # None: unquantised
+    scheme = fit(format, intermediate, world=tp)                 # Problem(quant=str(scheme))
+    gate = {"weight": ..., "weight_scale_inv": ...}              # by the names in format.stored
+    w1 = merge(format, [gate, up], torch.bfloat16, scheme=scheme)
+    w2 = merge(format, [down], torch.bfloat16, scheme=scheme)
+    ExpertWeights(w1.w, w2.w, w1_scale=w1.scale, w2_scale=w2.scale, ...)
+
+What is packed stays packed. Everything here is pure.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.errors import ShapeError, WeightsError
+from modular_kernel.importers.compressed import from_compressed_tensors
+from modular_kernel.importers.formats import Format
+from modular_kernel.importers.groups import (
+    GroupWeights,
+    check_order,
+    from_awq,
+    from_gptq,
+    symmetric,
+)
+from modular_kernel.importers.stored import Range, refine
+from modular_kernel.importers.tensors import channel_scale, from_gpt_oss, one_scale, static_scale
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import dense
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Projections of one expert (or of a stack of them, ...) one below the other, ready to load.
+
+    w, scale, zero_point: as `ExpertWeights` has them of w1 or w2. a_scale: (...) float32, the
+    largest of the projections' static activation scales; a layer takes the largest of its experts.
+    """
+
+    w: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero_point: torch.Tensor | None = None
+    a_scale: torch.Tensor | None = None
+
+
+def merge(
+    format: Format,
+    projections: Sequence[Tensors],
+    dtype: torch.dtype,
+    *,
+    scheme: QuantScheme | None = None,
+) -> Matrix:
+    """Make w1 or w2 of the projections that it consists of, one below the other.
+
+    projections: [gate, up], [down], or [gate_up] whose rows lie as the layer wants them; each the
+    tensors of one matrix by their names in `format.stored`, with any leading dimensions (of
+    experts) or none. dtype: of the layer: of unquantised weights, and of the scales of 4- and
+    8-bit integers where they have it (they are float32 otherwise). scheme: as `fit` gives it, with
+    tiles that divide those of `format`; None is the format's own, whose tiles must not go through
+    the border between two projections.
+
+    Raises ShapeError, DtypeError, WeightsError for what is not as the format has it.
+    """
+    fine = format if scheme is None else format.with_scheme(scheme)
+    parts = []
+    for tensors in projections:
+        (rows, depth), checked = check_tensors(format, tensors)
+        parts.append(piece(format, fine, checked, (0, rows), (0, depth)))
+    return stack(fine, parts, dtype)
+
+
+def piece(
+    coarse: Format, fine: Format, tensors: Tensors, rows: Range, columns: Range
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a share of a matrix in the tiles of `fine`.
+
+    tensors: what `stored.cut` gives for rows [a, b) and columns [c, d) of the matrix. GPTQ's g_idx
+    is checked here, where the first column is known, and left out.
+    """
+    kept = dict(tensors)
+    for stored in coarse.stored:
+        if stored.role == "order" and stored.name in kept:
+            order, group = kept.pop(stored.name), coarse.scheme.group[0]
+            whole = torch.arange(columns[1], device=order.device) // group
+            need = whole[columns[0] :].to(order.dtype)
+            check_order(order - need + torch.arange(len(need)) // group, len(need), group, "g_idx")
+    return refine(coarse.stored, fine.stored, kept, rows, columns)
+
+
+def stack(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matrix:
+    """Merge projections whose tiles are the format's own, as `piece` gives them."""
+    made = [_READ[format.method](format, tensors, dtype) for tensors in parts]
+    if format.scheme.granularity == "tensor":
+        return _one_scale(made)
+    border = format.scheme.group[0] if format.scheme.granularity == "block" else 1
+    if any(each.w.shape[-2] % border for each in made[:-1]):
+        got = f"{made[0].w.shape[-2]} rows of blocks of {border}"
+        raise ShapeError("projection", got=got, need="whole blocks (see `fit`)")
+    along = -1 if format.scheme.granularity == "channel" else -2
+    whole = _joined([each.w for each in made], -2)
+    assert whole is not None
+    return Matrix(
+        whole,
+        _joined([each.scale for each in made], along),
+        _joined([each.zero_point for each in made], -2),
+        _largest(made),
+    )
+
+
+def check_tensors(
+    format: Format, tensors: Tensors
+) -> tuple[tuple[int, int], dict[str, torch.Tensor]]:
+    """Return (N, K) of a matrix, and its tensors without trailing dimensions of 1.
+
+    Raises the error of a tensor that is missing, too many, misshapen or of another dtype.
+    """
+    known = {each.name: each for each in format.stored}
+    extra = sorted(set(tensors) - set(known))
+    missing = [n for n, each in known.items() if n not in tensors and not each.optional]
+    if extra or missing:
+        got = f"{', '.join(extra)} too many" if extra else f"no {', '.join(missing)}"
+        raise WeightsError(f"{format} tensors", got=got, need=", ".join(known))
+    for name, tensor in tensors.items():
+        dense(name, tensor)
+    first = next(each for each in format.stored if each.role == "w")
+    w = tensors[first.name]
+    if w.dim() < len(first.dims):
+        raise ShapeError(first.name, got=tuple(w.shape), need=f"{len(first.dims)} dimensions")
+    lead = tuple(w.shape[: w.dim() - len(first.dims)])
+    sizes = {"N": 1, "K": 1}
+    for dim, size in zip(first.dims, w.shape[len(lead) :], strict=True):
+        if dim.axis:
+            sizes[dim.axis] *= size * dim.step
+    rows, depth = sizes["N"], sizes["K"]
+    found = {}
+    for name, tensor in tensors.items():
+        shape = (*lead, *known[name].shape(rows, depth))
+        known[name].check(name, tuple(tensor.shape), tensor.dtype, shape)
+        found[name] = tensor.reshape(shape)
+    return (rows, depth), found
+
+
+# --------------------------------------------------------------------- what is made of it
+
+
+def _read_plain(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    return Matrix(tensors["weight"].to(dtype))
+
+
+def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    by_role = {each.role: tensors.get(each.name) for each in format.stored}
+    w, scale, a_scale = by_role["w"], by_role["scale"], by_role.get("a_scale")
+    assert w is not None
+    assert scale is not None
+    lead = tuple(w.shape[:-2])
+    if a_scale is not None:
+        a_scale = a_scale.float().reshape(lead)
+        static_scale(a_scale.reshape(-1))  # each usable
+    if format.scheme.granularity == "tensor":
+        return Matrix(w, scale.reshape(lead), None, a_scale)
+    if format.scheme.granularity == "channel":
+        flat = scale.reshape(-1, w.shape[-2])
+        return Matrix(w, channel_scale(flat).reshape(*lead, -1), None, a_scale)
+    scale = scale.float()
+    bad = ~(scale.isfinite() & (scale >= 0))
+    if bool(bad.any()):
+        raise WeightsError("scale", got=float(scale[bad][0]), need="finite numbers from 0 on")
+    return Matrix(w, scale, None, a_scale)
+
+
+def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    scheme = format.scheme
+    if scheme.weight == "float4_e2m1":
+        return Matrix(tensors["weight_packed"], tensors["weight_scale"])
+    if scheme.quantises_activations:
+        return _read_scaled(format, tensors, dtype)
+    packed, scale = tensors["weight_packed"], tensors["weight_scale"]
+    if scheme.granularity == "channel":  # stored plus 128: the sign bit the other way round
+        w = (packed.contiguous().view(torch.uint8) ^ 0x80).view(torch.int8)
+        flat = channel_scale(scale.reshape(-1, w.shape[-2]))
+        return Matrix(w, flat.reshape(*w.shape[:-1]))
+    made = from_compressed_tensors(
+        packed,
+        scale,
+        tensors.get("weight_zero_point"),
+        group=scheme.group[0],
+        bits=4 if scheme.packed else 8,
+    )
+    return _of_groups(format, made, dtype)
+
+
+def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    group = format.scheme.group[0]
+    made = from_awq(tensors["qweight"], tensors["scales"], tensors.get("qzeros"), group=group)
+    return _of_groups(format, made, dtype)
+
+
+def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    made = from_gptq(
+        tensors["qweight"],
+        tensors["scales"],
+        tensors.get("qzeros"),
+        group=format.scheme.group[0],
+        minus_one=format.minus_one,
+        bits=4 if format.scheme.packed else 8,
+    )
+    return _of_groups(format, made, dtype)
+
+
+def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    blocks, scales = tensors["blocks"], tensors["scales"]
+    lead = tuple(blocks.shape[:-3])
+    w, scale = from_gpt_oss(
+        blocks.reshape(-1, *blocks.shape[-3:]), scales.reshape(-1, *scales.shape[-2:])
+    )
+    return Matrix(w.reshape(*lead, *w.shape[1:]), scale.reshape(*lead, *scale.shape[1:]))
+
+
+def _of_groups(format: Format, made: GroupWeights, dtype: torch.dtype) -> Matrix:
+    if not format.scheme.zero_points:
+        made = symmetric(made)
+    scale = made.scale if made.scale.dtype is dtype else made.scale.float()
+    return Matrix(made.w, scale, made.zero_point)
+
+
+def _one_scale(parts: Sequence[Matrix]) -> Matrix:
+    """Merge projections with a scale each: the largest stays, the others are rounded again."""
+    if len({each.w.shape for each in parts}) > 1:
+        raise ShapeError("projections", got=[tuple(e.w.shape) for e in parts], need="equal shapes")
+    w = torch.cat([each.w for each in parts], -2)
+    lead = tuple(w.shape[:-2])
+    scales = torch.stack([each.scale.reshape(-1) for each in parts if each.scale is not None], 1)
+    merged, scale = one_scale(w.reshape(-1, *w.shape[-2:]), scales)
+    w = merged.reshape(*lead, *merged.shape[1:])
+    return Matrix(w, scale.reshape(lead), None, _largest(parts))
+
+
+def _largest(parts: Sequence[Matrix]) -> torch.Tensor | None:
+    given = [each.a_scale for each in parts if each.a_scale is not None]
+    return torch.stack(given).amax(0) if given else None
+
+
+def _joined(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor | None:
+    given = [part for part in parts if part is not None]
+    return None if not given else given[0] if len(given) == 1 else torch.cat(given, dim)
+
+
+_READ: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
+    "none": _read_plain,
+    "fp8": _read_scaled,
+    "modelopt": _read_scaled,
+    "compressed-tensors": _read_compressed,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "mxfp4": _read_mxfp4,
+}

@@ -1,0 +1,132 @@
+"""Gradients of a call with quantised weights: of x, of router weights, and of biases.
+
+The weights themselves are frozen. They are dequantised expert by expert, to float32; rounding of
+activations to fewer bits passes gradients on as they are.
+"""
+
+from collections.abc import Callable
+from math import pi, sqrt
+
+import torch
+
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.quant import dequantise
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import ActivationSpec, Problem
+
+
+def call_gradients(
+    grad_TH: torch.Tensor,
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    problem: Problem,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return gradients of x (T, H), router weights (T, K), b1 (e, N) and b2 (e, H).
+
+    grad_TH: of the output. Each like what it is of; those of biases are empty if there are none.
+    UnsupportedError for a layer that weights its input, or keeps top-k.
+    """
+    if problem.apply_router_weight_on_input:
+        got = "router weights on the input"
+        raise UnsupportedError("gradients", got=got, need="router weights on the output")
+    spec, ids_TK = problem.act, routing.topk_ids_TK
+    dx = torch.zeros(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    dweights = torch.zeros_like(routing.topk_weights_TK)
+    biases = [torch.zeros_like(x_TH[:0]) if b is None else torch.zeros(b.shape, device=b.device)
+              for b in (weights.b1, weights.b2)]  # fmt: skip
+    hit = torch.unique(ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)])
+    for expert in hit.tolist():
+        token, slot = (ids_TK == expert).nonzero(as_tuple=True)
+        w1, w2 = (_matrix(weights, name, expert, problem) for name in ("w1", "w2"))
+        rows_RH, grad_RH = x_TH[token].float(), grad_TH[token].float()
+        gate_up_RN = rows_RH @ w1.T
+        if weights.b1 is not None:
+            gate_up_RN = gate_up_RN + weights.b1[expert].float()
+        h_RI, backward = _activation(gate_up_RN, spec)
+        y_RH = h_RI @ w2.T
+        if weights.b2 is not None:
+            y_RH = y_RH + weights.b2[expert].float()
+        dweights[token, slot] = (y_RH * grad_RH).sum(1) * problem.routed_scaling_factor
+        scaled = routing.topk_weights_TK[token, slot, None] * problem.routed_scaling_factor
+        dy_RH = grad_RH * scaled
+        dgate_up_RN = backward(dy_RH @ w2)
+        dx.index_add_(0, token, dgate_up_RN @ w1)
+        if weights.b1 is not None:
+            biases[0][expert] = dgate_up_RN.sum(0)
+        if weights.b2 is not None:
+            biases[1][expert] = dy_RH.sum(0)
+    given = (weights.b1, weights.b2)
+    db1, db2 = (d if b is None else d.to(b.dtype) for d, b in zip(biases, given, strict=True))
+    return dx.to(x_TH.dtype), dweights, db1, db2
+
+
+def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
+    """Return one expert's values in float32, (N, K)."""
+    one = slice(expert, expert + 1)
+    stored: torch.Tensor = getattr(weights, name)[one]
+    if not problem.scheme.quantised:
+        return stored[0].float()
+    scale = getattr(weights, f"{name}_scale")[one]
+    zero = getattr(weights, f"{name}_zero_point")
+    return dequantise(stored, scale, None if zero is None else zero[one], problem.scheme)[0]
+
+
+def _activation(
+    rows_RN: torch.Tensor, spec: ActivationSpec
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Return the activation of float32 rows, (R, I), and what makes of its gradient theirs."""
+    if not spec.gated:
+        value, slope = _curve(rows_RN, spec)
+        return value, lambda grad: grad * slope
+    gate, up = (rows_RN[:, ::2], rows_RN[:, 1::2]) if spec.interleaved else rows_RN.chunk(2, 1)
+    value, slope = _gate(gate, spec)
+    factor, rise = _up(up, spec)
+
+    def backward(grad_RI: torch.Tensor) -> torch.Tensor:
+        both = (grad_RI * factor * slope, grad_RI * value * rise)
+        return torch.stack(both, 2).flatten(1) if spec.interleaved else torch.cat(both, 1)
+
+    return value * factor, backward
+
+
+def _gate(gate: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what multiplies the up values, and its slope by the gate value."""
+    if spec.limit is None or spec.kind == "situ":
+        return _curve(gate, spec)
+    if spec.kind == "swiglu_clamp_after":
+        value, slope = _curve(gate, spec)
+        return value.clamp(max=spec.limit), slope * (value <= spec.limit)
+    value, slope = _curve(gate.clamp(max=spec.limit), spec)
+    return value, slope * (gate <= spec.limit)
+
+
+def _up(up: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what multiplies the gate's function, and its slope by the up value."""
+    if spec.limit is None:
+        return up, torch.ones_like(up)
+    if spec.kind == "situ":
+        bent = torch.tanh(up / spec.limit)
+        return spec.limit * bent, 1 - bent.square()
+    held = up.clamp(-spec.limit, spec.limit)
+    return held + 1 if spec.kind == "swiglu_oai" else held, (up.abs() <= spec.limit).to(up.dtype)
+
+
+def _curve(v: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the function of one value that the rule has, and its slope."""
+    kind = spec.kind.removesuffix("_no_mul")
+    if kind == "relu2":
+        return v.relu().square(), 2 * v.relu()
+    if kind == "gelu":
+        below = 0.5 * (1 + torch.erf(v / sqrt(2)))
+        return v * below, below + v * torch.exp(-v.square() / 2) / sqrt(2 * pi)
+    if kind == "gelu_tanh":
+        bent = torch.tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))
+        inner = sqrt(2 / pi) * (1 + 3 * 0.044715 * v.square())
+        return 0.5 * v * (1 + bent), 0.5 * (1 + bent) + 0.5 * v * (1 - bent.square()) * inner
+    alpha = 1.0 if spec.alpha is None else spec.alpha
+    if kind == "situ":
+        bent, some = torch.tanh(v / alpha), torch.sigmoid(v)
+        return alpha * bent * some, some * (1 - bent.square() + alpha * bent * (1 - some))
+    some = torch.sigmoid(alpha * v)
+    return v * some, some * (1 + alpha * v * (1 - some))

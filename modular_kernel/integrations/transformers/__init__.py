@@ -1,0 +1,45 @@
+"""Run the experts of a transformers model on a pairing of this toolkit.
+
+    from modular_kernel.integrations.transformers import register
+
+    register()                                                    # or another pairing and name
+    model = AutoModelForCausalLM.from_pretrained(..., experts_implementation="modular_kernel")
+    model.set_experts_implementation("modular_kernel")            # or later, and "eager" to go back
+
+It serves every experts module that transformers itself can dispatch: gate_up_proj or up_proj and
+down_proj in one dtype, and FP8Experts. What such a module computes between its two projections is
+found by probing it, not by its name; a module that computes anything else is refused with an
+UnsupportedError. Weights are read where they lie at each call, never copied. torch.compile and
+torch.export pass over a call as one operator. A call that needs gradients runs transformers'
+grouped_mm instead.
+"""
+
+# Earlier releases have the interface, but refuse names that they do not know themselves.
+_OLDEST = (5, 8)
+_NEED = 'transformers >= {}.{}: pip install "modular-kernel[transformers]"'.format(*_OLDEST)
+
+try:
+    import transformers
+    from transformers.integrations.moe import ExpertsInterface as _Interface  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"modular_kernel.integrations.transformers needs {_NEED}") from error
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < _OLDEST:
+    raise ImportError(f"transformers {transformers.__version__} is too old, need {_NEED}")
+
+from modular_kernel.integrations.transformers.activations import activation_of  # noqa: E402
+from modular_kernel.integrations.transformers.modules import weights_of  # noqa: E402
+from modular_kernel.integrations.transformers.quantised import from_pretrained  # noqa: E402
+from modular_kernel.integrations.transformers.register import (  # noqa: E402
+    Registration,
+    register,
+    registration,
+)
+
+__all__ = [
+    "Registration",
+    "activation_of",
+    "from_pretrained",
+    "register",
+    "registration",
+    "weights_of",
+]

@@ -1,0 +1,260 @@
+"""register: a pairing as an experts implementation of transformers."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import ConfigurationError, StateError
+from modular_kernel.integrations.expert_fields import place, weights_from
+from modular_kernel.integrations.experts_op import EXPERTS
+from modular_kernel.integrations.pairing import Pairing, layer_text
+from modular_kernel.integrations.transformers.activations import (
+    Facts,
+    activation_of,
+    facts_of,
+    unsupported,
+)
+from modular_kernel.integrations.transformers.gradients import gradients_are_needed, grouped_mm
+from modular_kernel.integrations.transformers.modules import (
+    is_quantised,
+    layout_of,
+    names_of,
+    problem_of,
+    tensor_of,
+)
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import ActivationSpec
+
+Gradients = Literal["fallback", "refuse"]
+
+
+def register(
+    prepare_finalize: str | type[PrepareAndFinalize] = "MoEPrepareAndFinalizeNoEP",
+    experts: str | type[PermuteExpertsUnpermute] | None = None,
+    *,
+    name: str = "modular_kernel",
+    gradients: Gradients = "fallback",
+) -> str:
+    """Make a pairing known to transformers as the experts implementation `name`; returns `name`.
+
+    experts: None means TritonExperts on a GPU and TorchExperts on a CPU. gradients: what a call
+    does that needs them, because grad mode is on and an input or a weight requires grad, or while
+    the module trains: "fallback" runs transformers' grouped_mm, "refuse" raises UnsupportedError.
+    Several pairings can be registered under different names; registering a name again replaces
+    its pairing.
+    """
+    if gradients not in get_args(Gradients):
+        need = " or ".join(get_args(Gradients))
+        raise ConfigurationError("gradients", got=repr(gradients), need=need)
+    taken = ALL_EXPERTS_FUNCTIONS.get(name)
+    if name == "eager" or not (taken is None or isinstance(taken, Registration)):
+        need = "a name that transformers does not use itself"
+        raise ConfigurationError("experts implementation", got=name, need=need)
+    made = Registration(Pairing(prepare_finalize, experts), gradients)
+    ExpertsInterface.register(name, made)
+    FP8ExpertsInterface.register(name, made)
+    return name
+
+
+def registration(name: str = "modular_kernel") -> "Registration":
+    """Return what runs under `name`: its pairing, and the kernels it has built so far."""
+    found = ALL_EXPERTS_FUNCTIONS.get(name)
+    if isinstance(found, Registration):
+        return found
+    raise ConfigurationError("experts implementation", got=name, need="a name given to register")
+
+
+@dataclass
+class Layer:
+    """What is remembered of an experts module.
+
+    facts: of its activation. bound: its weights as they were last found, what they make of
+    the tensors, and what both depend on.
+    """
+
+    facts: Facts
+    activation: ActivationSpec
+    bound: "Bound | None" = None
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Weights of a module, and the text of its layer, while `key` holds."""
+
+    key: tuple[object, ...]
+    tensors: tuple[torch.Tensor, ...] = field(repr=False)
+    weights: ExpertWeights = field(repr=False)
+    layer: str
+
+
+class Registration:
+    """One pairing, and what is kept for the modules that run on it, as long as they live."""
+
+    def __init__(self, pairing: Pairing, gradients: Gradients) -> None:
+        self.pairing = pairing
+        self.gradients = gradients
+        self.layers: WeakKeyDictionary[torch.nn.Module, Layer] = WeakKeyDictionary()
+
+    @property
+    def kernels(self) -> dict[tuple[str, int, torch.device], FusedMoEModularKernel]:
+        """The kernels built so far."""
+        return self.pairing.kernels
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the experts' forward, as transformers calls it.
+
+        hidden_states: (T, H). top_k_index: (T, K), ids past the last expert are skipped.
+        top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
+        """
+        names = _names(module)
+        tensors = tuple([getattr(module, name) for name in names])
+        call = (hidden_states, top_k_index, top_k_weights)
+        needed = gradients_are_needed((hidden_states, top_k_weights, *tensors))
+        if needed and self.gradients == "refuse":
+            raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
+        # Checkpointing of a module that trains runs a forward twice, the first time without.
+        if self.gradients == "fallback" and (needed or module.training):
+            if not _quantised(module):
+                return grouped_mm(module, call)
+            return self.forward(module, call, names, tensors, as_operator=True)
+        return self.forward(module, call, names, tensors)
+
+    def forward(
+        self,
+        module: torch.nn.Module,
+        call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        names: tuple[str, ...],
+        tensors: tuple[torch.Tensor, ...],
+        *,
+        as_operator: bool = False,
+    ) -> torch.Tensor:
+        """Run a call on the pairing: as an operator, which has gradients, where that is needed."""
+        x_TH, ids_TK, weights_TK = call
+        # Releases without the attribute may pass the ids of other ranks' experts too.
+        if getattr(module, "_is_expert_parallel", True):
+            ids_TK = ids_TK.masked_fill(ids_TK >= tensors[0].shape[0], -1)
+        x_TH, ids_TK = x_TH.contiguous(), ids_TK.contiguous()
+        weights_TK = weights_TK.to(torch.float32).contiguous()
+        if as_operator or torch.compiler.is_compiling():
+            return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
+        bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
+        return self.pairing.run(bound.layer, x_TH, bound.weights, Routing(weights_TK, ids_TK))
+
+    def _traced(
+        self,
+        module: torch.nn.Module,
+        call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        tensors: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """Put the call into a graph as one operator.
+
+        Shapes are those that are traced: a module whose parameters are sharded has others.
+        """
+        x_TH, ids_TK, weights_TK = call
+        shapes = tuple([tuple(tensor.shape) for tensor in tensors])
+        dtypes = tuple([tensor.dtype for tensor in tensors])
+        fields, layer, numbers = _constants(
+            self, module, shapes, dtypes, x_TH.dtype, ids_TK.shape[1]
+        )
+        for way, value in numbers:  # guards: another limit is another graph
+            if _attribute(module, way) != value:
+                raise StateError("experts module", got=f"another {way[-1]}", need="as traced")
+        traced: torch.Tensor = EXPERTS(
+            x_TH, ids_TK, weights_TK, list(tensors), fields, layer, _text(self)
+        )
+        return traced
+
+    def _bound(
+        self, module: torch.nn.Module, names: tuple[str, ...], dtype: torch.dtype, top_k: int
+    ) -> Bound:
+        tensors = tuple([tensor_of(module, name) for name in names])
+        layer = self._layer(module)
+        key = (dtype, top_k, layer.activation, tuple(map(place, tensors)))
+        bound = layer.bound
+        if bound is None or bound.key != key or any(map(_unlike, bound.tensors, tensors)):
+            layout = layout_of(module, tensors)
+            problem = problem_of(module, tensors, layout)(
+                dtype=dtype, top_k=top_k, activation=layer.activation
+            )
+            weights = weights_from(tensors, layout.fields)
+            bound = layer.bound = Bound(key, tensors, weights, layer_text(problem))
+        return bound
+
+    def _layer(self, module: torch.nn.Module) -> Layer:
+        facts = facts_of(module)
+        layer = self.layers.get(module)
+        if layer is None or layer.facts != facts:
+            layer = self.layers[module] = Layer(facts, activation_of(module))
+        return layer
+
+    def constants(
+        self,
+        module: torch.nn.Module,
+        tensors: tuple[torch.Tensor, ...],
+        dtype: torch.dtype,
+        top_k: int,
+    ) -> tuple[str, str]:
+        """Return fields and layer of the operator, for tensors like these."""
+        layout = layout_of(module, tensors)
+        problem = problem_of(module, tensors, layout)(
+            dtype=dtype, top_k=top_k, activation=self._layer(module).activation
+        )
+        return layout.fields, layer_text(problem)
+
+
+# ------------------------------------------------------------------ what a graph takes as it is
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _names(module: torch.nn.Module) -> tuple[str, ...]:
+    return names_of(module)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _quantised(module: torch.nn.Module) -> bool:
+    return is_quantised(module)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _text(registration: Registration) -> str:
+    return str(registration.pairing)
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _constants(
+    registration: Registration,
+    module: torch.nn.Module,
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    dtype: torch.dtype,
+    top_k: int,
+) -> tuple[object, ...]:
+    tensors = tuple(
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    facts: Facts = facts_of(module)
+    return (*registration.constants(module, tensors, dtype, top_k), facts[2])
+
+
+def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> object:
+    found: object = module
+    for name in way:
+        found = getattr(found, name)
+    return found
+
+
+def _unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is not other

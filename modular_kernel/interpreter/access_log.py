@@ -1,0 +1,51 @@
+"""Watch: what the programs of interpreted launches touch, held against what they may touch."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from modular_kernel.interpreter.bounds import Bounds
+from modular_kernel.interpreter.races import Access, Races
+
+
+class AccessLog:
+    """Of one launch after the other. Pointers and lanes are numpy arrays of one shape; a program is
+    its number in the order in which they run."""
+
+    def __init__(self) -> None:
+        self._kernel, self._bounds = "", Bounds({})
+        self._races: Races | None = None
+        self._found: list[str] | None = None
+
+    @contextmanager
+    def races(self) -> Iterator[list[str]]:
+        """Within it, every launch is watched for races; filled with those found, each once."""
+        found: list[str] = []
+        before, self._found = self._found, found
+        try:
+            yield found
+        finally:
+            self._found = before
+
+    def begin(self, kernel: str, arguments: Mapping[str, Any]) -> None:
+        """Begin a launch of `kernel`, with these tensors and other arguments."""
+        self._kernel, self._bounds = kernel, Bounds(arguments)
+        self._races = None if self._found is None else Races(self._bounds)
+
+    def touch(self, access: Access, pointers: Any, lanes: Any, nbytes: int, program: int) -> None:
+        """`program` is about to touch elements of `nbytes` bytes, where lanes are on.
+
+        CorruptionError if one lies outside the launch's arguments.
+        """
+        self._bounds.check(pointers, lanes, nbytes)
+        if self._races is None or self._found is None:
+            return
+        for race in self._races.touch(access, pointers[lanes], program):
+            told = f"{self._kernel}: {race}"
+            if told not in self._found:
+                self._found.append(told)
+
+    def order(self, pointers: Any, lanes: Any, program: int) -> None:
+        """`program` is about to acquire and release there, in one atomic operation each."""
+        if self._races is not None:
+            self._races.order(pointers[lanes], program)

@@ -1,0 +1,80 @@
+"""The interpreter's blocks and their types, each shape worked out once.
+
+Every interpreted operation builds its result and that one's type anew, and formats the same few
+shapes into names and constants; that was more than a third of the time of a kernel. A shape's share
+is the same for all of them. Written for `modular_kernel.interpreter.patch`, which puts these in
+place of upstream's.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+
+import triton.language as tl
+
+from modular_kernel.interpreter.dtypes import Foreign
+
+# The originals that the replacements below still call.
+_block_init = tl.block_type.__init__
+_tensor_init = tl.tensor.__init__
+_type_for_tuple_values = tl.core._type_for_tuple_values
+
+
+def init_block_type(self: Foreign, element_ty: Foreign, shape: Foreign) -> None:
+    """`tl.block_type.__init__`."""
+    sizes = _sizes(shape)
+    if sizes is None:
+        _block_init(self, element_ty, shape)
+        return
+    self.element_ty = element_ty
+    self.shape, self.numel, name = _shape_of_block(sizes)
+    self.name = f"<{name}, {element_ty}>"
+    self.of_tensors = _shape_of_tensors(sizes)
+
+
+def init_tensor(self: Foreign, handle: Foreign, type: Foreign) -> None:
+    """`tl.tensor.__init__`."""
+    found = type.__dict__.get("of_tensors")
+    if found is None:
+        if type.is_block():
+            _tensor_init(self, handle, type)
+            return
+        found = _shape_of_tensors(())
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = found
+
+
+def type_of_tuple(values: Foreign, fields: Foreign = None) -> Foreign:
+    """`tl.core._type_for_tuple_values`."""
+    sizes = None if fields is not None else _sizes(values)
+    return _type_for_tuple_values(values, fields) if sizes is None else _type_of_sizes(sizes)
+
+
+def _sizes(values: Iterable[Foreign]) -> tuple[int, ...] | None:
+    """Return the sizes as plain integers, or None if one of them is anything else."""
+    sizes = tuple([v.value if type(v) is tl.constexpr else v for v in values])
+    return sizes if set(map(type, sizes)) <= {int} else None
+
+
+@cache
+def _shape_of_block(sizes: tuple[int, ...]) -> tuple[Foreign, int, str]:
+    """Shape, element count and name that triton gives a block of `sizes`, or its error."""
+    block = tl.block_type.__new__(tl.block_type)
+    _block_init(block, tl.float32, list(sizes))
+    return block.shape, block.numel, str(block.shape)
+
+
+@cache
+def _shape_of_tensors(sizes: tuple[int, ...]) -> tuple[Foreign, Foreign]:
+    """Shape and element count of tensors, which triton keeps as constants."""
+    kind = tl.float32
+    if sizes:
+        kind = tl.block_type.__new__(tl.block_type)
+        _block_init(kind, tl.float32, list(sizes))
+    tensor = tl.tensor.__new__(tl.tensor)
+    _tensor_init(tensor, None, kind)
+    return tensor.shape, tensor.numel
+
+
+@cache
+def _type_of_sizes(sizes: tuple[int, ...]) -> Foreign:
+    return _type_for_tuple_values(sizes)

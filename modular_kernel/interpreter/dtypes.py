@@ -1,0 +1,156 @@
+"""The numbers of Triton's CPU interpreter: which numpy dtype holds what, and how values convert.
+
+Written for `modular_kernel.interpreter.patch`, which puts these rules in place of upstream's.
+"""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+import triton.language as tl
+from numpy.typing import NDArray
+
+# Triton ships no annotations; its types and enums are foreign.
+Foreign = Any
+Array = NDArray[Any]
+Dtype = np.dtype[Any]
+
+_finfo: Foreign = ml_dtypes.finfo
+BF16: Dtype = np.dtype(ml_dtypes.bfloat16)
+_FP8: dict[str, Dtype] = {
+    "fp8e4nv": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp8e5": np.dtype(ml_dtypes.float8_e5m2),
+    "fp8e4b8": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "fp8e5b16": np.dtype(ml_dtypes.float8_e5m2fnuz),
+}
+_LARGEST: dict[Dtype, float] = {kind: float(_finfo(kind).max) for kind in _FP8.values()}
+NARROW: frozenset[Dtype] = frozenset({BF16, *_LARGEST})
+# What the C++ loads and stores move instead, because they know no extension dtypes.
+BITS: dict[Dtype, Dtype] = {kind: np.dtype(f"u{kind.itemsize}") for kind in NARROW}
+# One table, built once: upstream rebuilds its own at every operation. fp8e4b15 is missing on
+# purpose, a KeyError is better than numbers that nobody has checked.
+_STORAGE: dict[str, Dtype] = {
+    "int1": np.dtype(np.bool_),
+    **{f"{sign}{n}": np.dtype(f"{sign}{n}") for sign in ("int", "uint") for n in (8, 16, 32, 64)},
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+    "bf16": BF16,
+    **_FP8,
+}
+_POINTER: Dtype = np.dtype(np.uint64)
+FLOAT32: Dtype = np.dtype(np.float32)
+FLOAT64: Dtype = np.dtype(np.float64)
+BOOL: Dtype = np.dtype(np.bool_)
+
+
+def storage_of(kind: Foreign) -> Dtype:
+    """Return the numpy dtype that holds a triton scalar, pointer or block type."""
+    scalar = kind.scalar
+    return _POINTER if isinstance(scalar, tl.pointer_type) else _STORAGE[scalar.name]
+
+
+def convert(data: Array, storage: Dtype) -> Array:
+    """Return `data` in the dtype `storage`, rounded and saturated as a GPU converts. Any shape."""
+    if data.dtype == storage:
+        return data
+    if storage in _LARGEST:
+        wide = data if data.dtype == FLOAT64 else data.astype(FLOAT32)
+        # np.clip passes NaN through, and so does cvt.satfinite.
+        return np.clip(wide, -_LARGEST[storage], _LARGEST[storage]).astype(storage)
+    if storage.kind in "iu" and data.dtype.kind not in "iub":
+        return _float_to_int(widen(data), storage)
+    if storage == BF16 and data.dtype.kind in "iub":
+        return data.astype(FLOAT32).astype(storage)
+    return data.astype(storage)
+
+
+def widen(data: Array) -> Array:
+    """Return `data`, in float32 if it was bf16 or fp8: exact."""
+    return data.astype(FLOAT32) if data.dtype in NARROW else data
+
+
+def _float_to_int(data: Array, storage: Dtype) -> Array:
+    """Truncate and saturate, NaN to 0; for 8 bits a GPU saturates at 16 and then wraps."""
+    register = np.dtype(f"{storage.kind}{max(2, storage.itemsize)}")
+    low, high = np.iinfo(register).min, np.iinfo(register).max
+    exact = data.astype(FLOAT64)
+    below, above = exact < low, exact >= float(high) + (1 if register.itemsize < 8 else 0)
+    whole = np.where(below | above | np.isnan(exact), 0.0, exact).astype(register)
+    whole[below] = low
+    whole[above] = high
+    return whole.astype(storage)
+
+
+def toward_zero(exact: Array, rounded: Array) -> Array:
+    """Return `rounded` (nearest even, of `exact`), one step back wherever its magnitude grew."""
+    bits = rounded.view(np.dtype(f"u{rounded.dtype.itemsize}"))
+    grew = np.abs(widen(rounded).astype(FLOAT64)) > np.abs(exact.astype(FLOAT64))
+    stepped: Array = (bits - grew.astype(bits.dtype)).view(rounded.dtype)
+    return stepped
+
+
+def fused_multiply_add(x: Array, y: Array, z: Array, storage: Dtype) -> Array:
+    """Return `x * y + z` of float32 or narrower, rounded once to `storage`.
+
+    The product is exact in float64. Rounding the sum to odd there keeps the one bit of information
+    that the second rounding needs to come out as if it were the only one.
+    """
+    product, addend = x.astype(FLOAT64) * y.astype(FLOAT64), z.astype(FLOAT64)
+    total = product + addend
+    shifted = total - product
+    error = (product - (total - shifted)) + (addend - shifted)
+    even = (total.view(np.int64) & 1) == 0
+    to_odd = even & np.isfinite(total) & (error != 0)
+    neighbour = np.nextafter(total, np.copysign(np.inf, error))
+    return convert(np.where(to_odd, neighbour, total), storage)
+
+
+def tf32(data: Array) -> Array:
+    """float32 as tensor cores read it in tf32: the low 13 bits are not looked at."""
+    cut: Array = (data.view(np.uint32) & np.uint32(0xFFFFE000)).view(FLOAT32)
+    return cut
+
+
+def tree_sum(data: Array, axis: int | None, keep_dims: bool) -> Array:
+    """Sum along `axis` (all of them for None) by halves, rounded to `data.dtype` at each step.
+
+    That is how threads reduce with shuffles. One after the other, bf16 would stall at 256.
+    """
+    shape = data.shape
+    rows = data.reshape(-1) if axis is None else np.moveaxis(data, axis, 0)
+    while len(rows) > 1:
+        half = len(rows) // 2  # triton's block sizes are powers of two
+        rows = (rows[:half].astype(FLOAT32) + rows[half:].astype(FLOAT32)).astype(data.dtype)
+    kept = (1,) * len(shape) if axis is None else (*shape[:axis], 1, *shape[axis + 1 :])
+    total: Array = rows[0].reshape(kept) if keep_dims else rows[0]
+    return total
+
+
+def erf(data: Array) -> Array:
+    """erf in float64 for every input; numpy has none, and Python's costs a call an element."""
+    values = torch.from_numpy(np.ascontiguousarray(data, dtype=FLOAT64))
+    result: Array = torch.special.erf(values).numpy()
+    return result
+
+
+def argmax(data: Array, **axis: Foreign) -> Foreign:
+    """Return the leftmost index of the maximum.
+
+    NaN never wins, and among NaN alone the first does.
+    """
+    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), -np.inf, data)
+    return np.argmax(number, **axis)
+
+
+def argmin(data: Array, **axis: Foreign) -> Foreign:
+    """Return the leftmost index of the minimum.
+
+    NaN never wins, and among NaN alone the first does.
+    """
+    number = data if data.dtype.kind in "iub" else np.where(np.isnan(data), np.inf, data)
+    return np.argmin(number, **axis)
+
+
+# Combining functions of triton's library: what they keep, as functions of (data, axis, keepdims).

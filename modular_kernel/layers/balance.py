@@ -1,0 +1,178 @@
+"""Balance experts over ranks: count pairs, make a placement with copies, and say what has to move.
+
+    load = count(topk_ids, 256)                          # added up over calls, and over ranks
+    new = rebalance(load.tolist(), [36] * 8, old)        # 288 slots: 32 copies of hot experts
+    for move in moves(old, new): ...                     # which weights go where
+
+All are pure functions: nothing is moved, and no rank is asked.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError
+from modular_kernel.fields import Count, expect
+from modular_kernel.placement import Experts, Placement
+from modular_kernel.tensors import dense
+from modular_kernel.types import dtype_name
+
+
+def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """Return the pairs of each expert, (experts,) int64, on the device of the ids.
+
+    topk_ids: (T, K) int32 or int64; ids outside [0, experts) are not counted. Nothing synchronises.
+    """
+    expect("experts", experts, Experts)
+    dense("topk_ids", topk_ids)
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise DtypeError("topk_ids", got=dtype_name(topk_ids.dtype), need="int32 or int64")
+    ids = topk_ids.flatten().long()
+    ids = torch.where((ids < 0) | (ids >= experts), experts, ids)
+    counts = ids.new_zeros(experts + 1)
+    return counts.scatter_add_(0, ids, torch.ones_like(ids))[:experts]
+
+
+def rank_loads(load: Sequence[float], placement: Placement) -> tuple[float, ...]:
+    """Return what each rank has to do, where the copies of an expert share its load equally."""
+    _check_load(load)
+    if len(load) != placement.experts:
+        raise ConfigurationError("load", got=len(load), need=f"{placement.experts} experts")
+    shares = [amount / len(homes) for amount, homes in zip(load, placement.homes, strict=True)]
+    return tuple(sum(shares[expert] for expert in held) for held in placement.slots)
+
+
+def rebalance(
+    load: Sequence[float], slots: Sequence[int], old: Placement | None = None
+) -> Placement:
+    """Return a placement of len(load) experts that evens out what ranks have to do.
+
+    load: of each expert, as `count` gives it; any unit. slots: the most experts of each rank; what
+    is more than one for each expert goes to copies of the experts with the most load a copy. Then
+    the heaviest copy goes to the rank that has the least, and so on (longest processing time
+    first). old: what stays on its rank stays in its slot, where a slot of that number is left.
+    ConfigurationError where there are fewer slots than experts.
+    """
+    _check_load(load)
+    sizes = tuple(slots)
+    expect("slots", sizes, tuple[Count, ...])
+    if not load or not len(load) <= sum(sizes):
+        need = f">= {max(len(load), 1)}, the experts"
+        raise ConfigurationError("slots of all ranks", got=sum(sizes), need=need)
+    held = _dealt(load, _copies(load, sizes), sizes)
+    if old is not None and old.world_size == len(sizes):
+        held = [_settled(now, before) for now, before in zip(held, old.slots, strict=True)]
+    return Placement(tuple(map(tuple, held)))
+
+
+@dataclass(frozen=True)
+class Move:
+    """The weights of one expert go from one (rank, slot) of the old placement to one of the new."""
+
+    expert: int
+    source: tuple[int, int]
+    target: tuple[int, int]
+
+
+def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
+    """Return what has to be copied for `old` to become `new`, by target.
+
+    A source on the target's own rank is taken where there is one, else that of a rank that has
+    sent the least so far. Sources are slots of `old`: read them all before any is written.
+    ConfigurationError where the two have other experts or ranks.
+    """
+    if (old.experts, old.world_size) != (new.experts, new.world_size):
+        got = f"{new.experts} experts on {new.world_size} ranks"
+        need = f"{old.experts} experts on {old.world_size} ranks, as before"
+        raise ConfigurationError("placement", got=got, need=need)
+    found, sent = list[Move](), [0] * old.world_size
+    for rank, held in enumerate(new.slots):
+        for slot, expert in enumerate(held):
+            before = old.slots[rank]
+            if slot < len(before) and before[slot] == expert:
+                continue
+            homes = old.homes[expert]
+            source = min(homes, key=lambda home: (home[0] != rank, sent[home[0]], home))
+            sent[source[0]] += source[0] != rank
+            found.append(Move(expert, source, (rank, slot)))
+    return tuple(found)
+
+
+def _check_load(load: Sequence[float]) -> None:
+    for expert, amount in enumerate(load):
+        expect(f"load of expert {expert}", amount, float)
+        if not 0 <= amount < math.inf:
+            raise ConfigurationError(f"load of expert {expert}", got=amount, need=">= 0")
+
+
+def _copies(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
+    """Return how many copies each expert gets: at most one a rank."""
+    copies = [1] * len(load)
+    queue = [(-amount, expert) for expert, amount in enumerate(load)]
+    heapq.heapify(queue)
+    left = sum(sizes) - len(load) if len(sizes) > 1 else 0
+    while left and queue:
+        _, expert = heapq.heappop(queue)
+        copies[expert] += 1
+        left -= 1
+        if copies[expert] < len(sizes):
+            heapq.heappush(queue, (-load[expert] / copies[expert], expert))
+    return copies
+
+
+def _dealt(load: Sequence[float], copies: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Deal copies to ranks, the heaviest first, to the rank with the least load."""
+    held: list[list[int]] = [[] for _ in sizes]
+    loads = [0.0] * len(sizes)
+    shares = [amount / n for amount, n in zip(load, copies, strict=True)]
+    every = [expert for expert, n in enumerate(copies) for _ in range(n)]
+    for expert in sorted(every, key=lambda expert: (-shares[expert], expert)):
+        free = [rank for rank, size in enumerate(sizes) if len(held[rank]) < size]
+        rank = min(
+            (rank for rank in free if expert not in held[rank]),
+            key=lambda rank: (loads[rank], len(held[rank]), rank),
+            default=None,
+        )
+        if rank is None:
+            rank = _made_room(expert, held, loads, shares, free)
+        if rank is not None:  # else a copy fits nowhere, and its slot stays free
+            held[rank].append(expert)
+            loads[rank] += shares[expert]
+    return held
+
+
+def _made_room(
+    expert: int,
+    held: list[list[int]],
+    loads: list[float],
+    shares: Sequence[float],
+    free: Sequence[int],
+) -> int | None:
+    """Move some expert of a full rank to one with a free slot; return the rank with room now.
+
+    Ranks in `free` hold `expert` already.
+    """
+    for rank in range(len(held)):
+        if expert in held[rank]:
+            continue
+        for other in reversed(held[rank]):
+            to = next((to for to in free if other not in held[to]), None)
+            if to is not None:
+                held[rank].remove(other)
+                held[to].append(other)
+                loads[rank] -= shares[other]
+                loads[to] += shares[other]
+                return rank
+    return None
+
+
+def _settled(now: Sequence[int], before: Sequence[int]) -> list[int]:
+    """Order a rank's experts so that those it had stay where they were."""
+    slots: list[int | None] = [
+        expert if expert in now else None for expert in before[: len(now)]
+    ] + [None] * (len(now) - len(before))
+    coming = (expert for expert in now if expert not in slots)
+    return [next(coming) if expert is None else expert for expert in slots]

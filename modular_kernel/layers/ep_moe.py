@@ -1,0 +1,131 @@
+"""EPMoE: a preset of FusedMoE by the field's names. Experts in blocks over ranks, no exchange.
+
+layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, topk_group=4,
+              tp_size=8, tp_rank=rank, correction_bias=bias)
+part_TH = layer(x_TH, router_logits)    # add up what the ranks return
+"""
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.fields import Count, expect
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.planned import Experts
+from modular_kernel.routers import RouterSpec
+
+_FP8 = "fp8_w8a8_tensor"
+
+
+class EPMoE(FusedMoE):
+    """Every rank gets all tokens, computes the pairs of its own experts, and returns its part.
+
+    The sum over ranks is the caller's. Ranks are those of `tp_size`, of which this is tp_rank; or
+    of tp_group, which says both. num_experts must be a multiple of their number.
+    renormalize: the K weights of a token sum to 1. use_grouped_topk: choose among the topk_group
+    best of num_expert_group groups: by softmax and the best expert of each, or with correction_bias
+    (E,) by sigmoid and the two best. quant_config: a scheme by its name; or what has an
+    `activation_scheme`, "dynamic" or "static": float8 with one scale an expert. experts: what
+    multiplies; GroupedGemmExperts need Triton.
+    ConfigurationError for a combination that these rules leave out.
+    """
+
+    def __init__(  # noqa: PLR0913 (the names and the order are the field's)
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        renormalize: bool = True,
+        use_grouped_topk: bool = False,
+        num_expert_group: int | None = None,
+        topk_group: int | None = None,
+        quant_config: object | None = None,
+        tp_size: int | None = None,
+        prefix: str = "",
+        correction_bias: torch.Tensor | None = None,
+        *,
+        tp_rank: int | None = None,
+        tp_group: object | None = None,
+        activation: str = "silu",
+        experts: Experts = "GroupedGemmExperts",
+        device: torch.device | str | None = None,
+    ) -> None:
+        expect("num_experts", num_experts, Count)
+        expect("renormalize", renormalize, bool)
+        parallel = _parallel(tp_size, tp_rank, tp_group)
+        if num_experts % parallel.ep[1]:
+            need = f"a multiple of tp_size = {parallel.ep[1]}"
+            raise ConfigurationError("num_experts", got=num_experts, need=need)
+        groups = num_expert_group, topk_group
+        router = _router(
+            top_k, renormalize, groups if use_grouped_topk else None, correction_bias is not None
+        )
+        if not use_grouped_topk and groups != (None, None):
+            need = "None, or use_grouped_topk=True"
+            raise ConfigurationError("num_expert_group, topk_group", got=groups, need=need)
+        super().__init__(
+            num_experts,
+            hidden_size,
+            intermediate_size,
+            quant_config=_scheme(quant_config),
+            params_dtype=params_dtype,
+            activation=activation,
+            router=router,
+            selection_bias=correction_bias,
+            parallel=parallel,
+            experts=experts,
+            device=device,
+            prefix=prefix,
+        )
+        self.tp_rank, self.tp_size = parallel.ep
+        self.top_k, self.renormalize = top_k, renormalize
+        self.num_experts_per_partition = num_experts // self.tp_size
+        self.start_expert_id = self.tp_rank * self.num_experts_per_partition
+        self.end_expert_id = self.start_expert_id + self.num_experts_per_partition - 1
+
+
+def _parallel(tp_size: int | None, tp_rank: int | None, tp_group: object | None) -> LayerParallel:
+    if tp_group is None:
+        return LayerParallel(ep=(tp_rank or 0, 1 if tp_size is None else tp_size))
+    found = LayerParallel(ep_group=tp_group)
+    given = tp_rank, tp_size
+    for name, value, there in zip(("tp_rank", "tp_size"), given, found.ep, strict=True):
+        if value not in (None, there):
+            raise ConfigurationError(name, got=value, need=f"{there}, as tp_group has it")
+    return found
+
+
+def _router(
+    top_k: int, renormalize: bool, groups: tuple[int | None, int | None] | None, corrected: bool
+) -> RouterSpec:
+    if groups is None:
+        if corrected:
+            need = "use_grouped_topk=True with it: plain routers have no bias"
+            raise ConfigurationError("correction_bias", got="a tensor", need=need)
+        return RouterSpec(top_k, renormalise=renormalize)
+    number, kept = groups
+    if number is None or kept is None:
+        need = "both, where use_grouped_topk is set"
+        raise ConfigurationError("num_expert_group, topk_group", got=groups, need=need)
+    return RouterSpec(
+        top_k,
+        score="sigmoid" if corrected else "softmax",
+        groups=number,
+        topk_groups=kept,
+        group_score="top2" if corrected else "max",
+        selection_bias=corrected,
+        renormalise=renormalize,
+    )
+
+
+def _scheme(quant_config: object | None) -> str | None:
+    if quant_config is None or isinstance(quant_config, str):
+        return quant_config
+    scheme = getattr(quant_config, "activation_scheme", None)
+    if scheme not in ("dynamic", "static"):
+        got = type(quant_config).__name__ if scheme is None else f"activation_scheme={scheme!r}"
+        need = "a scheme by its name, or an activation_scheme: dynamic or static"
+        raise ConfigurationError("quant_config", got=got, need=need)
+    return f"{_FP8}:static=true" if scheme == "static" else _FP8

@@ -1,0 +1,373 @@
+"""FusedMoE: an nn.Module of a layer's experts, over EP x TP ranks, with its router or without.
+
+    layer = FusedMoE(128, 2048, 768, top_k=8, router=RouterSpec(8, renormalise=True))
+    layer.set_weights(weights)              # or load a state_dict, or `layer.weight_loader(...)`
+    y_TH = layer(x_TH, router_logits)
+
+Layers of one shape share kernels and plans. A call returns a tensor of its own; with calls of every
+size made once (`warm_up`), it can be captured in a CUDA graph.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.fields import Count, expect
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.layers.parallel import LayerParallel, all_reduce
+from modular_kernel.layers.parameters import ExpertParameters
+from modular_kernel.layers.router import Router
+from modular_kernel.ops.route import Routed, RouterTensors, route
+from modular_kernel.placement import Placement
+from modular_kernel.planned import (
+    NO_EP,
+    Experts,
+    Pairing,
+    Planned,
+    PrepareFinalize,
+    current,
+    machine_of,
+    usual_experts,
+    with_ids_of,
+)
+from modular_kernel.routers import RouterSpec
+from modular_kernel.tensors import Routing, dense
+from modular_kernel.types import ActivationSpec, Parallel, Problem, parse_dtype
+
+RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
+# What every layer of this process shares: buffers of one size for all layers of one shape.
+_planned = Planned()
+
+
+class FusedMoE(ExpertParameters):
+    """The experts of one layer, of which this rank holds its share.
+
+    num_experts: E of the model. intermediate_size: I of a whole expert; TP ranks hold I / TP of it.
+    layer_id: what `describe` and a checkpoint call the layer. top_k: K; the router's where there is
+    one. quant_config: a scheme as Problem.quant names it, None for unquantised weights.
+    router: a Router of its own, called on x; or a RouterSpec, and forward is given logits; or None,
+    and forward is given a routing. selection_bias: (E + zero experts,), where a RouterSpec has one.
+    shared_experts: called on x (T, H), and added. Where a prepare/finalize part is asynchronous it
+    runs between dispatch and combine. shared_partial: what it returns is this rank's part of a sum
+    over ranks, as the experts' is; else it is whole on every rank, and counted once.
+    parallel: this rank's place. reduce_results: all-reduce the output over the ranks that hold
+    parts of it; without, a rank returns its part.
+    prepare_finalize: None keeps tokens where they are: every EP rank is given all of them. A part
+    over ranks exchanges them over ep_group, of max_tokens at most, and its output is whole over EP.
+    placement: where experts live, None for blocks. experts: None takes TritonExperts on a GPU.
+
+    Parameters are w13_weight (e, 2I, H), gate rows first, w2_weight (e, H, I), and by PARAMETERS
+    what the scheme and `bias` add; floats are NaN until they are loaded. No gradients.
+    """
+
+    selection_bias: torch.Tensor | None
+
+    def __init__(  # noqa: PLR0913 (the names, and the order of the first six, are the field's)
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        layer_id: int | None = None,
+        top_k: int | None = None,
+        quant_config: str | None = None,
+        *,
+        params_dtype: torch.dtype | str | None = None,
+        activation: ActivationSpec | str = "silu",
+        bias: bool = False,
+        apply_router_weight_on_input: bool = False,
+        routed_scaling_factor: float | None = None,
+        router: Router | RouterSpec | None = None,
+        selection_bias: torch.Tensor | None = None,
+        shared_experts: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        shared_partial: bool = False,
+        parallel: LayerParallel | None = None,
+        reduce_results: bool = False,
+        prepare_finalize: PrepareFinalize | None = None,
+        experts: Experts | None = None,
+        placement: Placement | None = None,
+        max_tokens: int | None = None,
+        chunk_tokens: int | None = None,
+        device: torch.device | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
+            expect(name, size, Count)
+        expect("layer_id", layer_id, int | None)
+        expect("router", router, Router | RouterSpec | None)
+        expect("parallel", parallel, LayerParallel | None)
+        for name, flag in (("reduce_results", reduce_results), ("shared_partial", shared_partial)):
+            expect(name, flag, bool)
+        if experts is not None:
+            load_catalog().experts(experts)
+        prepare_finalize, parallel = prepare_finalize or NO_EP, parallel or LayerParallel()
+        over_ranks, (ep_rank, ep_size) = _over_ranks(prepare_finalize), parallel.ep
+        if placement is None:
+            placement = Placement.linear(num_experts, ep_size)
+        _check_placement(placement, num_experts, ep_size, over_ranks=over_ranks)
+        away = ep_size > 1 and not over_ranks
+        problem = Problem(
+            tokens=max_tokens or 1,
+            hidden=hidden_size,
+            intermediate=_share(intermediate_size, parallel.tp[1], quant_config),
+            experts=num_experts,
+            local_experts=len(placement.slots[ep_rank]) if away else None,
+            top_k=_top_k(top_k, router, num_experts),
+            dtype=parse_dtype(params_dtype or torch.get_default_dtype()),
+            quant=quant_config or "none",
+            activation=activation,
+            bias=bias,
+            expert_map=away,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            routed_scaling_factor=1.0 if routed_scaling_factor is None else routed_scaling_factor,
+            chunk_tokens=chunk_tokens,
+            parallel=Parallel(ep_size, placement, ep_rank) if over_ranks else Parallel(),
+        )
+        super().__init__(problem, placement, parallel, device)
+        self.layer_id, self.prefix = layer_id, prefix
+        self.num_experts, self.intermediate_size = num_experts, intermediate_size
+        self.reduce_results, self.shared_partial = reduce_results, shared_partial
+        self.router, self.shared_experts = router, shared_experts
+        self.prepare_finalize, self.experts = prepare_finalize, experts
+        _check_selection_bias(selection_bias, router)
+        self.register_buffer("selection_bias", selection_bias)
+        # Who else holds parts of the output; found now, so that a missing group is told now.
+        self._sums_ep = away
+        self._groups = parallel.groups(ep=away) if reduce_results else ()
+        self._own_kernel = self._kernel_over_ranks(max_tokens) if over_ranks else None
+
+    def local_expert(self, expert_id: int) -> int:
+        """Return the slot of an expert on this rank, -1 where it is elsewhere."""
+        expect("expert_id", expert_id, int)
+        if not 0 <= expert_id < self.num_experts:
+            need = f"0 to {self.num_experts - 1}"
+            raise ConfigurationError("expert_id", got=expert_id, need=need)
+        held = self.placement.slots[self.parallel.ep[0]]
+        return held.index(expert_id) if expert_id in held else -1
+
+    def describe(self) -> str:
+        """Say in words what this rank holds, where every expert is, and what runs."""
+        (ep_rank, ep_size), (tp_rank, tp_size) = self.parallel.ep, self.parallel.tp
+        held = self.placement.slots[ep_rank]
+        share = f"{self.problem.intermediate} of {self.intermediate_size} intermediate values"
+        slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
+        name, spec = "?" if self.layer_id is None else self.layer_id, _spec(self.router)
+        after = "summed over ranks here" if self._groups else "not summed over ranks here"
+        return "\n".join(
+            [
+                f"layer {name}: {self.problem}",
+                f"EP rank {ep_rank} of {ep_size}: {len(held)} of {self.num_experts} experts",
+                f"TP rank {tp_rank} of {tp_size}: {share}",
+                f"global -> local: {slots}",
+                f"router: {'none, routing is given' if spec is None else spec}",
+                f"parts: {_name(self.prepare_finalize)}, {_name(self.experts)}; output {after}",
+            ]
+        )
+
+    def extra_repr(self) -> str:
+        """Show where this rank stands, as torch's modules show their sizes."""
+        return f"layer_id={self.layer_id}, ep={self.parallel.ep}, tp={self.parallel.tp}"
+
+    # --------------------------------------------------------------------------------- a call
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        routing: RoutingLike = None,
+        *,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output, of the shape of hidden_states: (..., H).
+
+        routing: None where the layer has a Router; logits (..., E) where it has a RouterSpec; else
+        a Routing or (weights, ids, ...), each (..., K). token_ids: where the router has a table.
+        Raises an InputError before anything is launched if a tensor does not fit.
+        """
+        dense("x", hidden_states)
+        if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
+            need = f"(..., H) with H = {self.problem.hidden}"
+            raise ShapeError("x", got=tuple(hidden_states.shape), need=need)
+        x_TH = hidden_states.reshape(-1, self.problem.hidden)
+        words = None if token_ids is None else token_ids.reshape(-1)
+        routed = self._routed(x_TH, routing, words)
+        y_TH, shared_TH = self._computed(x_TH, routed.routing)
+        if routed.identity_T is not None and self._adds_once():
+            factor = routed.identity_T[:, None] * self.problem.routed_scaling_factor
+            y_TH += factor * x_TH
+        if shared_TH is None:
+            all_reduce(y_TH, self._groups)
+        elif self._groups and not self.shared_partial:  # whole on every rank
+            all_reduce(y_TH, self._groups)
+            y_TH += shared_TH
+        else:
+            if self.shared_partial or self._adds_once():
+                y_TH += shared_TH
+            all_reduce(y_TH, self._groups)
+        return y_TH.view(hidden_states.shape)
+
+    def warm_up(self, *tokens: int) -> None:
+        """Make the kernels and plans of calls of so many tokens now; not for parts over ranks."""
+        device = self.weights().w2.device
+        for number in tokens:
+            problem = self.problem.with_tokens(number)
+            _planned.warm_up(self._pairing(device), problem, device)
+
+    def destroy(self) -> None:
+        """Close what a part over ranks holds of them: collective. The layer serves no more then."""
+        if self._own_kernel is not None:
+            part = self._own_kernel.prepare_finalize
+            getattr(part, "destroy", lambda: None)()
+
+    def _routed(
+        self, x_TH: torch.Tensor, given: RoutingLike, token_ids_T: torch.Tensor | None
+    ) -> Routed:
+        router = self.router
+        if isinstance(router, Router):
+            if given is not None:
+                need = "None: the layer has a Router of its own"
+                raise ConfigurationError("routing", got=type(given).__name__, need=need)
+            return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype())
+        if router is not None:
+            logits = _flat_logits(given, router.columns(self.num_experts))
+            tensors = RouterTensors(self.selection_bias)
+            return route(
+                logits, router, tensors, token_ids_T=token_ids_T, ids_dtype=self._ids_dtype()
+            )
+        if token_ids_T is not None:
+            raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
+        return Routed(_given_routing(given))
+
+    def _ids_dtype(self) -> torch.dtype:
+        part = load_catalog().prepare_finalize(self.prepare_finalize)
+        return part.requires.topk_indices_dtype or torch.int32
+
+    def _computed(
+        self, x_TH: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the experts' output, a tensor of its own, and that of the shared experts."""
+        weights, kernel, shared = self.weights(), self._own_kernel, self.shared_experts
+        if kernel is None:
+            y_TH = _planned.run(self._pairing(x_TH.device), self.problem, x_TH, weights, routing)
+            return y_TH, None if shared is None else shared(x_TH)
+        with current(x_TH.device):
+            out = None if kernel.prepare_finalize.makes_output else torch.empty_like(x_TH)
+            pending = kernel.start(x_TH, weights, with_ids_of(kernel, routing), out=out)
+            shared_TH = None
+            try:
+                shared_TH = None if shared is None else shared(x_TH)
+            finally:  # or other ranks wait for this one in vain
+                y_TH = pending.finish()
+        return y_TH, shared_TH
+
+    def _adds_once(self) -> bool:
+        """Whether what is whole on every rank is this rank's to add, if ranks are summed later."""
+        return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_ep)
+
+    def _pairing(self, device: torch.device) -> Pairing:
+        experts = self.experts
+        if experts is None:
+            experts = usual_experts(self.prepare_finalize, self.problem, device)
+        return self.prepare_finalize, experts
+
+    def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
+        """Make the kernel of a part over ranks: every rank makes it, in one order of layers."""
+        if max_tokens is None:
+            need = "the most tokens a rank passes: buffers of all ranks are sized for them"
+            raise ConfigurationError("max_tokens", got=None, need=need)
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(kind)
+        machine = machine_of("cuda" if kind == "cuda" else "cpu")
+        return make_kernel(
+            *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
+        )
+
+
+def _spec(router: Router | RouterSpec | None) -> RouterSpec | None:
+    return router.spec if isinstance(router, Router) else router
+
+
+def _check_selection_bias(
+    selection_bias: torch.Tensor | None, router: Router | RouterSpec | None
+) -> None:
+    wanted = isinstance(router, RouterSpec) and router.selection_bias
+    if (selection_bias is not None) != wanted:
+        got = "None" if selection_bias is None else "a tensor"
+        need = "a tensor exactly where a RouterSpec has selection_bias"
+        raise ConfigurationError("selection_bias", got=got, need=need)
+
+
+def _top_k(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
+    spec = _spec(router)
+    if spec is None:
+        if top_k is None:
+            raise ConfigurationError("top_k", got=None, need="K, where there is no router")
+        return top_k
+    if isinstance(router, Router) and router.num_experts != experts:
+        need = f"{experts}, the layer's"
+        raise ConfigurationError("router num_experts", got=router.num_experts, need=need)
+    if top_k not in (None, spec.top_k):
+        raise ConfigurationError("top_k", got=top_k, need=f"{spec.top_k}, the router's")
+    spec.columns(experts)
+    return spec.top_k
+
+
+def _share(intermediate: int, ranks: int, quant: str | None) -> int:
+    """Return the I of one TP rank; ConfigurationError if a share cuts a group of one scale."""
+    share, rest = divmod(intermediate, ranks)
+    if rest:
+        need = f"a multiple of {ranks}, the TP ranks"
+        raise ConfigurationError("intermediate_size", got=intermediate, need=need)
+    scheme = Problem(1, 1, 1, 1, 1, quant=quant or "none").scheme
+    for size in scheme.group if ranks > 1 else ():
+        if share % size:
+            need = f"{ranks} shares of whole groups of {size}"
+            raise ConfigurationError("intermediate_size", got=intermediate, need=need)
+    return share
+
+
+def _over_ranks(part: PrepareFinalize) -> bool:
+    return load_catalog().prepare_finalize(part).requires.world_sizes[0] > 1
+
+
+def _check_placement(placement: Placement, experts: int, ranks: int, *, over_ranks: bool) -> None:
+    if (placement.experts, placement.world_size) != (experts, ranks):
+        got = f"{placement.experts} experts on {placement.world_size} ranks"
+        raise ConfigurationError("placement", got=got, need=f"{experts} on {ranks}")
+    if placement.has_copies and not over_ranks:
+        need = "a prepare/finalize part over ranks, which gives each pair to one copy"
+        raise ConfigurationError("placement", got="copies", need=need)
+
+
+def _flat_logits(given: object, columns: int) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        need = "the router's logits (..., E)"
+        raise ConfigurationError("routing", got=type(given).__name__, need=need)
+    if given.dim() < 2 or given.shape[-1] != columns:
+        need = f"(..., E) with E = {columns}"
+        raise ShapeError("router logits", got=tuple(given.shape), need=need)
+    return given.reshape(-1, columns)
+
+
+def _given_routing(given: object) -> Routing:
+    """Return what a caller's router chose as (T, K) tensors that lie in memory in one piece."""
+    if isinstance(given, Routing):
+        weights, ids = given.topk_weights_TK, given.topk_ids_TK
+    elif isinstance(given, tuple | list) and len(given) >= 2:
+        weights, ids = given[0], given[1]
+    else:
+        need = "a Routing, or (weights, ids), each (..., K)"
+        raise ConfigurationError("routing", got=type(given).__name__, need=need)
+    dense("topk_weights", weights)
+    dense("topk_ids", ids)
+    if weights.dim() < 2 or weights.shape != ids.shape:
+        got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
+        raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (..., K)")
+    if weights.dtype in (torch.bfloat16, torch.float16):
+        weights = weights.float()
+    top_k = weights.shape[-1]
+    return Routing(weights.reshape(-1, top_k).contiguous(), ids.reshape(-1, top_k).contiguous())
+
+
+def _name(part: object) -> str:
+    return "the usual experts" if part is None else getattr(part, "__name__", str(part))

@@ -1,0 +1,100 @@
+"""LayerParallel: where a rank stands among those that share a layer's experts, and their sum."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modular_kernel.errors import CommunicationError, ConfigurationError
+from modular_kernel.fields import Count, expect
+
+Place = tuple[int, int]  # rank and number of ranks
+
+
+@dataclass(frozen=True)
+class LayerParallel:
+    """EP x TP: experts are shared out over EP ranks, and each is cut along I over TP ranks.
+
+    ep, tp: this rank and how many, (0, 1) for none. ep_group, tp_group: the process groups of those
+    ranks, which say the same; None where the caller adds up what ranks return. group: of all EP x
+    TP ranks, so that a sum over both is one all-reduce.
+    """
+
+    ep: Place = (0, 1)
+    tp: Place = (0, 1)
+    ep_group: object | None = None
+    tp_group: object | None = None
+    group: object | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "tp"):
+            place = _placed(name, getattr(self, name), getattr(self, f"{name}_group"))
+            object.__setattr__(self, name, place)
+        every = self.ep[1] * self.tp[1]
+        if self.group is not None and _size(self.group) != every:
+            need = f"{every}, EP x TP"
+            raise ConfigurationError("group's size", got=_size(self.group), need=need)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0 of both."""
+        return self.ep[0] == self.tp[0] == 0
+
+    def groups(self, *, ep: bool) -> tuple[object, ...]:
+        """Return the groups to sum over: TP's, and EP's if asked; () where there is nobody else.
+
+        ConfigurationError where there are other ranks, and no group of them.
+        """
+        wanted = [("tp", self.tp, self.tp_group)]
+        if ep:
+            wanted.append(("ep", self.ep, self.ep_group))
+        wanted = [each for each in wanted if each[1][1] > 1]
+        if self.group is not None and len(wanted) == 2:
+            return (self.group,)
+        for name, (_, size), group in wanted:
+            if group is None:
+                need = f"{name}_group, or reduce_results=False"
+                raise ConfigurationError("reduce_results", got=f"{name} of {size} ranks", need=need)
+        return tuple(group for _, _, group in wanted)
+
+
+def all_reduce(tensor: torch.Tensor, groups: tuple[object, ...]) -> None:
+    """Sum over the ranks of every group, in place; CommunicationError if that fails."""
+    for group in groups:
+        try:
+            dist.all_reduce(tensor, group=_of(group))
+        except RuntimeError as error:
+            got, need = str(error).splitlines()[0][:200], "every rank of the group"
+            raise CommunicationError(
+                "all-reduce of a layer", got=got, need=need, rank=dist.get_rank(), phase="combine"
+            ) from error
+
+
+def _placed(name: str, place: Place, group: object | None) -> Place:
+    expect(name, place, tuple[int, int])
+    rank, size = place
+    expect(f"{name} ranks", size, Count)
+    if not 0 <= rank < size:
+        raise ConfigurationError(f"{name} rank", got=rank, need=f"in [0, {size})")
+    if group is None:
+        return place
+    there = _rank(group), _size(group)
+    if there[0] < 0:
+        raise ConfigurationError(f"{name}_group", got="a group without this rank", need="its own")
+    if place not in ((0, 1), there):
+        raise ConfigurationError(name, got=place, need=f"{there}, as its group has it")
+    return there
+
+
+def _of(group: object) -> Any:
+    """Return the ProcessGroup behind a group or a manager of one."""
+    return getattr(group, "group", group) if not isinstance(group, dist.ProcessGroup) else group
+
+
+def _rank(group: object) -> int:
+    return int(dist.get_rank(_of(group)))
+
+
+def _size(group: object) -> int:
+    return int(dist.get_world_size(_of(group)))

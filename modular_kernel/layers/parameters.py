@@ -1,0 +1,107 @@
+"""The parameters of a layer's experts: what each must be, and how kernels see them."""
+
+import torch
+from torch import nn
+
+from modular_kernel.errors import WeightsError
+from modular_kernel.fields import expect
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.placement import Placement
+from modular_kernel.quant import TensorSpec, weight_specs
+from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.types import Problem
+
+# Fields of ExpertWeights, and the parameters that hold them.
+PARAMETERS = {
+    "w1": "w13_weight",
+    "w2": "w2_weight",
+    "b1": "w13_bias",
+    "b2": "w2_bias",
+    "w1_scale": "w13_weight_scale",
+    "w2_scale": "w2_weight_scale",
+    "w1_zero_point": "w13_weight_zero_point",
+    "w2_zero_point": "w2_weight_zero_point",
+    "a1_scale": "w13_input_scale",
+    "a2_scale": "w2_input_scale",
+}
+
+
+class ExpertParameters(nn.Module):
+    """The share of a layer's experts that one rank holds, as parameters by PARAMETERS.
+
+    problem: of this rank. placement: where experts live over EP ranks. device: where parameters are
+    made. Floats are NaN until they are loaded.
+    """
+
+    expert_map: torch.Tensor | None
+    _no_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        problem: Problem,
+        placement: Placement,
+        parallel: LayerParallel,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.problem, self.placement, self.parallel = problem, placement, parallel
+        for field, spec in self.specs().items():
+            empty = torch.empty(spec.shape, dtype=spec.dtypes[0], device=device)
+            if spec.dtypes[0].is_floating_point and spec.dtypes[0].itemsize > 1:
+                empty.fill_(torch.nan)
+            self.register_parameter(PARAMETERS[field], nn.Parameter(empty, requires_grad=False))
+        where = placement.expert_map(parallel.ep[0], device) if problem.expert_map else None
+        self.register_buffer("expert_map", where, persistent=False)
+        # b2 is not cut over TP ranks: one of them adds it.
+        zeros = None
+        if problem.bias and parallel.tp[0] > 0:
+            zeros = torch.zeros(self.specs()["b2"].shape, dtype=problem.dtype, device=device)
+        self.register_buffer("_no_bias", zeros, persistent=False)
+        self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Return what each parameter must be, by its field of ExpertWeights."""
+        problem = self.problem
+        found = dict(weight_specs(problem))
+        if problem.bias:
+            dtypes = (problem.dtype, torch.float32)
+            rows, e = problem.w1_rows, problem.e
+            found["b1"] = TensorSpec((e, rows), dtypes, "(e, N)")
+            found["b2"] = TensorSpec((e, problem.hidden), dtypes, "(e, H)")
+        return found
+
+    def set_weights(self, weights: ExpertWeights) -> None:
+        """Take tensors of this rank's share as parameters, without copying them.
+
+        As `load_experts` returns them: of the experts here, cut along I. WeightsError, and nothing
+        is taken, if one is missing, is not the layer's, or has another shape or dtype.
+        """
+        expect("weights", weights, ExpertWeights)
+        specs, tensors = self.specs(), vars(weights)
+        for field, name in PARAMETERS.items():
+            spec, tensor = specs.get(field), tensors[field]
+            if (tensor is None) != (spec is None):
+                got = "None" if tensor is None else "a tensor"
+                raise WeightsError(name, got=got, need=str(spec))
+            if tensor is None or spec is None:
+                continue
+            dense(name, tensor)
+            if tuple(tensor.shape) != spec.shape or tensor.dtype not in spec.dtypes:
+                got = f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+                raise WeightsError(name, got=got, need=str(spec))
+        for field in specs:
+            parameter = nn.Parameter(tensors[field].detach(), requires_grad=False)
+            self.register_parameter(PARAMETERS[field], parameter)
+
+    def weights(self) -> ExpertWeights:
+        """Return the parameters as kernels take them; the same object until one is exchanged."""
+        found = {field: getattr(self, PARAMETERS[field]) for field in self.specs()}
+        if self._no_bias is not None:
+            found["b2"] = self._no_bias
+        if self.expert_map is not None:
+            found["expert_map"] = self.expert_map
+        places = tuple((id(each), each.data_ptr()) for each in found.values())
+        if self._bound is None or self._bound[0] != places:
+            self._bound = places, ExpertWeights(**found)
+        return self._bound[1]

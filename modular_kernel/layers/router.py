@@ -1,0 +1,129 @@
+"""Router: a gate and a RouterSpec in one module; and `select_experts`, for logits that are there.
+
+router = Router(RouterSpec(8, renormalise=True), hidden_size=2048, num_experts=128)
+weights, ids, logits = router(x_TH)
+"""
+
+import torch
+from torch import nn
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.fields import Count, expect
+from modular_kernel.ops.route import Routed, RouterTensors, route
+from modular_kernel.routers import RouterSpec, StandardTopKOutput
+from modular_kernel.tensors import dense
+from modular_kernel.types import dtype_name, parse_dtype
+
+__all__ = ["Routed", "Router", "RouterSpec", "RouterTensors", "StandardTopKOutput", "route",
+           "select_experts"]  # fmt: skip
+
+
+def select_experts(
+    router_logits: torch.Tensor,
+    spec: RouterSpec,
+    tensors: RouterTensors | None = None,
+    *,
+    token_ids: torch.Tensor | None = None,
+    ids_dtype: torch.dtype = torch.int32,
+) -> StandardTopKOutput:
+    """Return what `route` chooses, as the field's tuple; ConfigurationError for zero experts.
+
+    router_logits: (T, E), and all else as `route` takes it.
+    """
+    expect("router", spec, RouterSpec)
+    if spec.zero_experts:
+        need = "route, or FusedMoE: this tuple has no place for what zero experts weigh"
+        raise ConfigurationError("router zero_experts", got=spec.zero_experts, need=need)
+    routed = route(router_logits, spec, tensors, token_ids_T=token_ids, ids_dtype=ids_dtype)
+    routing = routed.routing
+    return StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, router_logits)
+
+
+class Router(nn.Module):
+    """x (T, H) to logits by a gate, and to K experts of each token as `spec` says.
+
+    weight: (E + zero experts, H), bias beside it if asked for. e_score_correction_bias: float32,
+    where the spec has a selection bias. tid2eid: (vocabulary, K) int64, where it has a table.
+    dtype: of the gate, which x is brought to. Floats are NaN and the table is -1 until loaded.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    e_score_correction_bias: nn.Parameter | None
+    tid2eid: torch.Tensor | None
+
+    def __init__(
+        self,
+        spec: RouterSpec,
+        hidden_size: int,
+        num_experts: int,
+        *,
+        bias: bool = False,
+        vocabulary: int | None = None,
+        dtype: torch.dtype | str = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        expect("router", spec, RouterSpec)
+        expect("hidden_size", hidden_size, Count)
+        expect("num_experts", num_experts, Count)
+        expect("bias", bias, bool)
+        expect("vocabulary", vocabulary, Count | None)
+        if (vocabulary is not None) != spec.table:
+            need = "a number where the router has a table, else None"
+            raise ConfigurationError("vocabulary", got=vocabulary, need=need)
+        self.spec, self.num_experts = spec, num_experts
+        columns, of = spec.columns(num_experts), parse_dtype(dtype)
+
+        def made(*shape: int, of: torch.dtype = of) -> nn.Parameter:
+            empty = torch.full(shape, torch.nan, dtype=of, device=device)
+            return nn.Parameter(empty, requires_grad=False)
+
+        self.weight = made(columns, hidden_size)
+        self.bias = made(columns) if bias else None
+        corrected = spec.selection_bias
+        self.e_score_correction_bias = made(columns, of=torch.float32) if corrected else None
+        table = None
+        if vocabulary is not None:
+            table = torch.full((vocabulary, spec.top_k), -1, dtype=torch.int64, device=device)
+        self.register_buffer("tid2eid", table)
+
+    def extra_repr(self) -> str:
+        """Show the spec, as torch's modules show their sizes."""
+        return f"{self.spec}, num_experts={self.num_experts}"
+
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """Return (T, E + zero experts) in the gate's dtype."""
+        dense("x of the router", x_TH)
+        if not x_TH.is_floating_point():
+            raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need="floats")
+        if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
+            need = f"(T, H) with H = {self.weight.shape[1]}"
+            raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
+        return nn.functional.linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
+
+    def tensors(self) -> RouterTensors:
+        """Return what `route` wants beside logits."""
+        return RouterTensors(self.e_score_correction_bias, self.tid2eid)
+
+    def routed(
+        self,
+        x_TH: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+        *,
+        ids_dtype: torch.dtype = torch.int32,
+    ) -> Routed:
+        """Return the routing of x, and what zero experts weigh."""
+        return route(
+            self.logits(x_TH),
+            self.spec,
+            self.tensors(),
+            token_ids_T=token_ids,
+            ids_dtype=ids_dtype,
+        )
+
+    def forward(
+        self, x_TH: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> StandardTopKOutput:
+        """Return (weights, ids, logits). token_ids: (T,), where the spec has a table."""
+        return select_experts(self.logits(x_TH), self.spec, self.tensors(), token_ids=token_ids)

@@ -1,0 +1,377 @@
+"""Loading as engines do it: parameters first, then one call for each tensor of a checkpoint.
+
+    loader = ExpertLoader(Share(experts=8, hidden=64, intermediate=128, ep=(0, 2)))
+    loader.create_weights(layer, torch.bfloat16)            # layer.w13_weight, layer.w2_weight, ...
+    for parameter, weight, expert, shard in make_expert_params_mapping("w1", "w2", "w3", 8):
+        ...                                                 # as the engine's load_weights does
+        loader.weight_loader(param, loaded, name, shard, expert)
+    weights = loader.expert_weights(layer)                  # of every format as a kernel takes it
+
+Parameters have the shapes that the checkpoint's format has, so any format of
+`modular_kernel.importers` can be loaded. Where a tensor goes is decided by `destination`, which
+touches none.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
+from modular_kernel.fields import Count, check_fields, expect
+from modular_kernel.importers.formats import Format, fit, format_of
+from modular_kernel.importers.merging import Matrix, piece, stack
+from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored, cut
+from modular_kernel.importers.tensors import static_scale
+from modular_kernel.placement import Experts, Placement
+from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.types import Parallel
+
+SHARDS = ("w1", "w2", "w3")  # gate, down, up
+Mapping = list[tuple[str, str, int, str]]
+WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
+
+_BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
+_SAME = 1e-5  # that input scales of an expert's gate and up may differ by
+_UNSET = 1.0  # an input scale before any is loaded
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank holds of a layer's experts.
+
+    experts, hidden, intermediate: of the whole layer. ep, tp: (rank, ranks). placement: which
+    experts a rank of ep holds. gated: w1 has gate and up rows.
+    """
+
+    experts: Experts
+    hidden: Count
+    intermediate: Count
+    ep: tuple[int, int] = (0, 1)
+    tp: tuple[int, int] = (0, 1)
+    placement: Literal["linear"] | Placement = "linear"
+    gated: bool = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "share ")
+        rank, world = self.tp
+        if not 0 <= rank < world:
+            raise ConfigurationError("tp: rank", got=rank, need=f"in [0, {world})")
+        if self.intermediate % world:
+            need = f"a multiple of the {world} tensor-parallel ranks"
+            raise ConfigurationError("intermediate", got=self.intermediate, need=need)
+        _ = self.slots  # raises where there is no such placement
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """The experts of this rank, in the order of its rows."""
+        parallel = Parallel(self.ep[1], self.placement, self.ep[0])
+        return parallel.place(self.experts).slots[self.ep[0]]
+
+    @property
+    def width(self) -> int:
+        """I of this rank."""
+        return self.intermediate // self.tp[1]
+
+    def local_expert(self, expert: int) -> int:
+        """Return the row of a global expert id, -1 where another rank has it."""
+        if type(expert) is not int or not 0 <= expert < self.experts:
+            raise ConfigurationError("expert_id", got=expert, need=f"in [0, {self.experts})")
+        return self.slots.index(expert) if expert in self.slots else -1
+
+
+@dataclass(frozen=True)
+class Move:
+    """Where one tensor of one projection goes.
+
+    slot: the expert's row of the parameter. rows, columns: of the matrix that lies there.
+    of_rows, of_columns: of the loaded matrix, what is copied there.
+    """
+
+    slot: int
+    rows: Range
+    columns: Range
+    of_rows: Range
+    of_columns: Range
+
+
+def destination(expert: int, shard: str, share: Share) -> Move | None:
+    """Return where a projection of an expert goes, None where another rank has it.
+
+    shard: "w1" (gate) goes to rows [0, I) of w13 and "w3" (up) to rows [I, 2I), I being this
+    rank's; "w2" (down) is cut along its columns. ConfigurationError for any other.
+    """
+    if shard not in SHARDS or (shard == "w1" and not share.gated):
+        need = f"one of {', '.join(SHARDS if share.gated else SHARDS[1:])}"
+        raise ConfigurationError("shard_id", got=repr(shard)[:80], need=need)
+    slot = share.local_expert(expert)
+    if slot < 0:
+        return None
+    width, hidden = share.width, (0, share.hidden)
+    of = (share.tp[0] * width, (share.tp[0] + 1) * width)
+    if shard == "w2":
+        return Move(slot, hidden, (0, width), hidden, of)
+    begin = width if shard == "w3" and share.gated else 0
+    return Move(slot, (begin, begin + width), hidden, of, hidden)
+
+
+def make_expert_params_mapping(
+    ckpt_gate_proj_name: str, ckpt_down_proj_name: str, ckpt_up_proj_name: str, num_experts: int
+) -> Mapping:
+    """Return (parameter's prefix, checkpoint's prefix, expert, shard) of every projection.
+
+    An engine replaces the second by the first in a tensor's name, and finds the parameter so.
+    """
+    expect("num_experts", num_experts, Count)
+    names = (ckpt_gate_proj_name, ckpt_down_proj_name, ckpt_up_proj_name)
+    return [
+        (f"experts.{'w2' if shard == 'w2' else 'w13'}_", f"experts.{expert}.{name}.", expert, shard)
+        for expert in range(num_experts)
+        for shard, name in zip(SHARDS, names, strict=True)
+    ]
+
+
+class ExpertLoader:
+    """Parameters of one layer's experts, and what has been loaded into them.
+
+    format: of the checkpoint, as `format_of` names it; None is unquantised. bias: projections have
+    one; b2 is loaded on the first tensor-parallel rank, the others keep zeros. transposed: of
+    unquantised weights, parameters are (e, H, 2I) and (e, I, H).
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        format: Format | None = None,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        self.share = share
+        self.format = format_of(None) if format is None else format
+        self.bias, self.transposed = bias, transposed
+        if transposed and self.format.scheme.quantised:
+            raise ConfigurationError("transposed", got=str(self.format), need="no quantisation")
+        self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
+        self._fine = self.format.with_scheme(self.scheme)
+        biases = (_BIAS,) if bias else ()
+        self._stored: tuple[Stored, ...] = (*self.format.stored, *biases)
+        self._kept = {each.name: each for each in (*self._fine.stored, *biases)}
+        self._loaded: set[tuple[str, str, int]] = set()
+        self._input_scales: dict[str, float] = {}  # the largest of all experts, here or not
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+        """Return shape and dtype of every parameter by its name; None is the layer's dtype."""
+        share, found = self.share, {}
+        halves = 2 if share.gated else 1
+        sizes = {"w13": (halves * share.width, share.hidden), "w2": (share.hidden, share.width)}
+        for name, matrix in sizes.items():
+            for kept in self._kept.values():
+                shape = kept.shape(*matrix)
+                if kept.role == "scale" and not kept.dims and name == "w13" and share.gated:
+                    shape = (2,)  # one of each projection, until they are merged
+                if kept.role == "w" and self.transposed:
+                    shape = shape[::-1]
+                # float32 holds every scale as it is.
+                plain = kept.role == "bias" or not self.scheme.quantised
+                dtype = None if plain else kept.dtypes[0]
+                found[f"{name}_{kept.name}"] = ((len(share.slots), *shape), dtype)
+        return found
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        dtype: torch.dtype,
+        *,
+        device: torch.device | str | None = None,
+        weight_loader: WeightLoader | None = None,
+    ) -> None:
+        """Register the parameters on `layer`: w13_weight, w2_weight, and those of the format.
+
+        Each has the attributes `weight_loader` (this loader's, unless another is given) and
+        `quant_method`, of a scale "tensor", "channel", "block" or "group", of others "". dtype: of
+        unquantised weights and biases. Scales are 1 until they are loaded, all else is 0.
+        """
+        roles = {
+            f"{m}_{name}": kept.role for m in ("w13", "w2") for name, kept in self._kept.items()
+        }
+        for name, (shape, own) in self.shapes().items():
+            data = torch.zeros(shape, dtype=own or dtype, device=device)
+            if roles[name] in ("scale", "a_scale") and data.is_floating_point():
+                data += _UNSET
+            parameter = torch.nn.Parameter(data, requires_grad=False)
+            kind = self.scheme.granularity if roles[name] == "scale" else ""
+            parameter.quant_method = kind  # type: ignore[attr-defined]
+            parameter.weight_loader = weight_loader or self.weight_loader  # type: ignore[attr-defined]
+            layer.register_parameter(name, parameter)
+
+    def weight_loader(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+    ) -> None:
+        """Copy this rank's share of one tensor of a checkpoint to its place in a parameter.
+
+        param: as `create_weights` made it. loaded_weight: the whole tensor of one projection of one
+        expert. weight_name: ends with the parameter's or the tensor's own name, such as
+        "w13_weight_scale". An expert of another rank is skipped. Raises ConfigurationError for an
+        unknown shard, name or expert, ShapeError and DtypeError for a tensor that is not as the
+        format has it, WeightsError for input scales of gate and up that differ.
+        """
+        move = destination(expert_id, shard_id, self.share)
+        stored = self._named(weight_name)
+        width, hidden = self.share.intermediate, self.share.hidden
+        sizes = (hidden, width) if shard_id == "w2" else (width, hidden)
+        dense(weight_name, loaded_weight)
+        need = stored.shape(*sizes)
+        stored.check(weight_name, tuple(loaded_weight.shape), loaded_weight.dtype, need)
+        matrix = "w2" if shard_id == "w2" else "w13"
+        expected = self.shapes()[f"{matrix}_{stored.name}"][0]
+        if tuple(param.shape) != expected:
+            raise ShapeError(f"{weight_name}: parameter", got=tuple(param.shape), need=expected)
+        if stored.role == "a_scale":
+            seen = self._input_scales.get(matrix, 0.0)
+            self._input_scales[matrix] = max(seen, float(loaded_weight))
+        if move is None or stored.role == "shape":
+            return
+        loaded_weight = loaded_weight.reshape(need)
+        with torch.no_grad():
+            if stored.role == "bias" and shard_id == "w2" and self.share.tp[0]:
+                pass  # a sum over tensor-parallel ranks has b2 once
+            elif stored.dims:
+                self._copy_box(param.data[move.slot], loaded_weight, stored, move, sizes)
+            else:
+                self._copy_number(param.data[move.slot], loaded_weight, stored, shard_id)
+        self._loaded.add((stored.name, shard_id, move.slot))
+
+    def expert_weights(self, layer: torch.nn.Module) -> ExpertWeights:
+        """Return what a kernel takes, made of the parameters of `layer`.
+
+        Packed integers stay packed; a tensor's scales of gate and up become one, and the rows of
+        the smaller are rounded again. WeightsError names what has not been loaded.
+        """
+        self._check_whole()
+        fields: dict[str, torch.Tensor | None] = {}
+        for matrix, short in (("w13", "1"), ("w2", "2")):
+            made = self._merged(layer, matrix)
+            fields[f"w{short}"] = made.w
+            fields[f"w{short}_scale"] = made.scale
+            fields[f"w{short}_zero_point"] = made.zero_point
+            if self.scheme.static:
+                largest = torch.tensor([self._input_scales[matrix]], device=made.w.device)
+                fields[f"a{short}_scale"] = static_scale(largest)
+            if self.bias:
+                fields[f"b{short}"] = getattr(layer, f"{matrix}_bias").data
+        return ExpertWeights(**fields)  # type: ignore[arg-type]
+
+    def _named(self, weight_name: str) -> Stored:
+        last = weight_name.rpartition(".")[2]
+        name = last.removeprefix("w13_").removeprefix("w2_")
+        for stored in self._stored:
+            if name in (stored.name, *stored.also):
+                return stored
+        need = f"a name that ends with one of {', '.join(each.name for each in self._stored)}"
+        raise ConfigurationError("weight_name", got=repr(weight_name)[:160], need=need)
+
+    def _copy_box(
+        self,
+        target: torch.Tensor,
+        loaded: torch.Tensor,
+        stored: Stored,
+        move: Move,
+        sizes: tuple[int, int],
+    ) -> None:
+        """Copy rows and columns of this rank, in the tiles that this rank has."""
+        stored.check_cut(stored.name, move.of_rows, move.of_columns, sizes)
+        part = cut([stored], {stored.name: loaded}, move.of_rows, move.of_columns)
+        fine = piece(self.format, self._fine, part, move.of_rows, move.of_columns)
+        if stored.role == "order":
+            fine = {stored.name: target}  # checked, and the same for every expert
+        if stored.role == "w" and self.transposed:
+            target = target.mT
+        target[self._kept[stored.name].box(move.rows, move.columns)] = fine[stored.name].to(
+            target.dtype
+        )
+
+    def _copy_number(
+        self, target: torch.Tensor, loaded: torch.Tensor, stored: Stored, shard: str
+    ) -> None:
+        if stored.role == "scale" and target.dim():
+            target = target[0 if shard == "w1" else 1]
+        elif float(target) != _UNSET and abs(float(target) - float(loaded)) > _SAME:
+            got, need = float(loaded), f"{float(target)}, as the other projection has it"
+            raise WeightsError(stored.name, got=got, need=need)
+        target.copy_(loaded)
+
+    def _merged(self, layer: torch.nn.Module, matrix: str) -> Matrix:
+        kept = [
+            each for each in self._fine.stored if each.role not in ("shape", "order", "a_scale")
+        ]
+        tensors = {each.name: getattr(layer, f"{matrix}_{each.name}").data for each in kept}
+        if self.transposed:
+            tensors = {name: tensor.mT for name, tensor in tensors.items()}
+        plain = tensors["weight"].dtype if not self.scheme.quantised else torch.float32
+        parts = [tensors]
+        if self.scheme.granularity == "tensor" and matrix == "w13" and self.share.gated:
+            parts = [
+                {
+                    name: t[:, half] if t.dim() == 2 else t.chunk(2, 1)[half]
+                    for name, t in tensors.items()
+                }
+                for half in (0, 1)
+            ]
+        return stack(self._fine, parts, plain)
+
+    def _check_whole(self) -> None:
+        shards = SHARDS if self.share.gated else SHARDS[1:]
+        missing = [
+            f"{stored.name} of {shard}, expert {self.share.slots[slot]}"
+            for stored in self._stored
+            for shard in shards
+            for slot in range(len(self.share.slots))
+            if not (stored.optional or stored.role == "shape")
+            and (stored.name, shard, slot) not in self._loaded
+        ]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            got, need = f"no {missing[0]}{more}", "every tensor of every expert of this rank"
+            raise WeightsError("experts", got=got, need=need)
+
+
+class UnquantizedEPMoEMethod:
+    """Create the parameters of experts in the layer's own dtype."""
+
+    format: Format | None = None
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts_per_partition: int,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype,
+        weight_loader: WeightLoader,
+    ) -> None:
+        """Register w13_weight (e, 2I, H), w2_weight (e, H, I), and scales of the format."""
+        share = Share(num_experts_per_partition, hidden_size, intermediate_size)
+        loader = ExpertLoader(share, self.format)
+        loader.create_weights(layer, params_dtype, weight_loader=weight_loader)
+
+
+class Fp8EPMoEMethod(UnquantizedEPMoEMethod):
+    """Create the parameters of float8 experts: one scale of each matrix, or blocks.
+
+    quant_config: the quantization_config of a checkpoint. With one scale, w13_weight_scale is
+    (e, 2), of gate and up; w13_input_scale and w2_input_scale are (e,) where activations are
+    static, and 1 until they are loaded.
+    """
+
+    def __init__(self, quant_config: object) -> None:
+        self.format = format_of(quant_config)
+        if self.format.scheme.weight != "float8_e4m3fn":
+            raise ConfigurationError("quant_config", got=str(self.format), need="a float8 format")

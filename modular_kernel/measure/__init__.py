@@ -1,0 +1,1 @@
+"""Timing, roofline, checks and records: what select, tune, profile and bench share."""

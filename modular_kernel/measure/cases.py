@@ -1,0 +1,123 @@
+"""The cells of a benchmark's table, and their weights and inputs."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.routing import RoutingKind, draw
+from modular_kernel.quant import quantise_weights
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem, dtype_name
+
+_SEED = 7
+_SHORT = {
+    "float8_e4m3fn": "fp8",
+    "int8": "int8",
+    "uint8": "int8",
+    "uint4": "int4",
+    "float4_e2m1": "fp4",
+}
+_LARGEST = (6.5, 24.0)  # of x and of the activation, for normal x and the weights below
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One row of the table before it has a layer: a shape by name, its problem, a routing.
+
+    The problem is unquantised: a layer brings its own quantisation.
+    """
+
+    shape: str
+    problem: Problem
+    routing: RoutingKind
+
+    def __post_init__(self) -> None:
+        p = self.problem
+        if p.tokens < 1:
+            raise ConfigurationError("tokens of a benchmark", got=p.tokens, need=">= 1")
+        if p.inplace:  # x would shrink from replay to replay
+            raise ConfigurationError("inplace of a benchmark", got=True, need="False")
+        if p.parallel.world_size > 1:
+            got = p.parallel.world_size
+            raise ConfigurationError("world_size of a benchmark", got=got, need="1: one GPU")
+        if p.quant != "none":
+            raise ConfigurationError("quant of a cell", got=p.quant, need="none")
+
+
+def operands(problem: Problem, scheme: QuantScheme) -> str:
+    """Name what the products multiply, weights first: "bfloat16", "fp8/fp8", "int4/bfloat16".
+
+    Layers compete if they are alike in this, whatever their scales cover.
+    """
+    plain = dtype_name(problem.dtype)
+    if not scheme.quantised:
+        return plain
+    return f"{_SHORT[scheme.weight]}/{_SHORT.get(scheme.activation, plain)}"
+
+
+@dataclass(frozen=True)
+class Input:
+    """The arguments of one call beside the weights."""
+
+    x_TH: torch.Tensor
+    routing: Routing
+
+
+def make_weights(problem: Problem, device: torch.device, index: int = 0) -> ExpertWeights:
+    """Draw normal values over the root of the fan-in.
+
+    index: of the set; every set is another.
+
+    Drawn expert by expert: a float32 copy of all experts need not fit.
+    """
+    generator = torch.Generator(device).manual_seed(_SEED + index)
+    e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
+    dtype = problem.dtype
+    w1 = torch.empty(e, n, h, dtype=dtype, device=device)
+    w2 = torch.empty(e, h, i, dtype=dtype, device=device)
+    for expert in range(e):
+        w1[expert] = torch.randn(n, h, device=device, generator=generator) * h**-0.5
+        w2[expert] = torch.randn(h, i, device=device, generator=generator) * i**-0.5
+
+    def bias(rows: int) -> torch.Tensor | None:
+        if not problem.bias:
+            return None
+        return (torch.randn(e, rows, device=device, generator=generator) / 2).to(dtype)
+
+    return ExpertWeights(w1, w2, bias(n), bias(h), first_here(problem, device))
+
+
+def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
+    """Map experts [0, e) here and the others elsewhere, if there is to be an expert_map."""
+    if not problem.expert_map:
+        return None
+    ids = torch.arange(problem.experts, device=device, dtype=torch.int32)
+    return torch.where(ids < problem.e, ids, -1).to(torch.int32)
+
+
+def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
+    """Draw normal x and the cell's routing.
+
+    index: of the input; every input is another.
+    """
+    problem = cell.problem
+    generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
+    x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
+    return Input(x_TH.to(problem.dtype), draw(problem, cell.routing, generator))
+
+
+def quantised(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+    """`weights` as the problem's scheme stores them."""
+    if not problem.scheme.quantised:
+        return weights
+    return quantise_weights(_with_static_scales(weights, problem), problem)
+
+
+def _with_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
+    """Scales for activations that are as large as a benchmark's inputs make them."""
+    if not problem.scheme.static:
+        return weights
+    a1, a2 = (torch.full((1,), most / 448, device=weights.w1.device) for most in _LARGEST)
+    return replace(weights, a1_scale=a1, a2_scale=a2)

@@ -1,0 +1,143 @@
+"""Right before fast: some rows of an output against the float64 oracle.
+
+The reference has unquantised weights, whatever the layer does with them. The bound is a rule: a
+layer may be twice as far from it as plain torch that follows the same scheme (`reference.recipe`).
+Both distances are root mean squares over at least 512 values, those of several calls where one has
+fewer: over 32 values plain torch itself is off by anything from half to twice its usual error.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.measure.cases import Input, LayerCase, quantised
+from modular_kernel.measure.timing import Call
+from modular_kernel.reference import oracle, recipe
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+
+FACTOR = 2.0
+EPS = 1e-6  # float32 sums in another order
+_ROWS = 8
+_LEAST_VALUES = 512  # one layer's errors on so many scatter by a tenth
+
+
+@dataclass(frozen=True)
+class Answer:
+    """rows: which of an output's rows are compared. exact: what they are, float64.
+
+    fair: how far from them plain torch is, as a norm.
+    """
+
+    rows: torch.Tensor
+    exact: torch.Tensor
+    fair: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """error: relative root mean square, None if there is none; bound: what it may be.
+
+    wrong: why it is wrong, or nothing.
+    """
+
+    error: float | None
+    bound: float
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A layer's calls, judged together. last: the rows compared of the last one, float64."""
+
+    finding: Finding
+    last: torch.Tensor
+
+
+def inputs_to_check(problem: Problem) -> int:
+    """How many different calls are needed for enough values."""
+    return math.ceil(_LEAST_VALUES / (min(problem.tokens, _ROWS) * problem.hidden))
+
+
+def answer_to(cell: LayerCase, given: Input, weights: ExpertWeights, scheme: QuantScheme) -> Answer:
+    """Compute what a layer of `scheme` must return for `given`, on a few rows, first to last."""
+    tokens, device = cell.problem.tokens, given.x_TH.device
+    rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=device).long()
+    x_TH = given.x_TH[rows]
+    routing = Routing(given.routing.topk_weights_TK[rows], given.routing.topk_ids_TK[rows])
+    few, problem = _touched(weights, routing, cell.problem.with_tokens(len(rows)))
+    exact = oracle(x_TH, few, routing, problem)
+    problem = replace(problem, quant=str(scheme))
+    fair = recipe(x_TH, quantised(few, problem), routing, problem)
+    return Answer(rows, exact, float((fair - exact).norm()))
+
+
+def check_calls(checks: Sequence[tuple[Call, Answer]], problem: Problem) -> Checked:
+    """Every call's shape, dtype and finite values, and the error of all answers' rows together.
+
+    Each output is filled with NaN before the next call: what a call does not write cannot pass by
+    what was there.
+    """
+    answers = [answer for _, answer in checks]
+    size = math.hypot(*(float(answer.exact.norm()) for answer in answers)) or 1.0
+    bound = FACTOR * math.hypot(*(answer.fair for answer in answers)) / size + EPS
+    misses, last = [], answers[-1].exact
+    out = checks[0][0]()
+    for call, answer in checks:
+        out.fill_(math.nan)
+        out = call()
+        wrong = _wrong_form(out, problem)
+        if wrong:
+            return Checked(Finding(None, bound, wrong), last)
+        last = out[answer.rows].double()
+        misses.append(float((last - answer.exact).norm()))
+    error = math.hypot(*misses) / size
+    wrong = "" if error <= bound else f"relative error {error:.2e} > {bound:.2e}"
+    return Checked(Finding(error, bound, wrong), last)
+
+
+def check_again(out: torch.Tensor, answer: Answer, before: Checked, problem: Problem) -> Finding:
+    """Compare what the last call of `before` returned with what the same tensor holds now."""
+    bound = before.finding.bound
+    wrong = _wrong_form(out, problem)
+    if wrong:
+        return Finding(None, bound, wrong)
+    size = float(before.last.norm()) or 1.0
+    change = float((out[answer.rows].double() - before.last).norm()) / size
+    if not change <= bound:
+        return Finding(change, bound, f"{change:.2e} away from before, more than {bound:.2e}")
+    return before.finding
+
+
+def _wrong_form(out: torch.Tensor, problem: Problem) -> str:
+    """Say what no tolerance makes up for; "" if there is nothing."""
+    if tuple(out.shape) != problem.output_shape or out.dtype != problem.dtype:
+        got = f"{tuple(out.shape)} {out.dtype}"
+        return f"output is {got}, should be {problem.output_shape} {problem.dtype}"
+    bad = ~out.isfinite().flatten(1).all(1)
+    if bool(bad.any()):
+        return f"{int(bad.sum())} of {len(bad)} rows hold values that are not finite"
+    return ""
+
+
+def _touched(
+    weights: ExpertWeights, routing: Routing, problem: Problem
+) -> tuple[ExpertWeights, Problem]:
+    """Return the weights of the experts that the routing names, and the problem of only those."""
+    ids: torch.Tensor = torch.unique(routing.topk_ids_TK.long())
+    ids = ids[(ids >= 0) & (ids < problem.experts)]
+    local = ids if weights.expert_map is None else weights.expert_map.long()[ids]
+    ids, local = ids[local >= 0], local[local >= 0]
+    expert_map = torch.full((problem.experts,), -1, dtype=torch.int32, device=ids.device)
+    expert_map[ids] = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    few = ExpertWeights(
+        w1=weights.w1[local],
+        w2=weights.w2[local],
+        b1=None if weights.b1 is None else weights.b1[local],
+        b2=None if weights.b2 is None else weights.b2[local],
+        expert_map=expert_map,
+    )
+    return few, replace(problem, expert_map=True, local_experts=max(1, len(ids)))

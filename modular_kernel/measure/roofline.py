@@ -1,0 +1,215 @@
+"""The time that no layer can beat: max(flops / peak rate, bytes / bandwidth).
+
+flops are those of the routed pairs; bytes are the weights of the touched experts, x and y, each
+once. The rates are measured in the same run: the fastest of repeated 8192^3 products, and the
+faster of a copy and a read of 2 GiB, unless a bandwidth is given.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from modular_kernel.measure.routing import Load
+from modular_kernel.measure.timing import time_calls
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import Problem, dtype_name
+
+_GPU_SIZE, _CPU_SIZE = 8192, 512
+_GPU_BYTES, _CPU_BYTES = 1 << 31, 1 << 26
+_FP8, _INT8 = "float8_e4m3fn", "int8"
+_WEIGHT_BITS = {_FP8: 8, _INT8: 8, "uint8": 8, "uint4": 4, "float4_e2m1": 4}
+# Scales of groups are worth counting: one byte for 16 or 32 values, two for an integer group.
+_SCALE_BITS = {"uint8": 16, "uint4": 16, "float4_e2m1": 8}
+_MEASURED_MS = 60.0
+_LINK_MS = 20.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one call has to do, averaged over inputs. touched: experts with at least one pair."""
+
+    flops: float
+    bytes: float
+    touched: float
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Measured rates. flops: per second, by the operands' type ("tf32" for such float32).
+
+    copy, read: bytes per second, a copy counting both ways. bandwidth: what the floor uses;
+    source: "measured" or "given".
+    """
+
+    flops: dict[str, float]
+    copy: float
+    read: float
+    bandwidth: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Microseconds; bound: "compute" or "memory", whichever takes longer."""
+
+    us: float
+    bound: str
+
+
+def expert_bytes(problem: Problem, scheme: QuantScheme) -> float:
+    """Of one expert's two matrices, their groups' scales and its biases.
+
+    Scales of a tensor, a channel or a block are left out: less than one part in a hundred.
+    """
+    return sum(matrix_bytes(problem, scheme))
+
+
+def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
+    """`expert_bytes` of w1 and of w2."""
+    if scheme.quantised:
+        bits = float(_WEIGHT_BITS[scheme.weight])
+        if scheme.granularity == "group":
+            bits += _SCALE_BITS[scheme.weight] / scheme.group[0]
+    else:
+        bits = 8.0 * problem.dtype.itemsize
+    w1 = problem.w1_rows * problem.hidden * bits / 8
+    w2 = problem.hidden * problem.intermediate * bits / 8
+    if problem.bias:
+        w1 += problem.w1_rows * problem.dtype.itemsize
+        w2 += problem.hidden * problem.dtype.itemsize
+    return w1, w2
+
+
+def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
+    """Of one call for `problem.tokens` tokens, averaged over the inputs' loads."""
+    touched = sum(load.touched for load in loads) / len(loads)
+    pairs = sum(load.pairs for load in loads) / len(loads)
+    elements = (problem.w1_rows + problem.intermediate) * problem.hidden
+    outputs = 1
+    for size in problem.output_shape:
+        outputs *= size
+    values = problem.tokens * problem.hidden + outputs
+    moved = touched * expert_bytes(problem, scheme) + values * problem.dtype.itemsize
+    return Work(2 * pairs * elements, moved, touched)
+
+
+def operand_type(problem: Problem, scheme: QuantScheme) -> str:
+    """Name what the products multiply: the type whose peak bounds them.
+
+    4-bit activations count at the fp8 rate, the highest that is measured.
+    """
+    if scheme.activation == "none":
+        name = dtype_name(problem.dtype)
+        return "tf32" if name == "float32" and problem.fp32_precision == "tf32" else name
+    return _INT8 if scheme.activation == _INT8 else _FP8
+
+
+def floor_of(work: Work, problem: Problem, scheme: QuantScheme, peaks: Peaks) -> Floor:
+    """Of one call. A type whose rate could not be measured counts at the problem's dtype's."""
+    compute = work.flops / rate_of(problem, scheme, peaks) * 1e6
+    memory = work.bytes / peaks.bandwidth * 1e6
+    return Floor(max(compute, memory), "compute" if compute > memory else "memory")
+
+
+def rate_of(problem: Problem, scheme: QuantScheme, peaks: Peaks) -> float:
+    """Flops per second that the products of a layer could reach."""
+    return peaks.flops.get(operand_type(problem, scheme)) or peaks.flops[dtype_name(problem.dtype)]
+
+
+def measure_peaks(
+    device: torch.device,
+    types: Iterable[str],
+    *,
+    bandwidth: float | None = None,
+    size: int | None = None,
+    nbytes: int | None = None,
+) -> Peaks:
+    """Measure this device. types: of `operand_type`; one it cannot multiply is left out.
+
+    bandwidth: bytes per second for the floor; None takes the measured one. size, nbytes: of the
+    product and of the copy; None takes what fills a GPU (or, on a CPU, what it does at once).
+    """
+    on_gpu = device.type == "cuda"
+    size = size or (_GPU_SIZE if on_gpu else _CPU_SIZE)
+    nbytes = nbytes or (_GPU_BYTES if on_gpu else _CPU_BYTES)
+    rates = {}
+    for name in dict.fromkeys(types):
+        rate = _product_rate(name, device, size)
+        if rate is not None:
+            rates[name] = rate
+    copy, read = _memory_rates(device, nbytes)
+    used = bandwidth or max(copy, read)
+    return Peaks(rates, copy, read, used, "given" if bandwidth else "measured")
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _product_rate(name: str, device: torch.device, size: int) -> float | None:
+    """Flops per second of the fastest replay of a (size, size) product; None if there is none."""
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        product = _product(name, device)
+        calls = [
+            partial(product, _operand(name, device, size), _operand(name, device, size))
+            for _ in range(2)
+        ]
+        timing = time_calls(calls, device, target_ms=_MEASURED_MS)
+    except (RuntimeError, NotImplementedError):
+        return None
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    return 2 * size**3 / timing.us_min * 1e6
+
+
+def _operand(name: str, device: torch.device, size: int) -> torch.Tensor:
+    values = torch.randn(size, size, device=device)
+    if name == _INT8:
+        return (values * 32).round().clamp(-127, 127).to(torch.int8)
+    dtype: torch.dtype = getattr(torch, "float32" if name == "tf32" else name)
+    return values.to(dtype)
+
+
+def _product(name: str, device: torch.device) -> Product:
+    """Return the product a (M, K) and b (N, K) -> a b^T (M, N)."""
+    if name == _FP8:
+        one = torch.ones((), device=device)
+
+        def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = torch._scaled_mm(
+                a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+            return out
+
+        return scaled
+    if name == _INT8:
+        return lambda a, b: torch._int_mm(a, b.t())
+    return lambda a, b: a @ b.t()
+
+
+def measure_link(device: torch.device, peer: torch.device, nbytes: int = 1 << 28) -> float | None:
+    """Bytes per second of a copy from one GPU to another; None where there is no way."""
+    try:
+        source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=peer)
+
+        def copy() -> torch.Tensor:
+            target.copy_(source, non_blocking=True)
+            return source
+
+        timing = time_calls([copy], device, graph=False, target_ms=_LINK_MS)
+    except RuntimeError:
+        return None
+    return nbytes / timing.us * 1e6
+
+
+def _memory_rates(device: torch.device, nbytes: int) -> tuple[float, float]:
+    """Bytes per second of a copy, both ways counted, and of a read."""
+    source = torch.rand(nbytes // 4, device=device)
+    target = torch.empty_like(source)
+    copy = time_calls([lambda: target.copy_(source)], device, graph=False, target_ms=30.0)
+    read = time_calls([source.sum], device, graph=False, target_ms=30.0)
+    return 2 * nbytes / copy.us * 1e6, nbytes / read.us * 1e6

@@ -1,0 +1,155 @@
+"""The floor, stage by stage: what each must compute and move, and the time that cannot be beaten.
+
+Per call and rank. T tokens of the rank, R rows that reach it, P pairs computed here, e experts
+touched here; s bytes of a value in the problem's dtype; a bytes of a value of x as the experts get
+it, and b of h as GEMM 2 gets it: s, or where it was quantised 1 and its share of a scale.
+
+    stage                flops   read       weights        written       over links
+    quantise_input       -       T H s      -              T H a         -
+    dispatch             -       T H a      -              R H a         rows to or from others, H a
+    sort                 -       ids        -              4 P           -
+    permute              -       R H a      -              P H a         -
+    gemm1_activation     2 P N H rows H a   e w1           P I s         -
+    quantise             -       P I s      -              P I b         -
+    gemm2                2 P I H P I b      e w2           P H s         -
+    unpermute            -       P H s      -              P H s         -
+    weight_and_reduce    -       P H s      -              R H s         -
+    combine              -       R H s      -              T H s         rows to or from others, H s
+
+"rows" of GEMM 1 are the P permuted ones where a stage before it permutes, else R. A fused stage
+reads what its first part reads and writes what its last part writes: nothing in between need leave
+the chip. Between two stages rows are counted as if memory held them: where the L2 cache does, a
+stage that moves them can beat its floor. flops are those of products; links count one way, the
+busier one. Without ranks R = T.
+
+    floor = max(flops / rate, (read + weights + written) / bandwidth, over links / link rate)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from modular_kernel import stages
+from modular_kernel.measure.roofline import Floor, Peaks, matrix_bytes, rate_of
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.types import Problem
+
+_SCALE = 4.0  # bytes: float32
+_INDEX = 4.0
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What one call asks of one rank.
+
+    tokens: T, its own. rows: R, tokens of all ranks with an expert here. pairs: P. touched:
+    experts here with a pair. out, back: rows that cross a link to and from other ranks.
+    """
+
+    tokens: int
+    rows: int
+    pairs: int
+    touched: int
+    out: int = 0
+    back: int = 0
+
+    @property
+    def crossing(self) -> int:
+        """Rows on the busier way."""
+        return max(self.out, self.back)
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """Least work of a stage. flops: of products. The others: bytes, see the table above."""
+
+    flops: float = 0.0
+    read: float = 0.0
+    weights: float = 0.0
+    written: float = 0.0
+    link: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """Read from and written to the device's memory."""
+        return self.read + self.weights + self.written
+
+
+def stage_works(
+    names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
+) -> dict[str, StageWork]:
+    """Return the work of every stage of a call that the table knows; `names`: all its stages."""
+    table = _table(names, problem, scheme, load)
+    known = [name for name in names if all(part in table for part in stages.parts(name))]
+    return {name: _joined([table[part] for part in stages.parts(name)]) for name in known}
+
+
+def stage_floor(
+    work: StageWork, problem: Problem, scheme: QuantScheme, peaks: Peaks, link: float | None = None
+) -> Floor:
+    """Microseconds that the stage cannot beat. link: bytes per second to other ranks, if known."""
+    times = {
+        "memory": work.bytes / peaks.bandwidth,
+        "compute": work.flops / rate_of(problem, scheme, peaks),
+        "link": work.link / link if link else 0.0,
+    }
+    bound = max(times, key=times.__getitem__)
+    return Floor(times[bound] * 1e6, bound)
+
+
+def _joined(works: Sequence[StageWork]) -> StageWork:
+    """Of one kernel that does all of these."""
+    return StageWork(
+        sum(work.flops for work in works),
+        works[0].read,
+        sum(work.weights for work in works),
+        works[-1].written,
+        sum(work.link for work in works),
+    )
+
+
+def _table(
+    names: Sequence[str], problem: Problem, scheme: QuantScheme, load: RankLoad
+) -> dict[str, StageWork]:
+    hidden, inner, plain = problem.hidden, problem.intermediate, problem.dtype.itemsize
+    together = [stages.parts(name) for name in names]
+    # Where the kernel of a product quantises or permutes, its operand comes as it was before.
+    x_quantised = _apart(stages.QUANTISE_INPUT, stages.GEMM1, together)
+    h_quantised = _apart(stages.QUANTISE, stages.GEMM2, together)
+    x_row = hidden * (_quantised_bytes(scheme, hidden) if x_quantised else plain)
+    h_row = inner * (_quantised_bytes(scheme, inner) if h_quantised else plain)
+    y_row, raw_row = hidden * plain, inner * plain
+    rows = load.pairs if _apart(stages.PERMUTE, stages.GEMM1, together) else load.rows
+    w1, w2 = (load.touched * each for each in matrix_bytes(problem, scheme))
+    ids = load.tokens * problem.top_k * (problem.ids_dtype.itemsize if problem.ids_dtype else 4.0)
+    p, tokens = load.pairs, load.tokens
+    return {
+        stages.QUANTISE_INPUT: StageWork(0.0, tokens * y_row, 0.0, tokens * x_row),
+        stages.DISPATCH: StageWork(
+            0.0, tokens * x_row, 0.0, load.rows * x_row, load.crossing * x_row
+        ),
+        stages.SORT: StageWork(0.0, ids, 0.0, p * _INDEX),
+        stages.PERMUTE: StageWork(0.0, load.rows * x_row, 0.0, p * x_row),
+        stages.GEMM1: StageWork(2.0 * p * problem.w1_rows * hidden, rows * x_row, w1, p * raw_row),
+        stages.QUANTISE: StageWork(0.0, p * raw_row, 0.0, p * h_row),
+        stages.GEMM2: StageWork(2.0 * p * inner * hidden, p * h_row, w2, p * y_row),
+        stages.UNPERMUTE: StageWork(0.0, p * y_row, 0.0, p * y_row),
+        stages.REDUCE: StageWork(0.0, p * y_row, 0.0, load.rows * y_row),
+        stages.COMBINE: StageWork(
+            0.0, load.rows * y_row, 0.0, tokens * y_row, load.crossing * y_row
+        ),
+    }
+
+
+def _apart(work: str, product: str, together: Sequence[Sequence[str]]) -> bool:
+    """Whether a stage does `work` that is not the product's own."""
+    return any(work in names and product not in names for names in together)
+
+
+def _quantised_bytes(scheme: QuantScheme, depth: int) -> float:
+    """Of a value of a row of `depth` 8-bit values, with its share of the row's scales."""
+    granularity = scheme.activation_granularity
+    if granularity == "token":
+        return 1.0 + _SCALE / depth
+    if granularity == "group":
+        return 1.0 + _SCALE / scheme.group[-1]
+    return 1.0

@@ -1,0 +1,99 @@
+"""Top-k ids to the numbers that a library of blocks of experts goes by, and their weights."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.pdl import after_predecessor
+
+
+@triton.jit
+def _joined(
+    ids, ids_row, weights_row, here, k,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The weights of all pairs that name a lane's expert; and whether one in front of it does.
+
+    Every lane reads its whole row: lines that are on their way anyhow, where lanes that compared
+    themselves with each other would have to be laid out anew.
+    """
+    weight = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    repeat = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    row = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    for j in tl.static_range(TOP_K):
+        same = tl.load(ids_row + row + j, mask=here, other=-1) == ids
+        # A skipped pair's weight may be anything; it is in no other pair's sum.
+        weight += tl.where(same, tl.load(weights_row + row + j, mask=here, other=0.0), 0.0)
+        repeat = tl.where(same & (k > j), 1, repeat)
+    return weight, repeat
+
+
+@triton.jit
+def number_pairs(
+    program, ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
+    num_tokens, num_experts, first_token, world_size, slots, each, most_copies, factor,
+    stride_ids, stride_weights,
+    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """numbers = rank * each + slot of each pair's expert; weights times factor.
+
+    A dropped pair, skipped or invalid, has number -1 and weight 0. JOIN: the first pair of a token
+    that names an expert takes the weights of all that do, and the others are dropped. SINKS:
+    dropped pairs have numbers of their own, behind the slots of ranks, first_token's first. PLAIN:
+    experts lie in blocks of `slots`. Ids are compared in their own width; those outside
+    [-1, num_experts) are counted.
+    """
+    token = program * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    k = tl.arange(0, BLOCK_K)[None, :]
+    here = (token < num_tokens) & (k < TOP_K)
+    ids_row = ids_ptr + token.to(tl.int64) * stride_ids
+    weights_row = weights_ptr + token.to(tl.int64) * stride_weights
+    ids = tl.load(ids_row + k, mask=here, other=-1)
+    live = (ids >= 0) & (ids < num_experts)
+    # Lane by lane: to add them up first would hold up all of the program.
+    ones = tl.full((BLOCK_T, BLOCK_K), 1, tl.int32)
+    wrong = here & (ids != -1) & (live == 0)
+    tl.atomic_add(invalid_ptr + (ones - 1), ones, mask=wrong, sem="relaxed")
+    if JOIN:
+        weight, repeat = _joined(ids, ids_row, weights_row, here, k, TOP_K, BLOCK_T, BLOCK_K)
+        kept = live & (repeat == 0)
+    else:
+        weight = tl.load(weights_row + k, mask=here, other=0.0)
+        kept = live
+    number = tl.where(live, ids, 0).to(tl.int64)
+    if PLAIN:
+        if SINKS:
+            number += number // slots * (each - slots)
+    else:
+        copies = tl.load(copies_ptr + number, mask=live, other=1)
+        home = (number * most_copies + (token + first_token) % copies) * 2
+        rank = tl.load(homes_ptr + home, mask=live, other=0).to(tl.int64)
+        number = rank * each + tl.load(homes_ptr + home + 1, mask=live, other=0)
+    if SINKS:
+        spare = (here & (kept == 0)).to(tl.int32)
+        sink = tl.cumsum(spare, axis=1) - spare
+        away = (sink + first_token) % world_size * each + slots + sink // world_size
+        number = tl.where(kept, number, away)
+    else:
+        number = tl.where(kept, number, -1)
+    out = token.to(tl.int64) * TOP_K + k
+    tl.store(numbers_ptr + out, number.to(numbers_ptr.dtype.element_ty), mask=here)
+    tl.store(out_weights_ptr + out, tl.where(kept, weight, 0.0) * factor, mask=here)
+
+
+@triton.jit
+def number_pairs_kernel(
+    ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
+    num_tokens, num_experts, first_token, world_size, slots, each, most_copies, factor,
+    stride_ids, stride_weights,
+    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """See `number_pairs`. BLOCK_T tokens a program."""
+    after_predecessor(OVERLAP)
+    number_pairs(
+        tl.program_id(0), ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr,
+        out_weights_ptr, invalid_ptr, num_tokens, num_experts, first_token, world_size, slots,
+        each, most_copies, factor, stride_ids, stride_weights,
+        TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
+    )  # fmt: skip

@@ -1,0 +1,25 @@
+"""Ids and weights of rows that may not have been written."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.pdl import after_predecessor
+
+
+@triton.jit
+def live_pairs_kernel(
+    ids_ptr, weights_ptr, count_ptr, out_ids_ptr, out_weights_ptr, num_pairs,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """ids and weights, but -1 and 0 in rows from *count on and for negative ids.
+
+    What nobody wrote is read as well, and left out: no load waits for what another one brings.
+    """
+    after_predecessor(OVERLAP)
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    ids = tl.load(ids_ptr + pair, mask=inside, other=-1)
+    weights = tl.load(weights_ptr + pair, mask=inside, other=0.0)
+    live = (ids >= 0) & (pair < tl.load(count_ptr).to(tl.int64) * TOP_K)
+    tl.store(out_ids_ptr + pair, tl.where(live, ids, -1).to(tl.int32), mask=inside)
+    tl.store(out_weights_ptr + pair, tl.where(live, weights, 0.0), mask=inside)

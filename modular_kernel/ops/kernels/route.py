@@ -1,0 +1,165 @@
+"""The router: scores, selection and weights of a token's experts, in one launch."""
+
+import triton
+import triton.language as tl
+
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _largest(value, G: tl.constexpr):
+    """Largest value of each token, (T, 1, 1), of a (T, G, S) tile."""
+    return tl.max(tl.max(value, axis=2, keep_dims=True), axis=1, keep_dims=True)
+
+
+@triton.jit
+def _score(logit, SCORE: tl.constexpr):
+    """Sigmoid or sqrt(softplus), accurate to the last bits where they are small, too."""
+    if SCORE == "sigmoid":
+        return 1.0 / (1.0 + tl.exp(-logit))
+    # log1p(e) = 2 atanh(e / (2 + e)); the series' argument is at most 1 / 3.
+    e = tl.exp(-tl.abs(logit))
+    s = e / (2.0 + e)
+    q = s * s
+    series = 1.0 / 13.0 + q * (1.0 / 15.0 + q * (1.0 / 17.0))
+    series = 1.0 / 7.0 + q * (1.0 / 9.0 + q * (1.0 / 11.0 + q * series))
+    series = 1.0 + q * (1.0 / 3.0 + q * (1.0 / 5.0 + q * series))
+    return tl.sqrt_rn(tl.maximum(logit, 0.0) + 2.0 * s * series)
+
+
+@triton.jit
+def _finite(logit, known):
+    """Infinities as the largest finite values, so that no difference of two logits is NaN."""
+    return tl.minimum(tl.maximum(tl.where(known, logit, 0.0), -_LARGEST), _LARGEST)
+
+
+@triton.jit
+def _best_groups(
+    choice, expert,
+    GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """`choice`, -inf outside each token's TOPK_GROUPS best groups."""
+    none = float("-inf")
+    best = tl.max(choice, axis=2, keep_dims=True)
+    if TOP2:
+        first = tl.where(choice == best, expert, 2147483647)
+        rest = tl.where(expert == tl.min(first, axis=2, keep_dims=True), none, choice)
+        second = tl.max(rest, axis=2, keep_dims=True)
+        # Halves, because a sum of two may be infinite.
+        best = 0.5 * best + 0.5 * tl.where(second > none, second, 0.0)
+    group = tl.arange(0, BLOCK_G)[None, :, None]
+    kept = tl.zeros_like(best).to(tl.int32)
+    for _ in tl.static_range(TOPK_GROUPS):
+        top = tl.max(best, axis=1, keep_dims=True)
+        here = (best == top) & (best > none)
+        which = tl.min(tl.where(here, group, BLOCK_G), axis=1, keep_dims=True)
+        kept = tl.where(group == which, 1, kept)
+        best = tl.where(group == which, none, best)
+    return tl.where(kept != 0, choice, none)
+
+
+@triton.jit
+def _best_experts(
+    choice, expert,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Ids (T, K) of the TOP_K largest of `choice`, the lower one of equals first, -1 for -inf."""
+    none = float("-inf")
+    k = tl.arange(0, BLOCK_K)[None, :]
+    ids = tl.full((BLOCK_T, BLOCK_K), -1, tl.int32)
+    for step in tl.static_range(TOP_K):
+        top = _largest(choice, BLOCK_T)
+        lane = tl.where((choice == top) & (choice > none), expert, 2147483647)
+        which = tl.min(tl.min(lane, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        choice = tl.where(expert == which, none, choice)
+        found = tl.reshape(which, (BLOCK_T, 1))
+        ids = tl.where((k == step) & (found != 2147483647), found, ids)
+    return ids
+
+
+@triton.jit
+def route_kernel(
+    logits_ptr, bias_ptr, table_ptr, tokens_ptr, weights_ptr, ids_ptr, identity_ptr,
+    num_tokens, num_experts, num_columns, vocabulary, stride_logits, eps, floor,
+    TOP_K: tl.constexpr, SCORE: tl.constexpr, TOPK_FIRST: tl.constexpr, BY_LOGIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, TABLE: tl.constexpr, RENORMALISE: tl.constexpr, ZERO: tl.constexpr,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, TOPK_GROUPS: tl.constexpr, TOP2: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """weights (T, K) float32 and ids (T, K) of BLOCK_T tokens, as modular_kernel.routers says.
+
+    Columns from num_experts on are zero experts: id -1, and their weights are summed in `identity`.
+    BY_LOGIT: scores grow with logits and nothing is added, so the logits are compared themselves.
+    """
+    none = float("-inf")
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = token < num_tokens
+    row = logits_ptr + token.to(tl.int64) * stride_logits
+    group = tl.arange(0, BLOCK_G)[None, :, None]
+    member = tl.arange(0, BLOCK_S)[None, None, :]
+    expert = group * SIZE + member
+    valid = (group < GROUPS) & (member < SIZE)
+    most = tl.zeros((BLOCK_T, 1, 1), tl.float32)
+    total = tl.full((BLOCK_T, 1, 1), 1.0, tl.float32)
+    known = valid & live[:, None, None]
+    logit = tl.load(row[:, None, None] + expert, mask=known, other=0.0).to(tl.float32)
+    known = known & (logit == logit)
+    logit = _finite(logit, known)
+    exponential = logit
+    if SCORE == "softmax" and not TOPK_FIRST:
+        most = _largest(tl.where(known, logit, -_LARGEST), BLOCK_T)
+        exponential = tl.where(known, tl.exp(logit - most), 0.0)
+        total = tl.sum(tl.sum(exponential, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        total = tl.where(total > 0.0, total, 1.0)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    pair = (k < TOP_K) & live[:, None]
+    if TABLE:
+        word = tl.load(tokens_ptr + token, mask=live, other=0)
+        inside = (word >= 0) & (word < vocabulary)
+        entry = tl.where(inside, word, 0).to(tl.int64)[:, None] * TOP_K + k
+        named = tl.load(table_ptr + entry, mask=pair & inside[:, None], other=-2)
+        named = tl.where((named < -1) | (named >= num_columns), -2, named)  # counted as invalid
+        ids = tl.where(pair, named, -1).to(tl.int32)
+    else:
+        if BY_LOGIT:
+            choice = logit
+        elif SCORE == "softmax":
+            choice = exponential / total
+        else:
+            choice = _score(logit, SCORE)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + expert, mask=valid, other=0.0).to(tl.float32)
+            choice += bias
+        choice = tl.where(known & (choice == choice), choice, none)
+        if TOPK_GROUPS < GROUPS:
+            choice = _best_groups(choice, expert, GROUPS, TOPK_GROUPS, TOP2, BLOCK_G)
+        ids = _best_experts(choice, expert, TOP_K, BLOCK_T, BLOCK_K)
+    chosen = pair & (ids >= 0)
+    logit_k = tl.load(row[:, None] + ids, mask=chosen, other=0.0).to(tl.float32)
+    if TABLE:  # a NaN there is left out, too
+        ids = tl.where(chosen & (logit_k != logit_k), -1, ids)
+        chosen = chosen & (logit_k == logit_k)
+    logit_k = _finite(logit_k, chosen)
+    if SCORE == "softmax":
+        if TOPK_FIRST:
+            peak = tl.max(tl.where(chosen, logit_k, -_LARGEST), axis=1)[:, None]
+            weight = tl.where(chosen, tl.exp(logit_k - peak), 0.0)
+            sum_k = tl.sum(weight, axis=1)[:, None]
+            weight = weight / tl.where(sum_k > 0.0, sum_k, 1.0)
+        else:
+            weight = tl.exp(logit_k - tl.reshape(most, (BLOCK_T, 1)))
+            weight = weight / tl.reshape(total, (BLOCK_T, 1))
+    else:
+        weight = _score(logit_k, SCORE)
+    weight = tl.where(chosen, weight, 0.0)
+    if RENORMALISE:
+        divisor = tl.maximum(tl.sum(weight, axis=1) + eps, floor)[:, None]
+        weight = weight / tl.where(divisor > 0.0, divisor, 1.0)
+    if ZERO:
+        spare = chosen & (ids >= num_experts)
+        tl.store(identity_ptr + token, tl.sum(tl.where(spare, weight, 0.0), axis=1), mask=live)
+        weight = tl.where(spare, 0.0, weight)
+        ids = tl.where(spare, -1, ids)
+    out = token.to(tl.int64)[:, None] * TOP_K + k
+    tl.store(weights_ptr + out, weight, mask=pair)
+    tl.store(ids_ptr + out, ids.to(ids_ptr.dtype.element_ty), mask=pair)

@@ -1,0 +1,44 @@
+"""Number the pairs of tokens and quantise the tokens, side by side."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.expert_slots import number_pairs
+from modular_kernel.ops.kernels.pdl import after_predecessor
+from modular_kernel.ops.kernels.quantise import quantise_part
+
+
+@triton.jit
+def number_and_quantise_kernel(
+    ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr, invalid_ptr,
+    x_ptr, q_ptr, scale_ptr,
+    num_tokens, num_experts, first_token, world_size, slots, each, most_copies, factor,
+    stride_ids, stride_weights, pair_programs,
+    num_columns, group, num_groups, stride_x, capacity, parts,
+    TOP_K: tl.constexpr, JOIN: tl.constexpr, SINKS: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    SCALE: tl.constexpr, LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """See `number_pairs`, whose programs come first, and `quantise_part`: all rows are tokens.
+
+    Grid (pair_programs + parts * num_groups,).
+    """
+    after_predecessor(OVERLAP)
+    program = tl.program_id(0)
+    if program < pair_programs:
+        number_pairs(
+            program, ids_ptr, weights_ptr, homes_ptr, copies_ptr, numbers_ptr, out_weights_ptr,
+            invalid_ptr, num_tokens, num_experts, first_token, world_size, slots, each,
+            most_copies, factor, stride_ids, stride_weights,
+            TOP_K, JOIN, SINKS, PLAIN, BLOCK_T, BLOCK_K,
+        )  # fmt: skip
+    else:
+        rest = program - pair_programs
+        quantise_part(
+            rest % parts, rest // parts, x_ptr, x_ptr, x_ptr, x_ptr, q_ptr, scale_ptr, scale_ptr,
+            num_columns, group, num_groups, stride_x, 0, capacity, parts, 0, 0, 0,
+            SCALE, "all", False, False, "identity", 0.0, 0.0, 1, LARGEST, ROUND, MIN_SCALE, WHOLE,
+            BLOCK_R, BLOCK_C, 1,
+        )  # fmt: skip

@@ -1,0 +1,23 @@
+"""Zero the rows of segments that are in use."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.pdl import after_predecessor
+
+
+@triton.jit
+def zero_rows_kernel(
+    x_ptr, counts_ptr, capacity, hidden, parts,
+    BLOCK_H: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """Row c < counts[s] of segment s is zeroed by program (s, c % parts)."""
+    after_predecessor(OVERLAP)
+    segment = tl.program_id(0).to(tl.int64)
+    count = tl.minimum(tl.load(counts_ptr + segment), capacity)
+    zeros = tl.zeros((BLOCK_H,), x_ptr.dtype.element_ty)
+    for row in range(tl.program_id(1), count, parts):
+        row_ptr = x_ptr + (segment * capacity + row) * hidden
+        for first in range(0, hidden, BLOCK_H):
+            columns = first + tl.arange(0, BLOCK_H)
+            tl.store(row_ptr + columns, zeros, mask=columns < hidden)

@@ -1,0 +1,1 @@
+"""Launch kernels: eagerly, recorded, replayed, with programmatic dependent launch."""

@@ -1,0 +1,74 @@
+"""live_pairs: pairs of rows that a library received, some of which nobody wrote."""
+
+import torch
+
+from modular_kernel.errors import ShapeError
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.mask_unwritten import live_pairs_kernel
+
+_BLOCK = 256  # two of a lane
+
+
+def live_pairs(
+    ids_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    out_ids_RK: torch.Tensor,
+    out_weights_RK: torch.Tensor,
+) -> None:
+    """Write ids and weights as experts take them; only the first `count` rows stay live.
+
+    Rows from `count` on, which hold anything, get -1 and 0; weight 0 goes wherever an id is
+    negative.
+
+    ids_RK: (R, K) integers; weights_RK: (R, K) float32; count: one integer, on the same device.
+    out_ids_RK: int32, out_weights_RK: float32. All (R, K) contiguous. One launch on a GPU; none
+    for R = 0.
+    """
+    shape = tuple(ids_RK.shape)
+    given = {"weights": weights_RK, "live ids": out_ids_RK, "live weights": out_weights_RK}
+    for name, tensor in given.items():
+        if tuple(tensor.shape) != shape or not (tensor.is_contiguous() and ids_RK.is_contiguous()):
+            got = f"{tuple(tensor.shape)}, strides {tensor.stride()} and {ids_RK.stride()}"
+            raise ShapeError(name, got=got, need=f"{shape}, contiguous as the ids")
+    if ids_RK.numel() == 0:
+        return
+    if not use_triton(ids_RK):
+        live_pairs_ref(
+            ids_RK, weights_RK, count, out_ids_RK=out_ids_RK, out_weights_RK=out_weights_RK
+        )
+        return
+    pairs = ids_RK.numel()
+    launch(
+        live_pairs_kernel,
+        (-(-pairs // _BLOCK),),
+        ids_ptr=ids_RK,
+        weights_ptr=weights_RK,
+        count_ptr=count,
+        out_ids_ptr=out_ids_RK,
+        out_weights_ptr=out_weights_RK,
+        num_pairs=pairs,
+        TOP_K=shape[1],
+        BLOCK=_BLOCK,
+        **overlap(),
+    )
+
+
+def live_pairs_ref(
+    ids_RK: torch.Tensor,
+    weights_RK: torch.Tensor,
+    count: torch.Tensor,
+    *,
+    out_ids_RK: torch.Tensor,
+    out_weights_RK: torch.Tensor,
+) -> None:
+    """Torch twin of `live_pairs`."""
+    row_R1 = torch.arange(len(ids_RK), device=ids_RK.device)[:, None]
+    live_RK = (row_R1 < count) & (ids_RK >= 0)
+    out_ids_RK.copy_(torch.where(live_RK, ids_RK, -1))
+    out_weights_RK.copy_(torch.where(live_RK, weights_RK, 0))

@@ -1,0 +1,294 @@
+"""route: logits to K experts of each token and their weights, in one launch.
+
+    routed = route(logits_TE, RouterSpec(8, renormalise=True))
+    routed.routing                      # Routing, as every kernel takes it
+
+Computed in float32, whatever the logits' type. See `modular_kernel.routers` for the rules.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.compiler import is_compiling
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+)
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.routers import RouterSpec
+from modular_kernel.tensors import Routing, dense
+from modular_kernel.types import dtype_name
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.route import route_kernel
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGERS = (torch.int32, torch.int64)
+_LANES = 512  # values of a program of one warp, where there are tokens enough
+_FEW_TOKENS = 1024  # up to here a program has one token: every warp is another's
+_LARGEST = torch.finfo(torch.float32).max
+INVALID = -2  # the id of a pair whose table entry or token id does not exist: kernels count it
+
+
+@dataclass(frozen=True)
+class RouterTensors:
+    """What a router has beside its spec, where the spec says so; else None.
+
+    bias_E: (E + zero experts,) float32 or a 16-bit type, the selection bias. table_VK: (V, K) int32
+    or int64, the experts of each token id, contiguous. Both on the logits' device.
+    """
+
+    bias_E: torch.Tensor | None = None
+    table_VK: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A routing; and identity_T, (T,) float32, what zero experts weigh: x itself times it.
+
+    identity_T is None where the spec has no zero experts.
+    """
+
+    routing: Routing
+    identity_T: torch.Tensor | None = None
+
+
+def route(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    tensors: RouterTensors | None = None,
+    *,
+    token_ids_T: torch.Tensor | None = None,
+    ids_dtype: torch.dtype = torch.int32,
+) -> Routed:
+    """Choose top_k experts of each token and weigh them.
+
+    logits_TE: (T, E + zero experts) float32 or a 16-bit type, values of a row side by side.
+    token_ids_T: (T,) int32 or int64, where the spec has a table; a pair of a token id or a table
+    entry that does not exist gets id -2, which kernels skip and count. ids_dtype: torch.int32 or
+    torch.int64. InputError for what does not fit; no launch for T = 0.
+    """
+    tensors = RouterTensors() if tensors is None else tensors
+    _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
+    tokens, device = logits_TE.shape[0], logits_TE.device
+    weights_TK = torch.empty(tokens, spec.top_k, dtype=torch.float32, device=device)
+    ids_TK = torch.empty(tokens, spec.top_k, dtype=ids_dtype, device=device)
+    identity_T = torch.empty(tokens, device=device) if spec.zero_experts else None
+    routed = Routed(Routing(weights_TK, ids_TK), identity_T)
+    if tokens == 0:
+        return routed
+    # What torch.compile traces is the twin: it becomes part of the graph.
+    if not is_compiling() and use_triton(logits_TE):
+        _launch(logits_TE, spec, tensors, token_ids_T, routed)
+    else:
+        route_ref(logits_TE, spec, tensors, token_ids_T, routed)
+    return routed
+
+
+def _launch(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    tensors: RouterTensors,
+    token_ids_T: torch.Tensor | None,
+    routed: Routed,
+) -> None:
+    tokens, columns = logits_TE.shape
+    size = columns // spec.groups
+    block_g, block_s = next_power_of_2(spec.groups), next_power_of_2(size)
+    block_t = 1 if tokens <= _FEW_TOKENS else max(1, _LANES // (block_g * block_s))
+    weights_TK, ids_TK = routed.routing.topk_weights_TK, routed.routing.topk_ids_TK
+    launch(
+        route_kernel,
+        (-(-tokens // block_t),),
+        logits_ptr=logits_TE,
+        bias_ptr=logits_TE if tensors.bias_E is None else tensors.bias_E,
+        table_ptr=ids_TK if tensors.table_VK is None else tensors.table_VK,
+        tokens_ptr=ids_TK if token_ids_T is None else token_ids_T,
+        weights_ptr=weights_TK,
+        ids_ptr=ids_TK,
+        identity_ptr=weights_TK if routed.identity_T is None else routed.identity_T,
+        num_tokens=tokens,
+        num_experts=columns - spec.zero_experts,
+        num_columns=columns,
+        vocabulary=0 if tensors.table_VK is None else tensors.table_VK.shape[0],
+        stride_logits=logits_TE.stride(0),
+        eps=float(spec.eps),
+        floor=float(spec.floor),
+        TOP_K=spec.top_k,
+        SCORE=spec.score,
+        TOPK_FIRST=spec.order == "topk_first",
+        BY_LOGIT=_by_logit(spec),
+        HAS_BIAS=spec.selection_bias,
+        TABLE=spec.table,
+        RENORMALISE=spec.renormalise,
+        ZERO=spec.zero_experts > 0,
+        GROUPS=spec.groups,
+        SIZE=size,
+        TOPK_GROUPS=spec.topk_groups,
+        TOP2=spec.group_score == "top2",
+        BLOCK_T=block_t,
+        BLOCK_G=block_g,
+        BLOCK_S=block_s,
+        BLOCK_K=next_power_of_2(spec.top_k),
+        num_warps=1,
+    )
+
+
+def _by_logit(spec: RouterSpec) -> bool:
+    """Tell whether logits order experts and groups as what is chosen by does."""
+    if spec.order == "topk_first":
+        return True
+    grouped = spec.topk_groups < spec.groups
+    return not spec.selection_bias and not (grouped and spec.group_score == "top2")
+
+
+def route_ref(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    tensors: RouterTensors,
+    token_ids_T: torch.Tensor | None,
+    routed: Routed,
+) -> None:
+    """Torch twin of the kernel: write what `routed` has room for."""
+    known_TE = ~logits_TE.isnan()
+    # Infinities as the largest finite values, so that no difference of two logits is NaN.
+    logits_TE = logits_TE.float().masked_fill(~known_TE, 0).clamp(-_LARGEST, _LARGEST)
+    first = spec.order == "score_first"
+    scores_TE = _scores(logits_TE, known_TE, spec) if first else logits_TE
+    if spec.table:
+        ids_TK = _from_table(spec, tensors, token_ids_T, logits_TE.shape[1])
+        known_TK = known_TE.gather(1, ids_TK.clamp(min=0))
+        ids_TK = torch.where((ids_TK >= 0) & ~known_TK, -1, ids_TK)
+    else:
+        choice = logits_TE if _by_logit(spec) else scores_TE
+        if tensors.bias_E is not None:
+            choice = choice + tensors.bias_E.float()
+        choice = choice.masked_fill(~known_TE | choice.isnan(), -torch.inf)
+        ids_TK = _best(_in_best_groups(choice, spec), spec.top_k)
+    chosen_TK = ids_TK >= 0
+    weights_TK = scores_TE.gather(1, ids_TK.clamp(min=0))
+    if not first:
+        weights_TK = _scores(weights_TK, chosen_TK, spec)
+    weights_TK = weights_TK.masked_fill(~chosen_TK, 0)
+    if spec.renormalise:
+        divisor = (weights_TK.sum(1, keepdim=True) + spec.eps).clamp(min=spec.floor)
+        weights_TK = weights_TK / torch.where(divisor > 0, divisor, 1)
+    if routed.identity_T is not None:
+        spare_TK = ids_TK >= logits_TE.shape[1] - spec.zero_experts
+        routed.identity_T.copy_(torch.where(spare_TK, weights_TK, 0).sum(1))
+        weights_TK, ids_TK = weights_TK.masked_fill(spare_TK, 0), ids_TK.masked_fill(spare_TK, -1)
+    routed.routing.topk_weights_TK.copy_(weights_TK)
+    routed.routing.topk_ids_TK.copy_(ids_TK)
+
+
+def _scores(logits: torch.Tensor, known: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return the score of each logit; the softmax is over those that are known."""
+    if spec.score == "sigmoid":
+        return logits.sigmoid()
+    if spec.score == "sqrtsoftplus":
+        return torch.nn.functional.softplus(logits).sqrt()
+    most = logits.masked_fill(~known, -_LARGEST).amax(1, keepdim=True)
+    shares = (logits - most).exp().masked_fill(~known, 0)
+    total = shares.sum(1, keepdim=True)
+    return shares / torch.where(total > 0, total, 1)
+
+
+def _in_best_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """`choice`, -inf outside each token's best groups."""
+    if spec.topk_groups == spec.groups:
+        return choice
+    by_group = choice.view(len(choice), spec.groups, -1)
+    best = by_group.amax(2)
+    if spec.group_score == "top2":
+        second = by_group.topk(2, 2).values[..., 1]
+        # Halves, because a sum of two may be infinite.
+        best = best / 2 + torch.where(second > -torch.inf, second, 0) / 2
+    kept = _best(best, spec.topk_groups)
+    place = torch.where(kept >= 0, kept, spec.groups)  # what is not there, behind all groups
+    mask = best.new_zeros(len(best), spec.groups + 1, dtype=torch.bool).scatter(1, place, True)
+    return by_group.masked_fill(~mask[:, :-1, None], -torch.inf).flatten(1)
+
+
+def _best(choice: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ids of the `count` largest of each row, the lower one of equals first; -1 for -inf."""
+    values, ids = choice.sort(dim=1, descending=True, stable=True)
+    return torch.where(values[:, :count] > -torch.inf, ids[:, :count], -1)
+
+
+def _from_table(
+    spec: RouterSpec, tensors: RouterTensors, token_ids_T: torch.Tensor | None, columns: int
+) -> torch.Tensor:
+    table_VK = tensors.table_VK
+    assert table_VK is not None  # as was checked
+    assert token_ids_T is not None
+    word_T = token_ids_T.long()
+    inside_T = (word_T >= 0) & (word_T < table_VK.shape[0])
+    if not table_VK.shape[0]:
+        return word_T.new_full((len(word_T), spec.top_k), INVALID)
+    named = table_VK[torch.where(inside_T, word_T, 0)].long()
+    wrong = ~inside_T[:, None] | (named < -1) | (named >= columns)
+    return named.masked_fill(wrong, INVALID)
+
+
+def _check(
+    logits_TE: torch.Tensor,
+    spec: RouterSpec,
+    tensors: RouterTensors,
+    token_ids_T: torch.Tensor | None,
+    ids_dtype: torch.dtype,
+) -> None:
+    if not isinstance(spec, RouterSpec):
+        raise ConfigurationError("router", got=type(spec).__name__, need="a RouterSpec")
+    dense("router logits", logits_TE)
+    if logits_TE.dim() != 2:
+        raise ShapeError("router logits", got=tuple(logits_TE.shape), need="(T, E)")
+    tokens, columns = logits_TE.shape
+    spec.columns(columns - spec.zero_experts)
+    _of_dtype("router logits", logits_TE, _FLOATS)
+    if logits_TE.stride(1) != 1 and tokens:
+        got = f"strides {logits_TE.stride()}"
+        raise LayoutError("router logits", got=got, need="values of a row side by side")
+    if ids_dtype not in _INTEGERS:
+        raise DtypeError("ids_dtype", got=str(ids_dtype), need="torch.int32 or torch.int64")
+    device = logits_TE.device
+    _given("selection bias", tensors.bias_E, spec.selection_bias, (columns,), _FLOATS, device)
+    table_VK = tensors.table_VK
+    rows = table_VK.shape[0] if isinstance(table_VK, torch.Tensor) and table_VK.dim() else 0
+    _given("router table", table_VK, spec.table, (rows, spec.top_k), _INTEGERS, device)
+    _given("token_ids", token_ids_T, spec.table, (tokens,), _INTEGERS, device)
+
+
+def _given(
+    what: str,
+    tensor: torch.Tensor | None,
+    declared: bool,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """Check a tensor that is there exactly if the spec says so."""
+    if not declared:
+        if tensor is not None:
+            raise ConfigurationError(what, got="a tensor", need="None: the router's spec has none")
+        return
+    dense(what, tensor)
+    assert tensor is not None
+    if tuple(tensor.shape) != shape:
+        raise ShapeError(what, got=tuple(tensor.shape), need=shape)
+    _of_dtype(what, tensor, dtypes)
+    if tensor.device != device:
+        raise DeviceError(what, got=tensor.device, need=f"{device}, where the logits are")
+    if not tensor.is_contiguous():
+        raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
+
+
+def _of_dtype(what: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor.dtype not in dtypes:
+        need = " or ".join(map(dtype_name, dtypes))
+        raise DtypeError(what, got=dtype_name(tensor.dtype), need=need)

@@ -1,0 +1,52 @@
+"""number_and_quantise: what libraries are told of a call, ids and rows, in one launch."""
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.ops.expert_slots import Pairs, check_pairs, number_pairs, pair_arguments
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.quantise import Quantised, check_quantised, quantise_rows, tile_arguments
+from modular_kernel.schemes import QuantScheme
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.slots_and_quantise import number_and_quantise_kernel
+
+
+def number_and_quantise(
+    x_TH: torch.Tensor, scheme: QuantScheme, pairs: Pairs, *, out: Quantised
+) -> None:
+    """`number_pairs` of x's tokens, and `quantise_rows` of x_TH (T, H) into `out`.
+
+    Not for a computed scale per tensor, which needs every value before it can round the first.
+    One launch on a GPU; none for T = 0.
+    """
+    if scheme.activation_granularity == "tensor" and not scheme.static:
+        need = "a scale per token, per group, or static"
+        raise ConfigurationError("number_and_quantise", got=str(scheme), need=need)
+    tokens = len(pairs.routing.topk_ids_TK)
+    if len(x_TH) != tokens:
+        raise ShapeError("tokens", got=len(x_TH), need=f"{tokens}, as many as rows of ids")
+    check_pairs(pairs)
+    check_quantised(tokens, x_TH.shape[1], scheme, out)
+    if tokens == 0:
+        return
+    if not use_triton(x_TH):
+        number_pairs(pairs)
+        quantise_rows(x_TH, scheme, out=out)
+        return
+    tiles, (parts, groups) = tile_arguments(scheme, out, None)
+    warps = tiles["num_warps"]
+    assert isinstance(warps, int)
+    numbers, programs = pair_arguments(pairs, warps)
+    launch(
+        number_and_quantise_kernel,
+        (programs + parts * groups,),
+        x_ptr=x_TH,
+        stride_x=x_TH.stride(0),
+        pair_programs=programs,
+        **numbers,
+        **tiles,
+        **overlap(),
+    )

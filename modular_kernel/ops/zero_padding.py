@@ -1,0 +1,52 @@
+"""zero_rows: rows of segments that came and have no maker, such as those of a library's sinks."""
+
+import torch
+
+from modular_kernel.errors import ShapeError
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.zero_padding import zero_rows_kernel
+
+_PARTS = 32  # programs of a segment, of which most find nothing to do
+_MAX_BLOCK = 4096  # columns a program writes at once
+
+
+def zero_rows(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
+    """Zero the first counts_S[s] rows of each segment of x_SCH; others stay as they are.
+
+    x_SCH: (S, C, H) contiguous; counts_S: (S,) int32, at most C, contiguous. One launch on a GPU;
+    none where there is nothing.
+    """
+    segments, capacity, hidden = x_SCH.shape
+    if tuple(counts_S.shape) != (segments,):
+        raise ShapeError("counts of rows", got=tuple(counts_S.shape), need=(segments,))
+    if not (x_SCH.is_contiguous() and counts_S.is_contiguous()):
+        got = f"strides {x_SCH.stride()} and {counts_S.stride()}"
+        raise ShapeError("rows to zero", got=got, need="contiguous, as their counts")
+    if x_SCH.numel() == 0:
+        return
+    if not use_triton(x_SCH):
+        zero_rows_ref(x_SCH, counts_S)
+        return
+    parts = min(capacity, _PARTS)
+    launch(
+        zero_rows_kernel,
+        (segments, parts),
+        x_ptr=x_SCH,
+        counts_ptr=counts_S,
+        capacity=capacity,
+        hidden=hidden,
+        parts=parts,
+        BLOCK_H=min(next_power_of_2(hidden), _MAX_BLOCK),
+        **overlap(),
+    )
+
+
+def zero_rows_ref(x_SCH: torch.Tensor, counts_S: torch.Tensor) -> None:
+    """Torch twin of `zero_rows`."""
+    row_C = torch.arange(x_SCH.shape[1], device=x_SCH.device)
+    x_SCH.masked_fill_((row_C < counts_S[:, None])[..., None], 0)

@@ -1,0 +1,242 @@
+"""The model beside what was measured: an error for every measured row that it can predict.
+
+Rows come from the files of docs/benchmarks: whole layers on one GPU (`mk bench --json`, or the
+older form with `peer`), exchanges between GPUs (`mk exchange --json`, or h200-exchange.json with a
+report for each world), and what others published (mk-published/1). Of a measured exchange the pair
+counts: a dispatch or a combine alone lies between two events, which take longer than short ones.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from modular_kernel.bench.all2all.records import SCHEMA as EXCHANGES
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.records import OK, SCHEMA
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.perf_model.exchange_time import DEEPEP, OTHERS, TRAFFIC, exchange_time
+from modular_kernel.perf_model.experts_time import FITTED, MEASURED, PART, experts_time
+from modular_kernel.perf_model.hardware import Cluster
+from modular_kernel.perf_model.load import rank_load
+from modular_kernel.types import Parallel, Problem
+
+PUBLISHED = "mk-published/1"
+WITHIN = 0.25
+_MOST_BYTES = 1 << 24
+_LATER = "symm_mem_as_shipped_from_1024_tokens"
+_LAYER, _PAIR = "layer", "pair"
+_WHATS = ("dispatch", "combine", _PAIR, _LAYER)
+# Sizes of the rows of h200-exchange.json, which name none (h200-exchange.md).
+_SIZES = {"hidden": 7168, "experts": 256, "top_k": 8}
+_TRANSPORTS = {"DeepEP V1 low latency": DEEPEP}
+_PEERS = {
+    "mk_triton": "none",
+    "mk_triton_fp8ch": "fp8_w8a8_channel",
+    "mk_triton_fp8blk": "fp8_w8a8_block",
+}
+
+
+@dataclass(frozen=True)
+class ComparedTime:
+    """One measured number, in microseconds. part: whose exchange; PART alone on one GPU. fitted:
+    whether the model's numbers were fitted to it. eager: it holds the host's time, which scatters
+    from run to run by more than what is predicted: it is shown, and asks nothing of the model."""
+
+    label: str
+    problem: Problem
+    part: str
+    what: str
+    us: float
+    cluster: Cluster
+    fitted: bool = False
+    eager: bool = False
+
+
+@dataclass(frozen=True)
+class Compared:
+    """error: predicted over measured, less one."""
+
+    cell: ComparedTime
+    predicted_us: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_us / self.cell.us - 1
+
+    @property
+    def good(self) -> bool:
+        return abs(self.error) <= WITHIN
+
+    @property
+    def missed(self) -> bool:
+        """Whether the model had to predict it, and did not."""
+        return not (self.good or self.cell.fitted or self.cell.eager)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of some cells: how many, how many within WITHIN, the mean and the largest |error|."""
+
+    what: str
+    count: int
+    good: int
+    mean: float
+    worst: float
+
+
+def compare(cells: Sequence[ComparedTime]) -> tuple[Compared, ...]:
+    """Return each cell with what the model says."""
+    return tuple(Compared(cell, _predicted(cell) * 1e6) for cell in cells)
+
+
+def _predicted(cell: ComparedTime) -> float:
+    problem = cell.problem
+    load = rank_load(
+        experts=problem.experts,
+        top_k=problem.top_k,
+        world_size=problem.parallel.world_size,
+        tokens=problem.tokens,
+        kind=RoutingKind("uniform"),
+    )
+    experts = experts_time(problem, load, cell.cluster.gpu).seconds
+    if problem.parallel.world_size == 1:
+        return experts
+    exchange = exchange_time(problem, (TRAFFIC | OTHERS)[cell.part], load, cell.cluster)
+    if cell.what == _LAYER:
+        return exchange.dispatch + experts + exchange.combine
+    if cell.what == _PAIR:
+        return exchange.dispatch + exchange.combine
+    return exchange.dispatch if cell.what == "dispatch" else exchange.combine
+
+
+def summaries(found: Sequence[Compared]) -> list[Summary]:
+    """Return summaries by number of GPUs, fitted cells apart from predicted ones."""
+    groups: dict[str, list[Compared]] = {}
+    for one in found:
+        world = one.cell.problem.parallel.world_size
+        kind = "fitted" if one.cell.fitted else "predicted"
+        mode = ", eager" if one.cell.eager else ""
+        groups.setdefault(f"{world:3} GPU(s), {kind}{mode}", []).append(one)
+    return [_summary(what, groups[what]) for what in sorted(groups)]
+
+
+def _summary(what: str, group: Sequence[Compared]) -> Summary:
+    errors = [abs(one.error) for one in group]
+    return Summary(what, len(group), sum(c.good for c in group), fmean(errors), max(errors))
+
+
+def cells_of(path: Path) -> list[ComparedTime]:
+    """Read the rows of a file that the model has numbers for.
+
+    ConfigurationError for another file.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes")
+        found = json.loads(content)
+        return _reader(found)(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        got = f"{type(error).__name__}: {str(error)[:200]}"
+        need = f"rows of mk bench, of mk exchange, or {PUBLISHED}"
+        raise ConfigurationError(f"measured rows in {path}", got=got, need=need) from None
+
+
+def _reader(found: Any) -> Callable[[Any], list[ComparedTime]]:
+    if found.get("schema") == PUBLISHED:
+        return lambda given: [_published(row) for row in given["rows"]]
+    if found.get("schema") == EXCHANGES:
+        return lambda given: _exchanges(given["rows"])
+    if found and all(world.isdecimal() for world in found):
+        return _of_worlds
+    if found.get("schema") == SCHEMA:
+        return lambda given: [cell for row in given["rows"] if (cell := _benchmark(row))]
+    return lambda given: [
+        _older(row, given["shapes"][row["shape"]]) for row in given["rows"] if row["peer"] in _PEERS
+    ]
+
+
+def _of_worlds(given: Any) -> list[ComparedTime]:
+    return [cell for report in given.values() for cell in _of_world(report)]
+
+
+def _of_world(report: Any) -> list[ComparedTime]:
+    """One world of h200-exchange.json, whose later rows stand for those of the same transport."""
+    later = report.get(_LATER, {"rows": []})["rows"]
+    latest = {(r["transport"], r["quant"], r["tokens"]): r for r in [*report["rows"], *later]}
+    return _exchanges(list(latest.values()))
+
+
+def _exchanges(rows: list[Any]) -> list[ComparedTime]:
+    """Pairs of a dispatch and a combine that were timed, of transports the model knows."""
+    named = [(_TRANSPORTS.get(row["transport"], row["transport"]), row) for row in rows]
+    return [
+        _exchange(part, _PAIR, _SIZES | row, row["pair_us"])
+        for part, row in named
+        if part in TRAFFIC | OTHERS and row["status"] == OK
+    ]
+
+
+def _published(row: Any) -> ComparedTime:
+    what, part = row["what"], row["part"]
+    if what not in _WHATS or part not in TRAFFIC | OTHERS:
+        raise ValueError(f"{part} {what}")
+    return _exchange(part, what, row, row["us"])
+
+
+def _exchange(part: str, what: str, row: Any, us: Any) -> ComparedTime:
+    sizes = [int(row[name]) for name in ("tokens", "hidden", "experts", "top_k", "world_size")]
+    tokens, hidden, experts, top_k, world = sizes
+    problem = Problem(
+        tokens=tokens,
+        hidden=hidden,
+        intermediate=int(row.get("intermediate", hidden)),
+        experts=experts,
+        top_k=top_k,
+        quant=row["quant"],
+        parallel=Parallel(world),
+    )
+    cluster = replace(Cluster(), per_host=int(row.get("ranks_of_a_host", Cluster().per_host)))
+    cell = ComparedTime(f"{part}, {what}", problem, part, what, _us(us), cluster)
+    return replace(cell, fitted=_fitted(cell), eager=row.get("mode") == "eager")
+
+
+def _fitted(cell: ComparedTime) -> bool:
+    """Which exchanges the numbers of exchange_time were fitted to."""
+    tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
+    if cell.part == DEEPEP:
+        return (world == 4 and tokens in (1, 128)) or world in (16, 256)
+    return cell.what == _PAIR and world == 2 and tokens in (1, 4096)
+
+
+def _benchmark(row: Any) -> ComparedTime | None:
+    """Read a row of `mk bench`; None for other layers, and for what has no time."""
+    mine = row["layer"].split("+")[-1] == PART and row["status"] == OK and row["mode"] == "graph"
+    if not mine or row["quant"] not in MEASURED or row["routing"] != "uniform":
+        return None
+    sizes = row["experts"], row["top_k"], row["hidden"], row["intermediate"]
+    return _one_gpu(row["shape"], sizes, row["tokens"], row["quant"], row["us"])
+
+
+def _older(row: Any, shape: Any) -> ComparedTime:
+    sizes = shape["E"], shape["k"], shape["H"], shape["I"]
+    return _one_gpu(row["shape"], sizes, row["tokens"], _PEERS[row["peer"]], row["us"])
+
+
+def _one_gpu(
+    shape: str, sizes: tuple[int, ...], tokens: int, quant: str, us: float
+) -> ComparedTime:
+    experts, top_k, hidden, intermediate = (int(size) for size in sizes)
+    problem = Problem(int(tokens), hidden, intermediate, experts, top_k, quant=quant)
+    return ComparedTime(shape, problem, PART, _LAYER, _us(us), Cluster(), shape in FITTED)
+
+
+def _us(value: Any) -> float:
+    us = float(value)
+    if not 0 < us < float("inf"):
+        raise ValueError(f"{us} us")
+    return us

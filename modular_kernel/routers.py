@@ -1,0 +1,108 @@
+"""RouterSpec: how a router turns logits into K experts of a token and their weights, as facts.
+
+    RouterSpec(8, renormalise=True)                                     Qwen3-MoE
+    RouterSpec(4, order="topk_first")                                   gpt-oss
+    RouterSpec(8, "sigmoid", groups=8, topk_groups=4, selection_bias=True,
+               renormalise=True, eps=1e-20)                             DeepSeek-V3
+
+What computes it is `modular_kernel.ops.route`; what a layer has, `modular_kernel.layers.router`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.fields import MOST, Between, check_fields
+
+MOST_TOP_K = 16
+# Columns of logits that one program of the kernel takes; zero experts are among them.
+MOST_COLUMNS = 1024
+TopK = Annotated[int, Between(1, MOST_TOP_K)]
+Groups = Annotated[int, Between(1, MOST_COLUMNS)]
+Many = Annotated[int, Between(0, MOST)]
+
+
+class StandardTopKOutput(NamedTuple):
+    """What a router says of T tokens, in the field's names.
+
+    topk_weights: (T, K) float32. topk_ids: (T, K) int32 or int64, -1 where a pair is skipped.
+    router_logits: (T, E), or None.
+    """
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    router_logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """How K experts of a token are chosen, and what they weigh.
+
+    top_k: K, 1 to 16. score: what a logit becomes: its softmax over all columns, its sigmoid, or
+    sqrt(softplus). order: "score_first" chooses by scores and weighs by them; "topk_first" chooses
+    by logits and scores the chosen ones alone, softmax over those K.
+    groups: the experts lie in so many equal groups, of which the topk_groups best take part; a
+    group is as good as its best expert ("max"), or as its two best together ("top2").
+    selection_bias: a bias for each column is added to what is chosen by, never to the weights.
+    renormalise: the K weights are divided by max(their sum + eps, floor).
+    table: experts come from a table by token id, and the router gives the weights alone.
+    zero_experts: so many columns behind the experts return x itself.
+
+    The routed scaling factor is the Problem's. Equal values go to the lower id. An expert whose
+    logit or biased score is NaN, or whose biased score is -inf, is never chosen; where fewer than K
+    are left, the rest are -1 with weight 0. ConfigurationError for a field that is not as declared
+    or that another makes meaningless.
+    """
+
+    top_k: TopK
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    order: Literal["score_first", "topk_first"] = "score_first"
+    groups: Groups = 1
+    topk_groups: Groups = 1
+    group_score: Literal["max", "top2"] = "top2"
+    selection_bias: bool = False
+    renormalise: bool = False
+    eps: float = 0.0
+    floor: float = 0.0
+    table: bool = False
+    zero_experts: Many = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "router ")
+        if self.topk_groups > self.groups:
+            need = f"1 to groups = {self.groups}"
+            raise ConfigurationError("router topk_groups", got=self.topk_groups, need=need)
+        for name in ("eps", "floor"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigurationError(f"router {name}", got=value, need=">= 0")
+            if value and not self.renormalise:
+                raise ConfigurationError(f"router {name}", got=value, need="renormalise with it")
+        if self.table and (self.groups > 1 or self.selection_bias):
+            got = "groups" if self.groups > 1 else "selection_bias"
+            raise ConfigurationError("router table", got=got, need="a table alone: it chooses")
+        if self.zero_experts and self.groups > 1:
+            need = "groups = 1 where there are zero experts"
+            raise ConfigurationError("router groups", got=self.groups, need=need)
+
+    def columns(self, experts: int) -> int:
+        """Return the columns of logits for `experts` experts; ConfigurationError if none fit."""
+        columns = experts + self.zero_experts
+        if experts < 1 or not self.top_k <= columns <= MOST_COLUMNS:
+            need = f"top_k = {self.top_k} to {MOST_COLUMNS} columns of logits"
+            raise ConfigurationError("router experts", got=experts, need=need)
+        if self.groups > 1:
+            self._check_groups(experts)
+        return columns
+
+    def _check_groups(self, experts: int) -> None:
+        size, rest = divmod(experts, self.groups)
+        if rest or (self.group_score == "top2" and size < 2):
+            least = 2 if self.group_score == "top2" else 1
+            need = f"groups = {self.groups} of one size, {least} or more each"
+            raise ConfigurationError("router experts", got=experts, need=need)
+        if size * self.topk_groups < self.top_k:
+            need = f"top_k = {self.top_k} experts or more in topk_groups = {self.topk_groups}"
+            raise ConfigurationError("router groups", got=f"{self.groups} of {size}", need=need)

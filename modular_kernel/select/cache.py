@@ -1,0 +1,187 @@
+"""The folder of choices: one file for each identity, shared by processes.
+
+Writers read what is there, add their own under a lock and replace the file in one step, so a reader
+never sees half a file and no writer loses another's records. Where there is no lock to be had the
+last writer wins; its file is whole all the same.
+"""
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.select import stored
+from modular_kernel.select.keys import Facts, digest
+from modular_kernel.select.record import Bucket
+from modular_kernel.select.stored import StoredChoice
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # not on this system: the last writer wins
+    fcntl: Any = None
+else:
+    fcntl = _fcntl
+
+FOLDER = "choices"
+NOT_KEPT = "choices are not kept: there is no home folder; set MK_CACHE_DIR"
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the cache has for an identity and versions. record: None if nothing of use.
+
+    notes: what a reader should know: a file that was refused, versions that have changed.
+    """
+
+    record: StoredChoice | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cache:
+    """folder: made when something is first kept; None: nothing is. identity, versions: see keys.
+
+    Files have the mode that the umask gives, so that users who share a folder can share choices.
+    """
+
+    folder: Path | None
+    identity: Facts
+    versions: Facts
+
+    @property
+    def path(self) -> Path:
+        assert self.folder is not None
+        return self.folder / FOLDER / f"{digest(self.identity)}.json"
+
+    def load(self) -> Found:
+        """Return what is kept; never raise for what is in the folder."""
+        if self.folder is None:
+            return Found(None, (NOT_KEPT,))
+        try:
+            records = self._read()
+        except ConfigurationError as error:
+            return Found(
+                None, (f"{self.path} is not used and will be replaced: it holds {error.got}",)
+            )
+        except OSError as error:
+            return Found(None, (f"{self.path} is not used: {error.strerror or error}",))
+        mine = next((r for r in records if r.versions == self.versions), None)
+        if mine is not None or not records:
+            return Found(mine)
+        return Found(None, (f"times of before are not used: {self._changes(records[0])}",))
+
+    def keep(self, buckets: Sequence[Bucket]) -> tuple[str, ...]:
+        """Add times taken just now to what is there; notes if that was not possible."""
+        if self.folder is None:
+            return ()  # as said when it was to be loaded
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.locked(wait_s=10.0):
+                self._merge(buckets)
+        except OSError as error:
+            return (f"not kept: {self.path}: {error.strerror or error}",)
+        return ()
+
+    @contextmanager
+    def locked(self, *, wait_s: float, of: str = "lock") -> Iterator[bool]:
+        """Hold this identity's lock; yields False if it was not to be had within wait_s seconds.
+
+        of: which lock. A process that ends lets go of its locks, however it ends.
+        """
+        if self.folder is None:  # nobody to share with
+            yield True
+            return
+        if fcntl is None:
+            yield False
+            return
+        path = self.path.with_suffix(f".{of}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            yield _taken(handle, time.monotonic() + wait_s)
+        finally:
+            os.close(handle)
+
+    def _merge(self, buckets: Sequence[Bucket]) -> None:
+        try:
+            records = self._read()
+        except (ConfigurationError, OSError):
+            records = ()
+        mine = next((r for r in records if r.versions == self.versions), None)
+        mine = (mine or StoredChoice(self.versions, 0.0)).with_buckets(buckets)
+        others = [r for r in records if r.versions != self.versions]
+        fresh = StoredChoice(mine.versions, time.time(), mine.buckets)
+        _replace(self.path, stored.to_text(self.identity, [fresh, *others]) + "\n")
+
+    def _read(self) -> tuple[StoredChoice, ...]:
+        """() if there is no file; ConfigurationError for one that cannot be used."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
+        try:
+            handle = os.open(self.path, flags)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _refused("a link") from None
+            raise
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _refused("no regular file")
+            content = file.read(stored.MOST_BYTES + 1)
+        if len(content) > stored.MOST_BYTES:
+            raise _refused(f"more than {stored.MOST_BYTES} bytes")
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError:
+            raise _refused("no UTF-8") from None
+        return stored.from_text(text, self.identity)
+
+    def _changes(self, record: StoredChoice) -> str:
+        names = sorted({*record.versions, *self.versions})
+        changed = [
+            f"{name} was {record.versions.get(name, 'none')[:60]}, is {self.versions.get(name)}"
+            for name in names
+            if record.versions.get(name) != self.versions.get(name)
+        ]
+        return "; ".join(changed[:3])
+
+
+def _taken(handle: int, deadline: float) -> bool:
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return False  # a file system without locks
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        else:
+            return True
+
+
+def _replace(path: Path, text: str) -> None:
+    """In one step: whoever reads sees the old file or the new one."""
+    part = path.with_name(f"{path.stem}{uuid4().hex}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    handle = os.open(part, flags, 0o666)  # less the umask
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _refused(got: str) -> ConfigurationError:
+    return ConfigurationError("cached choices", got=got, need=stored.SCHEMA)

@@ -1,0 +1,277 @@
+"""compose: the pairing, or pairings by number of tokens, that measured fastest on this machine.
+
+    kernel = compose(problem)            # times what the cache does not have, within the budget
+    kernel = compose(problem, terms=Terms(budget=0))    # what the cache has, and nothing is timed
+    plan = kernel.plan()
+    plan.warm_up(weights)                # compiles; from here on a call only launches
+
+With the same cache the same choice is made. Over ranks (problem.parallel.world_size > 1) every rank
+calls it, with the process group; all of them get the same choice, whose times are the slowest
+rank's.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.fields import check_fields, expect
+from modular_kernel.measure.routing import RoutingKind
+from modular_kernel.printable import printable
+from modular_kernel.select import keys
+from modular_kernel.select.cache import Cache
+from modular_kernel.select.candidates import Candidates, find
+from modular_kernel.select.choice import Choice
+from modular_kernel.select.inputs import make_weights, plain, situation, weight_bytes
+from modular_kernel.select.kernel import ComposedKernel, build
+from modular_kernel.select.memory import free_bytes, gigabytes
+from modular_kernel.select.record import Bucket, bucket_tokens, in_halves
+from modular_kernel.select.team import Team, team_of
+from modular_kernel.select.timing import Stopwatch
+from modular_kernel.settings import read_settings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Machine, Problem
+
+_LOG = logging.getLogger("modular_kernel.select")
+_MOST_BUCKETS = 48
+_OF_FREE = 0.8  # of the free memory may be weights
+
+Tell = Callable[[Bucket], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How to choose.
+
+    tokens: numbers to measure; None takes powers of two up to problem.tokens. budget: seconds that
+    measuring may take, compiling included; what it does not reach is measured by a later call. 0
+    measures nothing. routing: as bench.routing.RoutingKind parses. replicated: with several ranks,
+    each passes the same tokens. folder: of the cache; None takes the settings'. fresh: measure
+    again what the cache has. tell: called with each bucket when it was measured.
+    """
+
+    tokens: tuple[int, ...] | None = None
+    budget: float = 120.0
+    routing: str = "uniform"
+    replicated: bool = False
+    folder: Path | None = None
+    fresh: bool = False
+    tell: Tell | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "terms: ")
+        if not 0 <= self.budget < float("inf"):
+            raise ConfigurationError("budget", got=self.budget, need="seconds >= 0")
+        RoutingKind.parse(self.routing)
+        given = self.tokens
+        if given is not None and (not 1 <= len(given) <= _MOST_BUCKETS or min(given) < 1):
+            need = f"1 to {_MOST_BUCKETS} numbers >= 1"
+            raise ConfigurationError("tokens to measure", got=given, need=need)
+
+    def buckets(self, problem: Problem) -> tuple[int, ...]:
+        """Return the numbers of tokens to measure, ascending."""
+        if self.tokens is None:
+            return bucket_tokens(problem.tokens)
+        if max(self.tokens) > problem.tokens:
+            need = f"<= {problem.tokens}, the problem's"
+            raise ConfigurationError("tokens to measure", got=max(self.tokens), need=need)
+        return tuple(sorted(set(self.tokens)))
+
+
+def compose(
+    problem: Problem,
+    machine: Machine | None = None,
+    *,
+    group: object | None = None,
+    terms: Terms | None = None,
+) -> ComposedKernel:
+    """Build one kernel of the fastest valid pairing at every number of tokens.
+
+    group: the process group where ranks take part; None means the default one. IncompatibleError
+    with every reason if no pairing is valid.
+    """
+    machine = this_machine() if machine is None else machine
+    choice = choose(problem, machine, group=group, terms=terms)
+    for note in choice.notes:
+        _LOG.warning("%s", printable(note))
+    if not choice.segments:
+        reasons = [r for verdict in choice.candidates.refused for r in verdict.rejections]
+        raise IncompatibleError(f"every pairing for {problem}", reasons)
+    return build(choice, machine, group)
+
+
+def choose(
+    problem: Problem,
+    machine: Machine | None = None,
+    *,
+    group: object | None = None,
+    terms: Terms | None = None,
+) -> Choice:
+    """Return what `compose` would build, and why. Collective over ranks."""
+    expect("problem", problem, Problem)
+    expect("machine", machine, Machine | None)
+    expect("terms", terms, Terms | None)
+    machine, terms = machine or this_machine(), terms or Terms()
+    team, tokens = team_of(problem, group), terms.buckets(problem)
+    # What is not measured is served too, up to the problem's tokens.
+    asked = tuple(dict.fromkeys((*tokens, problem.tokens)))
+    candidates = find(problem, machine, asked, replicated=terms.replicated)
+    identity = keys.identity(problem, machine, routing=terms.routing, replicated=terms.replicated)
+    facts = identity | keys.versions(machine)
+    _alike(team, facts)
+    cache = Cache(terms.folder or read_settings().cache_dir, identity, keys.versions(machine))
+    search = _Search(problem, machine, terms, team, tokens, candidates, cache)
+    buckets, timed, notes = search.run()
+    return Choice(
+        problem, machine, terms.replicated, tokens, candidates, buckets, facts, timed, notes
+    )
+
+
+def _alike(team: Team, facts: keys.Facts) -> None:
+    """Ranks of unlike machines or versions cannot share one choice."""
+    first, *others = team.all(facts)
+    for rank, other in enumerate(others, 1):
+        unlike = {n: other.get(n) for n in first if other.get(n) != first[n]}
+        if unlike:
+            need = {name: first[name] for name in unlike}
+            raise ConfigurationError(f"rank {rank}'s machine", got=unlike, need=f"{need} as rank 0")
+
+
+@dataclass
+class _Search:
+    problem: Problem
+    machine: Machine
+    terms: Terms
+    team: Team
+    tokens: tuple[int, ...]
+    candidates: Candidates
+    cache: Cache
+
+    def run(self) -> tuple[tuple[Bucket, ...], int, tuple[str, ...]]:
+        """Buckets from the cache and from the clock, how many were timed, and notes."""
+        end = time.monotonic() + self.terms.budget
+        buckets, notes = self._cached()
+        if self.terms.fresh:
+            buckets = ()
+        if not self._missing(buckets) or not self._wanted(end):
+            return buckets, 0, notes
+        with ExitStack() as stack:
+            notes += self._in_turn(stack, end)
+            if not self.terms.fresh:  # another process may have measured while this one waited
+                buckets = self._cached()[0]
+            new, more = self._measure(self._missing(buckets), end)
+        made = {b.tokens: b for b in (*buckets, *new)}
+        return tuple(made[t] for t in self.tokens if t in made), len(new), notes + more
+
+    def _wanted(self, end: float) -> bool:
+        """Whether there is anything to time, and time for it."""
+        loud = [p for p in self.candidates.order if p not in self.candidates.silent]
+        return bool(loud) and time.monotonic() < end
+
+    def _cached(self) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
+        """Rank 0's view, for all: only what is asked for, and only pairings that are valid."""
+        found = self.cache.load() if self.team.rank == 0 else None
+        found = self.team.leader(found)
+        assert found is not None
+        if found.record is None:
+            return (), found.notes
+        have = (found.record.at(t) for t in self.tokens)
+        whole = [self._trusted(bucket) for bucket in have if bucket is not None]
+        return tuple(b for b in whole if b is not None), found.notes
+
+    def _trusted(self, bucket: Bucket) -> Bucket | None:
+        """Without pairings that are not valid now; None where a valid one has no outcome."""
+        valid = self.candidates.valid[bucket.tokens]
+        kept = tuple(o for o in bucket.outcomes if o.pair in valid)
+        return Bucket(bucket.tokens, kept) if {o.pair for o in kept} == set(valid) else None
+
+    def _missing(self, buckets: Sequence[Bucket]) -> tuple[int, ...]:
+        have = {b.tokens for b in buckets}
+        return tuple(t for t in in_halves(self.tokens) if t not in have)
+
+    def _in_turn(self, stack: ExitStack, end: float) -> tuple[str, ...]:
+        """Wait for a process that measures the same: two at once would spoil each other's times."""
+        mine = True
+        if self.team.rank == 0:
+            try:
+                lock = self.cache.locked(wait_s=max(end - time.monotonic(), 0.0), of="timing")
+                mine = stack.enter_context(lock)
+            except OSError:
+                mine = True  # nowhere to keep a lock, so nobody to wait for
+        if self.team.leader(mine):
+            return ()
+        return ("another process may be timing the same: these times may be disturbed",)
+
+    def _measure(
+        self, missing: Sequence[int], end: float
+    ) -> tuple[tuple[Bucket, ...], tuple[str, ...]]:
+        problem, new, notes = plain(self.problem), list[Bucket](), list[str]()
+
+        def late() -> bool:
+            return self.team.leader(time.monotonic() >= end)
+
+        weights, why = self._weights(problem, late) if missing else (None, "")
+        if weights is None:
+            return (), (why,) if why else ()
+        kind = RoutingKind.parse(self.terms.routing)
+        for tokens in missing:
+            bucket = (
+                None if late() else self._bucket(problem.with_tokens(tokens), weights, kind, late)
+            )
+            if bucket is None:
+                count = len(missing) - len(new)
+                notes.append(
+                    f"the budget of {self.terms.budget:g} s left {count} of "
+                    f"{len(self.tokens)} numbers of tokens unmeasured"
+                )
+                break
+            new.append(bucket)
+            if self.team.rank == 0:
+                notes += [n for n in self.cache.keep([bucket]) if n not in notes]
+                if self.terms.tell is not None:
+                    self.terms.tell(bucket)
+        del weights
+        _free(self.machine)
+        return tuple(new), self.team.leader(tuple(notes))
+
+    def _bucket(
+        self, problem: Problem, weights: ExpertWeights, kind: RoutingKind, late: Callable[[], bool]
+    ) -> Bucket | None:
+        with torch.no_grad():
+            given = situation(problem, weights, kind, replicated=self.terms.replicated)
+            return Stopwatch(given, self.candidates, self.machine, self.team, late).bucket()
+
+    def _weights(
+        self, problem: Problem, late: Callable[[], bool]
+    ) -> tuple[ExpertWeights | None, str]:
+        """None, and why, where they do not fit on some rank, or take all of the budget."""
+        device = _device(self.machine)
+        free, need = free_bytes(device), weight_bytes(problem)
+        fits = all(self.team.all(free is None or need <= _OF_FREE * free))
+        if not fits:
+            left = gigabytes(min(f for f in self.team.all(free) if f is not None))
+            return None, f"nothing was timed: weights take {gigabytes(need)}, {left} are free"
+        try:
+            with torch.no_grad():  # ranks may hold unlike numbers of experts, and ask in step only
+                return make_weights(problem, device, late if self.team.size == 1 else None), ""
+        except TimeoutError as error:
+            return None, f"nothing was timed: {error}"
+
+
+def _device(machine: Machine) -> torch.device:
+    if machine.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _free(machine: Machine) -> None:
+    if machine.device == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

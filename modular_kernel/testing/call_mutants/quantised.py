@@ -1,0 +1,73 @@
+"""Mutants of scales, zero points and packing; each shows only in quantised cases."""
+
+from functools import partial
+
+from modular_kernel.testing.call_mutants import conditions as when
+from modular_kernel.testing.call_mutants import inputs as given
+from modular_kernel.testing.call_mutants.inject import CallMutant
+from modular_kernel.types import Problem
+
+
+def _scales_per_row(problem: Problem) -> bool:
+    return problem.scheme.granularity in ("channel", "block", "group")
+
+
+def _several_groups(problem: Problem) -> bool:
+    """Along both depths."""
+    group = problem.scheme.group
+    return bool(group) and min(problem.hidden, problem.intermediate) > group[-1]
+
+
+_several_experts = when.both(when.all_routed, lambda p: p.e > 1 and p.tokens > 1)
+
+SCALE_MUTANTS: tuple[CallMutant, ...] = (
+    CallMutant(
+        "scale_of_next_expert",
+        "every expert has its neighbour's scales",
+        _several_experts,
+        quantised=True,
+        arguments=partial(given.shift_scales, dim=0),
+    ),
+    CallMutant(
+        "scale_of_next_row",
+        "every row (or row of blocks) has its neighbour's scales: a wrong stride",
+        when.both(when.routed, _scales_per_row),
+        quantised=True,
+        arguments=partial(given.shift_scales, dim=1),
+    ),
+    CallMutant(
+        "scale_of_next_group",
+        "every group along the depth has its neighbour's scale: a wrong block",
+        when.both(when.routed, _several_groups),
+        quantised=True,
+        arguments=partial(given.shift_scales, dim=2),
+    ),
+    CallMutant(
+        "zero_point_of_next_row",
+        "every row has its neighbour's zero points",
+        when.both(when.routed, lambda p: p.scheme.zero_points),
+        quantised=True,
+        arguments=given.shift_zero_points,
+    ),
+    CallMutant(
+        "zero_points_swapped",
+        "the zero points of even and odd rows are exchanged",
+        when.both(when.routed, lambda p: p.scheme.zero_points and p.scheme.packed),
+        quantised=True,
+        arguments=partial(given.swap_nibbles, names=("w1_zero_point", "w2_zero_point")),
+    ),
+    CallMutant(
+        "nibbles_swapped",
+        "the weights of even and odd k are exchanged",
+        when.both(when.routed, lambda p: p.scheme.packed),
+        quantised=True,
+        arguments=partial(given.swap_nibbles, names=("w1", "w2")),
+    ),
+    CallMutant(
+        "given_scale_wrong",
+        "a static activation scale is far too small",
+        when.both(when.routed, lambda p: p.scheme.static),
+        quantised=True,
+        arguments=given.shrink_given_scale,
+    ),
+)

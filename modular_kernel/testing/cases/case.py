@@ -1,0 +1,90 @@
+"""One case: a proof to be made, and the line that makes it alone, here or on another machine."""
+
+import shlex
+from dataclasses import dataclass
+
+from modular_kernel.testing.cases.inputs import ORDINARY, Manner
+from modular_kernel.types import Combine, Problem, dtype_name
+
+
+@dataclass(frozen=True)
+class Case:
+    """One proof to be made: a pairing by name, a problem, a kind of routing, and a seed.
+
+    manner: how tensors lie, and what values they hold. by_turns: a second kernel, of another
+    problem, runs between this one's calls.
+    """
+
+    prepare_finalize: str
+    experts: str
+    problem: Problem
+    routing: str = "uniform"
+    seed: int = 0
+    manner: Manner = ORDINARY
+    by_turns: bool = False
+
+    def __str__(self) -> str:
+        seed = f"-seed{self.seed}" if self.seed else ""
+        pairing = f"{self.prepare_finalize}+{self.experts}"
+        unusual = "".join(
+            f"-{name}" if value is True else f"-{value}" for name, value in self._unusual().items()
+        )
+        return f"{pairing}-{self.problem}-{self.routing}{unusual}{seed}"
+
+    def _unusual(self) -> dict[str, object]:
+        """Options of the manner, where they are not the default."""
+        options = {
+            "layout": (self.manner.layout, ORDINARY.layout),
+            "values": (self.manner.values, ORDINARY.values),
+            "own-scales": (self.manner.own_scales, False),
+            "by-turns": (self.by_turns, False),
+        }
+        return {name: value for name, (value, default) in options.items() if value != default}
+
+    def options(self) -> dict[str, object]:
+        """Options of `mk test --one` that the problem does not tell."""
+        return {"routing": self.routing, "seed": self.seed, **self._unusual()}
+
+
+def command(case: Case) -> str:
+    """The line that proves this case alone, here or on another machine."""
+    problem = case.problem
+    options: dict[str, object] = {
+        "pf-type": case.prepare_finalize,
+        "experts-type": case.experts,
+        "tokens": problem.tokens,
+        "hidden": problem.hidden,
+        "intermediate": problem.intermediate,
+        "experts": problem.experts,
+        "top-k": problem.top_k,
+        "dtype": dtype_name(problem.dtype),
+        "quant": problem.quant,
+        "activation": problem.act,
+        **_unusual(problem),
+        **case.options(),
+    }
+    words = ["mk", "test", "--one"]
+    for name, value in options.items():
+        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return shlex.join(words)
+
+
+def _unusual(problem: Problem) -> dict[str, object]:
+    """Options beyond the first eight, where they are not the default."""
+    ids_dtype = problem.ids_dtype
+    options = {
+        "local-experts": (problem.local_experts, None),
+        "ids-dtype": (None if ids_dtype is None else dtype_name(ids_dtype), None),
+        "bias": (problem.bias, False),
+        "expert-map": (problem.expert_map, False),
+        "router-weight-on-input": (problem.apply_router_weight_on_input, False),
+        "routed-scaling-factor": (problem.routed_scaling_factor, 1.0),
+        "combine": (problem.combine.value, Combine.SUM.value),
+        "inplace": (problem.inplace, False),
+        "fp32-precision": (problem.fp32_precision, "ieee"),
+        "chunk-tokens": (problem.chunk_tokens, None),
+        "graph": (problem.graph, False),
+        "batch-invariant": (problem.batch_invariant, False),
+        "world-size": (problem.parallel.world_size, 1),
+    }
+    return {name: value for name, (value, default) in options.items() if value != default}

@@ -1,0 +1,267 @@
+"""Cases drawn by pairs: every two values of two axes meet in a case, if a pairing takes both.
+
+`AXES` says what varies, `draw` which rows of it prove a pairing on a machine. A row that a rule
+refuses is not drawn; a pair that no valid row holds is impossible, with the rule's reason.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import weight_specs
+from modular_kernel.rules import judge
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
+from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, why_impossible
+from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
+from modular_kernel.testing.cases.quantised import SCHEMES
+from modular_kernel.types import UNGATED, ActivationSpec, Combine, Machine, Parallel, Problem
+
+_FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
+
+# Limits of about one standard deviation of the data, so that every clamp acts on many values.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_tanh",
+    "swiglu_oai": "swiglu_oai:alpha=1.702,limit=1.0",
+    "swiglu_clamp_after": "swiglu_clamp_after:limit=0.5",
+    "swiglu_clamp_before": "swiglu_clamp_before:limit=0.5",
+    "relu2": "relu2",
+    "gelu_clamped": "gelu:limit=0.5",
+    "situ": "situ:alpha=1.5,limit=0.7",
+    "silu_no_mul": "silu_no_mul",
+    "gelu_no_mul": "gelu_no_mul",
+}
+
+# Of `placement`: how many of E experts are here, and whether by a map.
+_PLACEMENTS = ("all", "mapped", "half_mapped", "one_mapped")
+
+# Of `chunks`: the most tokens of a piece, by the tokens T of the case.
+_CHUNKS: dict[str, Callable[[int], int | None]] = {
+    "none": lambda _tokens: None,
+    "whole": lambda tokens: max(1, tokens),
+    "one_more": lambda tokens: max(1, tokens - 1),  # the last piece is one token
+    "ragged": lambda tokens: max(1, -(-2 * tokens // 5)),  # three pieces, the last one shorter
+}
+
+# The ordinary value first. H and I: on and off every block of a scheme, every step of a tile and
+# every vector of a load. T: what paths and tiles change at, as far as so few tokens reach; where
+# one expert gets all of them, so many rows. E: what counting and sorting change at.
+AXES = (
+    Axis("quant", ("none", *SCHEMES)),
+    Axis("numbers", ((_BF16, "ieee"), (_FP32, "ieee"), (_FP32, "tf32"), (_FP16, "ieee"))),
+    Axis("activation", tuple(_ACTIVATIONS)),
+    Axis("interleaved", (False, True)),
+    Axis("bias", (False, True)),
+    Axis("tokens", (7, 0, 1, 4, 5, 8, 9, 16, 17, 33, 65, 129), frozenset({0}), dear=True),
+    Axis("hidden", (48, 16, 17, 32, 33, 50, 64, 104, 128, 160), dear=True),
+    Axis("intermediate", (64, 24, 19, 32, 40, 47, 80, 128, 136), dear=True),
+    Axis("experts", (5, 1, 2, 17, 65, 300), dear=True),
+    Axis("top_k", (2, 1, 3, 8, 16), dear=True),
+    Axis("placement", _PLACEMENTS, dear=True),
+    Axis("routing", ROUTINGS, frozenset({"all_skipped"})),
+    Axis("ids", (None, torch.int32, torch.int64)),
+    Axis("weight_on_input", (False, True)),
+    Axis("scaling", (1.0, 2.5)),
+    Axis("combine", (Combine.SUM, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED)),
+    Axis("inplace", (False, True)),
+    Axis("chunks", tuple(_CHUNKS), dear=True),
+    Axis("layout", LAYOUTS),
+    Axis("own_scales", (False, True)),
+    Axis("values", tuple(values for values in VALUES if values not in NOT_DRAWN)),
+    Axis("by_turns", (False, True), dear=True),
+    Axis("batch_invariant", (False, True), dear=True),
+    Axis("seed", (0, 1, 2)),
+)
+
+_ALONE = Parallel()
+_ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
+
+
+@cache
+def _activation(kind: str, interleaved: bool) -> ActivationSpec:
+    text = _ACTIVATIONS[kind]
+    if text in UNGATED:
+        if interleaved:
+            raise ConfigurationError("activation", got=f"{text}, interleaved", need="gate and up")
+    elif interleaved or kind == "swiglu_oai":
+        text += f"{',' if ':' in text else ':'}interleaved={str(interleaved).lower()}"
+    return ActivationSpec.parse(text)
+
+
+def problem_of(row: dict[str, Any]) -> Problem:
+    """The problem that a row of values by axis says; ConfigurationError if there is none such."""
+    experts, tokens = row["experts"], row["tokens"]
+    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
+    dtype, precision = row["numbers"]
+    return Problem(
+        tokens=tokens,
+        hidden=row["hidden"],
+        intermediate=row["intermediate"],
+        experts=experts,
+        top_k=row["top_k"],
+        dtype=dtype,
+        quant=row["quant"],
+        activation=_activation(row["activation"], row["interleaved"]),
+        local_experts=here.get(row["placement"]),
+        ids_dtype=row["ids"],
+        bias=row["bias"],
+        expert_map=row["placement"] != "all",
+        apply_router_weight_on_input=row["weight_on_input"],
+        routed_scaling_factor=row["scaling"],
+        combine=row["combine"],
+        inplace=row["inplace"],
+        fp32_precision=precision,
+        chunk_tokens=_CHUNKS[row["chunks"]](tokens),
+        batch_invariant=row["batch_invariant"],
+        parallel=_ALONE,
+    )
+
+
+def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
+    """The case that a row of values by axis says."""
+    manner = Manner(row["layout"], row["values"], row["own_scales"])
+    return Case(
+        prepare_finalize,
+        experts,
+        problem_of(row),
+        row["routing"],
+        row["seed"],
+        manner,
+        row["by_turns"],
+    )
+
+
+def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
+    """Why inputs of a row and its problem cannot be made or judged, whatever the pairing."""
+    reasons = []
+    if row["routing"] == "beyond_int32" and problem.ids_dtype is torch.int32:
+        reasons.append("[routing] beyond_int32: int32 ids hold no such values")
+    if row["own_scales"]:
+        dtypes: tuple[torch.dtype, ...] = ()
+        if problem.scheme.quantised:
+            dtypes = weight_specs(problem)["w1_scale"].dtypes
+        if problem.dtype is _FP32 or problem.dtype not in dtypes:
+            reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
+    if (hostile := why_impossible(problem, row["values"])) is not None:
+        reasons.append(hostile)
+    return tuple(reasons)
+
+
+# Axes that no problem tells: rows that differ in these alone are one problem, and judged once.
+_INPUTS_ALONE = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed"})
+_problem_part: Callable[[Row], Row] = itemgetter(
+    *(i for i, axis in enumerate(AXES) if axis.name not in _INPUTS_ALONE)
+)
+
+
+def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
+    """The rows of AXES, judged for a pairing on a machine."""
+    catalog = load_catalog()
+    pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
+    problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
+
+    def judged(values: dict[str, Any]) -> tuple[Problem | None, Sequence[str]]:
+        try:
+            problem = problem_of(values)
+        except ConfigurationError as error:
+            return None, (str(error),)
+        return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
+
+    def refused(row: Row) -> Sequence[str]:
+        part, values = _problem_part(row), _values(row)
+        if part not in problems:
+            problems[part] = judged(values)
+        problem, reasons = problems[part]
+        if problem is None or reasons:
+            return reasons
+        return _harness_reasons(problem, values)
+
+    return Space(AXES, refused, _live, cost_of)
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """The value of each axis by its name."""
+    return {axis.name: axis.values[i] for axis, i in zip(AXES, row, strict=True)}
+
+
+_PLACES = {axis.name: place for place, axis in enumerate(AXES)}
+
+
+def _part(*names: str) -> Callable[[Row], Row]:
+    """A function that gives some axes' part of a row."""
+    return itemgetter(*(_PLACES[name] for name in names))
+
+
+def _said(part: Row, *names: str) -> tuple[Any, ...]:
+    """The values of such a part."""
+    return tuple(AXES[_PLACES[name]].values[i] for name, i in zip(names, part, strict=True))
+
+
+_ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
+_BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
+_TILES_BY = ("numbers", "hidden", "intermediate")
+_CALLS_BY = ("by_turns", "batch_invariant")
+_routing_part, _blocks_part = _part(*_ROUTED_BY), _part(*_BLOCKS_BY)
+_tiles_part, _calls_part = _part(*_TILES_BY), _part(*_CALLS_BY)
+
+
+def _live(row: Row) -> bool:
+    """Whether any pair of a token and an expert is computed in a valid row."""
+    return _computes(_routing_part(row))
+
+
+@cache
+def _computes(part: Row) -> bool:
+    tokens, experts, top_k, placement, routing, seed = _said(part, *_ROUTED_BY)
+    if not tokens or routing == "all_skipped":
+        return False
+    if placement in ("all", "mapped") and routing in _ALL_ROUTED:
+        return True
+    here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}.get(placement)
+    mapped = placement != "all"
+    # Whatever else a problem says, its ids are drawn alike.
+    problem = Problem(tokens, 1, 1, experts, top_k, local_experts=here, expert_map=mapped)
+    return some_routed(problem, routing, 1000 * seed)
+
+
+def cost_of(row: Row) -> float:
+    """Roughly the seconds that the interpreter takes: blocks of rows by tiles of weights."""
+    pieces, blocks = _blocks(_blocks_part(row))
+    calls, tiles = _calls(_calls_part(row)), _tiles(_tiles_part(row))
+    return calls * (0.4 + 0.3 * pieces + 0.01 * blocks * tiles)
+
+
+@cache
+def _blocks(part: Row) -> tuple[int, float]:
+    """Pieces of the tokens, and blocks of rows in all of them."""
+    tokens, top_k, experts, placement, chunks = _said(part, *_BLOCKS_BY)
+    here = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
+    pairs, pieces = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
+    return pieces, min(pairs, here) * (pieces + 1) / 2 + pairs / 16
+
+
+@cache
+def _tiles(part: Row) -> int:
+    (dtype, _), hidden, intermediate = _said(part, *_TILES_BY)
+    side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
+    return int(2 * -(-hidden // side) * -(-intermediate // side))
+
+
+@cache
+def _calls(part: Row) -> float:
+    by_turns, batch_invariant = _said(part, *_CALLS_BY)
+    return float(1 + 0.3 * by_turns + 0.5 * batch_invariant)
+
+
+@cache
+def draw(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Array, tuple[Case, ...]]:
+    """The covering array of a pairing on a machine, and the case of each row, in its order."""
+    array = covering_array(space_of(prepare_finalize, experts, machine))
+    return array, tuple(case_of(prepare_finalize, experts, _values(row)) for row in array.rows)

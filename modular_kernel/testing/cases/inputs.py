@@ -1,0 +1,379 @@
+"""Inputs of a case: seeded, scaled so that every value matters, and fenced.
+
+Scale: x, the gate and up values and every expert's output row have a standard deviation of about
+1, so a limit near 1 acts on many values and an error of one part in a thousand shows. Router
+weights are positive and very unequal, so that a wrong, missing or doubled weight is far outside
+any rounding.
+
+Fences: each tensor is a view into a longer one whose two ends hold NaN (or an id that no layer
+has), so whatever reads past an end turns the output into NaN, and whatever writes there is found
+by `fences_intact`. Values come from a CPU generator: every machine gets the same.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import quantise_weights
+from modular_kernel.reference import activation
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
+from modular_kernel.types import ActivationSpec, Problem
+
+ROUTINGS = (
+    "uniform",  # distinct experts, each as likely as the others
+    "all_to_one",  # every token to the same K experts: T rows for each of those, none elsewhere
+    "zipf",  # expert r as likely as r ** -1.2
+    "empty_experts",  # every other expert gets nothing
+    "duplicates",  # most tokens name an expert twice, some K times
+    "skips",  # -1 among the ids, and a token with nothing else
+    "all_skipped",  # nothing but -1
+    "out_of_range",  # ids below -1 and from E upwards, to be skipped and counted
+    "beyond_int32",  # the same, and ids that are experts in their low 32 bits: int64 alone has them
+)
+# How the tensors of a call lie in memory.
+LAYOUTS = (
+    "plain",  # contiguous, aligned as an allocation of its own
+    "transposed",  # weights that are contiguous along N, x with gaps between its rows
+    "spaced",  # gaps between rows of weights and of x, and between experts
+    "shifted",  # contiguous from the second element of the memory on
+)
+
+_SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
+# What given activation scales cover of x and between the GEMMs. No power of two lies between them:
+# float8 rounds alike by both scales then, and one taken for the other changes no value.
+_X_RANGE, _H_RANGE = 5.0, 37.0
+_FENCE = 256  # bytes: keeps every tensor as aligned as an allocation of its own
+_INT_FENCE = 0x3F3F3F3F
+_BIAS_STD = 0.5
+_UNUSED_WEIGHT = 7.0  # on pairs without an expert: finite, and far too large to go unnoticed
+
+
+@dataclass(frozen=True)
+class Manner:
+    """What a problem leaves open. layout: one of LAYOUTS. values: one of VALUES. own_scales: the
+    scales of weights have the problem's dtype, where the scheme lets them."""
+
+    layout: str = "plain"
+    values: str = "ordinary"
+    own_scales: bool = False
+
+    def __post_init__(self) -> None:
+        for what, got, known in (
+            ("layout", self.layout, LAYOUTS),
+            ("values", self.values, VALUES),
+        ):
+            if got not in known:
+                raise ConfigurationError(what, got=got, need=f"one of {', '.join(known)}")
+
+
+ORDINARY = Manner()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of one call."""
+
+    x_TH: torch.Tensor
+    weights: ExpertWeights
+    routing: Routing
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name."""
+        w, r = self.weights, self.routing
+        named = {
+            "x": self.x_TH,
+            "w1": w.w1,
+            "w2": w.w2,
+            "b1": w.b1,
+            "b2": w.b2,
+            "expert_map": w.expert_map,
+            "topk_weights": r.topk_weights_TK,
+            "topk_ids": r.topk_ids_TK,
+            **{name: getattr(w, name) for name in _SCALES},
+        }
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def make_inputs(
+    problem: Problem,
+    routing: str,
+    device: torch.device,
+    *,
+    seed: int = 0,
+    strided: bool = False,
+    manner: Manner = ORDINARY,
+) -> Inputs:
+    """Inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
+
+    strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids and
+    the biases' other dtype, where the problem allows each; otherwise contiguous and int32, or as
+    `manner` says.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    place = _placer(device, shift=int(manner.layout == "shifted"))
+    expert_map = _expert_map(problem, generator)
+    router = hostile_routing(
+        _router(problem, routing, expert_map, generator), problem, expert_map, manner.values
+    )
+    wide = strided or routing == "beyond_int32"
+    ids_dtype = problem.ids_dtype or (torch.int64 if wide else torch.int32)
+    x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
+    x_TH = hostile_x(x_TH, problem, manner.values).to(problem.dtype)
+    gaps = strided or manner.layout in ("transposed", "spaced")
+    return Inputs(
+        with_gaps(x_TH, place) if gaps and not problem.inplace else place(x_TH),
+        _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner),
+        Routing(place(router.topk_weights_TK), place(router.topk_ids_TK.to(ids_dtype))),
+    )
+
+
+def invalid_count(routing: Routing, problem: Problem) -> int:
+    """How many ids lie outside [-1, E)."""
+    ids = routing.topk_ids_TK
+    return int(((ids < -1) | (ids >= problem.experts)).sum())
+
+
+@cache
+def some_routed(problem: Problem, routing: str, seed: int) -> bool:
+    """Whether any pair of `make_inputs` with these arguments has an expert here."""
+    generator = torch.Generator().manual_seed(seed)
+    expert_map = _expert_map(problem, generator)
+    ids_TK = _router(problem, routing, expert_map, generator).topk_ids_TK
+    here = ids_TK[(ids_TK >= 0) & (ids_TK < problem.experts)]
+    return bool((here >= 0 if expert_map is None else expert_map[here] >= 0).any())
+
+
+Place = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _placer(device: torch.device, shift: int = 0) -> Place:
+    return lambda values: fenced(values.to(device), shift)
+
+
+def fenced(values: torch.Tensor, shift: int = 0) -> torch.Tensor:
+    """A contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
+
+    shift: elements by which it begins later than aligned memory would.
+    """
+    pad = _FENCE // values.element_size()
+    room = -(-values.numel() // pad) * pad
+    arena = torch.empty(pad + room + pad + shift, dtype=values.dtype, device=values.device)
+    arena.fill_(_fence_value(values.dtype))
+    inside = arena[pad + shift : pad + shift + values.numel()].view(values.shape)
+    inside.copy_(values)
+    return inside
+
+
+def fences_intact(tensor: torch.Tensor) -> bool:
+    """Whether what lies around a tensor made by `fenced` is as it was made."""
+    storage = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    arena = storage.set_(tensor.untyped_storage())
+    pad = _FENCE // tensor.element_size()
+    ends = torch.cat([arena[:pad], arena[pad + tensor.numel() :]])
+    expected = torch.full_like(ends, _fence_value(tensor.dtype))
+    return torch.equal(ends.view(torch.uint8), expected.view(torch.uint8))
+
+
+def _fence_value(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else min(_INT_FENCE, torch.iinfo(dtype).max)
+
+
+def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:
+    """x, put in its place with NaN between its rows."""
+    gap = x_TH.new_full((x_TH.shape[0], 16), math.nan)
+    return place(torch.cat([x_TH, gap], dim=1))[:, : x_TH.shape[1]]
+
+
+def _expert_weights(
+    problem: Problem,
+    expert_map: torch.Tensor | None,
+    generator: torch.Generator,
+    place: Place,
+    *,
+    strided: bool,
+    manner: Manner,
+) -> ExpertWeights:
+    """Weights of the problem's scheme. Quantised ones lie as `manner` says, strided or not."""
+    if not problem.scheme.quantised:
+        layout = "transposed" if strided else manner.layout
+        return _weights(problem, expert_map, generator, place, strided=strided, layout=layout)
+    plain = replace(problem, quant="none", dtype=torch.float32)
+    weights = _weights(
+        plain, expert_map, generator, lambda values: values, strided=False, layout="plain"
+    )
+    uneven = {name: _uneven(getattr(weights, name), generator) for name in ("w1", "w2")}
+    scales = {}
+    if problem.scheme.static:
+        ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
+        scales = {name: torch.full((1,), reach / 448.0) for name, reach in ranges.items()}
+    biases = {name: getattr(weights, name) for name in ("b1", "b2")}
+    if strided:
+        biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}
+    quantised = quantise_weights(
+        replace(weights, **uneven, **scales, **biases),
+        problem,
+        scale_dtype=problem.dtype if manner.own_scales else torch.float32,
+    )
+    tensors = {f.name: getattr(quantised, f.name) for f in fields(quantised)}
+    placed: dict[str, Any] = {n: t if t is None else place(t) for n, t in tensors.items()}
+    for name in ("w1", "w2"):
+        placed[name] = _laid(tensors[name], manner.layout, place)
+    return ExpertWeights(**placed)
+
+
+def _laid(w_eNK: torch.Tensor, layout: str, place: Place) -> torch.Tensor:
+    """Weights in their place, in one of LAYOUTS."""
+    if layout == "transposed":
+        return place(w_eNK.mT).mT
+    if layout != "spaced":
+        return place(w_eNK)
+    e, rows, depth = w_eNK.shape
+    spaced = torch.empty(e, rows + 1, depth + 16, dtype=w_eNK.dtype)
+    spaced.fill_(_fence_value(w_eNK.dtype))
+    spaced[:, :rows, :depth] = w_eNK
+    return place(spaced)[:, :rows, :depth]
+
+
+def _uneven(w_eNK: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Experts, rows and stretches of 32 columns of unlike size: a scale of the wrong one shows."""
+    e, rows, depth = w_eNK.shape
+
+    def factors(*shape: int) -> torch.Tensor:
+        return torch.exp2(torch.randint(0, 3, shape, generator=generator) - 1.0)
+
+    along = factors(e, 1, -(-depth // 32)).repeat_interleave(32, 2)[..., :depth]
+    uneven = w_eNK * factors(e, 1, 1) * factors(e, rows, 1) * along
+    evened: torch.Tensor = uneven * (w_eNK.norm() / uneven.norm())
+    return evened
+
+
+def _weights(
+    problem: Problem,
+    expert_map: torch.Tensor | None,
+    generator: torch.Generator,
+    place: Place,
+    *,
+    strided: bool,
+    layout: str,
+) -> ExpertWeights:
+    """Each product's output has a standard deviation of about 1."""
+
+    def normal(*shape: int, std: float, dtype: torch.dtype) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * std).to(dtype)
+
+    def matrices(*shape: int, std: float) -> torch.Tensor:
+        return _laid(normal(*shape, std=std, dtype=problem.dtype), layout, place)
+
+    e, h, i, dtype = problem.e, problem.hidden, problem.intermediate, problem.dtype
+    w1 = matrices(e, problem.w1_rows, h, std=h**-0.5)
+    w2 = matrices(e, h, i, std=i**-0.5 / _activation_rms(problem.act))
+    map_here = None if expert_map is None else place(expert_map)
+    if not problem.bias:
+        return ExpertWeights(w1, w2, expert_map=map_here)
+    types = (dtype, torch.float32) if strided else (torch.float32, dtype)
+    b1 = place(normal(e, problem.w1_rows, std=_BIAS_STD, dtype=types[0]))
+    b2 = place(normal(e, h, std=_BIAS_STD, dtype=types[1]))
+    return ExpertWeights(w1, w2, b1, b2, map_here)
+
+
+@cache
+def _activation_rms(spec: ActivationSpec) -> float:
+    """Root mean square of the activation for independent standard normal gate and up values."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20000, 2, dtype=torch.float64, generator=generator)
+    return float(activation(values, spec).square().mean().sqrt())
+
+
+def _expert_map(problem: Problem, generator: torch.Generator) -> torch.Tensor | None:
+    """e experts chosen at random, in random order, here; -1 for the others."""
+    if not problem.expert_map:
+        return None
+    here = torch.randperm(problem.experts, generator=generator)[: problem.e]
+    expert_map = torch.full((problem.experts,), -1, dtype=torch.int32)
+    expert_map[here] = torch.arange(problem.e, dtype=torch.int32)
+    return expert_map
+
+
+def _router(
+    problem: Problem, kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
+) -> Routing:
+    tokens, top_k = problem.tokens, problem.top_k
+    # One logit more than K: the weights of a row are unequal and do not sum to 1, even for K = 1.
+    logits = 1.5 * torch.randn(tokens, top_k + 1, generator=generator)
+    if problem.apply_router_weight_on_input:  # around 1, so that the layer's values stay so too
+        weights_TK = (logits[:, :top_k] / 4).exp()
+    else:
+        weights_TK = logits.softmax(-1)[:, :top_k]
+    ids_TK = _ids(problem, kind, expert_map, generator)
+    unused = (ids_TK < 0) | (ids_TK >= problem.experts)
+    return Routing(weights_TK.masked_fill(unused, _UNUSED_WEIGHT), ids_TK)
+
+
+def _ids(
+    problem: Problem, kind: str, expert_map: torch.Tensor | None, generator: torch.Generator
+) -> torch.Tensor:
+    """(T, K) int64 expert ids of one of ROUTINGS."""
+    if kind not in ROUTINGS:
+        raise ConfigurationError("routing", got=kind, need=f"one of {ROUTINGS}")
+    if kind == "beyond_int32" and problem.ids_dtype is torch.int32:
+        raise ConfigurationError("routing", got=kind, need="int64 ids")
+    tokens, top_k, experts = problem.tokens, problem.top_k, problem.experts
+    if kind == "all_skipped":
+        return torch.full((tokens, top_k), -1)
+    if kind == "all_to_one":
+        first = experts // 2 if expert_map is None else int((expert_map == 0).nonzero()[0])
+        return ((first + torch.arange(top_k)) % experts).repeat(tokens, 1)
+    odds = torch.ones(experts)
+    if kind == "zipf":
+        odds = torch.arange(1, experts + 1).float() ** -1.2
+    if kind == "empty_experts" and experts > 1:
+        odds[1::2] = 0
+    ids_TK = _draw(odds, tokens, top_k, generator)
+    if kind == "duplicates":
+        ids_TK[0::3, -1] = ids_TK[0::3, 0]
+        ids_TK[1::3] = ids_TK[1::3, :1]
+    elif kind == "skips":
+        _scatter(ids_TK, (-1,), generator)
+        ids_TK[tokens // 2 :][: int(tokens > 1)] = -1
+    else:
+        _scatter(ids_TK, _wrong_ids(kind, experts), generator)
+    return ids_TK
+
+
+def _wrong_ids(kind: str, experts: int) -> tuple[int, ...]:
+    """Ids that are no expert's, for the kinds of routing that have some."""
+    if kind == "out_of_range":
+        return experts, -2, -1, 2**31 - 1, experts + 7, -5, -(2**31)
+    if kind == "beyond_int32":
+        low = experts // 2  # what an int32 keeps of most
+        return 2**32 + low, -(2**32) + low, 2**31, 2**40 + low, -(2**63), 2**63 - 1
+    return ()
+
+
+def _draw(odds: torch.Tensor, tokens: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
+    """(T, K) ids drawn by their odds, distinct in a row while there are experts left."""
+    if tokens == 0:
+        return torch.empty(0, top_k, dtype=torch.int64)
+    distinct = min(top_k, int((odds > 0).sum()))
+    rows = odds.expand(tokens, -1)
+    ids = torch.multinomial(rows, distinct, generator=generator)
+    if distinct == top_k:
+        return ids
+    more = torch.multinomial(rows, top_k - distinct, replacement=True, generator=generator)
+    return torch.cat([ids, more], dim=1)
+
+
+def _scatter(ids_TK: torch.Tensor, values: tuple[int, ...], generator: torch.Generator) -> None:
+    """Put `values` in turn on the last pair and on about every third of the others."""
+    if ids_TK.numel() == 0 or not values:
+        return
+    chosen = torch.rand(ids_TK.shape, generator=generator) < 0.3
+    chosen[-1, -1] = True
+    count = int(chosen.sum())
+    ids_TK[chosen] = torch.tensor(values).repeat(-(-count // len(values)))[:count]

@@ -1,0 +1,282 @@
+"""Which cases a pairing is proven on.
+
+`full`: rows in which every two values of two axes meet, drawn for the pairing (`cases_drawn`), and
+shapes that no axis has (`cases_chosen`).
+`smoke`: some that touch every axis. `axes`: a base, one change for each axis, products where axes
+meet; for whoever wants problems of which one thing is unlike the base.
+
+A case is a problem, a kind of routing, a manner of inputs and a seed, so it can be replayed on any
+machine by the one line that `command` prints. Shapes are small: the interpreter runs them too.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.support import Verdict
+from modular_kernel.testing.cases.case import Case, command
+from modular_kernel.testing.cases.chosen import chosen_cases
+from modular_kernel.testing.cases.covering import has_row
+from modular_kernel.testing.cases.drawn import draw, space_of
+from modular_kernel.testing.cases.inputs import ROUTINGS
+from modular_kernel.testing.cases.invariant import batch_invariant
+from modular_kernel.testing.cases.quantised import quantised
+from modular_kernel.testing.cases.smoke import smoke
+from modular_kernel.types import Combine, Machine, Problem
+
+__all__ = [
+    "BASE",
+    "ROUTINGS",
+    "Case",
+    "Selection",
+    "axes",
+    "cases_by_axes",
+    "cases_for",
+    "command",
+    "pairings",
+]
+
+Level = Literal["smoke", "full"]
+Variant = tuple[Problem, str]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The cases a pairing must pass, and those that the rules refuse, each with its verdict.
+
+    met: how many pairs of values of two axes meet in cases that were drawn by pairs. impossible:
+    those that no valid case holds, each with the reason.
+    """
+
+    cases: tuple[Case, ...]
+    refused: tuple[tuple[Case, Verdict], ...]
+    met: int = 0
+    impossible: tuple[tuple[str, str, str], ...] = ()
+
+
+# float32: nothing is hidden by rounding. Odd counts; H and I off every tile, yet multiples of 16,
+# so that the 16-bit cases run the tiles that real models run.
+BASE = Problem(tokens=19, hidden=48, intermediate=80, experts=5, top_k=2, dtype=torch.float32)
+
+_FP16, _BF16 = torch.float16, torch.bfloat16
+# Limits of about one standard deviation of the data, so that every clamp acts on many values.
+_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
+_OAI_SPLIT = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=false"
+_AFTER = "swiglu_clamp_after:limit=0.5"
+_BEFORE = "swiglu_clamp_before:limit=0.5"
+
+
+def cases_for(
+    prepare_finalize: str, experts: str, machine: Machine, level: Level = "full"
+) -> Selection:
+    """Every case of `level` for a pairing, judged on `machine`.
+
+    full: cases in which every two values of two axes meet, as far as the pairing takes both, and
+    those chosen by hand.
+    """
+    if level == "smoke":
+        found = (Case(prepare_finalize, experts, p, r, manner=m) for p, r, m in smoke(BASE))
+        return _judged(found, machine)
+    array, cases = draw(prepare_finalize, experts, machine)
+    met, words = len(array.met), array.space.words
+    impossible = tuple((words(a), words(b), why) for (a, b), why in array.impossible.items())
+    ordinary = (
+        Case(prepare_finalize, experts, BASE),
+        check(prepare_finalize, experts, BASE, machine),
+    )
+    if not cases:
+        return Selection((), (ordinary,), met, impossible)
+    beside = chosen_cases(prepare_finalize, experts, machine)
+    return Selection((*cases, *beside), (), met, impossible)
+
+
+def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
+    """The cases of `axes(BASE)` for a pairing, judged on `machine`."""
+    found = (Case(prepare_finalize, experts, p, routing) for p, routing in axes(BASE))
+    return _judged(found, machine)
+
+
+def _judged(found: Iterable[Case], machine: Machine) -> Selection:
+    cases: list[Case] = []
+    refused: list[tuple[Case, Verdict]] = []
+    for case in found:
+        verdict = check(case.prepare_finalize, case.experts, case.problem, machine)
+        if verdict.ok:
+            cases.append(case)
+        else:
+            refused.append((case, verdict))
+    return Selection(tuple(cases), tuple(refused))
+
+
+def pairings(machine: Machine, level: Level = "full") -> tuple[tuple[str, str], ...]:
+    """Every pairing in the catalog that at least one case of `level` is valid for."""
+    catalog = load_catalog()
+    return tuple(
+        (pf, experts)
+        for pf in catalog.names("prepare_finalize")
+        for experts in catalog.names("experts")
+        if _any_case(pf, experts, machine, level)
+    )
+
+
+def _any_case(prepare_finalize: str, experts: str, machine: Machine, level: Level) -> bool:
+    if level == "smoke":
+        return bool(cases_for(prepare_finalize, experts, machine, level).cases)
+    return has_row(space_of(prepare_finalize, experts, machine))
+
+
+def axes(base: Problem) -> tuple[Variant, ...]:
+    """`base` plus one change for each axis, plus small products over axes that interact."""
+    groups: tuple[Iterable[Variant], ...] = (
+        [(base, "uniform")],
+        _tokens(base),
+        _numbers(base),
+        _activations(base),
+        _biases(base),
+        _router_weights(base),
+        _combines(base),
+        _inplace(base),
+        _placements(base),
+        _chunks(base),
+        _routings(base),
+        _shapes(base),
+        quantised(base),
+        batch_invariant(base),
+    )
+    return tuple(dict.fromkeys(variant for group in groups for variant in group))
+
+
+def _change(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
+    """`base` with some fields changed, whatever their types."""
+    return replace(base, **changes), routing
+
+
+def _tokens(base: Problem) -> Iterator[Variant]:
+    """No token, one, an odd number; and tile edges, where one expert gets exactly T rows.
+
+    Parts choose their tiles by the mean rows of an expert, so larger edges have fewer experts.
+    """
+    for tokens in (0, 1, 7):
+        yield _change(base, tokens=tokens)
+    yield _change(base, tokens=1, dtype=_BF16, bias=True)
+    for tokens in (15, 16, 17):
+        yield _change(base, "all_to_one", tokens=tokens, top_k=1)
+    yield _change(base, "all_to_one", tokens=65, top_k=1, experts=2)
+    for tokens in (31, 32, 33, 63, 64, 65):
+        yield _change(base, "all_to_one", tokens=tokens, top_k=1, experts=2, dtype=_BF16)
+    for tokens in (127, 128, 129):
+        yield _change(base, tokens=tokens, top_k=1, experts=1, dtype=_BF16)
+
+
+def _numbers(base: Problem) -> Iterator[Variant]:
+    """Element types of activations and of ids."""
+    yield _change(base, dtype=_FP16)
+    yield _change(base, dtype=_BF16)
+    yield _change(base, fp32_precision="tf32")
+    yield _change(base, ids_dtype=torch.int32)
+    yield _change(base, ids_dtype=torch.int64)
+    yield _change(base, "out_of_range", ids_dtype=torch.int64, top_k=3)
+
+
+def _activations(base: Problem) -> Iterator[Variant]:
+    """Every rule in float32, where nothing is hidden by rounding, and some in each other type."""
+    split = ("gelu", "gelu_tanh", _OAI_SPLIT, _AFTER, _BEFORE, "relu2")
+    rare = ("situ:alpha=1.5,limit=0.7", "gelu:limit=0.5", "silu_no_mul", "gelu_tanh_no_mul")
+    for activation in (*split, *rare, _OAI, "silu:interleaved=true"):
+        yield _change(base, activation=activation)
+    for activation in ("gelu", _OAI, _AFTER, "relu2"):
+        yield _change(base, activation=activation, dtype=_BF16)
+    for activation in ("gelu_tanh", _BEFORE):
+        yield _change(base, activation=activation, dtype=_FP16)
+    yield _change(base, activation=_OAI, fp32_precision="tf32", bias=True)
+
+
+def _biases(base: Problem) -> Iterator[Variant]:
+    for dtype in (base.dtype, _BF16, _FP16):
+        yield _change(base, dtype=dtype, bias=True)
+    yield _change(base, "skips", bias=True, activation="relu2")
+    yield _change(base, "duplicates", bias=True, activation=_OAI, dtype=_BF16, top_k=4)
+
+
+def _router_weights(base: Problem) -> Iterator[Variant]:
+    """Router weights on the input, the scaling factor, and K."""
+    on_input = replace(base, apply_router_weight_on_input=True)
+    for top_k in (1, 2):
+        yield _change(on_input, top_k=top_k)
+    for top_k in (1, 3):
+        yield _change(on_input, top_k=top_k, bias=True, dtype=_BF16)
+    yield _change(on_input, "skips", top_k=1, bias=True)
+    yield _change(on_input, "duplicates", top_k=3, dtype=_FP16)
+    for top_k in (1, 2, 3):
+        yield _change(base, routed_scaling_factor=2.5, top_k=top_k)
+    yield _change(base, routed_scaling_factor=2.5, top_k=8, experts=9, tokens=7)
+    yield _change(base, "skips", routed_scaling_factor=2.5, top_k=3, dtype=_BF16, bias=True)
+    yield _change(on_input, routed_scaling_factor=2.5, top_k=1)
+    for top_k in (1, 3):
+        yield _change(base, top_k=top_k)
+    yield _change(base, top_k=8, tokens=9)
+    yield _change(base, top_k=16, experts=17, tokens=5)
+
+
+def _combines(base: Problem) -> Iterator[Variant]:
+    """Top-k kept: weighted and scaled, or neither."""
+    weighted = replace(base, combine=Combine.TOPK_WEIGHTED)
+    unweighted = replace(base, combine=Combine.TOPK_UNWEIGHTED)
+    for kept in (weighted, unweighted):
+        yield _change(kept, routed_scaling_factor=2.5)
+        yield _change(kept, "skips", top_k=3, dtype=_BF16, bias=True)
+        yield _change(kept, "duplicates", apply_router_weight_on_input=True, top_k=1)
+    yield _change(weighted, tokens=0)
+    yield _change(unweighted, tokens=1, top_k=3)
+
+
+def _inplace(base: Problem) -> Iterator[Variant]:
+    inplace = replace(base, inplace=True)
+    yield _change(inplace)
+    yield _change(inplace, "duplicates", dtype=_BF16, top_k=3)
+    yield _change(inplace, "skips", bias=True)
+    yield _change(inplace, tokens=0)
+
+
+def _placements(base: Problem) -> Iterator[Variant]:
+    """Experts that are elsewhere, in any order; few experts, and many for few tokens."""
+    mapped = replace(base, expert_map=True)
+    yield _change(mapped)
+    yield _change(mapped, local_experts=3)
+    yield _change(mapped, "skips", local_experts=4, dtype=_BF16, top_k=3, bias=True)
+    yield _change(mapped, "out_of_range", local_experts=2, inplace=True)
+    yield _change(mapped, "all_to_one", local_experts=1, top_k=3)
+    yield _change(mapped, local_experts=4, combine=Combine.TOPK_WEIGHTED)
+    yield _change(base, experts=1, top_k=1)
+    yield _change(base, experts=65, tokens=5, dtype=_BF16)
+    yield _change(base, "zipf", experts=65, top_k=3, tokens=9)
+
+
+def _chunks(base: Problem) -> Iterator[Variant]:
+    """Chunks of C = 8 tokens: none, one less than one, one, one more, two; and what they meet."""
+    chunked = replace(base, chunk_tokens=8)
+    for tokens in (0, 7, 8, 9, 16):
+        yield _change(chunked, tokens=tokens)
+    yield _change(chunked, "out_of_range", dtype=_BF16, bias=True)
+    yield _change(chunked, "duplicates", inplace=True, top_k=3)
+    yield _change(chunked, "skips", combine=Combine.TOPK_WEIGHTED, chunk_tokens=7)
+    yield _change(chunked, local_experts=3, expert_map=True, chunk_tokens=10)
+
+
+def _routings(base: Problem) -> Iterator[Variant]:
+    for routing in ROUTINGS:
+        yield base, routing
+    for routing in ("zipf", "duplicates", "skips", "out_of_range"):
+        yield _change(base, routing, dtype=_BF16, top_k=3)
+
+
+def _shapes(base: Problem) -> Iterator[Variant]:
+    """H and I on and off every tile."""
+    for hidden, intermediate in ((128, 64), (16, 32), (17, 19), (33, 47), (130, 96), (72, 136)):
+        yield _change(base, hidden=hidden, intermediate=intermediate)
+    yield _change(base, hidden=160, intermediate=96, dtype=_BF16, bias=True)
+    yield _change(base, hidden=47, intermediate=33, dtype=_BF16, activation=_OAI)
+    yield _change(base, hidden=104, intermediate=56, dtype=_FP16, activation="relu2")

@@ -1,0 +1,69 @@
+"""Inputs of a case over ranks: made for the whole world, of which each rank takes its part.
+
+Every rank makes the same whole from the same seed, so nothing has to be sent: its tokens are some
+rows of it, its weights those of the experts in its slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.cases.inputs import Inputs, fenced, with_gaps
+from modular_kernel.types import Problem
+
+_OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
+
+
+def part_of(
+    whole: Inputs, tokens: slice, problem: Problem, device: torch.device, *, strided: bool
+) -> Inputs:
+    """What one rank passes: `tokens` of the whole world's, and the weights that it holds.
+
+    problem: the rank's. whole, strided: as `make_inputs` made it, and was told. Each tensor is a
+    fenced copy, laid out as the whole's.
+    """
+    rank = problem.parallel.rank
+
+    def place(values: torch.Tensor) -> torch.Tensor:
+        return fenced(values.to(device))
+
+    x_TH, routing = whole.x_TH[tokens], whole.routing
+    gaps = strided and not problem.inplace
+    weights = _rows(whole.weights, problem.placement.slots[rank])
+    placed: dict[str, Any] = {
+        name: None if tensor is None else _laid_out(tensor, device)
+        for name, tensor in weights.items()
+    }
+    if problem.expert_map:
+        placed["expert_map"] = place(problem.placement.expert_map(rank))
+    return Inputs(
+        with_gaps(x_TH, place) if gaps else place(x_TH),
+        ExpertWeights(**placed),
+        Routing(place(routing.topk_weights_TK[tokens]), place(routing.topk_ids_TK[tokens])),
+    )
+
+
+def _rows(weights: ExpertWeights, experts: Sequence[int]) -> dict[str, torch.Tensor | None]:
+    """Every tensor of the weights, of these experts alone."""
+    index = torch.tensor(experts)
+    tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
+    return {
+        name: t if t is None or name in _OF_ALL_EXPERTS else _take(t, index)
+        for name, t in tensors.items()
+    }
+
+
+def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """values[index], transposed if `values` is."""
+    if values.dim() == 3 and values.stride(-1) != 1:
+        return values.mT[index].mT
+    return values[index]
+
+
+def _laid_out(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if values.dim() == 3 and values.stride(-1) != 1:
+        return fenced(values.mT.to(device)).mT
+    return fenced(values.to(device))

@@ -1,0 +1,330 @@
+"""Cases over ranks: a problem, how many tokens each rank passes, and where the experts live.
+
+As in `cases`: a base, one change for each axis, products where axes meet. Tokens differ from rank
+to rank, some have none; experts are placed in blocks with a rest, dealt, or kept in copies.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.placement import Placement
+from modular_kernel.support import Verdict
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.inputs import ORDINARY, Manner
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.testing.cases.nearest import neighbours
+from modular_kernel.testing.cases.scenes import SCENES, has_scenes
+from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
+
+Level = Literal["smoke", "full"]
+_FP16, _BF16 = torch.float16, torch.bfloat16
+_LONG_ROWS = 16400  # more values than a program quantises at once
+_OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
+
+
+def _with_copies(experts: int, world_size: int) -> Placement:
+    """Blocks; the first rank also holds the last expert, and the last rank the first one."""
+    copies: dict[int, tuple[int, ...]] = {experts - 1: (0,), 0: (world_size - 1,)}
+    return Placement.linear(experts, world_size).with_copies(copies)
+
+
+PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
+    "linear": Placement.linear,
+    "round_robin": Placement.round_robin,
+    "copies": _with_copies,
+}
+
+
+def parse_placement(text: str, experts: int, world_size: int) -> Placement:
+    """A name of PLACEMENTS, or the experts of every rank: "0,2/1,3". ConfigurationError else."""
+    if text in PLACEMENTS:
+        return PLACEMENTS[text](experts, world_size)
+    try:
+        return Placement(tuple(tuple(map(int, part.split(","))) for part in text.split("/")))
+    except ValueError:
+        need = f"one of {', '.join(PLACEMENTS)}, or experts by rank such as 0,2/1,3"
+        raise ConfigurationError("placement", got=repr(text), need=need) from None
+
+
+def placement_name(placement: Placement) -> str:
+    """The text that `parse_placement` turns into this placement; a name if it has one."""
+    experts, world_size = placement.experts, placement.world_size
+    for name, place in PLACEMENTS.items():
+        if experts >= world_size > 1 and placement == place(experts, world_size):
+            return name
+    return "/".join(",".join(map(str, slots)) for slots in placement.slots)
+
+
+@dataclass(frozen=True)
+class RankCase(Case):
+    """One proof over ranks.
+
+    problem: rank 0's; the other ranks' differ by `parallel.rank` alone, and its `tokens` is the
+    most that a rank passes. tokens: how many each rank passes in the first call. fault: the name
+    of a scene of `fault_scenes` that is played beside, "" for none.
+    """
+
+    tokens: tuple[int, ...] = ()
+    fault: str = ""
+
+    def __post_init__(self) -> None:
+        parallel = self.problem.parallel
+        if len(self.tokens) != parallel.world_size or parallel.rank:
+            got = f"{len(self.tokens)} numbers, rank {parallel.rank}"
+            need = f"{parallel.world_size} numbers, one of each rank, and rank 0's problem"
+            raise ConfigurationError("tokens", got=got, need=need)
+        if max(self.tokens) > self.problem.tokens:
+            need = f"at most problem.tokens = {self.problem.tokens} on each rank"
+            raise ConfigurationError("tokens", got=self.tokens, need=need)
+        if self.fault and self.fault not in SCENES:
+            need = f"one of {', '.join(SCENES)}"
+            raise ConfigurationError("fault", got=repr(self.fault), need=need)
+        if self.replicated and len(set(self.tokens)) > 1:
+            need = f"as many on each rank: {self.prepare_finalize} takes replicated input"
+            raise ConfigurationError("tokens", got=self.tokens, need=need)
+
+    @property
+    def world_size(self) -> int:
+        return self.problem.parallel.world_size
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank passes the same tokens."""
+        part = load_catalog().prepare_finalize(self.prepare_finalize)
+        return part.requires.replicated_input
+
+    @property
+    def whole(self) -> Problem:
+        """The same layer on one rank that has every expert."""
+        return replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
+
+    def of_rank(self, rank: int) -> Case:
+        """What one rank is to do."""
+        problem = replace(self.problem, parallel=replace(self.problem.parallel, rank=rank))
+        pair = self.prepare_finalize, self.experts
+        return Case(*pair, problem, self.routing, self.seed, self.manner)
+
+    def verdict(self, machine: Machine) -> Verdict:
+        """The first rank's that is refused, or rank 0's."""
+        cases = [self.of_rank(rank) for rank in range(self.world_size)]
+        verdicts = [check(c.prepare_finalize, c.experts, c.problem, machine) for c in cases]
+        return next((verdict for verdict in verdicts if not verdict.ok), verdicts[0])
+
+    def options(self) -> dict[str, object]:
+        return {
+            "rank-tokens": ",".join(map(str, self.tokens)),
+            "placement": placement_name(self.problem.placement),
+            **super().options(),
+            **({"fault": self.fault} if self.fault else {}),
+        }
+
+    def __str__(self) -> str:
+        tokens, placed = "+".join(map(str, self.tokens)), placement_name(self.problem.placement)
+        fault = f"-{self.fault}" if self.fault else ""
+        return f"{super().__str__()}-{tokens}-{placed}{fault}"
+
+
+@dataclass(frozen=True)
+class RankSelection:
+    """The cases of a pairing over ranks, and those that the rules refuse, each with its verdict.
+
+    instead: of those refused, the ones that a case of another shape stands for, and that case.
+    """
+
+    cases: tuple[RankCase, ...]
+    refused: tuple[tuple[RankCase, Verdict], ...]
+    instead: tuple[tuple[RankCase, RankCase], ...] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a case is made of besides its pairing and its ranks.
+
+    tokens: of each rank, repeated from the start where there are more ranks; where every rank
+    passes the same, the most of them. fault, manner: as in a RankCase.
+    """
+
+    problem: Problem
+    placement: str
+    tokens: tuple[int, ...]
+    routing: str
+    fault: str = ""
+    manner: Manner = ORDINARY
+
+    def case(self, prepare_finalize: str, experts: str, world_size: int) -> RankCase:
+        place = PLACEMENTS[self.placement]
+        placed: Placement | Literal["linear"] = "linear"
+        if self.placement != "linear":
+            placed = place(self.problem.experts, world_size)
+        tokens = tuple(self.tokens[rank % len(self.tokens)] for rank in range(world_size))
+        part = load_catalog().prepare_finalize(prepare_finalize)
+        if part.requires.replicated_input:
+            tokens = (max(tokens),) * world_size
+        problem = replace(self.problem, tokens=max(tokens), parallel=Parallel(world_size, placed))
+        return RankCase(
+            prepare_finalize,
+            experts,
+            problem,
+            self.routing,
+            manner=self.manner,
+            tokens=tokens,
+            fault=self.fault,
+        )
+
+
+def rank_cases_for(
+    prepare_finalize: str,
+    experts: str,
+    machine: Machine,
+    world_size: int,
+    level: Level = "smoke",
+) -> RankSelection:
+    """Every case of `level` for a pairing over `world_size` ranks, judged on `machine`.
+
+    One that is refused for its shape alone gives way to the nearest that is not.
+    """
+    cases: list[RankCase] = []
+    refused: list[tuple[RankCase, Verdict]] = []
+    instead: list[tuple[RankCase, RankCase]] = []
+    catalog = load_catalog()
+    scenes = ("", *has_scenes(catalog.prepare_finalize(prepare_finalize), machine))
+    interpreted = "triton" in catalog.experts(experts).requires.packages
+    for variant in rank_variants(world_size, level):
+        # Interpreted products of such a depth outlast what ranks wait for each other.
+        too_long = interpreted and variant.problem.hidden >= _LONG_ROWS
+        if too_long or variant.fault not in scenes:
+            continue
+        case = variant.case(prepare_finalize, experts, world_size)
+        verdict = case.verdict(machine)
+        found: RankCase | None = case
+        if not verdict.ok:
+            refused.append((case, verdict))
+            near = neighbours(variant, verdict, world_size)
+            fits = (each.case(prepare_finalize, experts, world_size) for each in near)
+            found = next((fit for fit in fits if fit.verdict(machine).ok), None)
+            if found is not None:
+                instead.append((case, found))
+        if found is not None and found not in cases:  # the same for replicated input, or fitted
+            cases.append(found)
+    return RankSelection(tuple(cases), tuple(refused), tuple(instead))
+
+
+def rank_pairings(
+    machine: Machine, world_size: int, level: Level = "smoke"
+) -> tuple[tuple[str, str], ...]:
+    """Every pairing in the catalog that is valid for a case of `level` over `world_size` ranks."""
+    catalog = load_catalog()
+    return tuple(
+        (pf, experts)
+        for pf in catalog.names("prepare_finalize")
+        for experts in catalog.names("experts")
+        if rank_cases_for(pf, experts, machine, world_size, level).cases
+    )
+
+
+def rank_variants(world_size: int, level: Level) -> tuple[Variant, ...]:
+    """Two experts a rank and a rest of one, seven tokens and fewer, unless an axis says more."""
+    base = replace(BASE, tokens=7, experts=2 * world_size + 1)
+    found = [*_smoke(base, world_size)]
+    if level == "full":
+        found += [*_full(base, world_size)]
+    return tuple(dict.fromkeys(found))
+
+
+UNEVEN = (7, 4, 0, 5)
+
+
+def _variant(
+    base: Problem,
+    routing: str = "uniform",
+    *,
+    placement: str = "linear",
+    tokens: Sequence[int] = UNEVEN,
+    **changes: Any,
+) -> Variant:
+    return Variant(replace(base, **changes), placement, tuple(tokens), routing)
+
+
+def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Every placement, zero tokens here and everywhere, and a touch of every other axis."""
+    even = replace(base, experts=2 * world_size)
+    on_input = replace(even, apply_router_weight_on_input=True, top_k=1)
+    yield _variant(base)
+    yield _variant(even, tokens=(0, 5))
+    yield _variant(even, "zipf", bias=True, routed_scaling_factor=2.5, dtype=_BF16)
+    yield _variant(base, "skips", placement="round_robin", dtype=_BF16, bias=True, activation=_OAI)
+    yield _variant(base, "duplicates", placement="copies", dtype=_FP16, top_k=3)
+    yield _variant(base, placement="round_robin", tokens=(0,))
+    yield _variant(base, "out_of_range", placement="copies", tokens=(5, 0), ids_dtype=torch.int64)
+    yield _variant(base, "all_to_one", inplace=True, activation="relu2", tokens=(4, 7))
+    yield _variant(on_input, "empty_experts")
+    yield _variant(even, hidden=160, intermediate=96, dtype=_BF16, quant="fp8_w8a8_block")
+
+
+def _full(base: Problem, world_size: int) -> Iterator[Variant]:
+    change = partial(_variant, base)
+    even = replace(base, experts=2 * world_size)
+    wide = replace(base, hidden=160, intermediate=96, dtype=_BF16)
+    for placement in PLACEMENTS:
+        for routing in ("uniform", "all_to_one", "zipf", "skips", "out_of_range", "all_skipped"):
+            yield change(routing, placement=placement)
+        for dtype in (_FP16, _BF16):
+            yield change(placement=placement, dtype=dtype, top_k=3, routed_scaling_factor=2.5)
+        few: tuple[tuple[int, ...], ...] = ((0, 0, 0, 7), (1,), (1, 0), (17, 3))
+        for tokens in few:
+            yield change(placement=placement, tokens=tokens)
+        yield change("duplicates", placement=placement, bias=True, top_k=4, ids_dtype=torch.int64)
+    for routing in ("uniform", "zipf", "out_of_range"):
+        yield _variant(even, routing)
+    for edge in (15, 16, 17, 33):
+        yield change("all_to_one", tokens=(edge, 1), top_k=1, dtype=_BF16)
+    yield change(experts=world_size, top_k=1)
+    yield change(experts=8 * world_size + 3, top_k=8, placement="round_robin")
+    yield change(apply_router_weight_on_input=True, top_k=2, bias=True)
+    yield change("skips", apply_router_weight_on_input=True, top_k=1, bias=True, dtype=_BF16)
+    for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):
+        yield change("skips", combine=combine, routed_scaling_factor=2.5)
+    yield change(chunk_tokens=4)
+    yield change("duplicates", inplace=True, dtype=_BF16, top_k=3)
+    yield change(hidden=47, intermediate=33, dtype=_BF16, activation=_OAI)
+    for quant in (
+        "fp8_w8a8_tensor",
+        "fp8_w8a8_tensor:static=true",
+        "fp8_w8a8_channel",
+        "fp8_w8a8_block:block=48x64",
+        "int8_w8a8_channel",
+        "int8_w8a16_group:group=64",
+        "int4_w4a16_group:group=32,zero_points=true",
+        "mxfp4_w4a16",
+    ):
+        yield _variant(wide, quant=quant)
+    for fault in SCENES:
+        yield Variant(base, "linear", UNEVEN, "uniform", fault)
+    yield from _quantised(replace(base, dtype=_BF16), world_size)
+    block = "fp8_w8a8_block:block=48x64"
+    yield _variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
+    yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
+
+
+def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Rows whose groups are no power of two, and that no program holds at once; scales of all
+    ranks' tokens by a value that one of them has; values below those that a scale follows."""
+    few = replace(base, experts=2 * world_size, top_k=1)
+    ragged = replace(few, hidden=160, intermediate=136)
+    yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
+    yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
+    peaks, faint = Manner(values="peaks"), Manner(values="faint")
+    wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
+    yield Variant(wide, "linear", (2, 5), "uniform", manner=peaks)
+    long = replace(few, hidden=_LONG_ROWS, intermediate=16, quant="fp8_w8a8_channel")
+    yield Variant(long, "linear", (2, 1), "uniform", manner=peaks)
+    linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
+    for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
+        small = replace(few, intermediate=16, activation=linear, quant=quant)
+        yield Variant(small, "linear", (5, 3), "uniform", manner=faint)

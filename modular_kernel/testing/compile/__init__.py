@@ -1,0 +1,1 @@
+"""Compile every kernel without a GPU and read what the compiler reports."""

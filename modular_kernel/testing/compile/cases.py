@@ -1,0 +1,341 @@
+"""Compiles every Triton kernel as the parts launch it, for a GPU that need not be there.
+
+Every valid pairing of Triton parts is run once per case on meta tensors inside `record_compiles`:
+the tiles, flags and shapes are those of real calls on that GPU, with no hand-written signatures to
+go stale. Kernels that need ranks are launched by `meta_calls` of their parts, operations that no
+layer of one rank uses by this module.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import check_all, load_catalog, make_kernel, packages_of
+from modular_kernel.composer import Inputs, random_inputs
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.machine import importable
+from modular_kernel.ops.activation import gated_activation
+from modular_kernel.ops.expert_slots import Numbering, Pairs, number_pairs
+from modular_kernel.ops.mask_unwritten import live_pairs
+from modular_kernel.ops.quantise import quantise_specs, take_quantised
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.ops.slots_and_quantise import number_and_quantise
+from modular_kernel.ops.zero_padding import zero_rows
+from modular_kernel.placement import Placement, PlacementTables
+from modular_kernel.routers import RouterSpec
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.settings import hide_gpus
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.compile.kernels_defined import Defined, defined_kernels
+from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
+from modular_kernel.types import GATED, UNGATED, ActivationSpec, Combine, Machine, Problem
+from modular_kernel.workspace import Workspace
+
+_META = torch.device("meta")
+_FP8_ALONE = {"amax_kernel"}  # one scale for all values: of no other format
+_FP8_ARCH = 89
+# Small enough to make on a CPU, large enough for every tile: block_n up to 256, block_k to 128.
+_QUANT = (
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block",
+    "int8_w8a8_channel",
+    "int8_w8a16_group:zero_points=true",
+    "int4_w4a16_group:zero_points=true",
+    "mxfp4_w4a16",
+    "mxfp4_w4a16:repacked=true",
+)
+_PACKED = ("int4_w4a16_group:zero_points=true", "mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
+_BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
+
+
+@dataclass(frozen=True)
+class CompiledRow:
+    """One compiled kernel: the case that launched it, its report and what is wrong with it."""
+
+    case: str
+    record: CompileRecord
+    violations: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A kernel that was not compiled. reason: "" if there is none, and a case is missing."""
+
+    kernel: str
+    module: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Each distinct kernel once, and those of the installed parts that no case launched."""
+
+    rows: tuple[CompiledRow, ...]
+    left_out: tuple[LeftOut, ...]
+
+
+Cases = Iterator[tuple[str, list[CompileRecord]]]
+# What a bar is made with: how many steps there are; calling what it yields ends one.
+Bar = Callable[[int], AbstractContextManager[Callable[[], None]]]
+
+
+def problems() -> tuple[Problem, ...]:
+    """Representative problems: every tile regime in every dtype, every flag of every kernel."""
+    # Without an alignment; then 2, 16, 40 and 256 rows an expert.
+    half = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
+    # Many pairs: they are counted in launches of their own.
+    fp32 = [replace(_BASE, tokens=t, dtype=torch.float32) for t in (4, 4096)]
+    changes: tuple[dict[str, object], ...] = (
+        {"dtype": torch.float16},
+        {"dtype": torch.float32, "fp32_precision": "tf32"},
+        {"activation": "relu2"},
+        {"activation": "swiglu_oai", "bias": True},
+        {"activation": "gelu", "expert_map": True, "local_experts": 3},
+        {"activation": "gelu_tanh", "top_k": 8, "experts": 64, "ids_dtype": torch.int64},
+        {"activation": "swiglu_clamp_after", "combine": Combine.TOPK_WEIGHTED},
+        {"activation": "swiglu_clamp_before", "combine": Combine.TOPK_UNWEIGHTED},
+        {"top_k": 1, "apply_router_weight_on_input": True, "bias": True},
+        {"hidden": 200, "intermediate": 136},
+        {"hidden": 200, "intermediate": 136, "tokens": 4},
+    )
+    large = replace(_BASE, tokens=512)
+    # Paths that ask for more than the base has: words of 4 bits and one token; a piece of 1024.
+    packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
+    wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
+    quantised = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
+    flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
+    return (*half, *fp32, *flags, *quantised, *packed, wide)
+
+
+def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1) -> Compiled:
+    """Compile all cases for `target` ("sm_90", ...), as they are launched there.
+
+    workers: more than 1 are processes that share the cases; what is returned is the same, but for
+    the seconds.
+    """
+    steps = _steps(_machine(target), target)
+    rows: dict[str, CompiledRow] = {}
+    with (bar or _no_bar)(len(steps)) as advance:
+        each = _shared(target, len(steps), workers) if workers > 1 else _called(steps, target)
+        for found in each:
+            for row in found:
+                rows.setdefault(repr(replace(row.record, seconds=0.0)), row)
+            advance()
+    seen = {row.record.kernel for row in rows.values()}
+    missing = (kernel for name, kernel in defined_kernels().items() if name not in seen)
+    left_out = (LeftOut(k.name, k.module, _why_left_out(k, target)) for k in missing)
+    return Compiled(tuple(rows.values()), tuple(left_out))
+
+
+def launched(target: str) -> Cases:
+    """What each case launches for `target`, one after the other."""
+    for step in _steps(_machine(target), target):
+        yield from step()
+
+
+def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[CompiledRow]]:
+    for step in steps:
+        yield _judged(step(), target)
+
+
+def _judged(cases: Cases, target: str) -> list[CompiledRow]:
+    """What is wrong with each kernel, told where it was compiled: counting takes as long."""
+    return [
+        CompiledRow(case, record, check(record, _expected(record, target)))
+        for case, records in cases
+        for record in records
+    ]
+
+
+def _shared(target: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
+    """What the steps yield, in their order; each process takes the next that nobody has."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
+        yield from pool.map(_step, [target] * steps, range(steps))
+
+
+def _step(target: str, index: int) -> list[CompiledRow]:
+    """One step of `compile_all`, in a process of its own."""
+    return _judged(_steps(_machine(target), target)[index](), target)
+
+
+def _why_left_out(kernel: Defined, target: str) -> str:
+    if kernel.targets and target not in kernel.targets:
+        return f"for {', '.join(kernel.targets)} alone"
+    if kernel.left_out:
+        return kernel.left_out
+    fp8 = kernel.name in _FP8_ALONE and int(target.removeprefix("sm_")) < _FP8_ARCH
+    return f"for fp8 alone, from sm_{_FP8_ARCH} on" if fp8 else ""
+
+
+@contextmanager
+def _no_bar(total: int) -> Iterator[Callable[[], None]]:
+    yield lambda: None
+
+
+def _machine(target: str) -> Machine:
+    """A GPU of that kind with whatever is installed here."""
+    arch = int(target.removeprefix("sm_"))
+    packages = importable({"triton", *packages_of(load_catalog())})
+    return Machine("cuda", (arch // 10, arch % 10), packages)
+
+
+def _steps(machine: Machine, target: str) -> list[Callable[[], Cases]]:
+    """One for each problem, one for each call of a part or of an operation."""
+    calls: dict[str, Callable[[], object]] = {
+        "activation": _activate,
+        "numbers": _number,
+        "live pairs": _live_pairs,
+        "rows of zeros": _zero_rows,
+        "router": _route,
+    }
+    for part in load_catalog().parts:
+        if issubclass(part.cls, PrepareAndFinalize | PermuteExpertsUnpermute):
+            calls |= {f"{part.name} {name}": call for name, call in part.cls.meta_calls().items()}
+    return [
+        *(partial(_compile_problem, problem, machine, target) for problem in problems()),
+        *(partial(_compile_call, name, call, target) for name, call in calls.items()),
+    ]
+
+
+def _compile_problem(problem: Problem, machine: Machine, target: str) -> Cases:
+    """What every pairing of a Triton part launches for `problem`."""
+    for verdict in check_all(problem, machine):
+        experts = load_catalog().experts(verdict.experts)
+        if not verdict.ok or "triton" not in experts.requires.packages:
+            continue
+        with experts.described(machine):
+            kernel = make_kernel(
+                verdict.prepare_finalize, verdict.experts, problem, machine=machine
+            )
+            yield f"{verdict.pairing} {problem}", compile_call(kernel, target)
+
+
+def _compile_call(name: str, call: Callable[[], object], target: str) -> Cases:
+    with record_compiles(target) as records:
+        call()
+    yield name, records
+
+
+def compile_call(kernel: FusedMoEModularKernel, target: str) -> list[CompileRecord]:
+    """Launch everything one call of `kernel` launches, on meta tensors."""
+    problem = kernel.problem
+    x_TH, weights, routing = _meta(random_inputs(problem, torch.device("cpu")))
+    workspace = Workspace(kernel.workspace_specs(problem.tokens), _META)
+    out = torch.empty(problem.output_shape, dtype=problem.dtype, device=_META)
+    with record_compiles(target) as records:
+        kernel.start_checked(x_TH, weights, routing, out, workspace).finish()
+    return records
+
+
+def _activate() -> None:
+    """The activation as an operation of its own, which no part launches."""
+    rows, intermediate = 4, _BASE.intermediate
+    out = torch.empty(rows, intermediate, dtype=_BASE.dtype, device=_META)
+    for kind in GATED + UNGATED:
+        spec = ActivationSpec.parse(kind)
+        width = intermediate * (2 if spec.gated else 1)
+        gated_activation(torch.empty(rows, width, dtype=_BASE.dtype, device=_META), spec, out)
+
+
+def _pairs(top_k: int) -> Pairs:
+    placement = Placement.linear(8, 2)
+    ids_TK = torch.empty(4, top_k, dtype=torch.int32, device=_META)
+    weights_TK = torch.empty(4, top_k, device=_META)
+    tables = PlacementTables(*(t.to(_META) for t in vars(placement.tables()).values()))
+    return Pairs(
+        Routing(weights_TK, ids_TK),
+        Numbering(placement, tables, 1, sinks=top_k),
+        torch.empty_like(ids_TK),
+        torch.empty_like(weights_TK),
+        torch.empty(1, dtype=torch.int32, device=_META),
+        join=True,
+    )
+
+
+def _number() -> None:
+    """The numbers of a library's rows, whose parts need ranks; alone and with quantisation."""
+    for top_k in (1, 3, 8):
+        number_pairs(_pairs(top_k))
+    x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
+    for text in ("fp8_w8a8_channel", "fp8_w8a8_block"):
+        scheme = QuantScheme.parse(text)
+        workspace = Workspace(quantise_specs("x", scheme, *x.shape), _META)
+        out = take_quantised(workspace, "x", scheme, (4, _BASE.hidden), static_scale=None)
+        number_and_quantise(x, scheme, _pairs(8), out=out)
+
+
+def _live_pairs() -> None:
+    """Rows that came from other ranks, by their ids."""
+    for dtype in (torch.int32, torch.int64):
+        live_pairs(
+            torch.empty(16, 8, dtype=dtype, device=_META),
+            torch.empty(16, 8, device=_META),
+            torch.empty((), dtype=torch.int32, device=_META),
+            out_ids_RK=torch.empty(16, 8, dtype=torch.int32, device=_META),
+            out_weights_RK=torch.empty(16, 8, device=_META),
+        )
+
+
+def _zero_rows() -> None:
+    """Rows that a library leaves undefined."""
+    for dtype in (torch.bfloat16, torch.float16):
+        rows = torch.empty(4, 256, _BASE.hidden, dtype=dtype, device=_META)
+        zero_rows(rows, torch.empty(4, dtype=torch.int32, device=_META))
+
+
+def _route() -> None:
+    """The router, which stands above the parts."""
+    for spec, experts in (
+        (RouterSpec(2), 8),
+        (RouterSpec(4, order="topk_first"), 128),
+        (RouterSpec(8, "sigmoid", groups=8, topk_groups=4, renormalise=True), 256),
+        (RouterSpec(6, "sqrtsoftplus", table=True, renormalise=True), 256),
+        (RouterSpec(12, zero_experts=256), 512),
+    ):
+        logits = torch.empty(4, spec.columns(experts), device=_META)
+        table = words = None
+        if spec.table:
+            table = torch.empty(100, spec.top_k, dtype=torch.int32, device=_META)
+            words = torch.empty(4, dtype=torch.int32, device=_META)
+        route(logits, spec, RouterTensors(None, table), token_ids_T=words)
+
+
+def _meta(inputs: Inputs) -> Inputs:
+    x_TH, weights, routing = inputs
+    tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
+    moved: dict[str, Any] = {name: t if t is None else t.to(_META) for name, t in tensors.items()}
+    ids_TK = routing.topk_ids_TK.to(_META)
+    return (
+        x_TH.to(_META),
+        ExpertWeights(**moved),
+        Routing(routing.topk_weights_TK.to(_META), ids_TK),
+    )
+
+
+def _expected(record: CompileRecord, target: str) -> str | None:
+    """The instruction a product must use: warpgroup products from 64 rows or weights, on Hopper."""
+    block_m = record.config.get("BLOCK_M")
+    if not isinstance(block_m, int):
+        return None
+    rows = record.dtypes["a_ptr"]
+    if rows == "fp32" and record.config["PRECISION"] == "ieee":
+        return "FFMA"
+    # Weights as they are stored may take the side of the 64 rows, see add_product.
+    stored = record.config.get("MODE") in ("plain", "w8a8") and rows != "fp32"
+    block_n = record.config.get("BLOCK_N")
+    filled = block_m >= 64 or (stored and isinstance(block_n, int) and block_n >= 64)
+    warpgroups = filled and target == "sm_90"
+    if rows == "i8":
+        return "IGMMA" if warpgroups else "IMMA"
+    if rows == "fp8e4nv" and warpgroups:
+        return "QGMMA"
+    return "HGMMA" if warpgroups else "HMMA"  # fp8 products of fewer rows are widened to fp16

@@ -1,0 +1,61 @@
+"""Which kernels there are: every Triton or Gluon function of the installed parts that is launched.
+
+Kernels lie in packages called `kernels`, anywhere below the package of a part or of the operations,
+and their names end in `_kernel`; other jitted functions are called by kernels. A package or module
+of kernels whose `TARGETS` names GPUs has kernels for those alone; `LEFT_OUT` of a module says why
+no case of `mk compile` launches a kernel.
+"""
+
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from triton.runtime.jit import JITFunction
+
+from modular_kernel.catalog import load_catalog
+
+
+@dataclass(frozen=True)
+class Defined:
+    """A kernel. module: where it is. targets: the GPUs it is for, () for any. left_out: why no case
+    launches it, "" if one should."""
+
+    name: str
+    module: str
+    targets: tuple[str, ...]
+    left_out: str
+
+
+def defined_kernels() -> dict[str, Defined]:
+    """Every kernel of the installed parts and of the operations, by name."""
+    tops = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
+    packages = (name for top in (*tops, "modular_kernel.ops") for name in _packages_of_kernels(top))
+    found = {}
+    for package in sorted(packages):
+        for module, targets in _modules(import_module(package), ()):
+            for name, value in vars(module).items():
+                own = isinstance(value, JITFunction) and value.module == module.__name__
+                if own and name.endswith("_kernel"):
+                    reason = getattr(module, "LEFT_OUT", {}).get(name, "")
+                    found[name] = Defined(name, module.__name__, targets, reason)
+    return found
+
+
+def _packages_of_kernels(top: str) -> Iterator[str]:
+    """Every package called `kernels` below the package `top`, found without importing any."""
+    for folder in map(Path, getattr(import_module(top), "__path__", ())):
+        for path in folder.rglob("kernels/__init__.py"):
+            yield ".".join((top, *path.parent.relative_to(folder).parts))
+
+
+def _modules(
+    module: ModuleType, targets: tuple[str, ...]
+) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
+    """A module and those below it, each with the TARGETS of the nearest package that has some."""
+    targets = tuple(getattr(module, "TARGETS", targets))
+    yield module, targets
+    for info in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        yield from _modules(import_module(f"{module.__name__}.{info.name}"), targets)

@@ -1,0 +1,260 @@
+"""What one step is: every situation that differs from another in one field, by as little as it can.
+
+The fields are those of Problem, of Machine and of the two declarations. What a field may hold is
+read from its annotation, so a new field has its steps at once.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import cache, cached_property
+from types import NoneType
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+
+import torch
+
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.fields import Count
+from modular_kernel.placement import Placement
+from modular_kernel.rules import judge
+from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
+from modular_kernel.types import DTYPES, GATED, UNGATED, ActivationSpec, Machine, Problem
+
+_UNBOUNDED = 2**40  # stands for a bound of None
+_MOST_EXPERTS, _MOST_RANKS = 4096, 64  # what a search tries: a Placement lists every one
+_IDS = (None, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class EdgeSituation:
+    """A pairing with what it is judged on. pf, experts: the parts, whatever they declare here."""
+
+    pf: type[PrepareAndFinalize]
+    experts: type[PermuteExpertsUnpermute]
+    pf_requires: PrepareFinalizeRequirements
+    experts_requires: ExpertsRequirements
+    problem: Problem
+    machine: Machine
+
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The judgement of the pairing, with these declarations."""
+        pf = _declaring(self.pf, self.pf_requires)
+        experts = _declaring(self.experts, self.experts_requires)
+        return judge(pf, experts, self.problem, self.machine)
+
+    @property
+    def as_declared(self) -> bool:
+        """Whether the parts declare what they declare by themselves."""
+        theirs = self.pf.requires, self.experts.requires
+        return (self.pf_requires, self.experts_requires) == theirs
+
+
+@dataclass(frozen=True)
+class Line:
+    """A field that counts. start: its value where the walk begins. at: the situation of another
+    value, or None if there is none. falls: only smaller values differ from `start`."""
+
+    field: str
+    start: int
+    at: Callable[[int], EdgeSituation | None]
+    low: int
+    high: int
+    falls: bool = False
+
+
+@cache
+def _declaring(cls: Any, requires: object) -> Any:
+    return cls if cls.requires == requires else type(cls.__name__, (cls,), {"requires": requires})
+
+
+def choices(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
+    """Situations one field away, for fields whose values have no order; "part.field" first."""
+    for of in ("problem", "machine", "pf_requires", "experts_requires"):
+        record = getattr(base, of)
+        hints = _hints(cast("Any", type(record)))
+        for field in fields(record):
+            value = getattr(record, field.name)
+            for other in _others(base, field.name, hints[field.name], value):
+                changed = _changed(base, of, **{field.name: other})
+                if changed is not None:
+                    yield f"{of}.{field.name}", changed
+    for changed in _elsewhere(base):
+        yield "machine.device", changed
+
+
+def lines(base: EdgeSituation) -> Iterator[Line]:
+    """The fields that count."""
+    yield from _problem_lines(base)
+    if base.machine.arch is not None:
+        major, minor = base.machine.arch
+
+        def on(number: int) -> EdgeSituation | None:
+            return _changed(base, "machine", arch=divmod(number, 10))
+
+        yield Line("machine.arch", 10 * major + minor, on, 10, 199)
+    for of in ("pf_requires", "experts_requires"):
+        record = getattr(base, of)
+        for name, kind in _hints(cast("Any", type(record))).items():
+            yield from _declared_lines(base, of, name, kind, getattr(record, name))
+
+
+def _changed(base: EdgeSituation, of: str, **values: object) -> EdgeSituation | None:
+    """`base` with other values in one record; None if they are none that it may hold."""
+    try:
+        return replace(base, **{of: replace(getattr(base, of), **values)})
+    except ConfigurationError:
+        return None
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls, include_extras=True)
+
+
+def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterator[object]:
+    """Other values of a field without an order."""
+    plain = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    own = {
+        "dtype": tuple(DTYPES.values()),
+        "quant": _schemes(),
+        "activation": _activations(),
+        "ids_dtype": _IDS,
+        "topk_indices_dtype": _IDS,
+        "scale_layout": ("row_major", "column_major"),
+        "chunk_tokens": (None, max(1, base.problem.tokens // 2)),
+        "parallel": tuple(_parallels(base.problem)),
+        "hidden_sizes": (None, frozenset({base.problem.hidden}), frozenset({1})),
+    }
+    if name in own:
+        found: tuple[object, ...] = own[name]
+    elif plain is bool:
+        found = (not value,)
+    elif get_origin(plain) is Literal:
+        found = get_args(plain) if name != "device" else ()
+    elif isinstance(value, Enum):
+        found = tuple(type(value))
+    elif isinstance(value, frozenset):
+        whole = sorted(value, key=str)
+        found = tuple(value - {one} for one in whole)
+        if name == "packages":
+            found += tuple(value | {one} for one in _packages())
+    elif name == "packages":
+        found = ((*base.experts_requires.packages, "no_such_package"),)
+    elif any(isinstance(arg, type) and issubclass(arg, Enum) for arg in get_args(plain)):
+        found = next(tuple(arg) for arg in get_args(plain) if arg is not NoneType)
+    else:
+        found = ()
+    yield from (other for other in found if other != value)
+
+
+@cache
+def _packages() -> tuple[str, ...]:
+    """Packages whose presence could matter to some part."""
+    from modular_kernel.catalog import load_catalog, packages_of
+
+    return tuple(sorted(packages_of(load_catalog())))
+
+
+@cache
+def _schemes() -> tuple[str, ...]:
+    """Every scheme, and every option of one."""
+    found = ["none"]
+    for name, scheme in QUANT_SCHEMES.items():
+        for option in ("", "block=48x48", "group=48", "zero_points=true", "static=true"):
+            try:
+                found.append(str(scheme.parse(f"{name}:{option}" if option else name)))
+            except ConfigurationError:
+                continue
+    return tuple(dict.fromkeys((*found, "mxfp4_w4a16:repacked=true")))
+
+
+@cache
+def _activations() -> tuple[ActivationSpec, ...]:
+    kinds = tuple(ActivationSpec.parse(kind) for kind in GATED + UNGATED)
+    return (*kinds, ActivationSpec("silu", interleaved=True))
+
+
+def _parallels(problem: Problem) -> Iterator[object]:
+    """The same ranks with experts placed otherwise."""
+    parallel, experts = problem.parallel, problem.experts
+    if experts < parallel.world_size:
+        return
+    linear = Placement.linear(experts, parallel.world_size)
+    yield replace(parallel, placement="linear")
+    yield replace(parallel, placement=Placement.round_robin(experts, parallel.world_size))
+    if parallel.world_size > 1:
+        yield replace(parallel, placement=linear.with_copies({0: (1,)}))
+
+
+def _elsewhere(base: EdgeSituation) -> Iterator[EdgeSituation]:
+    """The same software on the other kind of device."""
+    machine = base.machine
+    if machine.device == "cuda":
+        cpu = replace(machine, device="cpu", arch=None)
+        yield replace(base, machine=replace(cpu, interpreter=True))
+        yield replace(base, machine=replace(cpu, interpreter=False))
+    else:
+        yield replace(base, machine=replace(machine, device="cuda", arch=(9, 0)))
+
+
+def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
+    problem = base.problem
+    most = {"experts": _MOST_EXPERTS}
+    for name in ("tokens", "hidden", "intermediate", "experts", "top_k", "local_experts"):
+        value = getattr(problem, name)
+
+        def at(number: int, name: str = name) -> EdgeSituation | None:
+            return _changed(base, "problem", **{name: number})
+
+        start = problem.e if name == "local_experts" else value
+        yield Line(f"problem.{name}", start, at, 0, most.get(name, 2**31 - 1))
+    if problem.chunk_tokens is not None:
+
+        def in_chunks(number: int) -> EdgeSituation | None:
+            return _changed(base, "problem", chunk_tokens=number)
+
+        yield Line("problem.chunk_tokens", problem.chunk_tokens, in_chunks, 1, 2**31 - 1)
+
+    def among(ranks: int) -> EdgeSituation | None:
+        parallel = problem.parallel
+        if parallel.placement != "linear" or not 1 <= ranks <= problem.experts:
+            return None
+        return _changed(base, "problem", parallel=replace(parallel, world_size=ranks))
+
+    yield Line("problem.world_size", problem.parallel.world_size, among, 1, _MOST_RANKS)
+
+
+def _declared_lines(
+    base: EdgeSituation, of: str, name: str, kind: Any, value: object
+) -> Iterator[Line]:
+    """A declared number, or each of a declared pair of them; None is no bound."""
+    field = f"{of}.{name}"
+
+    def at(number: int) -> EdgeSituation | None:
+        return _changed(base, of, **{name: number})
+
+    if isinstance(value, int) and not isinstance(value, bool):
+        least = 1 if kind == Count else 0
+        yield Line(field, value, at, least, _UNBOUNDED)
+    elif set(get_args(kind)) == {int, NoneType}:
+        yield Line(field, _UNBOUNDED, at, 0, _UNBOUNDED, falls=True)
+    elif get_origin(kind) is tuple and get_args(kind)[0] is int:
+        assert isinstance(value, tuple)
+        for place, bound in enumerate(value):
+
+            def with_bound(number: int, place: int = place) -> EdgeSituation | None:
+                pair = (*value[:place], number, *value[place + 1 :])
+                return _changed(base, of, **{name: pair})
+
+            start = _UNBOUNDED if bound is None else bound
+            yield Line(f"{field}[{place}]", start, with_bound, 0, _UNBOUNDED, falls=bound is None)
+    elif name == "min_arch" and base.machine.arch is not None:
+        number = 10 * base.machine.arch[0] + base.machine.arch[1]
+
+        def from_arch(number: int) -> EdgeSituation | None:
+            return _changed(base, of, min_arch=divmod(number, 10))
+
+        yield Line(field, number, from_arch, 0, 199)

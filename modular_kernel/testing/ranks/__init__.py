@@ -1,0 +1,1 @@
+"""A persistent pool of processes that act as ranks."""

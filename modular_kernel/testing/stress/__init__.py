@@ -1,0 +1,1 @@
+"""Random input, faults over ranks, and long runs."""

@@ -1,0 +1,244 @@
+"""The matrix of faults: which scenarios, run several at a time, and what they must come to."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from modular_kernel.catalog import check, load_catalog, this_machine
+from modular_kernel.testing.ranks.pool import Backend, RankError, RankPool
+from modular_kernel.testing.stress.faults import (
+    CPU_LAYER,
+    GPU_LAYER,
+    POINTS,
+    SLACK_S,
+    VICTIM,
+    RankReport,
+    Scenario,
+    pid_of,
+    suffer,
+)
+from modular_kernel.types import Parallel, Problem
+
+OTHERS: tuple[tuple[tuple[str, object], ...], ...] = (
+    (("hidden", 4096),),
+    (("top_k", 1),),
+    (("dtype", "float16"),),
+    (("quant", "fp8_w8a8_block"),),
+    (("routed_scaling_factor", 2.0),),
+)
+_START_S = 60.0  # processes, and the first use of what they import
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """What became of a scenario. lost: ranks that did not report, and what is known of them."""
+
+    scenario: Scenario
+    world_size: int
+    reports: dict[int, RankReport]
+    lost: dict[int, str]
+    seconds: float
+
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.world_size) if rank != VICTIM)
+
+    def findings(self) -> list[str]:
+        """Everything that is not as it must be; nothing if the part took the fault well."""
+        scenario, found = self.scenario, []
+        wanted_lost = {VICTIM} if scenario.kind == "killed" else set[int]()
+        for rank, text in self.lost.items():
+            if rank not in wanted_lost or "SIGKILL" not in text:
+                found.append(f"rank {rank}: {text.strip().splitlines()[-1][:300]}")
+        for rank in self.survivors:
+            if rank in self.reports:
+                found += [f"rank {rank}: {text}" for text in self._of_survivor(self.reports[rank])]
+        victim = self.reports.get(VICTIM)
+        if victim is not None and not victim.error:
+            found.append(f"rank {VICTIM}: raised nothing")
+        for rank, report in self.reports.items():
+            if scenario.kind != "killed" and not report.serves_again:
+                found.append(f"rank {rank}: the group does not serve again")
+        return found
+
+    def _of_survivor(self, report: RankReport) -> Iterator[str]:
+        if report.error != "CommunicationError":
+            yield f"raised {report.error or 'nothing'}: {report.message[:200]}"
+            return
+        if report.peers != (VICTIM,):
+            yield f"names {report.peers}: {report.message[:200]}"
+        if report.phase not in self.scenario.phases:
+            yield f"in {report.phase}: {report.message[:200]}"
+        most = self.scenario.deadline_s + SLACK_S
+        if report.seconds > most:
+            yield f"took {report.seconds:.1f} s, more than {most:g} s"
+
+
+def scenarios(part: str, backend: Backend) -> tuple[Scenario, ...]:
+    """Every kind for a part: a rank that goes away, one that errs, one that means another layer."""
+    layer = GPU_LAYER if backend == "nccl" else CPU_LAYER
+    made = [
+        Scenario(part, kind, point, layer=layer)
+        for kind in ("killed", "stopped", "late")
+        for point in POINTS
+    ]
+    made += [Scenario(part, kind, layer=layer) for kind in ("raises", "overflow", "refuses")]
+    made.append(Scenario(part, "raises", "before dispatch", layer=layer))
+    made += [Scenario(part, "disagrees", other=other, layer=layer) for other in OTHERS]
+    return tuple(made)
+
+
+def parts_to_try(world_size: int, backend: Backend) -> tuple[str, ...]:
+    """Parts of the catalogue that serve the scenarios' layer over so many ranks here, but for those
+    of libraries: what a library does when a rank is lost is its own affair."""
+    catalog = load_catalog()
+    machine = this_machine(device="cuda" if backend == "nccl" else "cpu")
+    fields: dict[str, Any] = dict(GPU_LAYER if backend == "nccl" else CPU_LAYER)
+    problem = Problem(tokens=8, parallel=Parallel(world_size), **fields)
+    return tuple(
+        name
+        for name in catalog.names("prepare_finalize")
+        if not catalog.prepare_finalize(name).requires.packages
+        and any(check(name, ex, problem, machine).ok for ex in catalog.names("experts"))
+    )
+
+
+def run_scenario(scenario: Scenario, pool: RankPool, *, timeout: float = 30.0) -> FaultResult:
+    """One scenario on a pool, which is as good as new after it. Never waits longer than told:
+    a rank that does not answer is ended, and said to be lost."""
+    with tempfile.TemporaryDirectory(prefix="mk-fault-") as folder:
+        pids = tuple(pool.run(pid_of, timeout=_START_S))
+        started = time.monotonic()
+        lost: dict[int, str] = {}
+        try:
+            task = scenario, folder, pids
+            reports = dict(enumerate(pool.run(suffer, *task, timeout=timeout)))
+        except RankError as error:
+            reports, lost = error.results, error.failures
+        seconds = time.monotonic() - started
+    return FaultResult(scenario, pool.world_size, reports, lost, seconds)
+
+
+def run_matrix(
+    wanted: Iterable[Scenario],
+    world_size: int,
+    backend: Backend,
+    *,
+    lanes: int = 1,
+    tell: Callable[[FaultResult], None] = lambda _: None,
+    seconds: float = 300.0,
+) -> tuple[FaultResult, ...]:
+    """Every scenario, in `lanes` pools side by side: each is mostly waiting.
+
+    Those that cost a pool its processes begin first. tell: is told each result as it comes. None
+    begins after `seconds`; such a one is as if all its ranks were lost.
+    """
+    ordered = sorted(wanted, key=lambda scenario: scenario.kind != "killed")
+    queue: SimpleQueue[tuple[int, Scenario]] = SimpleQueue()
+    for item in enumerate(ordered):
+        queue.put(item)
+    results: dict[int, FaultResult] = {}
+    until, told = time.monotonic() + seconds, threading.Lock()
+
+    def lane() -> None:
+        grace = max(scenario.deadline_s for scenario in ordered) + 2 * SLACK_S
+        with RankPool(world_size, backend, grace=grace) as pool:
+            while True:
+                try:
+                    index, scenario = queue.get_nowait()
+                except Empty:
+                    return
+                late = time.monotonic() > until
+                result = _not_begun(scenario, world_size) if late else _tried(scenario, pool)
+                with told:
+                    results[index] = result
+                    tell(result)
+
+    with ThreadPoolExecutor(lanes) as threads:
+        for future in [threads.submit(lane) for _ in range(min(lanes, len(ordered)))]:
+            future.result()
+    return tuple(results[index] for index in range(len(ordered)))
+
+
+def _tried(scenario: Scenario, pool: RankPool) -> FaultResult:
+    """A pool that does not even start is a result too."""
+    try:
+        return run_scenario(scenario, pool)
+    except RankError as error:
+        return FaultResult(scenario, pool.world_size, {}, error.failures, 0.0)
+
+
+def _not_begun(scenario: Scenario, world_size: int) -> FaultResult:
+    lost = dict.fromkeys(range(world_size), "not begun: the time was up")
+    return FaultResult(scenario, world_size, {}, lost, 0.0)
+
+
+# ---------------------------------------------------------------------------------- the tables
+
+
+def markdown(results: Sequence[FaultResult]) -> str:
+    """A line for each scenario: seconds to the error of each survivor, what they and rank 1 raise,
+    and what is not as it must be."""
+    head = ("part", "what happens to rank 1", "time to error", "the others raise",
+            "rank 1 raises", "findings")  # fmt: skip
+    lines = [_line(head), _line(["---"] * len(head))]
+    order = {part: index for index, part in enumerate(dict.fromkeys(r.scenario.part for r in
+             results))}  # fmt: skip
+    for result in sorted(results, key=lambda one: order[one.scenario.part]):
+        others = [result.reports[r] for r in result.survivors if r in result.reports]
+        times = "/".join(f"{report.seconds:.1f}" for report in others)
+        victim = result.reports.get(VICTIM)
+        lines.append(
+            _line(
+                [
+                    result.scenario.part.removesuffix("PrepareAndFinalize"),
+                    str(result.scenario),
+                    f"{times} s" if times else "-",
+                    "; ".join(dict.fromkeys(map(_in_words, others))) or "-",
+                    "-" if victim is None else _in_words(victim),
+                    "; ".join(result.findings()).replace("|", "/") or "none",
+                ]
+            )
+        )
+    return "\n".join(lines) + "\n"
+
+
+def summary(results: Sequence[FaultResult]) -> str:
+    """One line."""
+    bad = sum(bool(result.findings()) for result in results)
+    slowest = max((report.seconds for result in results for rank, report in result.reports.items()
+                   if rank != VICTIM), default=0.0)  # fmt: skip
+    return f"{len(results)} scenarios, {bad} with findings, slowest survivor {slowest:.1f} s"
+
+
+def as_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
+    """What `json.dumps` takes."""
+    return [
+        {
+            "part": result.scenario.part,
+            "scenario": str(result.scenario),
+            "seconds": result.seconds,
+            "reports": {rank: vars(replace(r)) for rank, r in result.reports.items()},
+            "lost": result.lost,
+            "findings": result.findings(),
+        }
+        for result in results
+    ]
+
+
+def _in_words(report: RankReport) -> str:
+    if not report.error:
+        return "nothing"
+    if report.error != "CommunicationError":
+        return f"`{report.error}`"
+    peers = ", ".join(map(str, report.peers)) or "unknown"
+    return f"`{report.error}` in {report.phase}, peer {peers}"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"

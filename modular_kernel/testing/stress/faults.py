@@ -1,0 +1,360 @@
+"""What ranks do in a scenario of faults: one of them breaks down, the others must raise in time.
+
+Works for any part over ranks that makes its communication from a process group and takes its
+deadline from MK_DEADLINE_S. A part whose errors come late, because it does not wait for the device
+in a call, offers `check()`: it waits, and raises CommunicationError.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
+from modular_kernel.errors import CommunicationError, ConfigurationError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.settings import deadline
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.types import Machine, Parallel, Problem
+
+VICTIM = 1
+DEADLINE_S = 1.0
+SLACK_S = 2.0  # what a survivor may take beyond the deadline
+AGAIN_S = 10.0  # deadline of calls that must succeed
+POINTS: dict[str, frozenset[str]] = {  # where the victim goes away -> where others may find out
+    "before dispatch": frozenset({"counts", "dispatch"}),
+    "in dispatch": frozenset({"dispatch", "combine"}),
+    "after dispatch": frozenset({"combine"}),
+    "before combine": frozenset({"combine"}),
+    "in combine": frozenset({"combine", "counts", "dispatch"}),
+}
+SIZES: dict[str, object] = {"hidden": 48, "intermediate": 40, "experts": 8, "top_k": 3}
+TOKENS = (4, 3, 5, 4)  # of the ranks
+CPU_LAYER: tuple[tuple[str, object], ...] = (*SIZES.items(), ("dtype", torch.float32))
+# What libraries over NVLink take: whole blocks of 512 columns, bfloat16.
+GPU_LAYER: tuple[tuple[str, object], ...] = (
+    *{**SIZES, "hidden": 2048, "intermediate": 128, "top_k": 2}.items(),
+    ("dtype", torch.bfloat16),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to rank 1 of a layer that is called twice.
+
+    kind: killed, stopped or late, at a point of POINTS; raises, in its prepare where the point is
+    "before dispatch", else in its experts; overflow: it passes more tokens than problem.tokens;
+    refuses: it passes x of another dtype; disagrees: its problem has the fields of `other`
+    ("experts_part" names other experts). experts: None takes the first that pair with the part.
+    """
+
+    part: str
+    kind: str
+    point: str = ""
+    other: tuple[tuple[str, object], ...] = ()
+    layer: tuple[tuple[str, object], ...] = CPU_LAYER
+    experts: str | None = None
+    deadline_s: float = DEADLINE_S
+
+    def __post_init__(self) -> None:
+        if self.kind in ("killed", "stopped", "late") and self.point not in POINTS:
+            raise ConfigurationError("point", got=self.point, need=f"one of {', '.join(POINTS)}")
+
+    @property
+    def phases(self) -> frozenset[str]:
+        """Where survivors may find out."""
+        if self.kind == "raises" and not self.point:
+            return frozenset({"combine"})
+        if self.kind == "raises":
+            return frozenset({"counts", "dispatch"})
+        early = frozenset({"counts", "dispatch", "construct"})
+        return POINTS[self.point] if self.point else early
+
+    def __str__(self) -> str:
+        if self.kind == "raises":
+            return f"exception inside {'its prepare' if self.point else 'the experts'}"
+        if self.kind == "refuses":
+            return "x of another dtype"
+        if self.kind == "overflow":
+            return "more tokens than problem.tokens"
+        if self.kind == "disagrees":
+            return "another " + ", ".join(name.replace("experts_part", "pairing") for name, _ in
+                                          self.other)  # fmt: skip
+        return f"{self.kind} {self.point}"
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What became of one rank. good: calls it completed, all of them with the right output.
+
+    last: the newest record of its last exchanges, where its manager keeps some.
+    """
+
+    error: str
+    message: str
+    seconds: float
+    good: int
+    phase: str = ""
+    peers: tuple[int, ...] = ()
+    last: str = ""
+    serves_again: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A scenario on one rank. folder: where ranks that are through leave a file of their number."""
+
+    scenario: Scenario
+    rank: int
+    world_size: int
+    group: Any
+    folder: str
+    pids: tuple[int, ...]
+
+    @cached_property
+    def machine(self) -> Machine:
+        return this_machine(device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+
+    def problem(self, **changes: Any) -> Problem:
+        """This rank's; its buffers are for one token more than any rank passes."""
+        parallel = Parallel(self.world_size, rank=self.rank)
+        fields: dict[str, Any] = {**dict(self.scenario.layer), **changes}
+        return Problem(tokens=max(self.tokens_W) + 1, parallel=parallel, **fields)
+
+    @property
+    def replicated(self) -> bool:
+        requires = load_catalog().prepare_finalize(self.scenario.part).requires
+        return requires.replicated_input
+
+    @property
+    def tokens_W(self) -> tuple[int, ...]:
+        tokens = tuple(TOKENS[rank % len(TOKENS)] for rank in range(self.world_size))
+        return (tokens[0],) * self.world_size if self.replicated else tokens
+
+    def inputs(self, problem: Problem, tokens_W: tuple[int, ...]) -> Inputs:
+        """This rank's tokens and the weights of its experts."""
+        total = tokens_W[0] if self.replicated else sum(tokens_W)
+        whole = replace(problem, tokens=total, parallel=Parallel())
+        start = 0 if self.replicated else sum(tokens_W[: self.rank])
+        device = torch.device(self.machine.device)
+        rows = slice(start, start + tokens_W[self.rank])
+        made = make_inputs(whole, "uniform", torch.device("cpu"))
+        return part_of(made, rows, problem, device, strided=False)
+
+    def experts(self, problem: Problem) -> str:
+        """The scenario's, or the first in the catalogue that pair."""
+        if self.scenario.experts is not None:
+            return self.scenario.experts
+        plain = ("TorchExperts", "NaiveBatchedExperts")
+        for name in (*plain, *load_catalog().names("experts")):
+            if check(self.scenario.part, name, problem, self.machine).ok:
+                return name
+        return plain[0]  # whose refusal tells why
+
+    def kernel(self, problem: Problem, experts: str) -> FusedMoEModularKernel:
+        return make_kernel(
+            self.scenario.part, experts, problem, group=self.group, machine=self.machine
+        )
+
+    def meet(self) -> None:
+        """What a busy machine delays is not to be blamed on a rank."""
+        dist.barrier(self.group)
+
+    def through(self) -> None:
+        Path(self.folder, str(self.rank)).touch()
+
+    def wait_for_others(self) -> None:
+        """Until every rank but the victim is through; bounded."""
+        until = time.monotonic() + self.scenario.deadline_s + 2 * SLACK_S
+        others = [Path(self.folder, str(r)) for r in range(self.world_size) if r != VICTIM]
+        while not all(path.exists() for path in others) and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+def pid_of(rank: int, world_size: int, group: object) -> int:
+    return os.getpid()
+
+
+def suffer(
+    rank: int,
+    world_size: int,
+    group: Any,
+    scenario: Scenario,
+    folder: str,
+    pids: tuple[int, ...],
+) -> RankReport:
+    """A rank's part in a scenario; what it raised, and when."""
+    stage = Stage(scenario, rank, world_size, group, folder, pids)
+    report = _disagree(stage) if scenario.kind == "disagrees" else _break_down(stage)
+    if scenario.kind == "killed":
+        return report
+    return replace(report, serves_again=_serves_again(stage))
+
+
+def _break_down(stage: Stage) -> RankReport:
+    """A good call, then up to two of which the victim breaks one."""
+    scenario, problem = stage.scenario, stage.problem()
+    given = stage.inputs(problem, stage.tokens_W)
+    stage.meet()
+    with deadline(scenario.deadline_s):
+        kernel = stage.kernel(problem, stage.experts(problem))
+    good = kernel(given.x_TH, given.weights, given.routing).clone()
+    _settle(kernel)
+    stage.meet()
+    if stage.rank == VICTIM and scenario.kind == "overflow":
+        more = tuple(problem.tokens + 4 for _ in stage.tokens_W)
+        given = stage.inputs(problem, more)
+    elif stage.rank == VICTIM and scenario.kind == "refuses":
+        given = replace(given, x_TH=given.x_TH.double())
+    elif stage.rank == VICTIM:
+        _arm(kernel, stage)
+    report = outcome(kernel, given, good)
+    stage.through()
+    if scenario.kind == "stopped" and stage.rank == (VICTIM + 1) % stage.world_size:
+        stage.wait_for_others()
+        os.kill(stage.pids[VICTIM], signal.SIGCONT)
+    return report
+
+
+def _disagree(stage: Stage) -> RankReport:
+    """The victim means another layer."""
+    other: dict[str, Any] = dict(stage.scenario.other) if stage.rank == VICTIM else {}
+    experts = other.pop("experts_part", None)
+    problem = stage.problem(**other)
+    given = stage.inputs(problem, stage.tokens_W)
+    stage.meet()
+    started = time.monotonic()
+    try:
+        with deadline(stage.scenario.deadline_s):
+            kernel = stage.kernel(problem, experts or stage.experts(stage.problem()))
+    except Exception as error:  # noqa: BLE001  a part may find it as early as here
+        return _raised(error, time.monotonic() - started, 0)
+    return outcome(kernel, given, None)
+
+
+def outcome(kernel: FusedMoEModularKernel, given: Inputs, good: torch.Tensor | None) -> RankReport:
+    """Of two calls, each of which must return `good` (None: must fail) or raise."""
+    exact = kernel.prepare_finalize.requires.deterministic
+
+    def call() -> None:
+        out = kernel(given.x_TH, given.weights, given.routing)
+        _settle(kernel)
+        if good is None:
+            raise AssertionError("ranks that mean different layers made a call")
+        if not (torch.equal(out, good) if exact else torch.allclose(out, good)):
+            raise AssertionError("a call returned, and was wrong")
+
+    return outcome_of(call, getattr(kernel.prepare_finalize, "manager", None), calls=2)
+
+
+def outcome_of(call: Callable[[], object], manager: Any, *, calls: int = 1) -> RankReport:
+    """Of calls, until one raises. manager: with `last_calls`, or anything without."""
+    started, done = time.monotonic(), 0
+    try:
+        while done < calls:
+            call()
+            done += 1
+    except Exception as error:  # noqa: BLE001  the parent looks at what it was
+        return replace(_raised(error, time.monotonic() - started, done), last=_last(manager))
+    return RankReport("", "", time.monotonic() - started, done)
+
+
+def _raised(error: Exception, seconds: float, done: int) -> RankReport:
+    report = RankReport(type(error).__name__, str(error), seconds, done)
+    if isinstance(error, CommunicationError):
+        return replace(report, phase=error.phase, peers=error.peers)
+    return report
+
+
+def _last(manager: Any) -> str:
+    calls = getattr(manager, "last_calls", None)
+    lines = [] if calls is None else calls.json_lines().splitlines()
+    return lines[-1] if lines else ""
+
+
+def _settle(kernel: FusedMoEModularKernel) -> None:
+    """Have a part whose errors come late raise them."""
+    look: Callable[[], object] | None = getattr(kernel.prepare_finalize, "check", None)
+    if look is not None:
+        look()
+
+
+def _arm(kernel: FusedMoEModularKernel, stage: Stage) -> None:
+    """Have the victim break down once, at the point."""
+    part, experts, scenario = kernel.prepare_finalize, kernel.experts, stage.scenario
+    armed = [True]
+
+    def at(point: str) -> None:
+        wanted = scenario.point or "after dispatch"
+        if point != wanted or not armed:
+            return
+        armed.clear()
+        _go(stage)
+
+    def around(name: str, owner: Any, before: str, after: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            at(before)
+            result = real(*args, **options)
+            at(after)
+            return result
+
+        setattr(owner, name, watched)
+
+    # Where a part sends and receives apart, it is "in" its dispatch in between.
+    around("prepare_no_receive", part, "before dispatch", "in dispatch")
+    if not part.has_prepare_no_receive():
+        around("prepare", part, "before dispatch", "in dispatch")
+    around("apply", experts, "after dispatch", "")
+    exchanges = getattr(part, "manager", None)
+    in_exchange = hasattr(exchanges, "_start")
+    around("finalize", part, "before combine", "" if in_exchange else "in combine")
+    if in_exchange:
+        _watch_exchanges(exchanges, at)
+
+
+def _watch_exchanges(manager: Any, at: Callable[[str], None]) -> None:
+    """Between the start of an exchange and the wait for it."""
+    real = manager._start
+
+    def start(launch: Any, tensors: Any, step: int, phase: str) -> Any:
+        begun = real(launch, tensors, step, phase)
+        if phase == "combine":
+            at("in combine")
+        return begun
+
+    manager._start = start
+
+
+def _go(stage: Stage) -> None:
+    kind = stage.scenario.kind
+    if kind == "raises":
+        raise RuntimeError("this part is broken" if stage.scenario.point else
+                           "these experts are broken")  # fmt: skip
+    if stage.machine.device == "cuda" and not stage.scenario.point.startswith("in"):
+        torch.cuda.synchronize()  # what came before has happened
+    if kind == "late":
+        stage.wait_for_others()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if kind == "killed" else signal.SIGSTOP)
+
+
+def _serves_again(stage: Stage) -> bool:
+    """Whether the caller's group is as good as ever: a new kernel on it gives two equal outputs."""
+    problem = stage.problem()
+    given = stage.inputs(problem, stage.tokens_W)
+    with deadline(AGAIN_S):
+        kernel = stage.kernel(problem, stage.experts(problem))
+    first = kernel(given.x_TH, given.weights, given.routing).clone()
+    again = kernel(given.x_TH, given.weights, given.routing)
+    _settle(kernel)
+    return bool(first.isfinite().all()) and torch.allclose(first, again)

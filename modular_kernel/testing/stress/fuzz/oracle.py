@@ -1,0 +1,166 @@
+"""A layer computed pair by pair in float64, written from the documentation and from nothing else.
+
+Its tolerance is of one kind for each storage: far wider than rounding, far narrower than a wrong
+expert, weight, scale, row or sign. Fine errors are for the comparison of `mk test`.
+"""
+
+import math
+
+import torch
+
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import ActivationSpec, Combine, Problem
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PLAIN = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+_STORED = {"float8_e4m3fn": 0.25, "int8": 0.12}  # of activations
+
+
+def tolerance(problem: Problem) -> float:
+    """Of the norm of a row, relative to the norm it has before anything cancels."""
+    rounded = 2e-2 if problem.fp32_precision == "tf32" else 0.0
+    return max(_PLAIN[problem.dtype], rounded, _STORED.get(problem.scheme.activation, 0.0))
+
+
+def _nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
+    shape = list(packed.shape)
+    shape[dim] *= 2
+    both = torch.stack([packed % 16, packed // 16], dim=dim + 1)
+    return both.reshape(shape)
+
+
+def matrix(
+    stored: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, problem: Problem
+) -> torch.Tensor:
+    """(e, N, K) float64 numbers that stored weights stand for."""
+    scheme = problem.scheme
+    if scale is None:
+        return stored.double()
+    four = scheme.weight in ("uint4", "float4_e2m1")
+    codes = (_nibbles(stored, 2) if four else stored).double()
+    e, rows, depth = codes.shape
+    if scheme.weight == "float4_e2m1":
+        table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
+        codes, factor = table[codes.long()], torch.exp2(scale.double() - 127)
+    else:
+        factor = scale.double()
+    down, along = scheme.group if scheme.granularity == "block" else (1, *scheme.group, 0)[:2]
+    n = torch.arange(rows) // down
+    k = torch.arange(depth) // along if along else torch.zeros(depth, dtype=torch.long)
+    spread = factor.reshape(e, *[*factor.shape[1:], 1, 1][:2])
+    if scheme.granularity == "tensor":
+        n = torch.zeros(rows, dtype=torch.long)
+    if scheme.weight in ("uint4", "uint8"):
+        middle = {"uint4": 8.0, "uint8": 128.0}[scheme.weight]
+        if zero is None:
+            codes = codes - middle
+        else:
+            points = (_nibbles(zero, 1) if scheme.weight == "uint4" else zero).double()
+            codes = codes - points[:, n][:, :, k]
+    return codes * spread[:, n][:, :, k]
+
+
+def _curve(v: torch.Tensor, kind: str) -> torch.Tensor:
+    if kind == "silu":
+        return v * v.sigmoid()
+    if kind == "gelu":
+        return 0.5 * v * torch.erfc(-v / math.sqrt(2))
+    return v * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))
+
+
+def _activated(v: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
+    kind, limit, alpha = spec.kind, spec.limit or math.inf, spec.alpha or 0.0
+    if kind == "relu2":
+        return v.relu() ** 2
+    if kind.endswith("_no_mul"):
+        return _curve(v, kind.removesuffix("_no_mul"))
+    half = len(v) // 2
+    gate, up = (v[::2], v[1::2]) if spec.interleaved else (v[:half], v[half:])
+    if kind == "situ":
+        linear = up if spec.limit is None else limit * (up / limit).tanh()
+        return alpha * (gate / alpha).tanh() * gate.sigmoid() * linear
+    held = up.clip(-limit, limit)
+    if kind in ("silu", "gelu", "gelu_tanh"):
+        return _curve(gate.minimum(torch.tensor(limit)), kind) * held
+    if kind == "swiglu_oai":
+        gate = gate.minimum(torch.tensor(limit))
+        return gate * (alpha * gate).sigmoid() * (held + 1)
+    if kind == "swiglu_clamp_after":
+        return (gate * gate.sigmoid()).minimum(torch.tensor(limit)) * held
+    gate = gate.minimum(torch.tensor(limit))
+    return gate * gate.sigmoid() * held
+
+
+class Oracle:
+    """Expected output of one call and, for each row of it, the norm that errors are relative to."""
+
+    def __init__(
+        self, problem: Problem, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
+    ) -> None:
+        self.problem = problem
+        w1 = matrix(weights.w1, weights.w1_scale, weights.w1_zero_point, problem)
+        w2 = matrix(weights.w2, weights.w2_scale, weights.w2_zero_point, problem)
+        tokens, slots = routing.topk_ids_TK.shape
+        rows = torch.zeros(tokens, slots, problem.hidden, dtype=torch.float64)
+        norms = torch.zeros(tokens, slots, dtype=torch.float64)
+        for t in range(tokens):
+            for k in range(slots):
+                expert = int(routing.topk_ids_TK[t, k])
+                if not 0 <= expert < problem.experts:
+                    continue
+                if weights.expert_map is not None:
+                    expert = int(weights.expert_map[expert])
+                if expert < 0:
+                    continue
+                weight = float(routing.topk_weights_TK[t, k])
+                rows[t, k], norms[t, k] = self._pair(
+                    x_TH[t].double(), w1[expert], w2[expert], expert, weight, weights
+                )
+        summed = problem.combine is Combine.SUM
+        self.expected = rows.sum(1) if summed else rows
+        self.norms = norms.sum(1) if summed else norms
+
+    def _pair(
+        self,
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        expert: int,
+        weight: float,
+        weights: ExpertWeights,
+    ) -> tuple[torch.Tensor, float]:
+        """One pair's row and the norm it could have."""
+        problem = self.problem
+        on_input = problem.apply_router_weight_on_input
+        value = w1 @ x
+        typical = float(x.norm() * w1.norm()) / math.sqrt(w1.numel())
+        if on_input:
+            value, typical = value * weight, typical * abs(weight)
+        if weights.b1 is not None:
+            value = value + weights.b1[expert].double()
+        h = _activated(value, problem.act)
+        reach = typical * max(1.0, typical) if problem.act.kind != "swiglu_oai" else typical
+        size = max(float(h.norm()), math.sqrt(len(h)) * reach)
+        y = w2 @ h
+        norm = max(float(y.norm()), size * float(w2.norm()) / math.sqrt(len(h)))
+        if weights.b2 is not None:
+            y = y + weights.b2[expert].double()
+            norm += float(weights.b2[expert].double().norm())
+        factor = 1.0
+        if problem.combine is not Combine.TOPK_UNWEIGHTED:
+            factor = problem.routed_scaling_factor * (1.0 if on_input else weight)
+        return y * factor, norm * abs(factor)
+
+    def fault(self, found: torch.Tensor, *, rows: slice = slice(None)) -> str:
+        """What is wrong with `found`, in words; "" if nothing is. rows: which to look at."""
+        if found.shape != self.expected.shape:
+            return f"shape {tuple(found.shape)}, not {tuple(self.expected.shape)}"
+        if found.dtype is not self.problem.dtype:
+            return f"dtype {found.dtype}"
+        error = (found.detach().double() - self.expected)[rows].norm(dim=-1)
+        allowed = tolerance(self.problem) * self.norms[rows] + 1e-7
+        bad = ~(error <= allowed)
+        if not bool(bad.any()):
+            return ""
+        worst = float((error / allowed).max())
+        return f"{int(bad.sum())} of {bad.numel()} rows differ, by up to {worst:.3g} tolerances"

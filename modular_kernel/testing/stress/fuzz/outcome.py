@@ -1,0 +1,46 @@
+"""What can come of a call with random input."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from modular_kernel.errors import IncompatibleError, InputError
+
+RIGHT, TYPED = "right", "typed error"
+RAW, ACCEPTED, WRONG = "raw exception", "accepted nonsense", "wrong number"
+LATE, CRASH, HANG = "error after launch", "crash", "hang"
+GOOD = (RIGHT, TYPED)
+BAD = (RAW, ACCEPTED, WRONG, LATE, CRASH, HANG)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FuzzOutcome:
+    """kind: one of GOOD or BAD. what: the configuration in words, and what is wrong."""
+
+    kind: str
+    what: str = ""
+
+
+def refused(error: Exception) -> str:
+    """TYPED, or RAW, of an exception."""
+    return TYPED if isinstance(error, InputError | IncompatibleError) else RAW
+
+
+def told(error: Exception) -> str:
+    """An exception in one line, with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__} at {where}: {text[:160]}"
+
+
+def attempt(what: str, call: Callable[[], T]) -> T | FuzzOutcome:
+    """What `call` returns, or the outcome of its exception."""
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 (telling them apart is what this is for)
+        kind = refused(error)
+        return FuzzOutcome(kind, what if kind == TYPED else f"{what}: {told(error)}")

@@ -1,0 +1,117 @@
+"""Configurations one after the other in a process of their own, which may crash or hang."""
+
+import contextlib
+import json
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from modular_kernel.settings import environment_of_child
+from modular_kernel.testing.stress.fuzz.outcome import BAD, CRASH, GOOD, HANG
+
+_STARTS_IN = 120.0  # seconds for a process to import everything
+_ENDS_IN = 2.0  # seconds that an orderly end may take
+_WORKER = "modular_kernel.testing.stress.fuzz.worker"
+
+
+@dataclass(frozen=True)
+class FuzzFinding:
+    """A configuration that came to no good end."""
+
+    number: int
+    target: str
+    kind: str
+    what: str
+
+
+@dataclass
+class FuzzReport:
+    """What came of the configurations of one seed."""
+
+    seed: str
+    interpreted: bool
+    only: str = ""
+    counts: Counter[str] = field(default_factory=Counter)
+    by_target: Counter[tuple[str, str]] = field(default_factory=Counter)
+    findings: list[FuzzFinding] = field(default_factory=list)
+
+    def reproducer(self, finding: FuzzFinding) -> str:
+        """A command that runs this configuration alone."""
+        words = "python -m modular_kernel.testing.stress.fuzz"
+        words += f" --seed {self.seed} --only {finding.number}"
+        words += f" --target {self.only}" if self.only else ""
+        return words + (" --interpreted" if self.interpreted else "")
+
+    def lines(self) -> Iterator[str]:
+        """A line for each finding, then the numbers of each class."""
+        for found in self.findings:
+            yield f"{found.kind}: {found.target}: {found.what}"
+            yield f"    {self.reproducer(found)}"
+        mode = "interpreted" if self.interpreted else "plain"
+        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in (*GOOD, *BAD))
+        yield f"seed {self.seed}, {mode}: {sum(self.counts.values())} configurations: {counts}"
+
+
+def run(
+    seed: str,
+    numbers: range,
+    *,
+    interpreted: bool = False,
+    only: str = "",
+    deadline_s: float = 60.0,
+) -> FuzzReport:
+    """The configurations of `numbers`. only: of the target of that name. deadline_s: seconds for
+    one of them."""
+    report = FuzzReport(seed, interpreted, only)
+    first = numbers.start
+    while first < numbers.stop:
+        first = _some(report, range(first, numbers.stop), deadline_s)
+    return report
+
+
+def _some(report: FuzzReport, numbers: range, deadline_s: float) -> int:
+    """Run until the process ends; returns the number to go on from."""
+    words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
+    words += ["calls" if report.interpreted else "", report.only]
+    environment = environment_of_child(interpreted=report.interpreted)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+    current, patience = numbers.start, _STARTS_IN
+    try:
+        while (line := lines.get(timeout=patience)) is not None:
+            number, target, kind, what = json.loads(line)
+            current, patience = number + 1, deadline_s
+            _note(report, FuzzFinding(number, target, kind, what))
+    except queue.Empty:
+        _note(report, FuzzFinding(current, "?", HANG, f"no answer in {patience:.0f} s"))
+        return current + 1
+    finally:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDS_IN)
+        process.kill()
+        code = process.wait()
+    if current < numbers.stop:
+        _note(report, FuzzFinding(current, "?", CRASH, f"the process ended with {code}"))
+    return current + 1
+
+
+def _read(process: subprocess.Popen[str], lines: "queue.Queue[str | None]") -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("["):
+            lines.put(line)
+    lines.put(None)
+
+
+def _note(report: FuzzReport, found: FuzzFinding) -> None:
+    report.counts[found.kind] += 1
+    report.by_target[found.target, found.kind] += 1
+    if found.kind not in GOOD:
+        report.findings.append(found)

@@ -1,0 +1,54 @@
+"""A configuration: a seed and a number. What they draw, and what came of it."""
+
+from collections.abc import Callable
+from random import Random
+
+from modular_kernel.testing.stress.fuzz import (
+    calls,
+    checkpoints,
+    composed,
+    entries,
+    facts,
+    files,
+    outside,
+)
+from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
+
+Target = Callable[[Random], FuzzOutcome]
+
+# With shares out of 100.
+TARGETS: tuple[tuple[Target, int], ...] = (
+    (calls.right_call, 18),
+    (calls.changed_call, 23),
+    (calls.nan_call, 5),
+    (facts.problem_fields, 14),
+    (facts.small_facts, 5),
+    (facts.judges, 7),
+    (outside.fused_experts, 8),
+    (outside.importers, 4),
+    (outside.command_line, 6),
+    (composed.composed_call, 3),
+    (files.stored_files, 4),
+    (checkpoints.checkpoints, 2),
+    (entries.entry_points, 1),
+)
+CALLS = (calls.right_call, calls.changed_call, calls.nan_call, outside.fused_experts)
+
+
+NAMES = tuple(target.__name__ for target, _ in TARGETS)
+
+
+def outcome_of(
+    seed: str, number: int, *, calls_only: bool = False, only: str = ""
+) -> tuple[str, FuzzOutcome]:
+    """The target's name and the outcome of configuration `number`.
+
+    calls_only: draw from those targets that launch something, as where kernels are interpreted.
+    only: the name of the one target to draw from, "" for all.
+    """
+    rng = Random(f"{seed}/{number}")
+    drawn = [(t, share) for t, share in TARGETS if t in CALLS or not calls_only]
+    drawn = [(t, share) for t, share in drawn if only in ("", t.__name__)]
+    (target,) = rng.choices([t for t, _ in drawn], [share for _, share in drawn])
+    name = target.__name__
+    return name, attempt(name, lambda: target(rng))

@@ -1,0 +1,255 @@
+"""Soak: very many calls over ranks, of all sizes and kinds, with outputs and memory watched.
+
+Calls are of a small layer, so that there are many. Each step takes one of some scenes, and a way
+to call: the kernel, a plan, or the replay of a CUDA graph of the plan. Every so many steps a scene
+is drawn anew, and that step's output is compared with plain torch's over all ranks' tokens. Ranks
+draw from one seed, so they agree on all of it without a word.
+"""
+
+import gc
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.testing.stress.soak_scenes import Scene, Scenes, judged
+from modular_kernel.types import Machine, Parallel, Problem
+
+_EAGER_SCENES, _GRAPH_SCENES = 16, 4
+_WITH_GRAPHS = {"graph": 6, "plan": 3, "kernel": 1}  # how often, of ten steps
+_WITHOUT = {"plan": 7, "kernel": 3}
+_PREFERRED = {"cuda": "TritonExperts", "cpu": "TorchExperts"}
+_EVERY_S = 5.0  # between two lines of progress
+_MOST_FINDINGS = 5
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What is to be done, until `steps` or `seconds` are over, whichever comes first.
+
+    part: a PrepareAndFinalize. experts: None takes one that pairs, and is quick to call. tokens:
+    the most of a rank. check_every: steps. settled: steps after which memory must stay as it is,
+    within cuda_bytes and rss_bytes; in a shorter run the first tenth.
+    """
+
+    part: str
+    experts: str | None = None
+    steps: int = 100_000
+    seconds: float = 120.0
+    tokens: int = 16
+    hidden: int = 128
+    num_experts: int = 8
+    top_k: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    check_every: int = 100
+    settled: int = 1000
+    cuda_bytes: int = 1 << 20
+    rss_bytes: int = 32 << 20
+    seed: int = 0
+
+    def problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
+        return Problem(
+            tokens=self.tokens,
+            hidden=self.hidden,
+            intermediate=64,
+            experts=self.num_experts,
+            top_k=self.top_k,
+            dtype=self.dtype,
+            graph=graph,
+            parallel=Parallel(world_size, rank=rank),
+        )
+
+
+@dataclass(frozen=True)
+class SoakReport:
+    """Of one rank. modes: steps of each kind. worst: error over bound, of the checked outputs.
+
+    findings: everything that is not as it must be.
+    """
+
+    steps: int
+    seconds: float
+    checked: int
+    modes: dict[str, int]
+    worst: float
+    cuda_growth: int
+    rss_growth: int
+    findings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        modes = ", ".join(f"{count} {mode}" for mode, count in sorted(self.modes.items()))
+        each = self.seconds / max(self.steps, 1) * 1e3
+        return (
+            f"{self.steps} steps ({modes}) in {self.seconds:.1f} s, {each:.3f} ms each, "
+            f"{self.checked} outputs checked, worst {self.worst:.2f} of its bound, growth: "
+            f"GPU {self.cuda_growth / 2**20:.2f} MiB, process {self.rss_growth / 2**20:.1f} MiB"
+        )
+
+
+def soak(rank: int, world_size: int, group: Any, job: Soak) -> SoakReport:
+    """A rank's share, in a RankPool. Raises what a call raises, with the step it was at."""
+    run = _Run(rank, world_size, group, job)
+    try:
+        return run.all_steps()
+    except Exception as error:
+        error.add_note(f"at step {run.step} of the soak, by {run.mode}")
+        raise
+
+
+class _Run:
+    """One rank's kernel, scenes and record."""
+
+    def __init__(self, rank: int, world_size: int, group: Any, job: Soak) -> None:
+        self.rank, self.group, self.job = rank, group, job
+        cuda = dist.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.device, self.step, self.mode = device, 0, "set-up"
+        self.random = random.Random(job.seed)
+        self.modes: Counter[str] = Counter()
+        self.checked, self.worst = 0, 0.0
+        self.findings: list[str] = []
+        machine = this_machine(device="cuda" if cuda else "cpu")
+        requires = load_catalog().prepare_finalize(job.part).requires
+        problem = job.problem(world_size, rank, graph=cuda and requires.graph_capturable)
+        experts = job.experts or _partner(job.part, problem, machine)
+        self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
+        self.plan = self.kernel.plan()
+        part = self.kernel.prepare_finalize
+        self.source = Scenes(
+            problem,
+            device,
+            self.random,
+            replicated=requires.replicated_input,
+            ids_dtype=part.topk_indices_dtype() or torch.int32,
+        )
+        self.settle: Callable[[], object] | None = getattr(part, "check", None)
+        self.eager = [self.source.scene() for _ in range(_EAGER_SCENES)]
+        graphs = _GRAPH_SCENES if problem.graph else 0
+        self.captured = [self._captured() for _ in range(graphs)]
+        odds = _WITH_GRAPHS if graphs else _WITHOUT
+        self.ways = [mode for mode, count in odds.items() for _ in range(count)]
+
+    def _captured(self) -> Scene:
+        """A scene whose call is in a graph."""
+        scene = self.source.scene()
+        scene.out = torch.empty_like(scene.x_TH)
+
+        def call() -> None:
+            self.plan(scene.x_TH, self.source.weights, scene.routing, out=scene.out)
+
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        scene.replay = graph.replay
+        return scene
+
+    # -------------------------------------------------------------------------------- steps
+
+    def all_steps(self) -> SoakReport:
+        """Until the ranks agree that it is enough."""
+        job, started = self.job, time.monotonic()
+        settled = min(job.settled, max(job.steps // 10, job.check_every))
+        before, told = self._memory(), started
+        while not self._enough(started):
+            for _ in range(job.check_every - 1):
+                self._one()
+            self._one(fresh=True)
+            if self.step <= settled:
+                before = self._memory()
+            if self.rank == 0 and time.monotonic() - told > _EVERY_S:
+                told = time.monotonic()
+                note = f"{self.step} steps, {told - started:.0f} s, {self.checked} checked"
+                print(note, file=sys.stderr, flush=True)  # noqa: T201  from a process of its own
+        after = self._memory()
+        growth = after[0] - before[0], after[1] - before[1]
+        for what, grown, most in zip(
+            ("the GPU", "the process"), growth, (job.cuda_bytes, job.rss_bytes), strict=True
+        ):
+            if grown > most:
+                self.findings.append(f"memory of {what} grew by {grown} bytes, more than {most}")
+        return SoakReport(
+            self.step,
+            time.monotonic() - started,
+            self.checked,
+            dict(self.modes),
+            self.worst,
+            *growth,
+            tuple(self.findings),
+        )
+
+    def _one(self, *, fresh: bool = False) -> None:
+        """A call; fresh: of a scene drawn anew, whose output is judged."""
+        self.step += 1
+        self.mode = self.random.choice(self.ways)
+        self.modes[self.mode] += 1
+        scenes = self.captured if self.mode == "graph" else self.eager
+        index = self.random.randrange(len(scenes))
+        if fresh:
+            self._refresh(scenes, index)
+        out = self._call(scenes[index])
+        if not fresh:
+            return
+        if self.settle is not None:
+            self.settle()
+        worst, wrong = judged(scenes[index], out, self.kernel.problem)
+        self.checked, self.worst = self.checked + 1, max(self.worst, worst)
+        if wrong:
+            self.findings.append(f"step {self.step}, {self.mode}: {wrong}")
+
+    def _refresh(self, scenes: list[Scene], index: int) -> None:
+        old = scenes[index]
+        if old.replay is None:
+            scenes[index] = self.source.scene()
+            return
+        assert old.out is not None
+        old.refill(self.source.scene(old.tokens_W))
+        old.out.fill_(float("nan"))
+
+    def _call(self, scene: Scene) -> torch.Tensor:
+        if self.mode == "graph":
+            assert scene.replay is not None
+            assert scene.out is not None
+            scene.replay()
+            return scene.out
+        call = self.plan if self.mode == "plan" else self.kernel
+        return call(scene.x_TH, self.source.weights, scene.routing)
+
+    def _enough(self, started: float) -> bool:
+        """Whether any rank thinks so: all stop together, and none waits for one that left."""
+        late = time.monotonic() - started > self.job.seconds
+        over = self.step >= self.job.steps or len(self.findings) >= _MOST_FINDINGS
+        vote = torch.tensor([float(late or over)], device=self.device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(vote.item())
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes: what torch's allocator has handed out on the GPU, and this process's resident."""
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        if self.device.type != "cuda":
+            return 0, resident
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated(), resident
+
+
+def _partner(part: str, problem: Problem, machine: Machine) -> str:
+    """Experts that pair with the part."""
+    names = (_PREFERRED[machine.device], *load_catalog().names("experts"))
+    for name in names:
+        if check(part, name, problem, machine).ok:
+            return name
+    raise ConfigurationError("experts", got=f"none that pair with {part}", need="one at least")

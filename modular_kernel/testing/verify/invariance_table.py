@@ -1,0 +1,84 @@
+"""How many rows change their bits with the call they are in: measured for every part and scheme.
+
+What a problem that asks for batch invariance gets, and what one gets that does not.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.testing.cases.lists import Case
+from modular_kernel.testing.verify.checks import Trial
+from modular_kernel.testing.verify.invariance import as_bytes, regrouped
+from modular_kernel.types import Machine, Problem
+
+LAYER = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+COLUMNS: dict[str, dict[str, object]] = {
+    "float32": {"dtype": torch.float32},
+    "bfloat16": {},
+    "fp8 channel": {"quant": "fp8_w8a8_channel"},
+    "fp8 block": {"quant": "fp8_w8a8_block:block=64x64"},
+    "int8 channel": {"quant": "int8_w8a8_channel"},
+    "int4 group": {"quant": "int4_w4a16_group:group=64"},
+    "mxfp4": {"quant": "mxfp4_w4a16"},
+    "fp8 tensor": {"quant": "fp8_w8a8_tensor"},
+}
+
+
+@dataclass(frozen=True)
+class InvarianceRow:
+    """Rows of `tokens` whose bits differ in some other call; None where the pairing is refused."""
+
+    prepare_finalize: str
+    experts: str
+    column: str
+    asked: bool
+    rows: int | None
+    tokens: int
+
+    @property
+    def cell(self) -> str:
+        return "refused" if self.rows is None else f"{self.rows} of {self.tokens}"
+
+
+def measure(machine: Machine, layer: Problem = LAYER) -> Iterator[InvarianceRow]:
+    """Every pairing on one rank in every column, without and with `batch_invariant`; pairings that
+    take no column are left out."""
+    catalog = load_catalog()
+    for pf in catalog.names("prepare_finalize"):
+        for experts in catalog.names("experts"):
+            if not check(pf, experts, layer, machine).ok:
+                continue
+            for asked in (False, True):
+                for column, changes in COLUMNS.items():
+                    problem = replace(layer, batch_invariant=asked, **changes)  # type: ignore[arg-type]
+                    rows = None
+                    if check(pf, experts, problem, machine).ok:
+                        rows = changed_rows(Case(pf, experts, problem), machine)
+                    yield InvarianceRow(pf, experts, column, asked, rows, layer.tokens)
+
+
+def changed_rows(case: Case, machine: Machine) -> int:
+    """How many of the case's tokens have other bits in another call on them."""
+    trial = Trial(case, machine)
+    want = as_bytes(trial.eager)
+    changed = torch.zeros(len(want), dtype=torch.bool, device=want.device)
+    for _, rows in regrouped(trial):
+        changed |= (as_bytes(rows) != want).any(1)
+    return int(changed.sum())
+
+
+def as_markdown(found: list[InvarianceRow]) -> str:
+    """A table: a line for each experts part, without and with `batch_invariant`."""
+    columns = list(dict.fromkeys(one.column for one in found))
+    lines = [
+        f"| experts | asked for | {' | '.join(columns)} |",
+        "|---|---" + "|---" * len(columns) + "|",
+    ]
+    for experts, asked in dict.fromkeys((one.experts, one.asked) for one in found):
+        cells = {o.column: o.cell for o in found if (o.experts, o.asked) == (experts, asked)}
+        row = " | ".join(cells.get(column, "") for column in columns)
+        lines.append(f"| `{experts}` | {'yes' if asked else 'no'} | {row} |")
+    return "\n".join(lines) + "\n"

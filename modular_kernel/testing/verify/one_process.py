@@ -1,0 +1,90 @@
+"""`prove`: run every check on one case and say what failed, how exact it was, and how to repeat it.
+
+Used alike by the test suite, by `mk test` and by a part's author.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import CorruptionError
+from modular_kernel.testing.cases.case import Case, command
+from modular_kernel.testing.verify.checks import CHECKS, Build, Check, Trial, build_kernel
+from modular_kernel.types import Machine
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What came out of one case.
+
+    error, bound: relative root mean square error of the first call, and how large it may be.
+    failures: one line for each broken promise, "check: what"; empty if the case is proven.
+    """
+
+    case: Case
+    machine: Machine
+    error: float
+    bound: float
+    failures: tuple[str, ...]
+    seconds: float
+    invalid_ids: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def __str__(self) -> str:
+        accuracy = f"error {self.error:.2e} of {self.bound:.2e}"
+        head = f"{self.case}: {'proven' if self.passed else 'FAILED'}, {accuracy}"
+        if self.passed:
+            return head
+        lines = [f"  - {failure}" for failure in self.failures]
+        return "\n".join([head, *lines, f"  {command(self.case)}"])
+
+
+def prove(case: Case, machine: Machine | None = None, build: Build = build_kernel) -> Proof:
+    """Run all checks. Raises IncompatibleError if the pairing is refused for this case.
+
+    machine: None means this one. build: makes the kernel from (case, machine, poison).
+    """
+    machine = machine or this_machine()
+    start = time.perf_counter()
+    build(case, machine, False)  # refused pairings end here
+    trial = Trial(case, machine, build)
+    failures = tuple(dict.fromkeys(findings(trial)))
+    error, bound = _accuracy(trial)
+    seconds = time.perf_counter() - start
+    return Proof(case, machine, error, bound, failures, seconds, trial.first.invalid_ids)
+
+
+def findings(trial: Trial) -> Iterator[str]:
+    """Failures of every check in order, as they are found; a check that raises has failed."""
+    for check in CHECKS:
+        yield from _run(check, trial)
+
+
+def _accuracy(trial: Trial) -> tuple[float, float]:
+    """Error and bound of the first call, if there was one."""
+    if "first_call" not in trial.__dict__:
+        return math.inf, 0.0
+    comparison = trial.first.compare(trial.eager)
+    return comparison.error, comparison.bound
+
+
+def _run(check: Check, trial: Trial) -> Iterator[str]:
+    name = check.__name__
+    try:
+        for finding in check(trial):
+            yield f"{name}: {finding}"
+    # A faulty part can fail in any way; that is a finding about it, not the end of the proof.
+    except Exception as error:  # noqa: BLE001
+        yield raised(name, error)
+
+
+def raised(check: str, error: Exception) -> str:
+    """The finding that a check raised."""
+    if isinstance(error, CorruptionError):
+        return f"red_zones: {error}"
+    return f"{check}: raised {type(error).__name__}: {error}"

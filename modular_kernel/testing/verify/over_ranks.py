@@ -1,0 +1,307 @@
+"""Prove a pairing over ranks: the same checks as on one rank, run by every rank side by side.
+
+Each rank checks its own output against the float64 oracle of the whole layer, on its own tokens.
+All ranks make the same calls in the same order, so a rank whose check raises ends its proof there:
+its peers may wait for it in vain.
+
+The tolerance's recipe, plain torch over ranks: each rank computes the pairs of its own experts by
+the recipe of one rank, weights and sums them in float32 and rounds that partial sum once to the
+problem's dtype, because that is what travels; the partial sums are added in float32 and rounded
+once. On one rank the recipe rounds once, here it does so as often as a sum crosses a link.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+
+from modular_kernel import reference
+from modular_kernel.catalog import make_kernel, this_machine
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.placement import pairs_to_slots
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.testing.cases.rank_inputs import part_of
+from modular_kernel.testing.cases.ranks import RankCase
+from modular_kernel.testing.ranks.pool import RankError, RankPool
+from modular_kernel.testing.verify.checks import CHECKS, Build, Check, Findings, Trial, call
+from modular_kernel.testing.verify.compare import Comparison, compare
+from modular_kernel.testing.verify.one_process import Proof, raised
+from modular_kernel.testing.verify.sample import Sample
+from modular_kernel.testing.verify.scene_stage import Stage
+from modular_kernel.testing.verify.scenes import play
+from modular_kernel.types import Combine, Machine, Parallel, Problem
+
+# (..., poison, process group)
+RankBuild = Callable[[Case, Machine, bool, object], FusedMoEModularKernel]
+Reference = Callable[[torch.Tensor, ExpertWeights, Routing, Problem], torch.Tensor]
+_CPU = torch.device("cpu")
+
+
+class RankSample(Sample):
+    """One rank's part of one call. counts: tokens of every rank."""
+
+    def __init__(
+        self,
+        case: RankCase,
+        rank: int,
+        device: torch.device,
+        *,
+        counts: tuple[int, ...],
+        salt: int,
+        strided: bool = False,
+    ) -> None:
+        self.all, self.counts, self.rank = case, counts, rank
+        of_rank = case.of_rank(rank)
+        super().__init__(of_rank, device, tokens=counts[rank], salt=salt, strided=strided)
+
+    @cached_property
+    def world(self) -> Inputs:
+        """What the whole world passes, and every expert's weights."""
+        tokens = self.counts[0] if self.all.replicated else sum(self.counts)
+        whole = self.all.whole.with_tokens(tokens)
+        return make_inputs(
+            whole,
+            self.routing,
+            _CPU,
+            seed=self.seed,
+            strided=self.strided,
+            manner=self.manner,
+        )
+
+    @property
+    def mine(self) -> slice:
+        """Which of the world's tokens are this rank's."""
+        start = 0 if self.all.replicated else sum(self.counts[: self.rank])
+        return slice(start, start + self.counts[self.rank])
+
+    def _make(self) -> Inputs:
+        return part_of(self.world, self.mine, self.problem, self.device, strided=self.strided)
+
+    @property
+    def whole_pristine(self) -> Inputs:
+        return self.world
+
+    @property
+    def whole_problem(self) -> Problem:
+        return self.all.whole.with_tokens(len(self.world.x_TH))
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        return self.exact_of_all[self.mine].to(self.device)
+
+    @cached_property
+    def recipe(self) -> torch.Tensor:
+        return self.recipe_of_all[self.mine].to(self.device)
+
+    @cached_property
+    def exact_of_all(self) -> torch.Tensor:
+        """The oracle's output for every rank's tokens."""
+        return self._reference(reference.oracle, self.world.routing)
+
+    @cached_property
+    def recipe_of_all(self) -> torch.Tensor:
+        """Plain torch's output over ranks for every rank's tokens."""
+        return recipe_over_ranks(self.world, self.problem)
+
+    def compare(self, out: torch.Tensor) -> Comparison:
+        """`out` against the oracle. How inexact plain torch is, is measured over the tokens of all
+        ranks: one rank may have too few of them to tell."""
+        size = self.exact_of_all.norm()
+        fair = float((self.recipe_of_all - self.exact_of_all).norm() / size) if size else 0.0
+        return compare(out, self.exact, self.recipe, self.problem, fair=fair)
+
+    def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
+        """`function` of all tokens and all experts."""
+        return function(self.world.x_TH, self.world.weights, routing, self.whole_problem)
+
+
+def recipe_over_ranks(world: Inputs, problem: Problem) -> torch.Tensor:
+    """Plain torch's output over ranks, (T, H) or (T, K, H), for every rank's tokens and weights in
+    `world`; problem: of any rank."""
+    routing, tokens = world.routing, len(world.x_TH)
+    alone = replace(problem, parallel=Parallel(), local_experts=None, expert_map=False)
+    whole = alone.with_tokens(tokens)
+    if problem.combine is not Combine.SUM:
+        return reference.recipe(world.x_TH, world.weights, routing, whole)
+    ids = routing.topk_ids_TK
+    home_TK, _, _ = pairs_to_slots(ids, problem.placement.tables())
+    total = torch.zeros(tokens, problem.hidden)
+    for rank in range(problem.parallel.world_size):
+        # A pair of an invalid id is nobody's, here as in the oracle.
+        there = replace(routing, topk_ids_TK=ids.masked_fill(home_TK != rank, -1))
+        total += reference.recipe(world.x_TH, world.weights, there, whole).float()
+    return total.to(problem.dtype).double()
+
+
+class RankTrial(Trial):
+    """One case as one rank sees it. Token counts move on by a rank from call to call."""
+
+    def __init__(self, case: RankCase, rank: int, machine: Machine, build: Build) -> None:
+        self.case, self.machine, self.build = case.of_rank(rank), machine, build
+        self.fault = case.fault
+        device = torch.device(machine.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        counts = case.tokens
+        turned, twice = (counts[n:] + counts[:n] for n in (1, 2 % len(counts)))
+        half = tuple((count + 1) // 2 for count in twice)
+        sample = partial(RankSample, case, rank, device)
+        self.first = sample(counts=counts, salt=0)
+        self.second = sample(counts=turned, salt=1)
+        self.other = sample(counts=half, salt=2, strided=True)
+        self._like_first = partial(sample, counts=counts)
+
+    def first_again(self) -> Sample:
+        return self._like_first(salt=0)
+
+    @cached_property
+    def told(self) -> tuple[tuple[str, str], ...]:
+        """What each call of the case's scene said to this rank, and what it must say."""
+        if not self.fault:
+            return ()
+        return play(self.fault, Stage(self.case, self.machine, self.first, self.build))
+
+    @property
+    def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
+        # The second call's tokens are another rank's number, and a graph is for one.
+        fresh = self._like_first(salt=3)
+        return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
+
+
+def faults(trial: Trial) -> Findings:
+    """Where ranks do not mean the same call, each is told so, and by what it can find out why."""
+    assert isinstance(trial, RankTrial)
+    for number, (said, must) in enumerate(trial.told, 1):
+        if said != must:
+            yield f"call {number} of {trial.fault}: {said}, not {must}"
+            return  # what comes after it follows from it
+
+
+# On every rank: those of one process, and what only ranks can do.
+RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank found. error, bound: of its first call, as in a Proof."""
+
+    findings: tuple[str, ...]
+    error: float
+    bound: float
+    invalid_ids: int
+
+
+class CheckError(Exception):
+    """A check raised: everything that was found, the last line being what it raised."""
+
+
+def build_kernel(
+    case: Case, machine: Machine, poison: bool, group: object
+) -> FusedMoEModularKernel:
+    """The kernel of one rank that a case names."""
+    return make_kernel(
+        case.prepare_finalize,
+        case.experts,
+        case.problem,
+        group=group,
+        machine=machine,
+        poison=poison,
+    )
+
+
+def examine(
+    rank: int,
+    _world_size: int,
+    group: object,
+    case: RankCase,
+    machine: Machine,
+    build: RankBuild,
+    checks: tuple[Check, ...],
+) -> RankReport:
+    """Run checks of a case on one rank, in a RankPool. CheckError where one raises."""
+    built: list[FusedMoEModularKernel] = []
+
+    def build_here(of_rank: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
+        built.append(build(of_rank, machine, poison, group))
+        return built[-1]
+
+    trial = RankTrial(case, rank, machine, build_here)
+    found: list[str] = []
+    for check in checks:
+        name = check.__name__
+        try:
+            for finding in check(trial):
+                found.append(f"{name}: {finding}")
+        except Exception as error:
+            raise CheckError("\n".join([*found, raised(name, error)])) from error
+    comparison = trial.first.compare(trial.eager)
+    unique = tuple(dict.fromkeys(found))
+    for kernel in built:  # where a check raised, a peer may never come to this
+        kernel.prepare_finalize.destroy()
+    return RankReport(unique, comparison.error, comparison.bound, trial.first.invalid_ids)
+
+
+def prove_ranks(
+    case: RankCase,
+    pool: RankPool,
+    machine: Machine | None = None,
+    build: RankBuild = build_kernel,
+    *,
+    checks: Sequence[Check] = RANK_CHECKS,
+    timeout: float = 300,
+) -> Proof:
+    """Run the checks on every rank. IncompatibleError if the pairing is refused for this case.
+
+    pool: of as many ranks. machine: None means this one, as far as the pool's backend uses it.
+    build: makes a rank's kernel from (case, machine, poison, group); must be picklable. checks:
+    which, in order. timeout: seconds until a rank that does not answer counts as a failure.
+    """
+    if pool.world_size != case.world_size:
+        need = f"{case.world_size} ranks, as the case says"
+        raise ConfigurationError("the pool", got=f"{pool.world_size} ranks", need=need)
+    machine = machine or machine_of(pool)
+    verdict = case.verdict(machine)
+    if not verdict.ok:
+        raise IncompatibleError(verdict.pairing, verdict.rejections)
+    start = time.perf_counter()
+    failures: list[str] = []
+    try:
+        task = case, machine, build, tuple(checks)
+        reports = dict(enumerate(pool.run(examine, *task, timeout=timeout)))
+    except RankError as error:
+        reports = error.results
+        for rank, text in error.failures.items():
+            failures += [f"rank {rank}: {line}" for line in _told(text)]
+    for rank, report in sorted(reports.items()):
+        failures += [f"rank {rank}: {finding}" for finding in report.findings]
+    seconds = time.perf_counter() - start
+    complete = len(reports) == case.world_size
+    worst = max(reports.values(), key=_share) if complete else RankReport((), math.inf, 0.0, 0)
+    invalid_ids = sum(report.invalid_ids for report in reports.values())
+    return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
+
+
+def machine_of(pool: RankPool) -> Machine:
+    """This machine as the pool's ranks use it."""
+    return this_machine(device="cpu" if pool.backend == "gloo" else "cuda")
+
+
+def _share(report: RankReport) -> float:
+    """Error over bound; the bound is 0 only beside an error that is not finite."""
+    return report.error / report.bound if report.bound else math.inf
+
+
+def _told(failure: str) -> list[str]:
+    """What a failed rank found before it raised, or how it ended."""
+    found = failure.partition(f"{CheckError.__name__}: ")[2]
+    if found:
+        return found.splitlines()
+    if failure.startswith("Traceback"):
+        return [f"raised {failure.strip().splitlines()[-1]}"]
+    return [failure.strip()]

@@ -1,0 +1,101 @@
+"""One call of a case: its inputs, and what has to come out."""
+
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from modular_kernel import reference
+from modular_kernel.catalog import load_catalog
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.inputs import Inputs, fenced, invalid_count, make_inputs
+from modular_kernel.testing.verify.compare import Comparison
+from modular_kernel.testing.verify.compare_apart import Fair, compare_apart
+from modular_kernel.types import Combine, Problem
+
+_MORE_TOKENS = 64
+
+
+class Sample:
+    """One call's inputs, and what has to come out.
+
+    `inputs` may be harmed by a faulty part; `exact`, `recipe` and `pristine` are made apart.
+    input_weighted: router weights that go on the input multiply x itself, before it is quantised.
+    """
+
+    def __init__(
+        self, case: Case, device: torch.device, *, tokens: int, salt: int, strided: bool = False
+    ) -> None:
+        self.problem: Problem = case.problem.with_tokens(tokens)
+        self.routing, self.manner = case.routing, case.manner
+        self.device = device
+        self.strided = strided
+        prepare = load_catalog().prepare_finalize(case.prepare_finalize)
+        self.input_weighted = prepare.requires.multiplies_input
+        self.seed = 1000 * case.seed + salt
+        self.inputs = self._make()
+        self.pristine = self._make()
+        self.invalid_ids = invalid_count(self.pristine.routing, self.problem)
+
+    def _make(self) -> Inputs:
+        return make_inputs(
+            self.problem,
+            self.routing,
+            self.device,
+            seed=self.seed,
+            strided=self.strided,
+            manner=self.manner,
+        )
+
+    @property
+    def mine(self) -> slice:
+        """Which tokens of the whole call these are."""
+        return slice(None)
+
+    @property
+    def whole_pristine(self) -> Inputs:
+        """The whole call's inputs, that of all ranks where there are several."""
+        return self.pristine
+
+    @property
+    def whole_problem(self) -> Problem:
+        """The whole call's problem, on one rank that has every expert."""
+        return self.problem
+
+    @cached_property
+    def exact(self) -> torch.Tensor:
+        i = self.pristine
+        return reference.oracle(i.x_TH, i.weights, i.routing, self.problem)
+
+    @cached_property
+    def recipe(self) -> torch.Tensor:
+        i = self.pristine
+        given = i.x_TH, i.weights, i.routing, self.problem
+        return reference.recipe(*given, input_weighted=self.input_weighted)
+
+    def compare(self, out: torch.Tensor) -> Comparison:
+        """`out` against the oracle; tokens that would hide others, by themselves."""
+        given = out, self.exact, self.recipe, self.problem, self.manner.values
+        result = compare_apart(*given)
+        return result if result.ok else compare_apart(*given, fair=self.fair)
+
+    @cached_property
+    def fair(self) -> Fair:
+        """The recipe's errors over more tokens of the same layer: here may be few."""
+        problem = replace(self.problem.with_tokens(_MORE_TOKENS), chunk_tokens=None)
+        more = make_inputs(problem, "uniform", self.device, seed=self.seed)
+        given = more.x_TH, self.pristine.weights, more.routing, problem
+        exact = reference.oracle(*given)
+        recipe = reference.recipe(*given, input_weighted=self.input_weighted)
+        return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, len(self.pristine.x_TH))))
+
+    def x_TH(self) -> torch.Tensor:
+        """x for one call: a new copy if the call overwrites it."""
+        return fenced(self.pristine.x_TH) if self.problem.inplace else self.inputs.x_TH
+
+    def empty_output(self) -> torch.Tensor:
+        """A fenced tensor for `out=`, full of NaN."""
+        middle = () if self.problem.combine is Combine.SUM else (self.problem.top_k,)
+        shape = (self.problem.tokens, *middle, self.problem.hidden)
+        nan = torch.full(shape, torch.nan, dtype=self.problem.dtype, device=self.device)
+        return fenced(nan)

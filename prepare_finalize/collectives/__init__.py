@@ -1,0 +1,1 @@
+"""Exchange by torch.distributed collectives, over NCCL or gloo."""

@@ -1,0 +1,119 @@
+"""The all_to_all of torch.distributed for batched experts: rows are regrouped where they arrive."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from modular_kernel.contracts import TopKWeightAndReduce
+from modular_kernel.ops.batch import assign_rows, assign_rows_scratch
+from modular_kernel.ops.permute import permute_tokens
+from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.quant import STORAGE
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    ContiguousTokens,
+    Dispatched,
+    ExpertRows,
+)
+from modular_kernel.types import ActivationFormat, Reduce, Rows
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.collectives.all_to_all import All2AllHandle, TorchAll2AllPrepareAndFinalize
+from prepare_finalize.common.tokens import one_scale_for_all
+from topk_reduce import TopKWeightAndReduceNaiveBatched
+
+
+@dataclass(frozen=True)
+class RegroupedHandle(All2AllHandle):
+    """row_of_pair_RK: (R, K) int32, the batched row of each pair of a row, -1 where it has none."""
+
+    row_of_pair_RK: torch.Tensor
+
+
+class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
+    """As TorchAll2AllPrepareAndFinalize between ranks; on each of them as
+    BatchedPrepareAndFinalize: (R, H) rows that arrived -> (e, R, H), one per row and expert, in
+    the order of ranks, then of their tokens. Capacity is for problem.tokens of every rank.
+    """
+
+    requires = replace(
+        TorchAll2AllPrepareAndFinalize.requires,
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
+        padding=Rows.UNDEFINED,
+        can_defer_quant=False,
+    )
+
+    def dispatch_shape(self, tokens: int) -> BatchedShape:
+        # Whatever this rank passes, another may pass problem.tokens.
+        rows = self.problem.parallel.world_size * self.problem.tokens
+        return BatchedShape(self.problem.e, rows)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem, scheme = self.problem, self.problem.scheme
+        e, rows, dtype = problem.e, self.dispatch_shape(tokens).capacity, problem.dtype
+        specs = dict(super().workspace_shapes(tokens))
+        if scheme.quantises_activations:
+            dtype = STORAGE[scheme.activation]
+        if self._rows_have_scales:
+            scales = (e, *scale_shape(scheme, rows, problem.hidden))
+            specs["batched_scale"] = BufferSpec(scales, torch.float32)
+        return {
+            **specs,
+            "batched_x": BufferSpec((e, rows, problem.hidden), dtype),
+            "row_of_pair": BufferSpec((rows, problem.top_k), torch.int32),
+            "expert_counts": BufferSpec((e,), torch.int32),
+            "assign_scratch": assign_rows_scratch(rows, problem.top_k, e),
+        }
+
+    @property
+    def _rows_have_scales(self) -> bool:
+        """Whether each row brings scales of its own."""
+        scheme = self.problem.scheme
+        one = scheme.static or one_scale_for_all(self.problem)
+        return scheme.quantises_activations and not one
+
+    def arrange(
+        self, tokens: ContiguousTokens, handle: All2AllHandle
+    ) -> tuple[Dispatched, RegroupedHandle]:
+        take, (rows, hidden), e = handle.call.workspace.take, tokens.x_TH.shape, self.problem.e
+        row_of_pair_RK = take("row_of_pair", (rows, self.problem.top_k))
+        counts_e = take("expert_counts", (e,))
+        scratch = assign_rows_scratch(rows, self.problem.top_k, e)
+        assign_rows(
+            tokens.routing,
+            capacity=rows,
+            row_of_pair_TK=row_of_pair_RK,
+            counts_e=counts_e,
+            scratch=take("assign_scratch", scratch.shape),
+        )
+        x_eCH, scale = take("batched_x", (e, rows, hidden)), tokens.scale
+        given = to = None
+        if self._rows_have_scales and scale is not None:
+            given, scale = scale, take("batched_scale", (e, rows, scale.shape[1]))
+            to = scale.flatten(0, 1)
+        permute_tokens(
+            tokens.x_TH,
+            row_of_pair_RK,
+            None,
+            rows_RH=x_eCH.flatten(0, 1),
+            scale_TG=given,
+            scale_rows_RG=to,
+        )
+        regrouped = RegroupedHandle(**vars(handle), row_of_pair_RK=row_of_pair_RK)
+        return BatchedTokens(x_eCH, counts_e, scale), regrouped
+
+    def sum_rows(
+        self,
+        expert_output: torch.Tensor,
+        handle: All2AllHandle,
+        reduce: TopKWeightAndReduce,
+        sum_RH: torch.Tensor,
+    ) -> None:
+        assert isinstance(handle, RegroupedHandle)
+        if reduce.kind is Reduce.DELEGATE:
+            reduce = TopKWeightAndReduceNaiveBatched()
+        factor = self.problem.routed_scaling_factor
+        weights_RK = handle.topk_weights_RK
+        reduce.apply(ExpertRows(expert_output, handle.row_of_pair_RK, weights_RK, factor), sum_RH)

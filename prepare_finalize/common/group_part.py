@@ -1,0 +1,345 @@
+"""GroupPart: what the PrepareAndFinalize parts of process groups have in common."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+
+from modular_kernel import stages
+from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
+from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.ops.expert_slots import Numbering
+from modular_kernel.ops.quantise import quantise_rejections, scale_shape
+from modular_kernel.placement import PlacementTables
+from modular_kernel.quant import STORAGE
+from modular_kernel.support import Rejection
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchedRouting,
+    DispatchShape,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.types import IdSpace, Machine, Problem
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.agreement import Agreement, Layer, refuse
+from prepare_finalize.common.packed_rows import RowLayout
+from prepare_finalize.common.tokens import one_scale_for_all, quantises
+from prepare_finalize.common.torch_group import TorchGroup
+from prepare_finalize.rendezvous.connect import place_in
+
+
+@dataclass(frozen=True)
+class PartHandle(Handle):
+    """What every finalize needs: the part that the handle is of, and the call."""
+
+    part: "GroupPart[Any]"
+    call: Call
+
+
+@dataclass(frozen=True)
+class GroupHandle(PartHandle):
+    """What ranks told each other, and the rows' weights still to apply."""
+
+    agreed: Agreement
+    topk_weights_RK: torch.Tensor | None
+
+
+class Manager(Protocol):
+    """What every manager of `prepare_finalize` has."""
+
+    rank: int
+    world_size: int
+
+    def __init__(self, group: object | None = None) -> None: ...
+
+    def check_device(self, device: torch.device | str) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+M = TypeVar("M", bound=Manager)
+H = TypeVar("H", bound=PartHandle)
+
+
+class GroupPart(PrepareAndFinalize, Generic[M]):
+    """A part that exchanges through a manager of its process group.
+
+    group: a manager of the caller's, of `manager_class`, or a ProcessGroup (None: the default one)
+    to make one of with a default deadline. The part owns the manager it makes, and `destroy`
+    closes that. ConfigurationError if the group's size or this process's rank in it is not the
+    problem's.
+    """
+
+    manager_class: ClassVar[type[Any]] = TorchGroup
+    manager: M
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        given = isinstance(group, self.manager_class)
+        place: Any = group
+        check_place(problem, *((place.rank, place.world_size) if given else place_in(group)))
+        self._owns_manager = not given
+        self.manager = place if given else self.manager_class(group)
+        self._tables: dict[torch.device, PlacementTables] = {}
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        quantise = quantise_rejections(cls.__name__, problem, machine)
+        return quantise + placement_rejections(cls.__name__, problem)
+
+    def max_num_tokens_per_rank(self) -> int:
+        """problem.tokens, which buffers, here and on other ranks, are made for."""
+        own, tokens = self.requires.max_tokens, self.problem.tokens
+        return tokens if own is None else min(own, tokens)
+
+    def check_machine(self, machine: Machine) -> None:
+        self.manager.check_device(machine.device)
+
+    def destroy(self) -> None:
+        """Close the manager if this part made it; the part serves no more then."""
+        if self._owns_manager:
+            self.manager.destroy()
+
+    def tables(self, device: torch.device) -> PlacementTables:
+        """Return the placement on `device`."""
+        if device not in self._tables:
+            self._tables[device] = self.problem.placement.tables(device)
+        return self._tables[device]
+
+    def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
+        """Assign numbers to experts, and to sinks, for ids on `device`.
+
+        Ranks take turns with the copies of an expert.
+        """
+        return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        """Start, and wait for it."""
+        return self.prepare_no_receive(x_TH, routing, weights=weights, call=call)()
+
+    def local_tokens(
+        self,
+        call: Call,
+        x_RH: torch.Tensor,
+        scale: torch.Tensor | None,
+        slots_RK: torch.Tensor,
+        weights_RK: torch.Tensor,
+    ) -> ContiguousTokens:
+        """Rows with local ids (int32, -1: not for this rank), as experts take them."""
+        routing = DispatchedRouting(
+            topk_weights_TK=weights_RK,
+            topk_ids_TK=slots_RK,
+            space=IdSpace.LOCAL,
+            num_experts=self.problem.e,
+            expert_map=None,
+            invalid_ids=call.invalid_ids,
+        )
+        return ContiguousTokens(x_RH, routing, scale)
+
+    def own_handle(self, handle: Handle, kind: type[H]) -> H:
+        """UnsupportedError unless `handle` is of this very part."""
+        if not isinstance(handle, kind) or handle.part is not self:
+            got, need = type(handle).__name__, f"one of this {type(self).__name__}"
+            raise UnsupportedError("handle", got=got, need=need)
+        return handle
+
+    def largest_is_local(self, call: Call) -> bool:
+        """Whether no scale depends on other ranks' tokens."""
+        return not (quantises(self.problem, call) and one_scale_for_all(self.problem))
+
+    def largest(self, x_TH: torch.Tensor, call: Call) -> torch.Tensor | None:
+        """Return this rank's share of what one scale for all ranks' tokens is made from, (1,)."""
+        if self.largest_is_local(call):
+            return None
+        if x_TH.numel() == 0:
+            return x_TH.new_zeros(1, dtype=torch.float32)
+        return x_TH.abs().amax().float().reshape(1)
+
+
+class AtOncePart(GroupPart[M]):
+    """A part whose library dispatches with fewer launches, or less of the host's time, where
+    nothing is to run between sending and receiving."""
+
+    prepares_at_once = True
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        return self.send(x_TH, routing, weights, call, at_once=True)()
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        return self.send(x_TH, routing, weights, call, at_once=False)
+
+    @abstractmethod
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
+    ) -> Receiver:
+        """Start the exchange and return what waits for it.
+
+        at_once: it is called before anything else is launched.
+        """
+
+
+class AgreeingPart(GroupPart[TorchGroup]):
+    """A part whose ranks tell each other what they mean before each call."""
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self.layer = Layer(self.manager, problem, self.manager.next_layer())
+
+    def refuse(self, error: Exception) -> None:
+        refuse(self.layer, error)
+
+    def abandon(self, error: Exception) -> None:
+        self.manager.break_off(error)
+
+
+class RowsPart(AgreeingPart):
+    """A part that packs rows with their ids and weights, and hands over (R, H) rows."""
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self.rows = RowBuffers(problem)
+
+    def dispatch_shape(self, tokens: int) -> DispatchShape:
+        # Whatever this rank passes, another may pass problem.tokens.
+        rows = self.problem.parallel.world_size * self.problem.tokens
+        return ContiguousShape(rows, self.problem.top_k)
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        # What is quantised in between has a range of its own inside.
+        with stages.stage(stages.DISPATCH):
+            receive = self.send(x_TH, routing, weights, call)
+
+        def received() -> tuple[Dispatched, Handle]:
+            with stages.stage(stages.DISPATCH):
+                return receive()
+
+        return received
+
+    @abstractmethod
+    def send(
+        self, x_TH: torch.Tensor, routing: Routing, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        """Start the exchange and return what waits for it."""
+
+
+def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
+    """Why a part that places experts by Parallel(placement=...) could not; empty if it can."""
+    found = list[Rejection]()
+    held = len(problem.placement.slots[problem.parallel.rank])
+    parties = (part, "problem")
+    if problem.expert_map:
+        hint = "ids are localised by Parallel(placement=...)"
+        found.append(Rejection("expert_map", parties, "an expert_map", "a placement", hint))
+    if problem.e != held:
+        need = f"{held}, as the placement says"
+        found.append(Rejection("placement", parties, f"local_experts={problem.e}", need))
+    return tuple(found)
+
+
+def check_place(problem: Problem, rank: int, world_size: int) -> None:
+    """ConfigurationError if a group's size or this process's rank in it is not the problem's."""
+    parallel = problem.parallel
+    if world_size != parallel.world_size:
+        need = f"{parallel.world_size}, the problem's world_size"
+        raise ConfigurationError("process group's size", got=world_size, need=need)
+    if rank != parallel.rank:
+        need = f"{parallel.rank}, the problem's parallel.rank"
+        raise ConfigurationError("rank in the process group", got=rank, need=need)
+
+
+class RowBuffers:
+    """Layout and buffers of rows that travel, for one problem.
+
+    Rows carry K ids each, int32: experts of the model or slots, as the part likes.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def layout(self, *, quantised: bool) -> RowLayout:
+        """Return what a row holds; scales only where each row has its own."""
+        problem, scales = self.problem, 0
+        if quantised and problem.scheme.activation_granularity != "tensor":
+            scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
+        return RowLayout.of(
+            x=(problem.hidden, self._dtype(quantised)),
+            scale=(scales, torch.float32),
+            ids=(problem.top_k, torch.int32),
+            weights=(problem.top_k, torch.float32),
+        )
+
+    def most_bytes(self) -> int:
+        """Of a row, quantised or not."""
+        plain = self.layout(quantised=False).nbytes
+        if not self.problem.scheme.quantises_activations:
+            return plain
+        return max(plain, self.layout(quantised=True).nbytes)
+
+    def specs(self, rows: int) -> dict[str, BufferSpec]:
+        """Return the buffers of `unpack`, the experts' sums and the combine.
+
+        They are for `rows` arriving.
+        """
+        problem = self.problem
+        hidden, k = problem.hidden, problem.top_k
+        specs = {
+            "rows_x": BufferSpec((rows, hidden * problem.dtype.itemsize), torch.uint8),
+            "rows_ids": BufferSpec((rows, k), torch.int32),
+            "rows_weights": BufferSpec((rows, k), torch.float32),
+            "rows_sum": BufferSpec((rows, hidden), problem.dtype),
+            "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
+        }
+        if problem.scheme.quantises_activations:
+            scales = scale_shape(problem.scheme, rows, hidden)
+            specs["rows_scale"] = BufferSpec(scales, torch.float32)
+        return specs
+
+    def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "Unpacked":
+        """Return the sections of packed rows, one block behind another, each contiguous."""
+        quantised = quantises(self.problem, call)
+        layout, rows = self.layout(quantised=quantised), sum(map(len, blocks))
+        hidden, k = self.problem.hidden, self.problem.top_k
+        dtype = self._dtype(quantised)
+        x = call.workspace.take("rows_x", (rows, hidden * dtype.itemsize)).view(dtype)
+        ids = call.workspace.take("rows_ids", (rows, k))
+        weights = call.workspace.take("rows_weights", (rows, k))
+        layout.take(blocks, "x", x)
+        layout.take(blocks, "ids", ids)
+        layout.take(blocks, "weights", weights)
+        scale = None
+        if "scale" in layout.sections:
+            scale = call.workspace.take("rows_scale", (rows, layout.sections["scale"][1]))
+            layout.take(blocks, "scale", scale)
+        return Unpacked(x, scale, ids, weights)
+
+    def _dtype(self, quantised: bool) -> torch.dtype:
+        return STORAGE[self.problem.scheme.activation] if quantised else self.problem.dtype
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """x_RH, scale (R, G) float32 or None, ids_RK int32, weights_RK float32."""
+
+    x_RH: torch.Tensor
+    scale: torch.Tensor | None
+    ids_RK: torch.Tensor
+    weights_RK: torch.Tensor

@@ -1,0 +1,145 @@
+"""Shared by the parts that hand over contiguous tokens: quantise before, weight and sum after."""
+
+from dataclasses import replace
+
+import torch
+
+from modular_kernel import stages
+from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.ops.expert_slots import Pairs, number_pairs
+from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.slots_and_quantise import number_and_quantise
+from modular_kernel.quant import LARGEST, MIN_SCALE
+from modular_kernel.tensors import DispatchedRouting, ExpertRows, ExpertWeights
+from modular_kernel.types import Problem, Reduce
+from modular_kernel.workspace import BufferSpec
+from topk_reduce import TopKWeightAndReduceContiguous
+
+
+def quantises(problem: Problem, call: Call) -> bool:
+    """Whether tokens are dispatched quantised in this call."""
+    return problem.scheme.quantises_activations and not call.defer_quant
+
+
+def one_scale_for_all(problem: Problem) -> bool:
+    """Whether a call's tokens share one scale that is computed from all of them."""
+    scheme = problem.scheme
+    computed = scheme.quantises_activations and not scheme.static
+    return computed and scheme.activation_granularity == "tensor"
+
+
+def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
+    """Return the buffers of `quantise_tokens`.
+
+    There are none where the scheme leaves activations as they are.
+    """
+    if not problem.scheme.quantises_activations:
+        return {}
+    return quantise_specs("x", problem.scheme, tokens, problem.hidden)
+
+
+def quantise_tokens(
+    x_TH: torch.Tensor,
+    problem: Problem,
+    *,
+    weights: ExpertWeights,
+    call: Call,
+    largest: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the tokens as they are dispatched, and their scales.
+
+    Unquantised tokens are returned as they are, with None for scales.
+
+    Takes the buffers of `token_specs`. largest: the greatest magnitude among the
+    tokens of all ranks, where one scale serves them all.
+    """
+    if not quantises(problem, call):
+        return x_TH, None
+    with stages.stage(stages.QUANTISE_INPUT):
+        return _quantised(x_TH, problem, weights, call, largest)
+
+
+def number_and_quantise_tokens(
+    x_TH: torch.Tensor, problem: Problem, pairs: Pairs, *, weights: ExpertWeights, call: Call
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`quantise_tokens`, and `number_pairs` of their pairs, in one launch.
+
+    Not where one scale is computed for all tokens.
+    """
+    if not quantises(problem, call):
+        number_pairs(pairs)
+        return x_TH, None
+    out = _room(x_TH, problem, weights, call)
+    with stages.stage(stages.QUANTISE_INPUT):
+        number_and_quantise(x_TH, problem.scheme, pairs, out=out)
+    return out.q_RK, out.scale
+
+
+def _room(x_TH: torch.Tensor, problem: Problem, weights: ExpertWeights, call: Call) -> Quantised:
+    """Where the tokens of a call are quantised to, and the static scale if there is one."""
+    scheme, shape = problem.scheme, (x_TH.shape[0], problem.hidden)
+    static = weights.a1_scale if scheme.static else None
+    return take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+
+
+def _quantised(
+    x_TH: torch.Tensor,
+    problem: Problem,
+    weights: ExpertWeights,
+    call: Call,
+    largest: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scheme, out = problem.scheme, _room(x_TH, problem, weights, call)
+    if largest is not None:
+        amax = out.scale.new_full((1,), largest)
+        # By a tensor, as `quantise_rows` does: one rounding, the same everywhere.
+        amax /= amax.new_tensor(LARGEST[scheme.activation])
+        out.scale.copy_(amax.clamp_(min=MIN_SCALE))
+        scheme = replace(scheme, static=True)
+    quantise_rows(x_TH, scheme, out=out)
+    return out.q_RK, out.scale
+
+
+def weight_and_reduce(
+    expert_output: torch.Tensor,
+    topk_weights_TK: torch.Tensor | None,
+    problem: Problem,
+    *,
+    reduce: TopKWeightAndReduce,
+    out: torch.Tensor,
+    routing: DispatchedRouting | None = None,
+) -> None:
+    """Apply what the experts left to do, or the contiguous reducer if they leave the choice.
+
+    routing: what was dispatched, unless the weights of pairs that it skips are 0.
+    """
+    if reduce.kind is Reduce.DELEGATE:
+        reduce = TopKWeightAndReduceContiguous()
+    if reduce.kind is Reduce.NOOP and expert_output is out:
+        return
+    scale = problem.routed_scaling_factor
+    with stages.stage(stages.REDUCE):
+        rows = ExpertRows(expert_output, None, topk_weights_TK, scale, routing, problem.e)
+        reduce.apply(rows, out)
+
+
+def reduced_rows(
+    expert_output: torch.Tensor,
+    topk_weights_RK: torch.Tensor,
+    problem: Problem,
+    call: Call,
+    reduce: TopKWeightAndReduce,
+) -> torch.Tensor:
+    """Return what a rank sends back for the rows that came to it: (R, H), summed here.
+
+    The rows are weighted before they are summed.
+
+    Takes the buffer "rows_sum" unless the experts left nothing to do.
+    """
+    rows, hidden = len(topk_weights_RK), problem.hidden
+    if reduce.kind is Reduce.NOOP:
+        return expert_output
+    sum_RH = call.workspace.take("rows_sum", (rows, hidden))
+    left = None if problem.apply_router_weight_on_input else topk_weights_RK
+    weight_and_reduce(expert_output, left, problem, reduce=reduce, out=sum_RH)
+    return sum_RH

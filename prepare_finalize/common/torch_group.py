@@ -1,0 +1,326 @@
+"""TorchGroup: what the parts on torch.distributed keep for one process group.
+
+    manager = TorchGroup(group, deadline_s=2.0)
+    kernel = make_kernel("TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=manager)
+    ...
+    manager.destroy()
+
+It owns a communicator of its own, so that neither the caller's traffic nor its timeout mix with
+the toolkit's. Making and destroying one is collective: every rank of the group does, in one order.
+"""
+
+import re
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from modular_kernel.errors import (
+    CommunicationError,
+    UnsupportedError,
+)
+from prepare_finalize.rendezvous.at_exit import Communicator
+from prepare_finalize.rendezvous.connect import (
+    check_served,
+    connect,
+    deadline_of,
+    in_time,
+    meeting_place,
+    member_group,
+    served_device,
+)
+from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
+
+_GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
+_LEAST_S = 0.3  # and at least this, where an exchange itself ended after its deadline
+_POLL_S = 20e-6
+_REMEMBERED = 64  # steps whose layer and call errors can name
+
+
+class TorchGroup:
+    """Exchanges over one process group, each with a deadline.
+
+    group: a ProcessGroup of torch.distributed, None for the default one. deadline_s: the longest
+    an exchange may take from its start; None: MK_DEADLINE_S, or 10 s. device: "cpu" (a gloo
+    backend) or "cuda" (NCCL); None takes what the group serves, a GPU first. history: how many
+    exchanges `last_calls` remembers.
+
+    ConfigurationError where the group cannot serve. CommunicationError where a rank stays away:
+    then this manager serves no more, and the caller's own group is as it was.
+    """
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        deadline_s: float | None = None,
+        device: str | None = None,
+        history: int = 1024,
+    ) -> None:
+        self.deadline_s = deadline_of(deadline_s)
+        process_group = member_group(group)
+        self.rank, self.world_size = process_group.rank(), process_group.size()
+        self.device = served_device(process_group, device)
+        self.step = 0
+        self.layers = 0
+        self._called: dict[int, tuple[int, int]] = {}  # layer and call by step
+        self._told: Exchange | None = None
+        self._under_way: WeakSet[Exchange] = WeakSet()
+        self.order = 0  # a digest of the exchanges so far: which, and in what order
+        self.last_calls = LastCalls(self.rank, history)
+        self._failure: CommunicationError | None = None
+        self._destroyed = False
+        self._communicator = Communicator(self, device=self.device)
+        store = distributed_c10d._get_process_group_store(process_group)
+        # Without a launcher of its own, a job's first rank keeps the store for all.
+        ranks = dist.get_process_group_ranks(process_group)
+        self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
+        own = PrefixStore(self._meet(store), store)
+        self._board = FailureBoard(own, self.rank, self.world_size)
+        self._communicator.group = self._connect(own)
+
+    def _meet(self, store: Store) -> str:
+        """`meeting_place`, but no longer than the deadline: the store may be what is lost."""
+        try:
+            return in_time(
+                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
+            )
+        except RuntimeError as error:
+            raise CommunicationError(
+                "process group's store",
+                got=in_short(error),
+                need=f"an answer within {self.deadline_s:g} s",
+                rank=self.rank,
+                phase="construct",
+                peers=self._keeper,
+            ) from error
+
+    def _connect(self, store: Store) -> Any:
+        record = self.last_calls.begin(0, "construct", 0)
+        started = time.monotonic()
+        try:
+            group = connect(self.device, store, self.rank, self.world_size, self.deadline_s)
+        except RuntimeError as error:
+            raise self._failed(record, started, error) from error
+        self.last_calls.end(record)
+        return group
+
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError unless tensors on `device` can be exchanged."""
+        check_served(device, self.device)
+
+    def next_layer(self) -> int:
+        """Return the number of the part that is made now; every rank makes them in one order."""
+        self.layers += 1
+        return self.layers
+
+    def next_step(self, layer: int = 0, call: int = 0) -> int:
+        """Return the number of the call that begins now; every rank counts alike.
+
+        layer, call: what errors name it by.
+        """
+        self._check_open()
+        self.step += 1
+        self._called[self.step] = layer, call
+        self._called.pop(self.step - _REMEMBERED, None)
+        return self.step
+
+    def all_gather(
+        self, out: torch.Tensor, given: torch.Tensor, *, step: int, phase: str
+    ) -> "Exchange":
+        """out (W * n, ...) = given (n, ...) of every rank, one behind another."""
+        return self._start(
+            lambda: self._communicator.group._allgather_base(out, given), (out, given), step, phase
+        )
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        *,
+        out_rows: Sequence[int],
+        given_rows: Sequence[int],
+        step: int,
+        phase: str,
+    ) -> "Exchange":
+        """Rows of `given`, given_rows[r] of them for rank r, to `out`, out_rows[r] from rank r."""
+        splits = list(out_rows), list(given_rows)
+        return self._start(
+            lambda: self._communicator.group.alltoall_base(out, given, *splits),
+            (out, given),
+            step,
+            phase,
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, *, step: int, phase: str) -> "Exchange":
+        """Sum over ranks, in place."""
+        return self._start(
+            lambda: self._communicator.group.allreduce([tensor]), (tensor,), step, phase
+        )
+
+    def tell(self, given: torch.Tensor, *, step: int, why: str) -> None:
+        """Give this rank's share to an all-gather of counts, and do not wait for it."""
+        out = given.new_empty(self.world_size * given.numel())
+        self._told = self.all_gather(out, given, step=step, phase="counts")
+        self.last_calls.end(self._told.record, f"refused: {why}")
+
+    def break_off(self, error: Exception) -> None:
+        """Fail because of what happened on this rank between exchanges: peers see it at once."""
+        if isinstance(error, CommunicationError) or self._failure is not None or self._destroyed:
+            return
+        why = f"broke off its call: {type(error).__name__}"
+        record = self.last_calls.begin(self.step, "combine", 0)
+        self.last_calls.end(record, f"failed: {why}")
+        self._board.post({**record, "broke_off": why}, time.monotonic())
+        what, got, need = "exchange between ranks", f"this rank {why}", "calls that end"
+        self._failure = self._error(what, got, need, "combine", self.step, ())
+        self._hang_up()
+
+    def disagreement(
+        self, got: str, need: str, *, step: int, peers: Sequence[int]
+    ) -> CommunicationError:
+        """Return the error of a rank that learnt from the counts that the call cannot go on.
+
+        Every rank learns the same, so nobody waits and the manager goes on serving.
+        """
+        return self._error("ranks of one call", got, need, "counts", step, peers)
+
+    def _error(
+        self, what: str, got: str, need: str, phase: str, step: int, peers: Sequence[int]
+    ) -> CommunicationError:
+        layer, call = self._called.get(step, (0, 0))
+        if layer:
+            what = f"{what}, call {call} of layer {layer}"
+        error = CommunicationError(
+            what, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
+        )
+        error.layer, error.call = layer, call
+        return error
+
+    def write_last_calls(self, path: str | Path) -> None:
+        """Write this rank's last exchanges as JSON lines."""
+        self.last_calls.write(path)
+
+    def destroy(self) -> None:
+        """Close the communicator; whatever is asked of the manager after it is refused."""
+        group = self._communicator.close()
+        if self.device == "cuda" and group is not None and not self._destroyed:
+            group.shutdown()
+        self._destroyed = True
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            before = self._failure
+            got = f"a manager that failed before: {before.got}"
+            what, at = "exchange between ranks", (before.phase, before.step)
+            raise self._error(what, got, "a new one", *at, before.peers)
+        if self._destroyed:
+            raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
+
+    def _start(
+        self,
+        launch: Callable[[], Any],
+        tensors: tuple[torch.Tensor, ...],
+        step: int,
+        phase: str,
+    ) -> "Exchange":
+        self._check_open()
+        self.order = zlib.crc32(f"{step} {phase}".encode(), self.order)
+        record = self.last_calls.begin(step, phase, tensors[-1].nbytes)
+        started = time.monotonic()
+        try:
+            work = launch()
+        except RuntimeError as error:
+            raise self._failed(record, started, error) from error
+        exchange = Exchange(self, work, tensors, record, started)
+        self._under_way.add(exchange)
+        return exchange
+
+    def _wait(self, exchange: "Exchange") -> None:
+        self._check_open()
+        try:
+            self._wait_for(exchange.work, exchange.started_s + self.deadline_s)
+        except RuntimeError as error:
+            raise self._failed(exchange.record, exchange.started_s, error) from error
+        self._under_way.discard(exchange)
+        exchange.work = None  # whoever keeps the exchange would keep connections open with it
+        self.last_calls.end(exchange.record)
+
+    def _wait_for(self, work: Any, until_s: float) -> None:
+        """RuntimeError when the exchange failed, or was not over in time."""
+        if self.device == "cpu":
+            # A little longer than gloo's own timeout, which frees its threads as it ends.
+            left = max(0.0, until_s - time.monotonic()) + 0.25
+            work.wait(timedelta(seconds=left))
+            return
+        while not work.is_completed():
+            if time.monotonic() > until_s:
+                raise RuntimeError("the exchange did not end in time")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def _hang_up(self) -> None:
+        """Close every connection, so that ranks which wait for this one learn of it now.
+
+        gloo closes its connections when nothing holds its communicator; exchanges under way do.
+        """
+        for exchange in self._under_way:
+            exchange.work = None
+        group = self._communicator.close()
+        if self.device == "cuda" and group is not None:
+            group.abort()
+
+    def _failed(
+        self, record: dict[str, Any], started_s: float, error: RuntimeError
+    ) -> CommunicationError:
+        """Close, ask who else failed, and say who is to blame."""
+        took = time.monotonic() - started_s
+        reason = in_short(error)
+        self.last_calls.end(record, f"failed: {reason}")
+        need = f"every rank within {self.deadline_s:g} s"
+        at = record["phase"], record["step"]
+        # Other threads find this until it is known who is to blame.
+        self._failure = self._error("exchange between ranks", reason, need, *at, ())
+        clear_frames(error.__traceback__)  # they may hold the communicator
+        self._hang_up()
+        until = max(time.monotonic() + _LEAST_S, started_s + self.deadline_s + _GRACE_S)
+        failed = self._board.post(record, until)
+        peers = self._keeper
+        why = "the group's store, which that rank may keep, does not answer"
+        if failed is not None:
+            failed.setdefault(self.rank, record)
+            peers, why = culprits(self.rank, self.world_size, failed, self.deadline_s)
+        got = f"{why}; after {took:.2f} s: {reason}"
+        self._failure = self._error("exchange between ranks", got, need, *at, peers)
+        return self._failure
+
+
+@dataclass(eq=False)
+class Exchange:
+    """An exchange under way; its tensors are kept until it was waited for."""
+
+    manager: TorchGroup
+    work: Any
+    tensors: tuple[torch.Tensor, ...]
+    record: dict[str, Any]
+    started_s: float
+
+    def wait(self) -> None:
+        """Return when the tensors may be used; CommunicationError if that fails."""
+        self.manager._wait(self)
+
+
+def in_short(error: RuntimeError) -> str:
+    """Return the first sentence, without the place in torch's sources."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return re.sub(r"^\[\S+\] ", "", lines[0]).split(". ")[0][:200]

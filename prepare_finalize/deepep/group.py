@@ -1,0 +1,298 @@
+"""DeepEPGroup: DeepEP's buffers for one process group.
+
+    manager = DeepEPGroup(group)                     # may serve the parts of many layers
+    kernel = make_kernel("DeepEPHTPrepareAndFinalize", "TritonExperts", problem, group=manager)
+    ...
+    manager.destroy()
+
+A buffer is made at the first need and kept for every part that asks for one of the same sizes.
+Making a manager, a part and a buffer, and destroying them, is collective: every rank of the group
+does it, in one order. The library waits on the GPU for ranks that stay away and then stops the
+device's work for good, so what ranks must have in common is compared through the group's store
+before anything is launched.
+"""
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+from modular_kernel.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DeviceError,
+    UnsupportedError,
+)
+from modular_kernel.settings import nvshmem_asks_for_ibgda
+from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.deepep.low_latency_buffer import LowLatency
+from prepare_finalize.rendezvous.connect import deadline_of, in_time, meeting_place, member_group
+from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+
+R = TypeVar("R")
+_LIBRARY_S = 100.0  # the library's own patience on the GPU, where it can be told
+_ALIGNMENT = 128  # bytes, of a high-throughput buffer
+_NICS = Path("/sys/class/infiniband")
+# What the library raises: its own checks, Python's, and the loader's.
+_FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
+
+
+def load_deepep(generation: int) -> Any:
+    """Import the module deep_ep of a generation: 1 (Buffer) or 2 (ElasticBuffer).
+
+    Raise ConfigurationError if it is absent, cannot be loaded, or is of the other generation.
+    """
+    wanted, need = _GENERATIONS[generation]
+    try:
+        library = import_module("deep_ep")
+    except _FAILURES as error:
+        raise ConfigurationError("deep_ep", got=_in_short(error), need=need) from error
+    is_second = hasattr(library, "ElasticBuffer")
+    if is_second != (generation == 2) or not hasattr(library, wanted):
+        got = f"version {getattr(library, '__version__', '2' if is_second else '1')}"
+        raise ConfigurationError("deep_ep", got=got, need=need)
+    return library
+
+
+_GENERATIONS = {
+    1: ("Buffer", "deep_ep 1.2, built against this torch"),
+    2: ("ElasticBuffer", "deep_ep 2, built against this torch and the NCCL in use"),
+}
+
+
+class DeepEPGroup:
+    """Buffers over one process group, whose backend for GPUs is NCCL.
+
+    group: a ProcessGroup of torch.distributed, None for the default one. deadline_s: how long
+    ranks wait for each other before something is made or freed; None: MK_DEADLINE_S, or 10 s. In
+    a call the library waits, for about 100 s. num_sms: multiprocessors that the kernels which
+    take a number of them may use, even; None: the library's choice.
+
+    ConfigurationError where the group cannot serve; CommunicationError where a rank stays away.
+    """
+
+    device = "cuda"
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        deadline_s: float | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        if num_sms is not None and (num_sms < 2 or num_sms % 2):
+            raise ConfigurationError("num_sms", got=num_sms, need="an even number from 2 on")
+        self.deadline_s = deadline_of(deadline_s)
+        self.process_group = _nccl_group(group)
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self.num_sms = num_sms
+        self._buffers: dict[tuple[object, ...], Any] = {}
+        self._destroyed = False
+        store = distributed_c10d._get_process_group_store(self.process_group)
+        try:
+            place = in_time(
+                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
+            )
+        except RuntimeError as error:
+            need = f"an answer within {self.deadline_s:g} s"
+            raise CommunicationError(
+                "process group's store",
+                got=in_short(error),
+                need=need,
+                rank=self.rank,
+                phase="construct",
+            ) from error
+        own = PrefixStore(f"{place}/deepep", store)
+        self._meeting = Meeting(own, self.rank, self.world_size, self.deadline_s)
+        # Ranks that meet again must not meet those that are still about to meet for this.
+        self.agree({"num_sms": num_sms})
+
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""
+        given = torch.device(device)
+        if given.type != self.device or given.index not in (None, torch.cuda.current_device()):
+            need = f"{self.device}, the process's current one: the buffers are there"
+            raise DeviceError("tensors of an exchange", got=given, need=need)
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured in a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def check_open(self) -> None:
+        """UnsupportedError after `destroy`."""
+        if self._destroyed:
+            raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
+
+    def agree(self, facts: Facts) -> None:
+        """CommunicationError on every rank unless all tell the same; nothing is launched."""
+        self.check_open()
+        self._meeting.agree(facts)
+
+    def high_throughput(self, hidden: int) -> "HighThroughput":
+        """Return the buffer of the kernels for many tokens.
+
+        Its rows are of `hidden` bfloat16 values.
+        """
+        return self._kept(("high throughput", hidden), lambda: self._make_high_throughput(hidden))
+
+    def low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
+        """Return the buffer of the kernels for few tokens.
+
+        It serves at most `tokens` of a rank, with `experts` of the model, as many on each rank.
+        """
+        sizes = tokens, hidden, experts
+        return self._kept(("low latency", *sizes), lambda: self._make_low_latency(*sizes))
+
+    def elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
+        """Return the second generation's buffer, for at most `tokens` of a rank."""
+        sizes = tokens, hidden, top_k
+        return self._kept(("elastic", *sizes), lambda: self._make_elastic(*sizes))
+
+    def destroy(self) -> None:
+        """Free the buffers once every rank is here.
+
+        Whatever is asked of the manager after it is refused. Raise CommunicationError where a rank
+        stays away: then the buffers are kept, because that rank may be writing to them.
+        """
+        buffers, self._buffers = self._buffers, {}
+        if self._destroyed or not buffers:
+            self._destroyed = True
+            return
+        self._destroyed = True
+        torch.cuda.synchronize()
+        self._meeting.agree({"destroy": list(buffers)})
+        for buffer in reversed(buffers.values()):
+            buffer.destroy()
+
+    def _kept(self, key: tuple[object, ...], make: Callable[[], R]) -> R:
+        self.check_open()
+        if key not in self._buffers:
+            try:
+                self._buffers[key] = make()
+            except _FAILURES as error:
+                if isinstance(error, (CommunicationError, ConfigurationError)):
+                    raise
+                need = _NEEDS[str(key[0])]
+                what = f"DeepEP's {key[0]} buffer"
+                raise ConfigurationError(what, got=_in_short(error), need=need) from error
+        kept: R = self._buffers[key]
+        return kept
+
+    def _make_high_throughput(self, hidden: int) -> "HighThroughput":
+        kind = load_deepep(1).Buffer
+        configs = [
+            _config(kind, of, self.world_size, self.num_sms)
+            for of in ("get_dispatch_config", "get_combine_config")
+        ]
+        row = hidden * torch.bfloat16.itemsize
+        most = max(config.get_nvl_buffer_size_hint(row, self.world_size) for config in configs)
+        nbytes = math.ceil(most / _ALIGNMENT) * _ALIGNMENT
+        buffer = kind(self.process_group, nbytes, 0, explicitly_destroy=True)
+        return HighThroughput(buffer, *configs)
+
+    def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
+        kind = load_deepep(1).Buffer
+        if nvshmem_asks_for_ibgda() and not has_rdma_nic():
+            raise no_queue_pairs("IBGDA asked for, and no RDMA NIC here")
+        nbytes = kind.get_low_latency_rdma_size_hint(tokens, hidden, self.world_size, experts)
+        buffer = kind(
+            self.process_group,
+            0,
+            nbytes,
+            low_latency_mode=True,
+            num_qps_per_rank=experts // self.world_size,
+            explicitly_destroy=True,
+        )
+        # The library sets the variable itself, unless it was built to do without.
+        if nvshmem_asks_for_ibgda() and not has_rdma_nic():
+            buffer.destroy()
+            raise no_queue_pairs("a build that turns IBGDA on, and no RDMA NIC here")
+        made = LowLatency(buffer, tokens, experts)
+        try:
+            made.try_out(hidden)
+        except RuntimeError as error:
+            raise no_queue_pairs(f"a first exchange that failed: {_in_short(error)}") from error
+        return made
+
+    def _make_elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
+        kind = load_deepep(2).ElasticBuffer
+        # The library takes over NCCL's communicator, which exists from the first exchange on.
+        dist.barrier(self.process_group, device_ids=[torch.cuda.current_device()])
+        seconds = math.ceil(max(_LIBRARY_S, self.deadline_s))
+        return kind(
+            self.process_group,
+            num_max_tokens_per_rank=tokens,
+            hidden=hidden,
+            num_topk=top_k,
+            num_cpu_timeout_secs=seconds,
+            num_gpu_timeout_secs=seconds,
+            explicitly_destroy=True,
+        )
+
+
+class HighThroughput:
+    """A buffer of the kernels for many tokens, and the two configurations to use it with."""
+
+    def __init__(self, buffer: Any, dispatch: Any, combine: Any) -> None:
+        self.buffer, self.dispatch_config, self.combine_config = buffer, dispatch, combine
+
+    def destroy(self) -> None:
+        self.buffer.destroy()
+
+
+_NEEDS = {
+    "high throughput": "GPUs of one host that reach each other over NVLink, 2, 4 or 8 of them",
+    "low latency": "NVSHMEM, and GPUs that reach each other over NVLink or through RDMA NICs",
+    "elastic": "NCCL 2.30.4 or newer, nvcc and cuobjdump, and EP_DISABLE_GIN=1 without RDMA NICs",
+}
+
+
+def has_rdma_nic() -> bool:
+    """Whether the host has an InfiniBand or RoCE device."""
+    return _NICS.is_dir() and any(_NICS.iterdir())
+
+
+def no_queue_pairs(got: str) -> ConfigurationError:
+    """deep_ep 1.2.1's low-latency kernels stop the device where IBGDA has no queue pairs, though
+    every peer is reached over NVLink; after that this process can use its GPU no more."""
+    need = (
+        "RDMA NICs with IBGDA; or, where NVLink reaches every peer, a build of deep_ep whose"
+        " low-latency kernels ask for no queue pairs, with NVSHMEM_IB_ENABLE_IBGDA=0 and"
+        " NVSHMEM_REMOTE_TRANSPORT=none"
+    )
+    return ConfigurationError("DeepEP's low latency buffer", got=got, need=need)
+
+
+def _config(kind: Any, method: str, world_size: int, num_sms: int | None) -> Any:
+    """Return the library's configuration, with `num_sms` if given.
+
+    The library takes `num_sms` from the configuration's class.
+    """
+    before = kind.num_sms
+    try:
+        if num_sms is not None:
+            kind.num_sms = num_sms
+        return getattr(kind, method)(world_size)
+    finally:
+        kind.num_sms = before
+
+
+def _nccl_group(group: object | None) -> dist.ProcessGroup:
+    """`group` itself, or the default one; ConfigurationError unless NCCL serves its GPUs."""
+    member = member_group(group)
+    config = dist.get_backend_config(member)
+    backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    if backends.get("cuda") != "nccl":
+        raise ConfigurationError("process group's backend", got=config, need="nccl for cuda")
+    return member
+
+
+def _in_short(error: BaseException) -> str:
+    return in_short(RuntimeError(str(error).strip() or type(error).__name__))

@@ -1,0 +1,188 @@
+"""DeepEP's low-latency kernels (first generation): decode, rows grouped by expert."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.ops.expert_slots import number_pairs, slots_of
+from modular_kernel.ops.quantise import (
+    BatchedRows,
+    quantise_rows,
+    quantise_specs,
+    take_quantised,
+)
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    Dispatched,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.tokens import quantises
+from prepare_finalize.deepep.low_latency_buffer import Arrival, LowLatency
+from prepare_finalize.deepep.part import (
+    BF16,
+    HOPPER,
+    DeepEPHandle,
+    DeepEPPart,
+)
+
+_GROUP = 128  # values that share a scale in what the library quantises
+# Rows of all ranks for an expert must be a multiple of 4; so are a rank's then.
+_TOKENS_MULTIPLE = 4
+_MOST_EXPERTS = 14 * 114  # of the Hopper GPU that has the fewest multiprocessors
+# The kernels are compiled for these.
+_HIDDEN = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
+
+
+@dataclass(frozen=True)
+class LowLatencyHandle(DeepEPHandle):
+    """ids_TK: the pairs as they were sent."""
+
+    ids_TK: torch.Tensor
+
+
+class DeepEPLLPrepareAndFinalize(DeepEPPart):
+    """A row for each pair, in (e, world_size * tokens, H) with those of an expert in front; the
+    combine takes all of them back, weights and adds them in float32.
+
+    Where the scheme has a scale for 128 values of float8_e4m3fn, the library quantises on the way
+    (scales of at least 1e-4 / 448); elsewhere rows travel in bfloat16 and are quantised here. The
+    host waits for nothing. T may differ from rank to rank and be 0.
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        devices=frozenset({"cuda"}),
+        min_arch=HOPPER,
+        packages=("deep_ep", "deep_ep_cpp"),
+        packages_from="https://github.com/deepseek-ai/DeepEP",
+        dtypes=BF16,
+        top_k=(1, 11),
+        hidden_sizes=_HIDDEN,
+        graph_capturable=True,
+        deterministic=False,
+        reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
+        localises_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        world_sizes=(2, 8),
+        asynchronous=True,
+        received_by_library=True,
+    )
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found = list(super().extra_rejections(problem, machine))
+        held = sorted({len(slots) for slots in problem.placement.slots})
+        numbers = slots_of(problem.placement) * problem.parallel.world_size
+        if numbers > _MOST_EXPERTS:
+            need = f"<= {_MOST_EXPERTS}: 14 for each multiprocessor"
+            found.append(
+                Rejection("max_experts", (cls.__name__, "problem"), f"{numbers} in all", need)
+            )
+        if len(held) > 1:
+            got, need = f"{held[0]} to {held[-1]} experts on a rank", "as many on each"
+            found.append(Rejection("placement", (cls.__name__, "problem"), got, need))
+        return tuple(found)
+
+    def make_buffer(self) -> None:
+        self._buffer()
+
+    def dispatch_shape(self, tokens: int) -> BatchedShape:
+        # Whatever this rank passes, another may pass problem.tokens.
+        return BatchedShape(self.problem.e, self.world_size * buffer_tokens(self.problem.tokens))
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem, shape = self.problem, self.dispatch_shape(tokens)
+        pairs = self.pair_specs(tokens)
+        if problem.scheme.quantises_activations and not quantised_by_library(problem):
+            rows = shape.experts * shape.capacity
+            scheme, segments = problem.scheme, shape.experts
+            specs = quantise_specs("x", scheme, rows, problem.hidden, segments=segments)
+            return {**pairs, **specs}
+        return pairs
+
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
+    ) -> Receiver:
+        self.manager.check_device(x_TH.device)
+        # An expert has room for one row of each token. The scaling factor multiplies the weighted
+        # sum, and it is the library that weights.
+        factor = self.problem.routed_scaling_factor
+        pairs = self.pairs(routing, call, join=True, factor=factor)
+        number_pairs(pairs)
+        ids_TK, by_library = pairs.numbers_TK, quantised_by_library(self.problem)
+        by_library = by_library and quantises(self.problem, call)
+        arrival = self._buffer().dispatch(
+            x_TH.contiguous(), ids_TK, quantise=by_library, at_once=at_once
+        )
+
+        def receive() -> tuple[Dispatched, Handle]:
+            arrival.receive()
+            handle = LowLatencyHandle(self, call, arrival.handle, pairs.weights_TK, ids_TK)
+            return self._arrived(arrival, weights, call), handle
+
+        return receive
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        own = self.own_handle(handle, LowLatencyHandle)
+        into = out if out.is_contiguous() else out.new_empty(out.shape)
+        self._buffer().combine(expert_output, own.ids_TK, own.weights, own.given, into)
+        if into is not out:
+            out.copy_(into)
+
+    def _arrived(self, arrival: Arrival, weights: ExpertWeights, call: Call) -> BatchedTokens:
+        """Return the rows as experts take them, quantised if they are to be."""
+        problem, x_eCH, counts_e = self.problem, arrival.x_eCH, arrival.counts_e
+        if arrival.scale_eCG is not None:
+            return BatchedTokens(x_eCH, counts_e, arrival.scale_eCG)
+        if not quantises(problem, call):
+            return BatchedTokens(x_eCH, counts_e)
+        scheme, (experts, capacity, hidden) = problem.scheme, x_eCH.shape
+        static = weights.a1_scale if scheme.static else None
+        shape = experts * capacity, hidden
+        out = take_quantised(
+            call.workspace, "x", scheme, shape, segments=experts, static_scale=static
+        )
+        quantise_rows(x_eCH.flatten(0, 1), scheme, out=out, live=BatchedRows(counts_e))
+        scale = out.scale if scheme.static else out.scale.view(experts, capacity, -1)
+        return BatchedTokens(out.q_RK.view_as(x_eCH), counts_e, scale)
+
+    def _buffer(self) -> LowLatency:
+        problem = self.problem
+        tokens = buffer_tokens(problem.tokens)
+        return self.manager.low_latency(tokens, problem.hidden, self.numbers)
+
+
+def buffer_tokens(tokens: int) -> int:
+    """Tokens of a rank that a buffer for `tokens` is made for."""
+    return max(1, math.ceil(tokens / _TOKENS_MULTIPLE)) * _TOKENS_MULTIPLE
+
+
+def quantised_by_library(problem: Problem) -> bool:
+    """Whether the scheme's activations are what the library makes of bfloat16 rows."""
+    scheme = problem.scheme
+    grouped = scheme.activation_granularity == "group" and scheme.group[-1] == _GROUP
+    return scheme.activation == "float8_e4m3fn" and grouped and problem.hidden % 512 == 0

@@ -1,0 +1,145 @@
+"""DeepEP's second generation: one buffer for training, prefill and decode."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from modular_kernel.contracts import Call, Receiver
+from modular_kernel.ops.mask_unwritten import live_pairs
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.types import ActivationFormat, Reduce, Rows
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.tokens import number_and_quantise_tokens
+from prepare_finalize.deepep.group import load_deepep
+from prepare_finalize.deepep.part import (
+    BF16,
+    HOPPER,
+    DeepEPHandle,
+    DeepEPRowsPart,
+)
+
+_LEAST_TOKENS, _STEP = 8, 128
+
+
+class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
+    """A token's row goes once to each rank that holds one of its experts; that rank weights and
+    adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
+
+    The host waits for nothing: a call has the most rows that can come, of which those that stand
+    for no token have only ids of -1 and are never read. Activations are quantised before
+    they travel, where the scheme quantises them. The library compiles its kernels for the layer's
+    sizes at the first call, for some seconds.
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cuda"}),
+        min_arch=HOPPER,
+        packages=("deep_ep",),
+        packages_from="https://github.com/deepseek-ai/DeepEP",
+        dtypes=BF16,
+        top_k=(1, 32),
+        hidden_multiple=256,
+        graph_capturable=True,
+        deterministic=False,
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        localises_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        world_sizes=(2, 8),
+        asynchronous=True,
+        received_by_library=True,
+    )
+    generation = 2
+    most_slots = 256
+
+    def make_buffer(self) -> None:
+        self.ids_dtype = load_deepep(self.generation).topk_idx_t
+        self._buffer()
+
+    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+        return ContiguousShape(
+            self.world_size * buffer_tokens(self.problem.tokens), self.problem.top_k
+        )
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        rows = self.dispatch_shape(tokens).tokens
+        return {
+            **self.row_specs(tokens, rows),
+            "live_ids": BufferSpec((rows, self.problem.top_k), torch.int32),
+            "live_weights": BufferSpec((rows, self.problem.top_k), torch.float32),
+        }
+
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
+    ) -> Receiver:
+        self.manager.check_device(x_TH.device)
+        # The library stops the device at an expert that is twice in a row.
+        pairs = self.pairs(routing, call, join=True)
+        rows, scale = number_and_quantise_tokens(
+            x_TH, self.problem, pairs, weights=weights, call=call
+        )
+        travels = scale is not None and not self.problem.scheme.static
+        # What a graph holds stays alive in its pool, and needs no stream to be recorded.
+        overlaps = not (at_once or self.manager.capturing)
+        got_x, got_ids, got_weights, given, event = self._buffer().dispatch(
+            (rows, scale) if travels else rows.contiguous(),
+            topk_idx=pairs.numbers_TK,
+            topk_weights=pairs.weights_TK,
+            num_experts=self.numbers,
+            num_sms=self.manager.num_sms or 0,
+            async_with_compute_stream=overlaps,
+            do_handle_copy=False,  # the ids are this call's own until its combine
+            do_cpu_sync=False,
+        )
+
+        def receive() -> tuple[Dispatched, Handle]:
+            if overlaps:
+                event.current_stream_wait()
+            x_RH, scales = got_x if travels else (got_x, scale)
+            count = given.psum_num_recv_tokens_per_scaleup_rank[-1]
+            slots_RK, weights_RK = self._live_pairs(got_ids, got_weights, count, call)
+            arrived = self.local_tokens(call, x_RH, scales, slots_RK, weights_RK)
+            return arrived, DeepEPHandle(self, call, given, weights_RK)
+
+        return receive
+
+    def sums_of_ranks(self, rows_RH: torch.Tensor, given: Any) -> torch.Tensor:
+        sums_TH: torch.Tensor = self._buffer().combine(rows_RH, given)[0]
+        return sums_TH
+
+    def _live_pairs(
+        self, ids_RK: torch.Tensor, weights_RK: torch.Tensor, count: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the `count` rows that came: nobody wrote the others."""
+        shape, take = tuple(ids_RK.shape), call.workspace.take
+        slots_RK, own_RK = take("live_ids", shape), take("live_weights", shape)
+        live_pairs(ids_RK, weights_RK, count, out_ids_RK=slots_RK, out_weights_RK=own_RK)
+        return slots_RK, own_RK
+
+    def _buffer(self) -> Any:
+        problem = self.problem
+        return self.manager.elastic(
+            buffer_tokens(self.problem.tokens), problem.hidden, problem.top_k
+        )
+
+
+def buffer_tokens(tokens: int) -> int:
+    """Return the tokens of a rank that a buffer for `tokens` is made for.
+
+    Kernels are compiled for each such number, so there are few: powers of two, then multiples of
+    128.
+    """
+    if tokens > _STEP:
+        return math.ceil(tokens / _STEP) * _STEP
+    return max(_LEAST_TOKENS, 1 << max(0, tokens - 1).bit_length())

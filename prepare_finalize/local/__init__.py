@@ -1,0 +1,1 @@
+"""One process: nothing is exchanged."""

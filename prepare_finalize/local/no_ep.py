@@ -1,0 +1,93 @@
+"""No expert parallelism: tokens stay where they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.contracts import Call, PrepareAndFinalize, TopKWeightAndReduce
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.ops.quantise import quantise_rejections
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchedRouting,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.tokens import quantise_tokens, token_specs, weight_and_reduce
+
+
+@dataclass(frozen=True)
+class NoEPHandle(Handle):
+    """The caller's router weights, for reducers that still have to apply them, and routing."""
+
+    topk_weights_TK: torch.Tensor | None
+    routing: DispatchedRouting
+
+
+class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
+    """Hands the caller's routing to the experts as it is, and the tokens too, or their quantised
+    copy where the scheme has one; unquantised it copies nothing.
+    """
+
+    replayable = True
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        keep_topk=True,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        graph_capturable=True,
+        batch_invariant=True,
+    )
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return quantise_rejections(cls.__name__, problem, machine)
+
+    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+        return ContiguousShape(tokens, self.problem.top_k)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        return token_specs(self.problem, tokens)
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        dispatched = DispatchedRouting(
+            topk_weights_TK=routing.topk_weights_TK,
+            topk_ids_TK=routing.topk_ids_TK,
+            space=IdSpace.GLOBAL,
+            num_experts=self.problem.experts,
+            expert_map=weights.expert_map,
+            invalid_ids=call.invalid_ids,
+        )
+        on_input = self.problem.apply_router_weight_on_input
+        handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched)
+        rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
+        return ContiguousTokens(rows, dispatched, scale), handle
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        if not isinstance(handle, NoEPHandle):
+            raise UnsupportedError("handle", got=type(handle).__name__, need="NoEPHandle")
+        weight_and_reduce(
+            expert_output,
+            handle.topk_weights_TK,
+            self.problem,
+            reduce=reduce,
+            out=out,
+            routing=handle.routing,
+        )

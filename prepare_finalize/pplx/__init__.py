@@ -1,0 +1,1 @@
+"""Exchange by pplx-kernels."""

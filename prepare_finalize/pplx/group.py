@@ -1,0 +1,279 @@
+"""PplxGroup: what the layers over pplx-kernels keep for one process group.
+
+    manager = PplxGroup(group)                 # collective, as all that follows
+    kernel = make_kernel("PplxPrepareAndFinalize", "BatchedTritonExperts", problem, group=manager)
+    ...
+    manager.destroy()
+
+Layers of one shape share its buffers, which are large: a model has one manager, not one a layer.
+"""
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, _register_process_group
+from torch.distributed import distributed_c10d
+
+from modular_kernel.errors import (
+    CapacityError,
+    CommunicationError,
+    ConfigurationError,
+    DeviceError,
+    UnsupportedError,
+)
+from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.rendezvous.at_exit import Communicator
+from prepare_finalize.rendezvous.connect import (
+    connect,
+    deadline_of,
+    in_time,
+    meeting_place,
+    member_group,
+)
+from prepare_finalize.rendezvous.failure_log import failure_key
+from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+
+_MARGIN_BYTES = 256 << 20  # left free beside a library's buffers
+
+
+@dataclass(frozen=True)
+class PplxShape:
+    """What one AllToAll is made for; the same on every rank.
+
+    max_tokens: T of one rank at most. slots: expert slots of all ranks. row_bytes, scale_bytes:
+    of a row that is dispatched, multiples of 16.
+    """
+
+    max_tokens: int
+    slots: int
+    top_k: int
+    hidden: int
+    row_bytes: int
+    scale_bytes: int
+
+    def device_bytes(self, world_size: int) -> int:
+        """Return the bytes that the library allocates on each rank, its small tables apart."""
+        dispatched = -(-(self.row_bytes + self.scale_bytes + 4) // 16) * 16
+        row = max(dispatched, 4 * self.hidden)
+        return self.max_tokens * (self.slots // world_size) * row * world_size
+
+
+class PplxExchange:
+    """One AllToAll and its turn: a dispatch, then its combine, then the next."""
+
+    def __init__(self, all_to_all: Any, shape: PplxShape) -> None:
+        self.all_to_all, self.shape = all_to_all, shape
+        self.busy = False
+        self.turn = 0  # counts the calls that took it
+
+
+class PplxGroup:
+    """Buffers of pplx-kernels for the ranks of one process group, on one host with NVLink.
+
+    group: a ProcessGroup, None for the default one; of any backend, because the handles are
+    exchanged through a gloo group of the manager's own. in_flight: how many calls of one shape
+    may be between dispatch and combine; each takes a set of buffers, made at the first need.
+    deadline_s: for whatever ranks do together here; None: MK_DEADLINE_S, or 10 s. A dispatch or
+    a combine itself waits on the GPU for its peers, however long. library: what to use instead
+    of the package pplx_kernels.
+
+    ConfigurationError where the library is missing or the ranks cannot share memory.
+    CommunicationError where a rank stays away, or ranks mean different things.
+    """
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        in_flight: int = 2,
+        deadline_s: float | None = None,
+        library: Any = None,
+    ) -> None:
+        if in_flight < 1:
+            raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
+        deadline_s = deadline_of(deadline_s)
+        process_group = member_group(group)
+        self.rank, self.world_size = process_group.rank(), process_group.size()
+        self.in_flight = in_flight
+        self._library = library or load_library()
+        self._exchanges: dict[PplxShape, list[PplxExchange]] = {}
+        self._destroyed = False
+        store = distributed_c10d._get_process_group_store(process_group)
+        try:
+            place = in_time(lambda: meeting_place(store, self.rank, self.world_size), deadline_s)
+        except RuntimeError as error:
+            raise self._error(in_short(error), "the group's store to answer") from error
+        own = PrefixStore(place, store)
+        self._meeting = Meeting(own, self.rank, self.world_size, deadline_s)
+        _check_neighbours(self._meeting.tell(_whereabouts()), self.rank)
+        self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
+        self._communicator = Communicator(self, device="cpu")
+        self._connect(own, deadline_s)
+
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError if `device` is another GPU than the process's current one."""
+        given = torch.device(device)
+        if given.type == "cuda" and given.index not in (None, torch.cuda.current_device()):
+            need = f"cuda:{torch.cuda.current_device()}, where the buffers are"
+            raise DeviceError("tensors of an exchange", got=given, need=need)
+
+    def agree(self, facts: Facts) -> None:
+        """CommunicationError on every rank unless all tell the same facts."""
+        self._check_open()
+        self._meeting.agree(facts)
+
+    def reserve(self, shape: PplxShape) -> None:
+        """Make the first buffers of a shape, if there are none. Collective."""
+        self._check_open()
+        if shape not in self._exchanges:
+            self._exchanges[shape] = []
+            self._make(shape)
+
+    def take(self, shape: PplxShape) -> PplxExchange:
+        """Buffers for one call; `give_back` them after its combine.
+
+        UnsupportedError if `in_flight` calls of this shape wait for their combine: then nothing
+        was sent. Every rank must start and finish its calls in the same order.
+        """
+        self._check_open()
+        made = self._exchanges[shape]
+        exchange = next((each for each in made if not each.busy), None)
+        if exchange is None:
+            if len(made) == self.in_flight:
+                need = f"at most {self.in_flight}, as PplxGroup(in_flight=...) says"
+                raise UnsupportedError("calls in flight", got=len(made) + 1, need=need)
+            exchange = self._make(shape)
+        exchange.busy = True
+        exchange.turn += 1
+        return exchange
+
+    def give_back(self, exchange: PplxExchange) -> None:
+        """Free the exchange: the call that took it has combined."""
+        exchange.busy = False
+
+    def destroy(self) -> None:
+        """Free all buffers once every rank is here; collective. Later use is refused.
+
+        Where calls wait for a combine that will not come, buffers are kept: a peer may be
+        writing to them, and this process had better end.
+        """
+        if self._destroyed:
+            return
+        made = [each for exchanges in self._exchanges.values() for each in exchanges]
+        try:
+            if not any(each.busy for each in made):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                self._meeting.agree({"destroy": len(made)})
+                for each in made:
+                    each.all_to_all.destroy()
+        finally:
+            self._destroyed = True
+            self._communicator.close()
+
+    def _connect(self, store: Any, deadline_s: float) -> None:
+        """Make a gloo group that the library finds by name."""
+        try:
+            backend = connect("cpu", store, self.rank, self.world_size, deadline_s)
+        except RuntimeError as error:
+            store.set(failure_key(self.rank), "{}")
+            raise self._error(in_short(error), f"every rank within {deadline_s:g} s") from error
+        group: Any = dist.ProcessGroup(store, self.rank, self.world_size)
+        gloo = dist.ProcessGroup.BackendType.GLOO
+        group._set_default_backend(gloo)
+        group._register_backend(torch.device("cpu"), gloo, backend)
+        group._set_group_name(self._name)
+        _register_process_group(self._name, group)
+        self._communicator.group, self._communicator.name = group, self._name
+
+    def _make(self, shape: PplxShape) -> PplxExchange:
+        """One more AllToAll of a shape, on all ranks."""
+        made = self._exchanges[shape]
+        _check_memory(shape, self.world_size)  # the library ends the process where it finds none
+        self._meeting.agree({"buffers": len(made) + 1, "shape": shape})
+        try:
+            all_to_all = self._library.AllToAll.intranode(
+                max_num_tokens=shape.max_tokens,
+                num_experts=shape.slots,
+                experts_per_token=shape.top_k,
+                rank=self.rank,
+                world_size=self.world_size,
+                dp_size=1,
+                hidden_dim=shape.hidden,
+                hidden_dim_bytes=shape.row_bytes,
+                hidden_dim_scale_bytes=shape.scale_bytes,
+                group_name=self._name,
+            )
+        except RuntimeError as error:
+            raise self._error(in_short(error), "pplx-kernels to share its buffers") from error
+        made.append(PplxExchange(all_to_all, shape))
+        return made[-1]
+
+    def _check_open(self) -> None:
+        if self._destroyed:
+            raise UnsupportedError("pplx-kernels", got="a destroyed manager", need="a new one")
+
+    def _error(self, got: str, need: str) -> CommunicationError:
+        what = "pplx-kernels between ranks"
+        return CommunicationError(what, got=got, need=need, rank=self.rank, phase="construct")
+
+
+def load_library() -> Any:
+    """Import the package pplx_kernels.
+
+    Raise ConfigurationError with the reason if it cannot be used.
+    """
+    try:
+        import pplx_kernels
+    except ImportError as error:
+        raise ConfigurationError("pplx_kernels", got=error, need="the package") from error
+    if not hasattr(pplx_kernels.ops._ops, "all_to_all_intranode_create"):
+        got = "a package whose libpplx_kernels.so does not load (it logged why)"
+        raise ConfigurationError("pplx_kernels", got=got, need="a build for this torch and CUDA")
+    return pplx_kernels
+
+
+def _whereabouts() -> Facts:
+    """Which GPU of which host this process uses."""
+    gpu = "none"
+    if torch.cuda.is_available():
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return {"host": socket.gethostname(), "gpu": gpu}
+
+
+def _check_neighbours(told: tuple[dict[str, str], ...], rank: int) -> None:
+    """ConfigurationError unless all ranks share a host, and each has a GPU in reach of its own."""
+    hosts = sorted({facts["host"] for facts in told})
+    if len(hosts) > 1:
+        raise ConfigurationError("hosts of the ranks", got=hosts, need="one: intranode")
+    gpus = [facts["gpu"] for facts in told]
+    if "none" in gpus:
+        return
+    if len(set(gpus)) < len(gpus):
+        raise ConfigurationError("GPUs of the ranks", got=gpus, need="one for each rank")
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in _devices()}
+    mine = torch.cuda.current_device()
+    for peer, gpu in enumerate(gpus):
+        there = visible.get(gpu, mine)  # another process's alone: the library will tell
+        if there != mine and not torch.cuda.can_device_access_peer(mine, there):
+            got = f"rank {rank} cannot reach rank {peer}'s"
+            raise ConfigurationError("GPUs of the ranks", got=got, need="peer access")
+
+
+def _devices() -> range:
+    return range(torch.cuda.device_count())
+
+
+def _check_memory(shape: PplxShape, world_size: int) -> None:
+    if not torch.cuda.is_available():
+        return
+    need = shape.device_bytes(world_size) + _MARGIN_BYTES
+    if torch.cuda.mem_get_info()[0] < need:
+        torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if free < need:
+        raise CapacityError("GPU memory for pplx-kernels", got=f"{free} bytes free", need=need)

@@ -1,0 +1,262 @@
+"""pplx-kernels, intranode: a row goes to each of its experts, straight into their batches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+
+from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.errors import CapacityError, UnsupportedError
+from modular_kernel.ops.expert_slots import Pairs, slots_of
+from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.zero_padding import zero_rows
+from modular_kernel.quant import ACTIVATION_SCHEMES, STORAGE
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    Dispatched,
+    ExpertWeights,
+    Handle,
+    Routing,
+)
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.workspace import EXPERT_OUTPUT, BufferSpec
+from prepare_finalize.common.group_part import AtOncePart, PartHandle
+from prepare_finalize.common.tokens import (
+    number_and_quantise_tokens,
+    one_scale_for_all,
+    token_specs,
+)
+from prepare_finalize.pplx.group import PplxExchange, PplxGroup, PplxShape
+
+_SHARED = (
+    *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
+    *("activation", "bias", "routed_scaling_factor"),
+)
+_UNIT = 16  # bytes: the library moves rows and their scales in such pieces
+_MOST_ROW_BYTES = 48 << 10  # a row, its scales and its number pass through shared memory
+
+
+@dataclass(frozen=True)
+class PplxHandle(PartHandle):
+    """turn: of the exchange, in which this call has it. slots_TK uint32 and weights_TK float32, as
+    the library was and will be told them. sink_counts_S: int32, how many rows came to each sink."""
+
+    exchange: PplxExchange
+    turn: int
+    slots_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    sink_counts_S: torch.Tensor
+
+
+class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
+    """(T, H) tokens -> (e, W * problem.tokens, H) rows, one per token and expert, in any order
+    among the rows of an expert; the combine applies the router weights and sums in float32.
+
+    Activations are quantised before they travel where the scheme quantises them. Nothing is read
+    on the host. The GPU waits for its peers: a rank that does not come stops the others for good.
+    The library sends exactly K rows for a token, to K places that exist: behind a rank's slots are
+    sinks for pairs that are skipped. A captured call uses its buffers in every replay, so no other
+    call of that shape may be in flight then. Making and destroying a part is collective.
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        devices=frozenset({"cuda"}),
+        min_arch=(9, 0),
+        packages=("pplx_kernels",),
+        packages_from="https://github.com/perplexityai/pplx-kernels",
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        hidden_multiple=8,
+        reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
+        localises_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        can_defer_quant=False,
+        world_sizes=(2, 8),
+        asynchronous=True,
+        graph_capturable=True,
+        deterministic=False,  # the order of an expert's rows is that of arrival
+    )
+    manager_class = PplxGroup
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self._shape = _shape(problem)
+        self._sinks = sinks_of(problem)
+        self.manager.agree({name: getattr(problem, name) for name in _SHARED})
+        self.manager.reserve(self._shape)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found, name = list(super().extra_rejections(problem, machine)), cls.__name__
+        if one_scale_for_all(problem):
+            got = f"{problem.quant}: one scale for the tokens of all ranks"
+            need = "a static scale, or one for each row"
+            found.append(Rejection("dispatch_quant", (name, "problem"), got, need))
+        row, scales = _row_bytes(problem)
+        whole = row + scales + _UNIT  # with the row's number
+        for wrong, got, need in (
+            (row % _UNIT, f"{row} bytes a row", f"a multiple of {_UNIT} bytes"),
+            (scales > row, f"{scales} bytes of scales a row", f"at most its {row} bytes"),
+            (whole > _MOST_ROW_BYTES, f"{whole} bytes a row", f"at most {_MOST_ROW_BYTES} bytes"),
+        ):
+            if wrong:
+                found.append(Rejection("hidden", (name, "problem"), got, need))
+        return tuple(found)
+
+    def dispatch_shape(self, tokens: int) -> BatchedShape:
+        # Experts see their own slots; the sinks behind them are in their output's buffer.
+        world_size = self.problem.parallel.world_size
+        return BatchedShape(self._shape.slots // world_size, world_size * self._shape.max_tokens)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
+        rows, dtype = (shape.experts, shape.capacity), problem.dtype
+        specs = token_specs(problem, tokens)
+        if scheme.quantises_activations:
+            dtype = STORAGE[scheme.activation]
+        columns = self._shape.scale_bytes // 4
+        if columns:
+            specs["sent_scale"] = BufferSpec((tokens, columns), torch.float32)
+            specs["batched_scale"] = BufferSpec((*rows, columns), torch.float32)
+        return {
+            **specs,
+            "places": BufferSpec((tokens, problem.top_k), torch.int32),
+            "place_weights": BufferSpec((tokens, problem.top_k), torch.float32),
+            "sent_x": BufferSpec((tokens, problem.hidden), dtype),
+            "batched_x": BufferSpec((*rows, problem.hidden), dtype),
+            "expert_counts": BufferSpec((shape.experts,), torch.int32),
+        }
+
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        at_once: bool,
+    ) -> Receiver:
+        if len(x_TH) > self._shape.max_tokens:
+            need = f"<= {self._shape.max_tokens}, as the buffers are made for"
+            raise CapacityError("tokens", got=len(x_TH), need=need)
+        self.manager.check_device(x_TH.device)
+        pairs = self._pairs(routing, call)
+        rows, scale = number_and_quantise_tokens(
+            x_TH, self.problem, pairs, weights=weights, call=call
+        )
+        slots_TK = pairs.numbers_TK.view(torch.uint32)
+        arrived = self._arriving(call)
+        sent = (_dense(rows, call), self._sent_scale(scale, call))
+        exchange = self.manager.take(self._shape)
+        turn, arguments = exchange.turn, (*arrived, *sent, slots_TK, None)
+        exchange.all_to_all.dispatch(*arguments, do_send=True, do_recv=at_once)
+
+        def receive() -> tuple[Dispatched, Handle]:
+            if not at_once:
+                exchange.all_to_all.dispatch(*arguments, do_send=False, do_recv=True)
+            counts, x_eCH, scales = (t if t is None else t[: self.problem.e] for t in arrived)
+            assert counts is not None
+            assert x_eCH is not None
+            if scales is not None and scale is not None:
+                scales = scales[..., : scale.shape[1]]  # without what made whole units
+            tokens = BatchedTokens(x_eCH, counts, scale if scales is None else scales)
+            to_sinks = arrived[0][-self._sinks :]
+            told = slots_TK, pairs.weights_TK, to_sinks
+            return tokens, PplxHandle(self, call, exchange, turn, *told)
+
+        return receive
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        own = self.own_handle(handle, PplxHandle)
+        exchange = own.exchange
+        if not exchange.busy or exchange.turn != own.turn:
+            raise UnsupportedError("handle", got="one that was combined", need="one for each call")
+        shape = self.dispatch_shape(len(out))
+        whole = own.call.workspace.take(
+            EXPERT_OUTPUT, (shape.experts, shape.capacity, self.problem.hidden)
+        )
+        if expert_output.data_ptr() != whole.data_ptr():
+            whole[: len(expert_output)].copy_(expert_output)
+        zero_rows(whole[-self._sinks :], own.sink_counts_S)
+        exchange.all_to_all.combine(out, own.slots_TK, own.weights_TK, whole, None)
+        self.manager.give_back(exchange)
+
+    def _pairs(self, routing: Routing, call: Call) -> Pairs:
+        """Return the pairs of a call, and where their places and weights are written."""
+        ids_TK, take = routing.topk_ids_TK, call.workspace.take
+        return Pairs(
+            routing,
+            self.numbering(ids_TK.device, sinks=self._sinks),
+            take("places", tuple(ids_TK.shape)),
+            take("place_weights", tuple(ids_TK.shape)),
+            call.invalid_ids,
+            join=True,
+            factor=self.problem.routed_scaling_factor,
+        )
+
+    def _arriving(self, call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Where the library writes: counts, rows and their scales, of every slot."""
+        take, shape = call.workspace.take, self.dispatch_shape(0)
+        rows, columns = (shape.experts, shape.capacity), self._shape.scale_bytes // 4
+        scales = take("batched_scale", (*rows, columns)) if columns else None
+        x_SCH = take("batched_x", (*rows, self.problem.hidden))
+        return take("expert_counts", (shape.experts,)), x_SCH, scales
+
+    def _sent_scale(self, scale: torch.Tensor | None, call: Call) -> torch.Tensor | None:
+        """Return the scales of the rows as they are sent.
+
+        They have as many columns as make whole units of the library's.
+        """
+        columns = self._shape.scale_bytes // 4
+        if not columns:
+            return None
+        assert scale is not None
+        if scale.shape[1] == columns:
+            return scale
+        sent = call.workspace.take("sent_scale", (len(scale), columns))
+        sent[:, : scale.shape[1]].copy_(scale)
+        return sent
+
+
+def _row_bytes(problem: Problem) -> tuple[int, int]:
+    """Bytes of a row's activations as they travel, and of its scales in whole units."""
+    scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
+    if scheme.quantises_activations:
+        itemsize = STORAGE[scheme.activation].itemsize
+        if scheme.activation_granularity != "tensor":
+            scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
+    return problem.hidden * itemsize, ceil(scales / _UNIT) * _UNIT
+
+
+def sinks_of(problem: Problem) -> int:
+    """Return how many sinks a rank has.
+
+    They let all K pairs of a token be skipped, each to a place of its own.
+    """
+    return ceil(problem.top_k / problem.parallel.world_size)
+
+
+def _shape(problem: Problem) -> PplxShape:
+    row, scales = _row_bytes(problem)
+    slots = problem.parallel.world_size * (slots_of(problem.placement) + sinks_of(problem))
+    # The library cannot be made for no tokens at all.
+    return PplxShape(max(1, problem.tokens), slots, problem.top_k, problem.hidden, row, scales)
+
+
+def _dense(rows: torch.Tensor, call: Call) -> torch.Tensor:
+    """Rows as the library reads them: side by side, and aligned."""
+    if rows.is_contiguous() and rows.data_ptr() % _UNIT == 0:
+        return rows
+    sent = call.workspace.take("sent_x", tuple(rows.shape))
+    return sent.copy_(rows)

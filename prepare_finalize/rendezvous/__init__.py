@@ -1,0 +1,1 @@
+"""How ranks meet, agree and learn that one of them failed."""

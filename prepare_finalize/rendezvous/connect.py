@@ -1,0 +1,149 @@
+"""How the ranks of a group meet to make a communicator, and none of them waits for ever."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d
+
+from modular_kernel.errors import ConfigurationError, DeviceError
+from modular_kernel.settings import read_settings
+from prepare_finalize.rendezvous.at_exit import run_aside
+from prepare_finalize.rendezvous.failure_log import failure_key
+
+R = TypeVar("R")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_NCCL_CONNECT_S = 30.0  # NCCL takes seconds to connect ranks, however short later waits may be
+
+
+def deadline_of(deadline_s: Any) -> float:
+    """Seconds that a manager's waits may take: as given, or for None as `read_settings` says.
+
+    ConfigurationError unless they are a finite number above 0.
+    """
+    if deadline_s is None:
+        return read_settings().deadline_s
+    is_number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
+    if is_number and 0 < deadline_s < float("inf"):
+        return float(deadline_s)
+    raise ConfigurationError("deadline_s", got=repr(deadline_s), need="seconds > 0")
+
+
+def connect(device: str, store: Store, rank: int, world_size: int, deadline_s: float) -> Any:
+    """Open a communicator of its own over `store`: gloo for "cpu", NCCL for "cuda".
+
+    Raise RuntimeError if a rank stays away for `deadline_s`; over NCCL at least half a minute.
+    """
+    if device == "cpu":
+        return dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=deadline_s))
+    # A thread has a current device of its own, so it is told ours.
+    ours = torch.device("cuda", torch.cuda.current_device())
+
+    def meet() -> Any:
+        # torch's own watchdog ends the process; the deadline here raises, and long before.
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=max(600.0, 10 * deadline_s))
+        group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+        group.eager_connect_single_device(ours)
+        return group
+
+    return in_time(meet, max(deadline_s, _NCCL_CONNECT_S))
+
+
+def in_time(function: Callable[[], R], seconds: float) -> R:
+    """Return what `function` returns, or raise RuntimeError after `seconds`.
+
+    The function is left to itself then.
+    """
+    results: list[R] = []
+    errors: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except RuntimeError as error:
+            errors.append(error)
+
+    run_aside(run).join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RuntimeError(f"no answer within {seconds:g} s")
+    return results[0]
+
+
+def meeting_place(store: Store, rank: int, world_size: int) -> str:
+    """Return the keys under which ranks that now make a manager meet; each finds the same.
+
+    Ranks count their attempts. A rank that missed one, because it was refused before it came so
+    far, joins the latest of the others, unless that has failed.
+    """
+    keys = [f"modular_kernel/attempts/{each}" for each in range(world_size)]
+    last_W = [_number(key, store.get(key)) if store.check([key]) else 0 for key in keys]
+    number = max(last_W)
+    failed = [f"modular_kernel/{number}/{failure_key(each)}" for each in range(world_size)]
+    if number == last_W[rank] or any(store.check([key]) for key in failed):
+        number += 1
+    store.set(keys[rank], str(number))
+    return f"modular_kernel/{number}"
+
+
+def _number(key: str, value: bytes) -> int:
+    """RuntimeError, as of a store that does not answer, where somebody else has written."""
+    try:
+        return int(value)
+    except ValueError as error:
+        raise RuntimeError(f"the store holds {value[:20]!r} as {key}, not a number") from error
+
+
+def store_at_new_place(group: dist.ProcessGroup, deadline_s: float) -> Store:
+    """Return the group's store below the keys of a new meeting.
+
+    Raise RuntimeError without an answer in time.
+    """
+    store = distributed_c10d._get_process_group_store(group)
+    place = in_time(lambda: meeting_place(store, group.rank(), group.size()), deadline_s)
+    return PrefixStore(place, store)
+
+
+def place_in(group: object | None) -> tuple[int, int]:
+    """Rank and size in a ProcessGroup; ConfigurationError if this process is in none."""
+    member = member_group(group)
+    return member.rank(), member.size()
+
+
+def member_group(group: object | None) -> dist.ProcessGroup:
+    """`group`, or the default one for None; ConfigurationError if this process is in none."""
+    if not dist.is_available() or not dist.is_initialized():
+        need = "torch.distributed.init_process_group first"
+        raise ConfigurationError("process group", got="none in this process", need=need)
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        need = "a ProcessGroup that this rank is a member of"
+        raise ConfigurationError("process group", got=type(group).__name__, need=need)
+    return group
+
+
+def served_device(group: dist.ProcessGroup, wanted: str | None) -> str:
+    """Return the device type that the group's backends serve, a GPU first.
+
+    Raise ConfigurationError if there is none.
+    """
+    config = dist.get_backend_config(group)
+    backends = dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+    served = [device for device in ("cuda", "cpu") if backends.get(device) == BACKENDS[device]]
+    if not served or (wanted is not None and wanted not in served):
+        need = " or ".join(f"{BACKENDS[d]} for {d}" for d in ([wanted] if wanted else BACKENDS))
+        raise ConfigurationError("process group's backend", got=config, need=need)
+    return wanted or served[0]
+
+
+def check_served(device: torch.device | str, served: str) -> None:
+    """DeviceError unless tensors on `device` are on `served`, the type that a group serves."""
+    kind = torch.device(device).type
+    if kind != served:
+        need = f"{served}: the group's backend is {BACKENDS[served]}"
+        raise DeviceError("tensors of an exchange", got=kind, need=need)

@@ -1,0 +1,202 @@
+"""SymmetricGroup: memory that every rank of a process group can reach, and what guards its use.
+
+    manager = SymmetricGroup(group, deadline_s=2.0)
+    kernel = make_kernel("SymmMemPrepareAndFinalize", "TritonExperts", problem, group=manager)
+    ...
+    manager.destroy()
+
+On GPUs the memory is torch's symmetric memory (CUDA backend): peers are reached over NVLink by
+their pointers, without multicast. On a CPU, where Triton's interpreter runs the same kernels, ranks
+of one machine share files. Making a heap is collective: every rank of the group does, in one order.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel.errors import CommunicationError, UnsupportedError
+from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.rendezvous.connect import (
+    check_served,
+    deadline_of,
+    member_group,
+    served_device,
+    store_at_new_place,
+)
+from prepare_finalize.rendezvous.failure_log import LastCalls
+from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.symm_mem.shared_files import share_file
+
+_ALIGNMENT = 256  # bytes, of every section
+_PHASES = {1: "dispatch", 2: "combine"}
+_NO_VALUE = 0xFF  # bytes that are NaN in every floating-point dtype
+
+
+@dataclass(frozen=True)
+class Section:
+    """A tensor in a heap."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Heap:
+    """Memory of this rank that others reach, and theirs by distance.
+
+    bytes_N: (N,) uint8, this rank's; every rank's has the same layout. deltas_W: (W,) int64 on the
+    device: how many bytes beyond an address of this rank's the same place of rank r is mapped.
+    """
+
+    bytes_N: torch.Tensor
+    deltas_W: torch.Tensor
+    kept: tuple[object, ...]  # what must live as long as the mappings
+
+    def sections(self, layout: dict[str, Section], start: int) -> dict[str, torch.Tensor]:
+        """Return views of consecutive sections from byte `start` on."""
+        views = {}
+        for name, section in layout.items():
+            raw = self.bytes_N[start : start + section.nbytes]
+            views[name] = raw.view(section.dtype).view(section.shape)
+            start += aligned(section.nbytes)
+        return views
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a section takes."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class SymmetricGroup:
+    """Symmetric memory of one process group, and the deadline of waits on its flags.
+
+    group: a ProcessGroup of torch.distributed (None: the default one), whose ranks are on one
+    machine. deadline_s: the longest a kernel may wait for other ranks; None: MK_DEADLINE_S, or
+    10 s. device: "cpu" or "cuda"; None takes what the group serves, a GPU first.
+
+    failed, status: what kernels write when a wait ends at its deadline, see kernels/signals.py.
+    CommunicationError where ranks stay away or mean something else.
+    """
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        deadline_s: float | None = None,
+        device: str | None = None,
+        history: int = 1024,
+    ) -> None:
+        self.deadline_s = deadline_of(deadline_s)
+        self._group = member_group(group)
+        self.rank, self.world_size = self._group.rank(), self._group.size()
+        self.device = served_device(self._group, device)
+        self.step = 0
+        self.last_calls = LastCalls(self.rank, history)
+        self._destroyed = False
+        self._failure: CommunicationError | None = None
+        place = torch.device(self.device)
+        if place.type == "cuda":
+            place = torch.device("cuda", torch.cuda.current_device())
+        self._place = place
+        self.failed = torch.zeros(1, dtype=torch.int32, device=place)
+        self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
+
+    @property
+    def patience(self) -> int:
+        """The deadline in nanoseconds."""
+        return int(self.deadline_s * 1e9)
+
+    def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], None]) -> Heap:
+        """Allocate new memory, all bytes 0xFF.
+
+        Collective; ranks must pass equal nbytes and meaning.
+
+        meaning: what the memory is for. begin: writes what must be there before another rank may
+        write. CommunicationError on every rank if ranks disagree, or stay away for the deadline.
+        """
+        self.check_open()
+        record = self.last_calls.begin(0, "construct", nbytes)
+        try:
+            store = store_at_new_place(self._group, self.deadline_s)
+            meeting = Meeting(store, self.rank, self.world_size, self.deadline_s)
+            meeting.agree({"bytes": nbytes, "meaning": meaning})
+            heap = self._share(nbytes, meeting)
+            begin(heap)
+            if self.device == "cuda":
+                torch.cuda.synchronize(self._place)
+            meeting.tell({})  # nobody writes before all have begun
+        except RuntimeError as error:  # the store's host is gone
+            self.last_calls.end(record, str(error))
+            need = f"a store that answers within {self.deadline_s:g} s"
+            raise self._error(in_short(error), need, "construct", ()) from error
+        except CommunicationError as error:
+            self.last_calls.end(record, str(error))
+            raise
+        self.last_calls.end(record)
+        return heap
+
+    def _share(self, nbytes: int, meeting: Meeting) -> Heap:
+        kept: tuple[object, ...]
+        if self.device == "cpu":
+            blocks = share_file(meeting, self.rank, nbytes, _NO_VALUE)
+            own, kept = blocks[self.rank], tuple(blocks)
+            addresses = [block.data_ptr() for block in blocks]
+        else:
+            import torch.distributed._symmetric_memory as symmetric_memory
+
+            own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._place)
+            own.fill_(_NO_VALUE)
+            shared = symmetric_memory.rendezvous(own, self._group)
+            addresses, kept = list(shared.buffer_ptrs), (shared,)
+        here = addresses[self.rank]
+        deltas = torch.tensor([address - here for address in addresses], dtype=torch.int64)
+        return Heap(own, deltas.to(self._place), kept)
+
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError unless tensors on `device` can be exchanged."""
+        check_served(device, self.device)
+
+    def next_step(self) -> int:
+        """Return the number of the call that begins now; every rank counts alike."""
+        self.check_open()
+        self.step += 1
+        return self.step
+
+    def check_open(self) -> None:
+        """CommunicationError if a wait is known to have failed; does not wait for the device."""
+        if self._destroyed:
+            raise UnsupportedError("exchange", got="a destroyed manager", need="a new one")
+        if self._failure is None and (word := int(self.status[0])):
+            self._failure = self._from(word)
+        if self._failure is not None:
+            raise self._failure
+
+    def check(self) -> None:
+        """Wait for the device, then `check_open`: whether every call so far was whole."""
+        if self.device == "cuda":
+            torch.cuda.synchronize(self._place)
+        self.check_open()
+
+    def _from(self, word: int) -> CommunicationError:
+        """Explain what kernels/signals.py wrote: phase, missing ranks as bits, and a number."""
+        bits = (word >> 32) & 0xFFFFFF
+        peers = [rank for rank in range(self.world_size) if bits >> rank & 1]
+        got = f"no flag of call {word & 0xFFFFFFFF} from rank(s) {', '.join(map(str, peers))}"
+        need = f"every rank within {self.deadline_s:g} s"
+        return self._error(got, need, _PHASES[word >> 56], peers)
+
+    def _error(self, got: str, need: str, phase: str, peers: Sequence[int]) -> CommunicationError:
+        what = "exchange between ranks"
+        return CommunicationError(
+            what, got=got, need=need, rank=self.rank, phase=phase, step=self.step, peers=peers
+        )
+
+    def destroy(self) -> None:
+        """Serve no more. Memory goes when the parts that use it do."""
+        self._destroyed = True

@@ -1,0 +1,247 @@
+"""Launches of the symmetric-memory part: what is sent where, by which programs."""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from modular_kernel.contracts import Call
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.ops.quantise import Quantised, scale_shape
+from modular_kernel.placement import PlacementTables
+from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Problem
+from prepare_finalize.symm_mem.group import Section, SymmetricGroup
+
+if HAS_TRITON:
+    from modular_kernel.ops.launch.triton_versions import for_programs
+    from prepare_finalize.symm_mem.kernels.combine import combine_kernel
+    from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel, dispatch_kernel
+
+_LEAST_BLOCK = 1024  # every block is a multiple of it
+
+
+class Shape(NamedTuple):
+    """How a launch shares out rows: columns that a program moves at once (no more than the row
+    has, rounded up to a power of two), its warps, programs of a multiprocessor, and whether a
+    program takes whole rows."""
+
+    block: int
+    warps: int
+    programs: int
+    whole_rows: bool = False
+
+    def fit(self, hidden: int) -> "Shape":
+        least = max(_LEAST_BLOCK, next_power_of_2(hidden))
+        return self._replace(block=min(self.block, least))
+
+
+# Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168: for up to so many tokens of
+# a rank, and beyond.
+_FEW_TOKENS = 512
+_FEW = Shape(1024, 4, 4)
+_DISPATCH = Shape(2048, 8, 4, whole_rows=True)
+_COMBINE = Shape(2048, 8, 4)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One call's place in the heap, the same on every rank, and this rank's counters for it.
+
+    x_RH, scale_RG, ids_RK, weights_RK: rows that arrive, R = W * capacity, those of rank r from
+    row r * capacity on. y_RH: this rank's sums of them. arrived_W, summed_W: flags, int32.
+    dispatches, combines: (2,) int32, not shared: number of the last one, and a counter.
+    """
+
+    x_RH: torch.Tensor
+    scale_RG: torch.Tensor | None
+    ids_RK: torch.Tensor
+    weights_RK: torch.Tensor
+    y_RH: torch.Tensor
+    arrived_W: torch.Tensor
+    summed_W: torch.Tensor
+    dispatches: torch.Tensor
+    combines: torch.Tensor
+
+
+def sections(problem: Problem) -> dict[str, Section]:
+    """Return what of a slot is in the heap, by the fields' names."""
+    scheme, world = problem.scheme, problem.parallel.world_size
+    rows, hidden, k = world * problem.tokens, problem.hidden, problem.top_k
+    quantised = scheme.quantises_activations
+    found = {
+        "x_RH": Section((rows, hidden), STORAGE[scheme.activation] if quantised else problem.dtype),
+        "ids_RK": Section((rows, k), torch.int32),
+        "weights_RK": Section((rows, k), torch.float32),
+        "y_RH": Section((rows, hidden), problem.dtype),
+        "arrived_W": Section((world,), torch.int32),
+        "summed_W": Section((world,), torch.int32),
+    }
+    if quantised and not scheme.static:
+        found["scale_RG"] = Section(scale_shape(scheme, rows, hidden), torch.float32)
+    return found
+
+
+def quantises_on_the_way(scheme: QuantScheme, hidden: int) -> bool:
+    """Whether the dispatch itself quantises: a scale a token, or a group that divides a block."""
+    if scheme.activation_granularity == "token":
+        return True
+    if scheme.activation_granularity != "group":
+        return False
+    group = scheme.group[-1]
+    return _LEAST_BLOCK % group == 0 and hidden % group == 0
+
+
+@dataclass(frozen=True)
+class SymmetricExchange:
+    """One call on its way: where, by whom, and from which tokens.
+
+    sent_T: (capacity,) int32, written by `send`: the ranks that got each token, as bits.
+    """
+
+    manager: SymmetricGroup
+    problem: Problem
+    slot: Slot
+    deltas_W: torch.Tensor
+    sent_T: torch.Tensor
+    tokens: int
+
+    def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
+        """Return what all kernels take."""
+        world = self.manager.world_size
+        return {
+            "flags_ptr": flags,
+            "state_ptr": state,
+            "failed_ptr": self.manager.failed,
+            "status_ptr": self.manager.status,
+            "patience": self.manager.patience,
+            "WORLD": world,
+            "PADDED": next_power_of_2(world),
+            "INTERPRETED": flags.device.type == "cpu",
+            **overlap(),
+        }
+
+    def send(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        tables: PlacementTables,
+        call: Call,
+        *,
+        quantised: Quantised | None,
+        wait: bool,
+    ) -> None:
+        """Write rows, slots and weights to the ranks that need them, and raise the flag there.
+
+        quantised: the tokens where `quantises_on_the_way` says no. wait: until those of all other
+        ranks are here.
+        """
+        problem, slot = self.problem, self.slot
+        use_triton(x_TH)  # the interpreter's numbers are made honest at the first call
+        rows = x_TH if quantised is None else quantised.q_RK
+        shape = _shape(problem, _DISPATCH)
+        chunk = shape.block
+        if shape.whole_rows:
+            chunk *= -(-problem.hidden // shape.block)
+        items = problem.tokens * -(-problem.hidden // chunk)
+        launch(
+            dispatch_kernel,
+            (_programs(items, shape, x_TH.device),),
+            x_ptr=rows,
+            ids_ptr=routing.topk_ids_TK,
+            weights_ptr=routing.topk_weights_TK,
+            homes_ptr=tables.homes_ER2,
+            copies_ptr=tables.copies_E,
+            invalid_ptr=call.invalid_ids,
+            sent_ptr=self.sent_T,
+            x_there_ptr=slot.x_RH,
+            ids_there_ptr=slot.ids_RK,
+            weights_there_ptr=slot.weights_RK,
+            deltas_ptr=self.deltas_W,
+            tokens=self.tokens,
+            capacity=problem.tokens,
+            rank=self.manager.rank,
+            num_experts=problem.experts,
+            stride_x=rows.stride(0),
+            HIDDEN=problem.hidden,
+            TOP_K=problem.top_k,
+            BLOCK_K=next_power_of_2(problem.top_k),
+            MOST_COPIES=tables.homes_ER2.shape[1],
+            WAIT=wait,
+            CHUNK=chunk,
+            BLOCK=shape.block,
+            num_warps=shape.warps,
+            **for_programs(shape.programs),
+            **self._scales(quantised),
+            **self._arguments(slot.arrived_W, slot.dispatches),
+        )
+
+    def _scales(self, quantised: Quantised | None) -> dict[str, object]:
+        scheme, there = self.problem.scheme, self.slot.scale_RG
+        kind, scales = "none", 1
+        if quantised is not None and there is not None:
+            kind, scales = "scaled", there.shape[1]
+        elif quantised is None and scheme.quantises_activations:
+            kind = scheme.activation_granularity
+        return {
+            "scale_ptr": self.sent_T if quantised is None else quantised.scale,
+            "scale_there_ptr": self.slot.weights_RK if there is None else there,
+            "QUANT": kind,
+            "GROUP": scheme.group[-1] if kind == "group" else _LEAST_BLOCK,
+            "SCALES": scales,
+            "BLOCK_S": next_power_of_2(scales),
+            "LARGEST": LARGEST.get(scheme.activation, 1.0),
+            "ROUND": scheme.activation == "int8",
+            "MIN_SCALE": MIN_SCALE,
+        }
+
+    def receive(self) -> None:
+        """Wait until the rows of all ranks are here."""
+        arguments = self._arguments(self.slot.arrived_W, self.slot.dispatches)
+        launch(arrival_kernel, (1,), num_warps=1, **arguments)
+
+    def combine(self, out_TH: torch.Tensor) -> None:
+        """Raise the flag that this rank's y_RH is whole, and add up the rows of all ranks."""
+        problem, slot = self.problem, self.slot
+        shape = _shape(problem, _COMBINE)
+        items = self.tokens * -(-problem.hidden // shape.block)
+        launch(
+            combine_kernel,
+            (_programs(items, shape, out_TH.device),),
+            y_there_ptr=slot.y_RH,
+            sent_ptr=self.sent_T,
+            out_ptr=out_TH,
+            deltas_ptr=self.deltas_W,
+            tokens=self.tokens,
+            capacity=problem.tokens,
+            rank=self.manager.rank,
+            stride_out=out_TH.stride(0),
+            HIDDEN=problem.hidden,
+            BLOCK=shape.block,
+            num_warps=shape.warps,
+            **self._arguments(slot.summed_W, slot.combines),
+        )
+
+
+def _shape(problem: Problem, many: Shape) -> Shape:
+    return (_FEW if problem.tokens <= _FEW_TOKENS else many).fit(problem.hidden)
+
+
+def _programs(items: int, shape: Shape, device: torch.device) -> int:
+    """Programs that are at work at once; the interpreter runs one after the other."""
+    most = 2
+    if device.type == "cuda":
+        most = shape.programs * multiprocessors(device)
+    return max(1, min(items, most))
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,225 @@
+"""Dispatch and combine over symmetric memory: ranks write to and read from each other's GPUs."""
+
+import hashlib
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from modular_kernel import stages
+from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.group_part import GroupPart, PartHandle
+from prepare_finalize.common.tokens import one_scale_for_all, weight_and_reduce
+from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, aligned
+from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantises_on_the_way, sections
+
+_IN_FLIGHT = 2  # calls between start and finish
+
+
+@dataclass(frozen=True)
+class SymmMemHandle(PartHandle):
+    """The call's exchange, which of the part's slots it holds, and weights still to be applied."""
+
+    place: int
+    exchange: SymmetricExchange
+    topk_weights_RK: torch.Tensor | None
+
+
+class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
+    """A token's row goes once to each rank that holds one of its experts, quantised on the way; a
+    rank adds up its pairs of a row, and the owner reads those sums and adds them in float32 in the
+    order of ranks. One launch each, nothing waits on the host.
+
+    Rows have fixed places: token t of rank r is row r * problem.tokens + t everywhere, whatever the
+    routing, so nothing is counted first, T may differ from rank to rank, and a call can be captured
+    in a CUDA graph. Experts see world_size * problem.tokens rows; those without a token name no
+    expert. Make a kernel for few tokens beside one for many.
+
+    A wait that ends at its deadline leaves NaN in the output and is raised by the next call, or by
+    `check`. Two calls may be in flight. Needs GPUs that reach each other's memory (or processes of
+    one machine on a CPU, where kernels are interpreted).
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        triton=True,
+        packages=("triton",),
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        localises_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        can_defer_quant=False,
+        world_sizes=(2, 8),
+        batch_invariant=True,
+        asynchronous=True,
+        graph_capturable=True,
+    )
+    manager_class = SymmetricGroup
+    keeps_expert_output = True
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self._slots: list[Slot] = []
+        layout = sections(problem)
+        nbytes = sum(aligned(section.nbytes) for section in layout.values())
+
+        def begin(heap: Heap) -> None:
+            for place in range(_IN_FLIGHT):
+                views = heap.sections(layout, place * nbytes)
+                self._slots.append(_new_slot(views, heap.deltas_W.device))
+
+        self._heap = self.manager.heap(_IN_FLIGHT * nbytes, _meaning(problem), begin)
+        self._free = list(range(_IN_FLIGHT))
+        self._held: dict[int, weakref.finalize[..., SymmMemHandle]] = {}
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        from prepare_finalize.symm_mem.meta import launch_all, problems
+
+        return {str(problem): partial(launch_all, problem) for problem in problems()}
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found = list(super().extra_rejections(problem, machine))
+        if one_scale_for_all(problem):
+            got, need = str(problem.scheme), "a scale per token, per group, or static"
+            found.append(Rejection("scale_of_all_ranks", (cls.__name__, "problem"), got, need))
+        return tuple(found)
+
+    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+        rows = self.problem.parallel.world_size * self.problem.tokens
+        return ContiguousShape(rows, self.problem.top_k)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem, scheme = self.problem, self.problem.scheme
+        specs = {"sent": BufferSpec((problem.tokens,), torch.int32)}
+        if self._quantises_before():
+            specs |= quantise_specs("x", scheme, problem.tokens, problem.hidden)
+        return specs
+
+    def check(self) -> None:
+        """Wait for the device; CommunicationError if a call since the last one was not whole."""
+        self.manager.check()
+
+    def _quantises_before(self) -> bool:
+        scheme = self.problem.scheme
+        on_the_way = quantises_on_the_way(scheme, self.problem.hidden)
+        return scheme.quantises_activations and not on_the_way
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        return self._begin(x_TH, routing, weights, call, wait=True)
+
+    def prepare_no_receive(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> Receiver:
+        arrived, handle = self._begin(x_TH, routing, weights, call, wait=False)
+
+        def receive() -> tuple[Dispatched, Handle]:
+            with stages.stage(stages.DISPATCH):
+                handle.exchange.receive()
+            return arrived, handle
+
+        return receive
+
+    def _begin(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        *,
+        wait: bool,
+    ) -> tuple[Dispatched, SymmMemHandle]:
+        problem, manager = self.problem, self.manager
+        manager.check_device(x_TH.device)
+        step = manager.next_step()
+        if not self._free:
+            need = f"at most {_IN_FLIGHT}: finish one first"
+            raise UnsupportedError("calls in flight", got=_IN_FLIGHT + 1, need=need)
+        place = self._free[0]  # taken below, when the handle is there that gives it back
+        slot = self._slots[place]
+        sent_T = call.workspace.take("sent", (problem.tokens,))
+        tokens = x_TH.shape[0]
+        exchange = SymmetricExchange(manager, problem, slot, self._heap.deltas_W, sent_T, tokens)
+        quantised = self._quantised(x_TH, weights, call) if self._quantises_before() else None
+        manager.last_calls.end(manager.last_calls.begin(step, "dispatch", x_TH.nbytes), "launched")
+        tables = self.tables(x_TH.device)
+        on_the_way = quantises_on_the_way(problem.scheme, problem.hidden)
+        with stages.stage(stages.QUANTISE_DISPATCH if on_the_way else stages.DISPATCH):
+            exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
+        left = None if problem.apply_router_weight_on_input else slot.weights_RK
+        scale = weights.a1_scale if problem.scheme.static else slot.scale_RG
+        arrived = self.local_tokens(call, slot.x_RH, scale, slot.ids_RK, slot.weights_RK)
+        handle = SymmMemHandle(self, call, place, exchange, left)
+        # A call that is never finished, because its experts raised, say, gives its slot back too.
+        self._held[place] = weakref.finalize(handle, self._release, place)
+        self._free.remove(place)
+        return arrived, handle
+
+    def _release(self, place: int) -> None:
+        self._free = sorted((*self._free, place))
+
+    def _quantised(self, x_TH: torch.Tensor, weights: ExpertWeights, call: Call) -> Quantised:
+        scheme = self.problem.scheme
+        static = weights.a1_scale if scheme.static else None
+        shape = (x_TH.shape[0], self.problem.hidden)
+        out = take_quantised(call.workspace, "x", scheme, shape, static_scale=static)
+        with stages.stage(stages.QUANTISE_INPUT):
+            quantise_rows(x_TH, scheme, out=out)
+        return out
+
+    def expert_output(self, handle: Handle) -> torch.Tensor:
+        return self.own_handle(handle, SymmMemHandle).exchange.slot.y_RH
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        own = self.own_handle(handle, SymmMemHandle)
+        if own.place in self._free:
+            raise UnsupportedError("handle", got="a finished call's", need="one in flight")
+        y_RH, manager = own.exchange.slot.y_RH, self.manager
+        if expert_output is not y_RH:
+            weight_and_reduce(
+                expert_output, own.topk_weights_RK, self.problem, reduce=reduce, out=y_RH
+            )
+        record = manager.last_calls.begin(manager.step, "combine", y_RH.nbytes)
+        with stages.stage(stages.COMBINE):
+            own.exchange.combine(out)
+        manager.last_calls.end(record, "launched")
+        self._held.pop(own.place)()
+        manager.check_open()  # what is known by now
+
+
+def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
+    """Make a slot before its first call: no flag is up, and no row has an expert."""
+    views["arrived_W"].zero_()
+    views["summed_W"].zero_()
+    views["ids_RK"].fill_(-1)
+    counters = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    rest = {name: views[name] for name in views if name != "scale_RG"}
+    return Slot(
+        scale_RG=views.get("scale_RG"), dispatches=counters[0], combines=counters[1], **rest
+    )
+
+
+def _meaning(problem: Problem) -> str:
+    """Say what ranks must have in common: the layer, and where its experts are."""
+    first = replace(problem.parallel, rank=0)
+    shared = replace(problem, parallel=first, local_experts=None)
+    return f"{shared} {hashlib.sha256(repr(shared).encode()).hexdigest()[:8]}"

@@ -1,0 +1,39 @@
+"""Memory that processes of one machine share, for ranks on a CPU."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from modular_kernel.interpreter.bounds import make_reachable
+from prepare_finalize.rendezvous.store_rounds import Meeting
+
+_IN_MEMORY = Path("/dev/shm")
+
+
+def share_file(meeting: Meeting, rank: int, nbytes: int, value: int) -> list[torch.Tensor]:
+    """Share a block of each rank, (nbytes,) uint8 filled with `value`.
+
+    Collective. The blocks are mapped here, and returned by rank.
+
+    The files are gone when this returns; the memory lives as long as the tensors.
+    """
+    folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    descriptor, name = tempfile.mkstemp(prefix="modular_kernel-", dir=folder)
+    try:
+        os.truncate(descriptor, nbytes)
+        own = _mapped(name, nbytes).fill_(value)
+        names = [facts["file"] for facts in meeting.tell({"file": name})]
+        blocks = [own if at == rank else _mapped(each, nbytes) for at, each in enumerate(names)]
+        meeting.tell({})  # all are mapped
+        return blocks
+    finally:
+        os.close(descriptor)
+        Path(name).unlink()
+
+
+def _mapped(name: str, nbytes: int) -> torch.Tensor:
+    block = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+    make_reachable(block)
+    return block

@@ -1,0 +1,368 @@
+"""Checkpoints that are not what they say: how each is made, and the error that it must be."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoint_samples import Tensors, write
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    WeightsError,
+)
+
+AT = "model.layers.0.block_sparse_moe.experts"
+FILE = "model.safetensors"
+
+
+def changed(change: Callable[[Tensors], None], kind: str = "bf16", family: str = "mixtral") -> Any:
+    return lambda folder: write(folder, family, kind, change=change)
+
+
+def drop(name: str) -> Callable[[Tensors], None]:
+    return lambda tensors: [tensors.pop(n) for n in list(tensors) if n.endswith(name)] and None
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({f"{AT}.{name}": tensor})
+
+
+def cast(ending: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith(ending)]:
+            tensors[name] = tensors[name].to(dtype)
+
+    return change
+
+
+def fill(name: str, value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{AT}.{name}"].flatten()[0] = value
+
+    return change
+
+
+def config(**more: Any) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        own = write(folder).config | more
+        (folder / "config.json").write_text(json.dumps(own))
+
+    return make
+
+
+def kept(part: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        write(folder)
+        path = folder / FILE
+        path.write_bytes(part(path.read_bytes()))
+
+    return make
+
+
+def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A header of JSON that a hostile hand wrote, before the same data."""
+
+    def part(content: bytes) -> bytes:
+        size = int.from_bytes(content[:8], "little")
+        entries = json.loads(content[8 : 8 + size])
+        text = json.dumps(change(entries) or entries).encode()
+        return len(text).to_bytes(8, "little") + text + content[8 + size :]
+
+    return kept(part)
+
+
+def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        write(folder, shards=3)
+        path = folder / "model.safetensors.index.json"
+        content = json.loads(path.read_text())
+        found = change(content["weight_map"])
+        path.write_text(found if isinstance(found, str) else json.dumps(content))
+
+    return make
+
+
+def shape_of(name: str, shape: list[int]) -> Callable[[dict[str, Any]], None]:
+    return lambda entries: entries[f"{AT}.{name}"].update(shape=shape)
+
+
+F8 = "deepseek fp8"
+W1 = f"{AT}.1.w1.weight"
+Case = tuple[Callable[[Path], Any], type[InputError], str]
+BAD: dict[str, Case] = {
+    # Experts that are missing or too many
+    "no tensor": (
+        changed(drop("1.w1.weight")),
+        WeightsError,
+        rf"got no {W1}, need 4 experts of none",
+    ),
+    "no expert": (changed(drop("w2.weight")), WeightsError, rf"no {AT}.0.w2.weight and 3 more"),
+    "no scale": (
+        changed(drop("2.w3.weight_scale_inv"), F8),
+        WeightsError,
+        "no .*2.w3.weight_scale_inv",
+    ),
+    "one expert more": (
+        changed(put("4.w1.weight", torch.zeros(256, 128))),
+        WeightsError,
+        rf"got model.safetensors: {AT}.4.w1.weight, need 4 experts of none, and nothing else",
+    ),
+    "scales of what has none": (
+        changed(put("0.w1.weight_scale", torch.zeros(1))),
+        WeightsError,
+        r"0.w1.weight_scale, need",
+    ),
+    "a scale by two names": (
+        changed(put("0.w1.weight_scale", torch.zeros(2, 1)), F8),
+        WeightsError,
+        "0.w1.weight_scale, need",
+    ),
+    "biases of a family without": (
+        changed(put("0.w1.bias", torch.zeros(256))),
+        WeightsError,
+        r"0.w1.bias, need",
+    ),
+    # Shapes and dtypes
+    "a shape": (
+        changed(put("1.w1.weight", torch.zeros(255, 128))),
+        ShapeError,
+        rf"^model.safetensors: {W1}: got \(255, 128\), need \(256, 128\)",
+    ),
+    "config.json's hidden size": (
+        config(hidden_size=64),
+        ShapeError,
+        r"w1.weight: got \(256, 128\), need \(256, 64\)",
+    ),
+    "config.json's experts": (
+        config(num_local_experts=8),
+        WeightsError,
+        "no .*experts.4.w1.weight and 11 more",
+    ),
+    "config.json's fewer experts": (
+        config(num_local_experts=2),
+        WeightsError,
+        "experts.2.w1.weight and 5 more",
+    ),
+    "weights of another dtype": (
+        changed(cast("w1.weight", torch.float64)),
+        DtypeError,
+        "got float64, need bfloat16 or float16 or float32",
+    ),
+    "weights that are not quantised": (
+        changed(cast("0.w2.weight", torch.bfloat16), F8),
+        DtypeError,
+        "0.w2.weight: got bfloat16, need float8_e4m3fn",
+    ),
+    "integer scales": (
+        changed(cast("weight_scale_inv", torch.int32), F8),
+        DtypeError,
+        "w1.weight_scale_inv: got int32, need float32",
+    ),
+    "scales of another block": (
+        changed(put("0.w1.weight_scale_inv", torch.ones(4, 1)), F8),
+        ShapeError,
+        r"got \(4, 1\), need \(2, 1\)",
+    ),
+    "words of 64 bits": (
+        changed(cast("qweight", torch.int64), "awq"),
+        DtypeError,
+        "0.w1.qweight: got int64, need int32",
+    ),
+    # Values that no packer writes
+    "a scale that is no number": (
+        changed(fill("3.w1.weight_scale_inv", float("nan")), F8),
+        WeightsError,
+        rf"{AT}.3.w1: scale: got nan",
+    ),
+    "a channel's scale of 0": (
+        changed(fill("3.w2.weight_scale", 0.0), "compressed fp8 channel"),
+        WeightsError,
+        rf"{AT}.3.w2: scale: got 0.0",
+    ),
+    "a static scale below 0": (
+        changed(fill("3.w2.input_scale", -1.0), "modelopt fp8"),
+        WeightsError,
+        "activation scales: got -1.0",
+    ),
+    "columns out of order": (
+        changed(fill("1.w3.g_idx", 1.0), "gptq"),
+        WeightsError,
+        rf"{AT}.1.w1: g_idx: got columns out of order .act-order",
+    ),
+    # config.json
+    "no config.json": (
+        lambda folder: (write(folder), (folder / "config.json").unlink()),
+        ConfigurationError,
+        "No such file",
+    ),
+    "act-order": (
+        config(
+            quantization_config={
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 64,
+                "sym": True,
+                "desc_act": True,
+            }
+        ),
+        ConfigurationError,
+        "desc_act = True.*act-order",
+    ),
+    "an unknown format": (
+        config(quantization_config={"quant_method": "bitnet"}),
+        ConfigurationError,
+        "quant_method = 'bitnet', need one of fp8",
+    ),
+    "nvfp4 of modelopt": (
+        config(
+            quantization_config={
+                "quant_method": "modelopt",
+                "quant_algo": "NVFP4",
+                "group_size": 16,
+            }
+        ),
+        ConfigurationError,
+        "need another format: NVFP4",
+    ),
+    "nvfp4 of compressed-tensors": (
+        config(
+            quantization_config={
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {
+                    "group_0": {
+                        "targets": ["Linear"],
+                        "weights": {
+                            "num_bits": 4,
+                            "type": "float",
+                            "strategy": "tensor_group",
+                            "group_size": 16,
+                        },
+                        "input_activations": {"num_bits": 4, "type": "float", "group_size": 16},
+                    }
+                },
+            }
+        ),
+        ConfigurationError,
+        "need another format: NVFP4",
+    ),
+    "AWQ packed the other way": (
+        config(
+            quantization_config={
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 64,
+                "zero_point": True,
+                "version": "gemv",
+            }
+        ),
+        ConfigurationError,
+        "version = 'gemv', need one of gemm",
+    ),
+    "AWQ of 8 bits": (
+        config(
+            quantization_config={
+                "quant_method": "awq",
+                "bits": 8,
+                "group_size": 64,
+                "zero_point": True,
+            }
+        ),
+        ConfigurationError,
+        "need AWQ of 4 bits",
+    ),
+    "another family": (
+        config(model_type="jamba", num_experts=4),
+        ConfigurationError,
+        "no experts, need experts in ...layers.L.feed_forward.experts",
+    ),
+    # Files
+    "nothing": (
+        lambda folder: None,
+        ConfigurationError,
+        "no safetensors, need .*safetensors in it",
+    ),
+    "an empty file": (
+        kept(lambda c: b""),
+        WeightsError,
+        "model.safetensors: got .*header too small",
+    ),
+    "a cut header": (
+        kept(lambda c: c[:100]),
+        WeightsError,
+        "model.safetensors: got .*nvalid header length",
+    ),
+    "cut data": (
+        kept(lambda c: c[:-1]),
+        WeightsError,
+        "model.safetensors: got .*not fully covered",
+    ),
+    "more data": (
+        kept(lambda c: c + b"x"),
+        WeightsError,
+        "model.safetensors: got .*not fully covered",
+    ),
+    "a header longer than a file": (
+        kept(lambda c: b"\xff" * 8 + c[8:]),
+        WeightsError,
+        "model.safetensors: got .*header too large",
+    ),
+    "no JSON": (
+        kept(lambda c: c[:9] + b"\xff" + c[10:]),
+        WeightsError,
+        "model.safetensors: got .*header",
+    ),
+    "a shape that is not its data's": (
+        header(shape_of("0.w1.weight", [128, 128])),
+        WeightsError,
+        "model.safetensors: got .*nvalid shape",
+    ),
+    "a shape that overflows": (
+        header(shape_of("0.w1.weight", [2**62, 8])),
+        WeightsError,
+        "model.safetensors: got",
+    ),
+    "data of another tensor": (
+        header(lambda e: e[W1].update(data_offsets=e[f"{AT}.0.w1.weight"]["data_offsets"])),
+        WeightsError,
+        "model.safetensors: got",
+    ),
+    "an unknown dtype": (
+        header(lambda e: e[W1].update(dtype="F12")),
+        WeightsError,
+        "model.safetensors: got",
+    ),
+    # Indices
+    "an index that is no JSON": (index(lambda m: "{"), WeightsError, "index.json: got no JSON"),
+    "an index twice": (
+        index(lambda m: '{"weight_map": {}, "weight_map": {}}'),
+        WeightsError,
+        "a name twice",
+    ),
+    "an index of lists": (index(lambda m: "[[]]"), WeightsError, "got no weight_map"),
+    "an index that leads out": (
+        index(lambda m: m.update({W1: "../x.safetensors"})),
+        WeightsError,
+        "w1.weight in '../x.safetensors', need a name of a file",
+    ),
+    "an index to a file that is not there": (
+        index(lambda m: m.update({W1: "x.safetensors"})),
+        WeightsError,
+        "x.safetensors: got No such file",
+    ),
+    "an index to a file without it": (
+        index(lambda m: m.update({W1: next(f for f in sorted(m.values()) if f != m[W1])})),
+        WeightsError,
+        rf"got no {W1}, need what the index says",
+    ),
+    "an index without a tensor": (
+        index(lambda m: m.pop(W1) and None),
+        WeightsError,
+        rf"got no {W1}",
+    ),
+}

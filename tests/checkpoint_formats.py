@@ -1,0 +1,359 @@
+"""Tiny matrices in the formats of published checkpoints, and the numbers they stand for.
+
+Codes and scales are drawn, never rounded from other numbers, so a matrix stands for exactly what
+its format says, in float64. Everything is packed here by hand, value by value, by the packers' own
+descriptions; nothing of `modular_kernel.importers` is used.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+F64, FP8 = torch.float64, torch.float8_e4m3fn
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
+# AWQ puts column n of eight into nibble FOUND[n] of a word.
+FOUND = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """tensors: by their names behind the matrix's own. values: (N, K) float64."""
+
+    tensors: dict[str, torch.Tensor]
+    values: torch.Tensor
+
+
+Make = Callable[[int, int, torch.Generator, float], Stored]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One format. config: its quantization_config. make: (rows, depth, generator, gain) -> Stored.
+
+    gain: of the scales, so that those of two matrices differ. scheme: what it loads as. bound: of a
+    layer's relative error against float64.
+    """
+
+    config: dict[str, Any] | None
+    make: Make
+    scheme: str
+    bound: float = 1e-2
+
+
+def words(codes: torch.Tensor, dim: int, bits: int, order: tuple[int, ...] | None = None) -> Any:
+    """Codes (int64) packed into int32 along `dim`, value i of a word in bits `bits * order[i]`."""
+    per = 32 // bits
+    order = order or tuple(range(per))
+    codes = codes.movedim(dim, -1)
+    codes = codes.reshape(*codes.shape[:-1], -1, per)
+    packed = sum(codes[..., i] << (bits * order[i]) for i in range(per))
+    packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)  # type: ignore[arg-type]
+    return packed.to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def spread(tiles: torch.Tensor, rows: int, depth: int, bn: int, bk: int) -> torch.Tensor:
+    return tiles.to(F64).repeat_interleave(bn, 0)[:rows].repeat_interleave(bk, 1)[:, :depth]
+
+
+def _randn(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return torch.randn(*shape, generator=g)
+
+
+def _uniform(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    """Between 0.6 and 1.4: scales that are all different, and of one size."""
+    return 0.6 + 0.8 * torch.rand(*shape, generator=g)
+
+
+def plain(dtype: torch.dtype) -> Make:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        w = (_randn((rows, depth), g) * gain / depth**0.5).to(dtype)
+        return Stored({"weight": w}, w.to(F64))
+
+    return make
+
+
+def _fp8_codes(rows: int, depth: int, g: torch.Generator) -> torch.Tensor:
+    return (_randn((rows, depth), g) * 100).clamp(-448, 448).to(FP8)
+
+
+def fp8_block(
+    scale_dtype: torch.dtype, name: str = "weight_scale_inv", block: tuple[int, int] = (128, 128)
+) -> Make:
+    bn, bk = block
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        w = _fp8_codes(rows, depth, g)
+        scale = _uniform((-(-rows // bn), -(-depth // bk)), g) * gain / (100 * depth**0.5)
+        if scale_dtype is torch.float8_e8m0fnu:  # powers of two, the gain among them
+            scale = torch.exp2(torch.log2(scale * 2.0 ** (4 * (gain - 1))).round())
+        scale = scale.to(scale_dtype)
+        values = w.to(F64) * spread(scale.float(), rows, depth, bn, bk)
+        return Stored({"weight": w, name: scale}, values)
+
+    return make
+
+
+def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), names: Any = None) -> Make:
+    weight_scale, input_scale = names or ("weight_scale", "input_scale")
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        w = _fp8_codes(rows, depth, g)
+        scale = (_uniform((1,), g) * gain / (100 * depth**0.5)).reshape(shape)
+        tensors = {"weight": w, weight_scale: scale}
+        if static:
+            tensors[input_scale] = (16 / 448 * _uniform((1,), g)).reshape(shape)
+        return Stored(tensors, w.to(F64) * scale.to(F64))
+
+    return make
+
+
+def fp8_channel(scale_dtype: torch.dtype = torch.bfloat16) -> Make:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        w = _fp8_codes(rows, depth, g)
+        scale = (_uniform((rows, 1), g) * gain / (100 * depth**0.5)).to(scale_dtype)
+        return Stored({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
+
+    return make
+
+
+def int8_channel(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    w = (_randn((rows, depth), g) * 40).round().clamp(-127, 127).to(torch.int8)
+    scale = (_uniform((rows, 1), g) * gain / (40 * depth**0.5)).to(torch.bfloat16)
+    return Stored({"weight": w, "weight_scale": scale}, w.to(F64) * scale.to(F64))
+
+
+def _codes(rows: int, depth: int, bits: int, g: torch.Generator) -> torch.Tensor:
+    """Unsigned, around the middle."""
+    half = 1 << (bits - 1)
+    return (_randn((rows, depth), g) * half / 3 + half).round().clamp(0, 2 * half - 1).long()
+
+
+def _points(shape: tuple[int, ...], bits: int, g: torch.Generator, symmetric: bool) -> torch.Tensor:
+    half, off = 1 << (bits - 1), max(1, (1 << bits) // 8)
+    if symmetric:
+        return torch.full(shape, half, dtype=torch.int64)
+    return half + torch.randint(-off, off + 1, shape, generator=g)
+
+
+def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
+    """pack-quantized: N rows, K packed; group None: one scale a row."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        width = group or depth
+        codes, groups = _codes(rows, depth, bits, g), -(-depth // width)
+        zeros = _points((rows, groups), bits, g, symmetric)
+        size = gain * 3 / (1 << (bits - 1)) / depth**0.5
+        scale = (_uniform((rows, groups), g) * size).to(torch.bfloat16)
+        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
+            scale, rows, depth, 1, width
+        )
+        tensors = {
+            "weight_packed": words(codes, 1, bits),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([rows, depth]),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = words(zeros, 0, bits)
+        return Stored(tensors, values)
+
+    return make
+
+
+def awq(group: int, *, zero_point: bool = True) -> Make:
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        codes, groups = _codes(rows, depth, 4, g), depth // group
+        zeros = _points((rows, groups), 4, g, not zero_point)
+        scale = (_uniform((rows, groups), g) * gain * 0.375 / depth**0.5).to(torch.float16)
+        values = (codes - spread(zeros, rows, depth, 1, group)) * spread(
+            scale, rows, depth, 1, group
+        )
+        tensors = {
+            "qweight": words(codes.T, 1, 4, FOUND),
+            "qzeros": words(zeros.T, 1, 4, FOUND),
+            "scales": scale.T.contiguous(),
+        }
+        return Stored(tensors, values)
+
+    return make
+
+
+def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Make:
+    """less: what a stored zero point is less than it is, 1 in the format's first version."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        codes, groups = _codes(rows, depth, bits, g), depth // group
+        zeros = _points((rows, groups), bits, g, symmetric)
+        size = gain * 3 / (1 << (bits - 1)) / depth**0.5
+        scale = (_uniform((rows, groups), g) * size).to(torch.float16)
+        values = (codes - spread(zeros, rows, depth, 1, group)) * spread(
+            scale, rows, depth, 1, group
+        )
+        tensors = {
+            "qweight": words(codes.T, 0, bits),
+            "qzeros": words(zeros.T - less, 1, bits),
+            "scales": scale.T.contiguous(),
+            "g_idx": torch.arange(depth, dtype=torch.int32) // group,
+        }
+        return Stored(tensors, values)
+
+    return make
+
+
+def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
+    codes = torch.randint(0, 16, (rows, depth), generator=g)
+    scale = torch.randint(123, 127, (rows, depth // 32), generator=g)
+    scale = scale + round(3 * (gain - 1)) - int(torch.tensor(depth).log2().item() / 2)
+    values = E2M1[codes] * spread(torch.exp2(scale.to(F64) - 127), rows, depth, 1, 32)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return packed, scale.to(torch.uint8), values
+
+
+def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    return Stored({"blocks": packed.reshape(rows, -1, 16), "scales": scale}, values)
+
+
+def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+    packed, scale, values = _mxfp4(rows, depth, g, gain)
+    return Stored({"weight_packed": packed, "weight_scale": scale}, values)
+
+
+# ----------------------------------------------------------------------- quantization_configs
+
+
+def _compressed_config(packing: str, weights: Any, inputs: Any = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+
+
+def _ints(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
+    strategy = "group" if group else "channel"
+    found = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    return found | {"group_size": group, "actorder": None, "dynamic": False}
+
+
+def _floats(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
+    found = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    return found | {"dynamic": dynamic, **more}
+
+
+_INT8_TOKEN = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_BLOCKS = _FP8 | {"weight_block_size": [128, 128]}
+_W8A8 = 8e-2
+
+KINDS: dict[str, Kind] = {
+    "bf16": Kind(None, plain(torch.bfloat16), "none"),
+    "fp16": Kind(None, plain(torch.float16), "none"),
+    "fp32": Kind(None, plain(torch.float32), "none"),
+    "deepseek fp8": Kind(_BLOCKS, fp8_block(torch.float32), "fp8_w8a8_block", _W8A8),
+    "deepseek fp8, UE8M0": Kind(
+        _BLOCKS | {"scale_fmt": "ue8m0"},
+        fp8_block(torch.float8_e8m0fnu),
+        "fp8_w8a8_block",
+        _W8A8,
+    ),
+    "qwen3 fp8": Kind(_BLOCKS, fp8_block(torch.bfloat16), "fp8_w8a8_block", _W8A8),
+    "fp8 tensor, dynamic": Kind(_FP8, fp8_tensor(static=False), "fp8_w8a8_tensor", _W8A8),
+    "fp8 tensor, static": Kind(
+        _FP8 | {"activation_scheme": "static"},
+        fp8_tensor(static=True, shape=(1,)),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "modelopt fp8": Kind(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        fp8_tensor(static=True),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "compressed fp8 tensor": Kind(
+        _compressed_config("float-quantized", _floats("tensor", False), _floats("tensor", False)),
+        fp8_tensor(static=True, shape=(1,)),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "compressed fp8 channel": Kind(
+        _compressed_config("float-quantized", _floats("channel", False), _floats("token", True)),
+        fp8_channel(),
+        "fp8_w8a8_channel",
+        _W8A8,
+    ),
+    "compressed fp8 block": Kind(
+        _compressed_config(
+            "float-quantized",
+            _floats("block", False, block_structure=[128, 128]),
+            _floats("group", True, group_size=128),
+        ),
+        fp8_block(torch.bfloat16, "weight_scale"),
+        "fp8_w8a8_block",
+        _W8A8,
+    ),
+    "compressed int8": Kind(
+        _compressed_config("int-quantized", _ints(8, None), _INT8_TOKEN),
+        int8_channel,
+        "int8_w8a8_channel",
+        _W8A8,
+    ),
+    "compressed int8, weights": Kind(
+        _compressed_config("pack-quantized", _ints(8, None)),
+        compressed(8, None),
+        "int8_w8a16_channel",
+    ),
+    "compressed int8, groups": Kind(
+        _compressed_config("pack-quantized", _ints(8, 64)),
+        compressed(8, 64),
+        "int8_w8a16_group:group=64",
+    ),
+    "compressed int4": Kind(
+        _compressed_config("pack-quantized", _ints(4, 32)),
+        compressed(4, 32),
+        "int4_w4a16_group:group=32",
+    ),
+    "compressed int4, zero points": Kind(
+        _compressed_config("pack-quantized", _ints(4, 64, symmetric=False)),
+        compressed(4, 64, symmetric=False),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
+    "compressed mxfp4": Kind(
+        _compressed_config(
+            "mxfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        ),
+        mxfp4_compressed,
+        "mxfp4_w4a16",
+    ),
+    "awq": Kind(_AWQ, awq(64), "int4_w4a16_group:group=64,zero_points=true"),
+    "awq, symmetric": Kind(
+        _AWQ | {"zero_point": False}, awq(64, zero_point=False), "int4_w4a16_group:group=64"
+    ),
+    "gptq": Kind(_GPTQ, gptq(4, 64), "int4_w4a16_group:group=64"),
+    "gptq, zero points": Kind(
+        _GPTQ | {"sym": False},
+        gptq(4, 64, symmetric=False),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
+    "gptq v2": Kind(
+        _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(4, 64, symmetric=False, less=0),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
+    "gptq int8": Kind(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
+    "mxfp4": Kind({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
+}

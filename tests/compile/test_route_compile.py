@@ -1,0 +1,44 @@
+"""The router compiles for sm_90 in every form: no spills, and rows stay within a warp."""
+
+import pytest
+import torch
+
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.routers import RouterSpec
+from modular_kernel.testing.compile.report import check, record_compiles
+
+DEEPSEEK = {"groups": 8, "topk_groups": 4, "selection_bias": True, "renormalise": True}
+FORMS = (
+    (RouterSpec(2), 8),
+    (RouterSpec(8, renormalise=True, eps=1e-20, floor=1e-12), 128),
+    (RouterSpec(4, order="topk_first"), 32),
+    (RouterSpec(8, "sigmoid", **DEEPSEEK), 256),
+    (RouterSpec(6, groups=8, topk_groups=3, group_score="max"), 160),
+    (RouterSpec(6, "sqrtsoftplus", table=True, renormalise=True), 256),
+    (RouterSpec(16, "sqrtsoftplus", selection_bias=True), 512),
+    (RouterSpec(12, selection_bias=True, zero_experts=256), 512),
+    (RouterSpec(16, "sigmoid", zero_experts=512), 512),
+)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(4, torch.float32), (4096, torch.bfloat16)])
+@pytest.mark.parametrize(("spec", "experts"), FORMS, ids=str)
+def test_it_compiles_without_spills(
+    spec: RouterSpec, experts: int, tokens: int, dtype: torch.dtype
+) -> None:
+    columns = spec.columns(experts)
+    bias = empty(columns) if spec.selection_bias else None
+    ids = torch.int32 if dtype == torch.float32 else torch.int64
+    table = empty(100, spec.top_k, dtype=ids) if spec.table else None
+    words = empty(tokens, dtype=ids) if spec.table else None
+    logits = empty(tokens, columns, dtype=dtype)
+    with record_compiles("sm_90") as records:
+        route(logits, spec, RouterTensors(bias, table), token_ids_T=words, ids_dtype=ids)
+    (record,) = records
+    assert (record.kernel, check(record)) == ("route_kernel", ())
+    assert record.registers <= 128
+    assert record.shared <= 1024  # what a warp hands from lane to lane

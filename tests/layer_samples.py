@@ -1,0 +1,132 @@
+"""A small layer for the tests of FusedMoE and EPMoE: one rank's share of it, and its float64."""
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.placement import Placement
+from modular_kernel.quant import quantise_weights
+from modular_kernel.reference import oracle
+from modular_kernel.routers import RouterSpec
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+H, I, E, K, T = 32, 48, 8, 3, 7  # noqa: E741 (intermediate)
+SPLITS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
+FAMILIES = {
+    "plain": RouterSpec(K, renormalise=True),
+    "zero experts": RouterSpec(K, renormalise=True, zero_experts=4),
+    "biased": RouterSpec(K, "sigmoid", groups=4, topk_groups=2, selection_bias=True),
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A layer: spec of its router, Problem fields that are not the usual ones, tokens."""
+
+    router: RouterSpec = FAMILIES["plain"]
+    tokens: int = T
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> Problem:
+        sizes = {"hidden": H, "intermediate": I, "experts": E, "top_k": K}
+        return Problem(self.tokens, **sizes | {"dtype": torch.float32} | self.fields)
+
+    def draw(self, *shape: int, seed: int) -> torch.Tensor:
+        values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        return values.to(self.problem.dtype)
+
+    @property
+    def x_TH(self) -> torch.Tensor:
+        return self.draw(self.tokens, H, seed=1)
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self.draw(self.tokens, self.router.columns(E), seed=2).float()
+
+    @property
+    def selection_bias(self) -> torch.Tensor | None:
+        columns = self.router.columns(E)
+        return self.draw(columns, seed=3).float() / 4 if self.router.selection_bias else None
+
+    @property
+    def plain(self) -> ExpertWeights:
+        """All experts, whole and unquantised."""
+        problem = self.problem
+        rows = problem.w1_rows
+        found = ExpertWeights(self.draw(E, rows, H, seed=4) / 6, self.draw(E, H, I, seed=5) / 7)
+        if problem.bias:
+            found = replace(found, b1=self.draw(E, rows, seed=6), b2=self.draw(E, H, seed=7))
+        return found
+
+    def shared(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """A shared expert, whole."""
+        return torch.tanh(x_TH) * 0.5
+
+    def truth(self, *, shared: bool = False) -> torch.Tensor:
+        """The layer on one rank, (T, H) float64."""
+        problem, x_TH = self.problem, self.x_TH
+        routed = route(self.logits, self.router, RouterTensors(self.selection_bias))
+        weights = self.plain
+        if problem.scheme.quantised:
+            weights = quantise_weights(weights, problem)
+        total = oracle(x_TH, weights, routed.routing, problem)
+        if routed.identity_T is not None:
+            total = total + (
+                routed.identity_T[:, None].double() * x_TH.double() * problem.routed_scaling_factor
+            )
+        return total + self.shared(x_TH).double() if shared else total
+
+
+def share(sample: Sample, ep: tuple[int, int], tp: tuple[int, int]) -> ExpertWeights:
+    """What one rank holds: its experts, and its rows of gate, up and columns of down."""
+    whole, gated = sample.plain, sample.problem.act.gated
+    held = list(Placement.linear(E, ep[1]).slots[ep[0]])
+    each = I // tp[1]
+    mine = torch.arange(tp[0] * each, (tp[0] + 1) * each)
+    rows = torch.cat([mine, mine + I]) if gated else mine
+    cut = ExpertWeights(whole.w1[held][:, rows], whole.w2[held][:, :, mine].contiguous())
+    if whole.b1 is not None and whole.b2 is not None:
+        cut = replace(cut, b1=whole.b1[held][:, rows], b2=whole.b2[held])
+    if sample.problem.scheme.quantised:
+        problem = replace(sample.problem, intermediate=each, experts=len(held))
+        cut = quantise_weights(cut, problem)
+    return cut
+
+
+def layer_of(
+    sample: Sample,
+    ep: tuple[int, int] = (0, 1),
+    tp: tuple[int, int] = (0, 1),
+    **options: Any,
+) -> FusedMoE:
+    problem = sample.problem
+    given = {
+        "params_dtype": problem.dtype,
+        "quant_config": None if problem.quant == "none" else problem.quant,
+        "activation": problem.activation,
+        "bias": problem.bias,
+        "apply_router_weight_on_input": problem.apply_router_weight_on_input,
+        "routed_scaling_factor": problem.routed_scaling_factor,
+        "router": sample.router,
+        "selection_bias": sample.selection_bias,
+        "parallel": LayerParallel(ep=ep, tp=tp),
+    }
+    layer = FusedMoE(E, H, I, **given | options)
+    layer.set_weights(share(sample, layer.parallel.ep, layer.parallel.tp))
+    return layer
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative, in the norm."""
+    assert got.shape == want.shape
+    return float((got.double() - want).norm() / want.norm())
+
+
+def names_of(weights: ExpertWeights) -> set[str]:
+    return {each.name for each in fields(weights) if getattr(weights, each.name) is not None}

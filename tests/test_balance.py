@@ -1,0 +1,136 @@
+"""Balance: load counts, placements with copies, and the moves between two placements."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ops_samples import DEVICE
+
+from modular_kernel.errors import ConfigurationError, DtypeError
+from modular_kernel.layers.balance import Move, count, moves, rank_loads, rebalance
+from modular_kernel.placement import Placement, pairs_to_slots
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_pairs_are_counted(dtype: torch.dtype) -> None:
+    ids = torch.tensor([[0, 2], [2, -1], [5, 2], [-7, 0]], dtype=dtype, device=DEVICE)
+    counts = count(ids, 4)
+    assert (counts.tolist(), counts.dtype, counts.device.type) == (
+        [2, 0, 3, 0],
+        torch.int64,
+        DEVICE,
+    )
+    assert count(ids[:0], 3).tolist() == [0, 0, 0]
+    for junk in (ids.float(), [[1]], None):
+        with pytest.raises(DtypeError, match="topk_ids: got"):
+            count(junk, 4)  # type: ignore[arg-type]
+
+
+def test_a_hot_expert_gets_copies() -> None:
+    load = [90.0, 10.0, 10.0, 10.0]
+    assert rank_loads(load, Placement.linear(4, 2)) == (100, 20)
+    placement = rebalance(load, [3, 3])
+    assert [sorted(held) for held in placement.slots] == [[0, 1, 2], [0, 1, 3]]
+    assert rank_loads(load, placement) == (60, 60)
+
+
+def zipf(experts: int, seed: int) -> list[float]:
+    amounts = [1000 / (place + 1) for place in range(experts)]
+    random.Random(seed).shuffle(amounts)
+    return amounts
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_are_evened_out(seed: int) -> None:
+    """64 experts on 8 ranks under Zipf's law: without copies the rank of the hottest one gets the
+    lightest beside it, with two spare slots a rank all are within a tenth of the mean."""
+    load = zipf(64, seed)
+    mean, least = sum(load) / 8, max(load) + sum(sorted(load)[:7])
+    before = max(rank_loads(load, Placement.linear(64, 8))) / mean
+    without = max(rank_loads(load, rebalance(load, [8] * 8))) / mean
+    copies = max(rank_loads(load, rebalance(load, [10] * 8))) / mean
+    assert copies < 1.1 < without < before
+    assert without == pytest.approx(least / mean)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_any_load_on_any_slots(data: st.DataObject) -> None:
+    """Every expert is somewhere, no rank is over its slots, all slots are used that can be."""
+    world = data.draw(st.integers(1, 6))
+    slots = data.draw(st.lists(st.integers(1, 5), min_size=world, max_size=world))
+    experts = data.draw(st.integers(1, sum(slots)))
+    load = data.draw(st.lists(st.integers(0, 50), min_size=experts, max_size=experts))
+    placement = rebalance(load, slots)
+    assert placement.experts == experts
+    assert all(1 <= len(held) <= size for held, size in zip(placement.slots, slots, strict=True))
+    if len(set(slots)) == 1:
+        assert sum(map(len, placement.slots)) == min(sum(slots), experts * world)
+    # What is moved where it says is the new placement.
+    old = rebalance(load[::-1], slots)
+    new = rebalance(load, slots, old)
+    assert sorted(map(sorted, new.slots)) == sorted(map(sorted, placement.slots))
+    found = moves(old, new)
+    made = {(r, s): old.slots[r][s] for r in range(world) for s in range(len(old.slots[r]))}
+    sent = {move.target: made[move.source] for move in found}
+    assert all(sent[move.target] == move.expert for move in found)
+    made |= sent
+    assert all(made[r, s] == e for r, held in enumerate(new.slots) for s, e in enumerate(held))
+
+
+def test_moves_prefer_the_own_rank_and_spread_the_rest() -> None:
+    old = Placement(((0, 1), (2, 0), (3, 4)))
+    assert moves(old, old) == ()
+    for other in (Placement(((0, 1), (2,), (3,))), Placement(((0, 1), (2, 3, 4)))):
+        with pytest.raises(ConfigurationError, match="need 5 experts on 3 ranks, as before"):
+            moves(old, other)
+    new = Placement(((1, 0), (2, 4), (3, 0)))
+    assert moves(old, new) == (
+        Move(1, (0, 1), (0, 0)),
+        Move(0, (0, 0), (0, 1)),
+        Move(4, (2, 1), (1, 1)),
+        Move(0, (0, 0), (2, 1)),
+    )
+    four = Placement(((0, 1), (0, 1), (2,), (3,)))
+    both = Placement(((0, 1), (0, 1), (2, 0), (3, 1)))
+    assert [move.source for move in moves(four, both)] == [(0, 0), (1, 1)]
+
+
+def test_what_stays_keeps_its_slot() -> None:
+    old = Placement(((4, 0, 1), (2, 3, 5)))
+    new = rebalance([9.0, 9, 1, 1, 1, 1], [3, 3], old)
+    for held, before in zip(new.slots, old.slots, strict=True):
+        for slot, expert in enumerate(held):
+            assert expert not in before or before[slot] == expert
+
+
+@pytest.mark.parametrize("top_k", [2, 4])
+def test_one_token_reaches_every_copy(top_k: int) -> None:
+    """Pairs are spread from the first token on."""
+    placement = rebalance([1.0] * 4, [4, 4])
+    ids = torch.arange(top_k)[None]
+    rank, _, _ = pairs_to_slots(ids, placement.tables())
+    assert rank.flatten().bincount(minlength=2).tolist() == [top_k // 2] * 2
+    together, _, _ = pairs_to_slots(ids, placement.tables(), first_token=1, together=True)
+    assert together.unique().numel() == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rebalance([1.0, 2.0, 3.0], [1, 1]), "slots of all ranks: got 2, need >= 3"),
+        (lambda: rebalance([], [1]), "slots of all ranks: got 1, need >= 1, the experts"),
+        (lambda: rebalance([1.0], []), "slots of all ranks: got 0"),
+        (lambda: rebalance([1.0], [0]), "slots: got tuple, need a tuple of an int >= 1"),
+        (lambda: rebalance([1.0, -1.0], [2]), "load of expert 1: got -1.0, need >= 0"),
+        (lambda: rebalance([float("nan")], [1]), "load of expert 0: got nan, need a finite"),
+        (lambda: rank_loads([1.0], Placement.linear(2, 1)), "load: got 1, need 2 experts"),
+        (lambda: count(torch.zeros(1, 1, dtype=torch.int32), 0), "experts: got 0"),
+    ],
+)
+def test_bad_input(call: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        call()

@@ -1,0 +1,149 @@
+"""Checkpoints that are not what they say: a typed error names file, key, got and need."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_checkpoints import BAD, FILE, W1
+from checkpoint_samples import write
+from safetensors.torch import load_file, save_file
+
+import modular_kernel as mk
+from modular_kernel.errors import ConfigurationError, InputError, WeightsError
+from modular_kernel.importers import files as files_module
+
+# What no header shows.
+OF_VALUES = (
+    "a scale that is no number",
+    "a channel's scale of 0",
+    "a static scale below 0",
+    "columns out of order",
+)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_not_as_it_says_is_refused(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, kind, words = BAD[case]
+    make(tmp_path)
+    read = list[str]()
+    monkeypatch.setattr(files_module.Tensors, "read", spied(read, files_module.Tensors.read))
+    with pytest.raises(kind, match=words) as raised:
+        mk.load_experts(tmp_path, 0)
+    assert type(raised.value) is kind
+    assert raised.value.got is not None
+    assert raised.value.need is not None
+    assert bool(read) == (case in OF_VALUES)
+
+
+def spied(seen: list[str], read: Any) -> Any:
+    def call(self: Any, name: str, box: Any) -> torch.Tensor:
+        seen.append(name)
+        found: torch.Tensor = read(self, name, box)
+        return found
+
+    return call
+
+
+def test_a_folder_of_several_files_needs_each_tensor_once(tmp_path: Path) -> None:
+    write(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    save_file({W1: tensors[W1]}, tmp_path / "more.safetensors")
+    with pytest.raises(WeightsError, match=rf"{W1}, which is in model.safetensors too"):
+        mk.load_experts(tmp_path, 0)
+    save_file({n: t for n, t in tensors.items() if n != W1}, tmp_path / FILE)
+    assert mk.load_experts(tmp_path, 0).weights.w1.shape == (4, 512, 128)
+
+
+def test_two_indices_are_one_too_many(tmp_path: Path) -> None:
+    write(tmp_path, shards=2)
+    (tmp_path / "other.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="need one index, or the path of one file"):
+        mk.load_experts(tmp_path, 0)
+
+
+@pytest.mark.parametrize("what", ["fifo", "folder", "missing", "loop"])
+def test_what_is_no_file_is_refused_at_once(what: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    path = tmp_path / FILE
+    path.unlink()
+    if what == "fifo":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    elif what == "loop":
+        path.symlink_to(path)
+    with pytest.raises(InputError, match=str(tmp_path)):
+        mk.load_experts(path if what == "missing" else tmp_path, 0)
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    """The cache of the Hugging Face hub has links to files elsewhere."""
+    write(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for name in (FILE, "config.json"):
+        (tmp_path / "snapshot" / name).symlink_to(tmp_path / "blobs" / name)
+    assert mk.load_experts(tmp_path / "snapshot", 0).weights.w1.shape == (4, 512, 128)
+
+
+def test_one_file_has_its_config_beside_it_or_elsewhere(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "other.json")
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        mk.load_experts(tmp_path / FILE, 0)
+    loaded = mk.load_experts(tmp_path / FILE, 0, config=tmp_path / "other.json")
+    assert loaded.weights.w1.shape == (4, 512, 128)
+
+
+def test_layers_and_models_are_named(tmp_path: Path) -> None:
+    write(tmp_path, "qwen3_moe", layers=(3, 4, 5, 9))
+    with pytest.raises(ConfigurationError, match="layer: got 0, need one with experts: 3 to 5, 9"):
+        mk.load_experts(tmp_path, 0)
+    tensors = load_file(tmp_path / FILE)
+    other = {n.replace("model.", "mtp."): t.clone() for n, t in tensors.items()}
+    save_file(tensors | other, tmp_path / FILE)
+    mk.load_experts(tmp_path, 3)  # the language model's
+    save_file(
+        {n.replace("model.", "other."): t for n, t in tensors.items()} | other, tmp_path / FILE
+    )
+    with pytest.raises(ConfigurationError, match=r"got 'mtp\.' and 'other\.', need prefix="):
+        mk.load_experts(tmp_path, 3)
+    assert mk.load_experts(tmp_path, 3, prefix="mtp.").weights.w1.shape == (4, 512, 128)
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"ep": (2, 2)}, r"ep: rank: got 2, need in \[0, 2\)"),
+    "tp": ({"tp": (-1, 2)}, "tp: rank: got -1"),
+    "ranks": ({"ep": (0, 0)}, "ep: ranks: got 0"),
+    "more ranks than experts": ({"ep": (0, 5)}, "an expert for each of 5 ranks"),
+    "a list": ({"ep": [0, 1]}, "ep: .rank, ranks.: got list"),
+    "dtype": ({"dtype": "int8"}, "dtype: got int8"),
+    "placement": ({"placement": "round"}, "placement"),
+    "prefix": ({"prefix": 3}, "prefix: got 3"),
+    "unknown prefix": ({"prefix": "x."}, "no experts, need experts in x.layers.L"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_are_checked(case: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    given, words = ARGUMENTS[case]
+    with pytest.raises(ConfigurationError, match=words):
+        mk.load_experts(tmp_path, 0, **given)
+    with pytest.raises(ConfigurationError, match=r"layer: got 0.5"):
+        mk.load_experts(tmp_path, 0.5)  # type: ignore[arg-type]
+
+
+def test_the_library_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ConfigurationError, match=r"got no safetensors, need .*pip install safetensors"
+    ):
+        mk.load_experts(tmp_path, 0)

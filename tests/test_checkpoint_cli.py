@@ -1,0 +1,62 @@
+"""`mk check --model FOLDER` judges what is in a checkpoint, not only what its config.json says."""
+
+from pathlib import Path
+
+import pytest
+from checkpoint_samples import write
+from run_mk import run_mk
+from safetensors.torch import load_file, save_file
+
+from modular_kernel.importers.examine import inspect
+
+PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+
+
+def test_layers_and_format_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, "deepseek_v3", "deepseek fp8", layers=(3, 4, 5, 7), intermediate=192, shards=2)
+    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert ended.code == 0
+    told = "experts of layers 3 to 5, 7 in fp8_w8a8_block (fp8), 1180032 bytes"
+    assert f"{told}, as its config.json says" in ended.out
+    assert "quant=fp8_w8a8_block:block=64x128" in ended.out  # as the layer will have it
+    record = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--json").json
+    assert record["checkpoint"] == {
+        "layers": [3, 4, 5, 7],
+        "format": "fp8_w8a8_block (fp8)",
+        "bytes": 1180032,
+        "quant": "fp8_w8a8_block:block=64x128",
+    }
+    asked = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path), "--quant", "none")
+    assert "quant=" not in asked.out
+
+
+def test_bytes_are_those_of_experts(tmp_path: Path) -> None:
+    write(tmp_path, "gpt_oss", "mxfp4", layers=(0, 1))
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert inspect(tmp_path).nbytes == sum(t.nbytes for n, t in tensors.items() if "experts" in n)
+
+
+def test_tensors_that_are_not_as_it_says_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "mixtral", "awq", layers=(0, 1))
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = "model.layers.1.block_sparse_moe.experts.3.w2.scales"
+    save_file(
+        {name: t for name, t in tensors.items() if name != gone}, tmp_path / "model.safetensors"
+    )
+    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert ended.code == 2
+    assert f"got no {gone}" in ended.err
+    # Its config.json alone says nothing of that.
+    assert run_mk(capsys, "check", *PAIR, "--model", str(tmp_path / "config.json")).code == 0
+
+
+def test_a_folder_with_a_config_json_alone_is_judged_by_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    ended = run_mk(capsys, "check", *PAIR, "--model", str(tmp_path))
+    assert ended.code == 0
+    assert "as its config.json says" not in ended.out

@@ -1,0 +1,174 @@
+"""One table says where each family keeps its experts: in samples, and as transformers saves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_formats import KINDS
+from checkpoint_samples import FAMILIES as SAMPLES
+from checkpoint_samples import write
+from safetensors.torch import load_file, save_file
+
+import modular_kernel as mk
+from modular_kernel.importers.layouts import LAYOUTS
+from modular_kernel.models.families import FAMILIES
+
+# Of the classes that transformers saves; the table's other lines are those of its key mapping.
+SAVED = (
+    "aria_text",
+    "deepseek_v3",
+    "gpt_oss",
+    "granitemoe",
+    "granitemoe_swa",
+    "jetmoe",
+    "llama4_text",
+    "minimax_m2",
+    "mistral4",
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+    "qwen3_vl_moe_text",
+)
+SMALL = {
+    "vocab_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_every_family_that_is_read_has_a_layout() -> None:
+    assert set(LAYOUTS) == {name for name, family in FAMILIES.items() if not family.refused}
+    assert len(SAMPLES) >= 14
+    assert set(SAMPLES) <= set(LAYOUTS)
+    # Each distinct set of layouts is tried with a sample.
+    assert {LAYOUTS[name] for name in SAMPLES} >= set(LAYOUTS.values()) - {
+        LAYOUTS["mistral_large4_text"]
+    }
+
+
+@pytest.mark.parametrize("family", SAMPLES)
+def test_experts_lie_where_the_family_keeps_them(family: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, family, "bf16", layers=(3, 5), hidden=64, intermediate=96)
+    loaded = mk.load_experts(tmp_path, 5)
+    act, w1 = loaded.problem_fields["activation"], loaded.weights.w1
+    b1 = loaded.weights.b1
+    if act.interleaved:
+        w1 = torch.cat([w1[:, 0::2], w1[:, 1::2]], 1)
+        b1 = None if b1 is None else torch.cat([b1[:, 0::2], b1[:, 1::2]], 1)
+    assert torch.equal(w1.double(), sample.w1)
+    assert torch.equal(loaded.weights.w2.double(), sample.w2)
+    assert (b1 is None) == (sample.b1 is None)
+    if b1 is not None:
+        assert torch.equal(b1.double(), sample.b1)
+        assert torch.equal(loaded.weights.b2.double(), sample.b2)
+    problem = loaded.problem(24)
+    x, weights, ids = sample.inputs(24)
+    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    y = kernel(x.bfloat16(), loaded.weights, mk.Routing(weights, ids)).double()
+    truth = sample.truth(x.bfloat16().double(), weights, ids)
+    assert float((y - truth).norm() / truth.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("kind", ["deepseek fp8", "fp8 tensor, dynamic", "compressed int8"])
+def test_stacked_modules_are_quantised_too(kind: str, tmp_path: Path) -> None:
+    write(tmp_path / "stacked", "step3p5", kind)
+    write(tmp_path / "each", "mixtral", kind)
+    stacked, each = (mk.load_experts(tmp_path / name, 0).weights for name in ("stacked", "each"))
+    for name in ("w1", "w2", "w1_scale", "w2_scale"):
+        assert torch.equal(getattr(stacked, name).float(), getattr(each, name).float())
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
+def test_what_packers_take_apart_is_read_too(family: str, tmp_path: Path) -> None:
+    """Quantised checkpoints of fused families have a module for each projection of each expert."""
+    sample = write(tmp_path, "mixtral", "compressed int4")
+    at = "model.layers.0.mlp.experts"
+    if family == "llama4_text":
+        at = "language_model.model.layers.0.feed_forward.experts"
+    names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." in name:
+            _, expert, projection, kind = name.rsplit(".", 3)
+            tensors[f"{at}.{expert}.{names[projection]}.{kind}"] = tensor
+    if family == "gpt_oss":
+        for e in range(4):
+            tensors[f"{at}.{e}.gate_proj.bias"] = torch.full((256,), 1.0)
+            tensors[f"{at}.{e}.up_proj.bias"] = torch.full((256,), 2.0)
+            tensors[f"{at}.{e}.down_proj.bias"] = torch.zeros(128)
+    config = SAMPLES[family].config(family, (4, 2, 256, 128))
+    config["quantization_config"] = KINDS["compressed int4"].config
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "model.safetensors")
+    loaded = mk.load_experts(tmp_path, 0)
+    assert not loaded.problem_fields["activation"].interleaved
+    packed = torch.cat([sample_words(tensors, at, e) for e in range(4)])
+    assert torch.equal(loaded.weights.w1.flatten(0, 1), packed)
+    if family == "gpt_oss":
+        assert loaded.weights.b1[0].tolist() == [1.0] * 256 + [2.0] * 256
+    assert sample.w1.shape == (4, 512, 128)
+
+
+def sample_words(tensors: dict[str, torch.Tensor], at: str, e: int) -> torch.Tensor:
+    pair = [tensors[f"{at}.{e}.{name}.weight_packed"] for name in ("gate_proj", "up_proj")]
+    return torch.cat(pair).view(torch.uint8)
+
+
+def small(transformers: Any, name: str) -> Any:
+    """A tiny model of the family, all its layers with experts."""
+    family, config = FAMILIES[name], transformers.CONFIG_MAPPING[name]()
+    sizes = {family.experts: 4, family.top_k: 2, family.intermediate: 48, family.hidden: 64}
+    own = {key: n for keys, n in sizes.items() for key in keys.split()}
+    for key, value in {**SMALL, "intermediate_size": 48, **own}.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    auto = transformers.AutoModelForCausalLM
+    known = type(config) in auto._model_mapping
+    return (auto if known else transformers.AutoModel).from_config(config)
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_what_transformers_saves_is_what_it_has(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = small(transformers, family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path)
+    loaded = mk.load_experts(tmp_path, 1, dtype="float32")
+    modules = dict(model.named_modules())
+    (name,) = (
+        (n for n in modules if n.endswith(".experts") and "layers.1." in n and "attention" not in n)
+        if family != "jetmoe"
+        else ("model.layers.1.mlp",)
+    )
+    experts = modules[name]
+    if family == "jetmoe":
+        first, second = experts.input_linear.weight, experts.output_linear.weight
+    else:
+        first, second = experts.gate_up_proj, experts.down_proj
+    w1, w2 = loaded.weights.w1, loaded.weights.w2
+    if w1.shape != first.shape:
+        first, second = first.mT, second.mT
+    assert torch.equal(w1, first.detach())
+    assert torch.equal(w2, second.detach())
+    if hasattr(experts, "gate_up_proj_bias"):
+        assert torch.equal(loaded.weights.b1, experts.gate_up_proj_bias.detach())

@@ -1,0 +1,225 @@
+"""A rank reads and keeps its share: sums over ranks are the whole, bytes and memory are bounded."""
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_formats import KINDS, fp8_block
+from checkpoint_samples import Sample, write
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_checkpoint_numbers import PAIR, PUBLISHERS, numbers
+
+import modular_kernel as mk
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.importers.checkpoint import LoadedExperts
+from modular_kernel.importers.files import Tensors
+from modular_kernel.placement import Placement
+
+GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
+# Where a scale covers all of a row of activations, a share of the row has its own; one of all
+# rows is that of a rank's own rows, with fewer experts too.
+OF_ROWS, OF_ALL = ("fp8_w8a8_channel", "int8_w8a8_channel"), "fp8_w8a8_tensor"
+
+
+def ranks(sample: Sample, grid: tuple[int, int], dtype: str | None = None) -> list[LoadedExperts]:
+    ep, tp = grid
+    return [
+        mk.load_experts(sample.folder, 0, ep=(e, ep), tp=(t, tp), dtype=dtype)
+        for e, t in product(range(ep), range(tp))
+    ]
+
+
+def summed(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> torch.Tensor:
+    """What the ranks give together, each for its part of what is the same to all."""
+    x, weights, ids = sample.inputs(tokens)
+    total = torch.zeros(tokens, sample.w2.shape[1], dtype=torch.float64)
+    for rank in loaded:
+        problem, held = rank.partial(tokens)
+        kernel = mk.make_kernel(*PAIR, problem)
+        total += kernel(x.to(problem.dtype), held, mk.Routing(weights, ids)).double()
+    return total
+
+
+def expert_bytes(sample: Sample) -> int:
+    """Of the layer's experts in the files, but weight_shape, which says nothing new."""
+    total = 0
+    for path in sample.folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                if not name.endswith(("weight_shape", "layernorm.weight")):
+                    total += file.get_tensor(name).nbytes
+    return total
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=512, shards=2)
+    whole = summed(sample, ranks(sample, (1, 1), "float32"))
+    truth, scheme = sample.truth(*sample.inputs(16)), KINDS[kind].scheme
+    w1, w2 = numbers(mk.load_experts(tmp_path, 0))
+    size = expert_bytes(sample)
+    for ep, tp in GRIDS:
+        loaded = ranks(sample, (ep, tp), "float32")
+        y = summed(sample, loaded)
+        if scheme == OF_ALL or (tp > 1 and scheme in OF_ROWS):
+            assert float((y - truth).norm() / truth.norm()) <= KINDS[kind].bound
+        else:
+            assert float((y - whole).norm() / whole.norm()) <= 1e-5
+        for rank in loaded:
+            assert rank.bytes_read <= 1.05 * size / (ep * tp)
+            assert (rank.ep[1], rank.tp[1]) == (ep, tp)
+        # Shares put together are the whole, bit by bit.
+        parts = [numbers(rank) for rank in loaded]
+        rows = [
+            [p[0].unflatten(1, (2, -1)) for p in parts[i : i + tp]] for i in range(0, ep * tp, tp)
+        ]
+        columns = [[p[1] for p in parts[i : i + tp]] for i in range(0, ep * tp, tp)]
+        assert torch.equal(torch.cat([torch.cat(r, 2) for r in rows]).flatten(1, 2), w1)
+        assert torch.equal(torch.cat([torch.cat(c, 2) for c in columns]), w2)
+
+
+def test_bytes_read_are_those_that_were_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = write(tmp_path, "mixtral", "bf16")
+    seen, read = [], Tensors.read
+
+    def counted(self: Tensors, name: str, box: tuple[slice, ...]) -> torch.Tensor:
+        found = read(self, name, box)
+        seen.append((name, found.nbytes))
+        return found
+
+    monkeypatch.setattr(Tensors, "read", counted)
+    loaded = mk.load_experts(tmp_path, 0, ep=(1, 4))
+    assert {name.split(".")[5] for name, _ in seen} == {"1"}
+    assert loaded.bytes_read == sum(n for _, n in seen) == expert_bytes(sample) // 4
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])
+def test_b2_is_added_once(family: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, family, "bf16")
+    loaded = ranks(sample, (1, 4), "float32")
+    assert [bool(rank.weights.b2.any()) for rank in loaded] == [True, False, False, False]
+    x, weights, ids = sample.inputs(16)
+    torch.testing.assert_close(
+        summed(sample, loaded), sample.truth(x, weights, ids), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "intermediate", "tp", "scheme"),
+    [
+        ("deepseek fp8", 192, 1, "fp8_w8a8_block:block=64x128"),
+        ("deepseek fp8", 192, 2, "fp8_w8a8_block:block=32x32"),
+        ("deepseek fp8", 384, 2, "fp8_w8a8_block:block=64x64"),
+        ("deepseek fp8", 512, 2, "fp8_w8a8_block"),
+        ("deepseek fp8, UE8M0", 192, 3, "fp8_w8a8_block:block=64x64"),
+        ("awq", 192, 2, "int4_w4a16_group:group=32,zero_points=true"),
+        ("gptq, zero points", 192, 2, "int4_w4a16_group:group=32,zero_points=true"),
+        ("gptq int8", 192, 6, "int8_w8a16_group:group=32"),
+        ("compressed int4, zero points", 576, 2, "int4_w4a16_group:group=32,zero_points=true"),
+        ("mxfp4", 192, 3, "mxfp4_w4a16"),
+    ],
+)
+def test_tiles_are_divided_where_a_share_needs_it(
+    kind: str, intermediate: int, tp: int, scheme: str, tmp_path: Path
+) -> None:
+    sample = write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=intermediate)
+    loaded = ranks(sample, (1, tp))
+    assert {rank.problem_fields["quant"] for rank in loaded} == {scheme}
+    parts = [numbers(rank) for rank in loaded]
+    w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
+    torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
+    w2 = torch.cat([w2 for _, w2 in parts], 2)
+    torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
+
+
+def test_a_tile_over_gate_and_up_is_divided(tmp_path: Path) -> None:
+    """Fused float8 blocks of 2I rows, I no multiple of theirs: one covers rows of both."""
+    g = torch.Generator().manual_seed(0)
+    sample = write(tmp_path, "mistral4", "bf16", intermediate=192)
+    at, make = "model.layers.0.mlp.experts", fp8_block(torch.float32)
+    both = [make(384, 128, g, 1.0) for _ in range(4)]
+    down = [make(128, 192, g, 1.0) for _ in range(4)]
+    tensors = {}
+    for name, matrices in (("gate_up_proj", both), ("down_proj", down)):
+        tensors[f"{at}.{name}"] = torch.stack([m.tensors["weight"] for m in matrices])
+        scales = torch.stack([m.tensors["weight_scale_inv"] for m in matrices])
+        tensors[f"{at}.{name}_scale_inv"] = scales
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = sample.config | {"quantization_config": KINDS["deepseek fp8"].config}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for tp in (1, 2, 3):
+        parts = [numbers(rank) for rank in ranks(sample, (1, tp))]
+        w1 = torch.cat([w1.unflatten(1, (2, -1)) for w1, _ in parts], 2).flatten(1, 2)
+        torch.testing.assert_close(w1, torch.stack([m.values for m in both]), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "intermediate", "tp", "words"),
+    [
+        ("bf16", 256, 3, "intermediate: got 256, need a multiple of the 3"),
+        ("mxfp4", 96, 2, "48 columns of groups of 32, need whole groups"),
+        ("awq", 192, 4, "group: got 64, need a group that halves to a divisor of 48"),
+        ("deepseek fp8", 208, 2, "104 columns of blocks of 128, need shares that blocks of 32"),
+        ("gptq int8", 192, 12, "group: got 64"),
+    ],
+)
+def test_a_share_that_cuts_a_group_is_refused(
+    kind: str, intermediate: int, tp: int, words: str, tmp_path: Path
+) -> None:
+    write(tmp_path, PUBLISHERS.get(kind, "mixtral"), kind, intermediate=intermediate)
+    with pytest.raises(ConfigurationError, match=words):
+        mk.load_experts(tmp_path, 0, tp=(0, tp))
+
+
+def test_experts_may_have_other_places(tmp_path: Path) -> None:
+    sample = write(tmp_path, "qwen3_moe", "awq")
+    placement = Placement.round_robin(4, 2).with_copies({3: (0,)})
+    loaded = [mk.load_experts(tmp_path, 0, ep=(r, 2), placement=placement) for r in range(2)]
+    assert [len(rank.weights.w1) for rank in loaded] == [3, 2]
+    torch.testing.assert_close(numbers(loaded[0])[1], sample.w2[[0, 2, 3]], rtol=1e-6, atol=1e-12)
+    assert loaded[1].problem(8).parallel.placement == placement
+    assert loaded[1].partial(8)[1].expert_map.tolist() == [-1, 0, -1, 1]
+
+
+# Data that a process may have, from what it has after its imports: twice what was asked.
+_CHILD = """
+import resource, sys
+from pathlib import Path
+import torch
+import modular_kernel as mk
+folder, room, tp = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+torch.set_num_threads(1)
+mk.load_experts(folder / "warm", 0)
+(data,) = (l.split()[1] for l in open("/proc/self/status") if l.startswith("VmData"))
+mapped = sum(path.stat().st_size for path in folder.glob("*.safetensors"))  # not read: mapped
+limit = int(data) * 1024 + mapped + room
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+loaded = mk.load_experts(folder, 0, tp=(0, tp))
+print(sum(t.nbytes for t in vars(loaded.weights).values() if t is not None))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("kind", ["bf16", "awq"])
+def test_memory_is_what_is_kept_and_a_matrix(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", kind, experts=4, hidden=1024, intermediate=2048)
+    write(tmp_path / "warm", "mixtral", kind)
+
+    def child(room: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", _CHILD, str(tmp_path), str(room), "2"]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    bits = {"bf16": 16, "awq": 4}[kind]
+    kept = 4 * 3 * 1024 * 2048 * bits // 8 // 2
+    matrix = 1024 * 2048 * 8  # of values of a word, twice: unpacked and in order
+    enough = child(kept + kept // 8 + matrix)
+    assert enough.returncode == 0, enough.stderr[-500:]
+    assert kept <= int(enough.stdout) <= 1.2 * kept
+    assert child(kept // 2).returncode != 0

@@ -1,0 +1,163 @@
+"""EPMoE, the layer: its experts, its routing modes, and parts of ranks that sum to the whole."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from layer_samples import E, H, I, K, Sample, T, error, layer_of, share
+
+from experts.compat.ep_moe import GroupedGemmRunner
+from modular_kernel.errors import ConfigurationError, ModularKernelError, UnsupportedError
+from modular_kernel.layers.ep_moe import EPMoE
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.reference import oracle
+from modular_kernel.routers import RouterSpec
+from modular_kernel.testing.ranks.pool import RankPool
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+GROUPED = {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2}
+BIAS = torch.linspace(-0.5, 0.5, E)
+# Options of EPMoE, and the router that they mean.
+MODES: dict[str, tuple[dict[str, Any], RouterSpec]] = {
+    "plain": ({"renormalize": False}, RouterSpec(K)),
+    "renormalised": ({}, RouterSpec(K, renormalise=True)),
+    "grouped": (GROUPED, RouterSpec(K, groups=4, topk_groups=2, group_score="max",
+                                    renormalise=True)),
+    "corrected": (GROUPED | {"correction_bias": BIAS},
+                  RouterSpec(K, "sigmoid", groups=4, topk_groups=2, selection_bias=True,
+                             renormalise=True)),
+    "one group": (GROUPED | {"num_expert_group": 1, "topk_group": 1, "correction_bias": BIAS},
+                  RouterSpec(K, "sigmoid", selection_bias=True, renormalise=True)),
+}  # fmt: skip
+
+
+def parts(sample: Sample, world: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    found = []
+    for rank in range(world):
+        layer = EPMoE(
+            E, K, H, I, sample.problem.dtype, tp_size=world, tp_rank=rank, device=DEVICE,
+            quant_config=None if sample.problem.quant == "none" else sample.problem.quant,
+            **options,
+        )  # fmt: skip
+        weights = share(sample, (rank, world), (0, 1))
+        layer.set_weights(type(weights)(*(t if t is None else t.to(DEVICE)
+                                          for t in vars(weights).values())))  # fmt: skip
+        found.append(layer(sample.x_TH.to(DEVICE), sample.logits.to(DEVICE)).cpu())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", MODES)
+def test_parts_sum_to_the_whole(name: str, world: int) -> None:
+    options, spec = MODES[name]
+    assert EPMoE(E, K, H, I, **options).router == spec
+    moved = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    sample = Sample(spec)
+    total = sum(part.double() for part in parts(sample, world, moved))
+    bias = options.get("correction_bias")
+    routing = route(sample.logits, spec, RouterTensors(bias)).routing
+    want = oracle(sample.x_TH, sample.plain, routing, sample.problem)
+    assert error(total, want) < 1e-5
+
+
+def test_a_token_without_an_expert_here_is_zeros() -> None:
+    sample = Sample()
+    first, second = parts(sample, 2, {})
+    ids = route(sample.logits, sample.router).routing.topk_ids_TK
+    for token in range(T):
+        assert bool((first[token] == 0).all()) == bool((ids[token] >= E // 2).all())
+        assert bool((second[token] == 0).all()) == bool((ids[token] < E // 2).all())
+
+
+def test_it_equals_fused_moe_over_tp() -> None:
+    sample = Sample(fields={"dtype": torch.bfloat16})
+    by_experts = sum(part.double() for part in parts(sample, 2, {}))
+    by_cuts = sum(
+        layer_of(sample, tp=(rank, 2))(sample.x_TH, sample.logits).double() for rank in range(2)
+    )
+    assert error(by_experts, sample.truth()) < 1e-2
+    assert error(by_experts, by_cuts) < 1e-2
+
+
+def test_float8_with_one_scale_an_expert() -> None:
+    sample = Sample(fields={"quant": "fp8_w8a8_tensor"})
+    total = sum(part.double() for part in parts(sample, 2, {}))
+    assert error(total, sample.truth()) < 8e-2
+
+
+def test_it_says_which_experts_it_holds() -> None:
+    layer = EPMoE(E, K, H, I, torch.bfloat16, tp_size=4, tp_rank=2, prefix="model.layers.1")
+    held = layer.num_experts_per_partition, layer.start_expert_id, layer.end_expert_id
+    assert held == (2, 4, 5)
+    assert (layer.tp_size, layer.tp_rank, layer.prefix) == (4, 2, "model.layers.1")
+    assert [layer.local_expert(expert) for expert in range(E)] == [-1] * 4 + [0, 1] + [-1] * 2
+    assert tuple(layer.w13_weight.shape) == (2, 2 * I, H)
+    assert not layer.reduce_results
+    assert isinstance(layer, FusedMoE)
+
+
+@pytest.mark.parametrize(
+    ("config", "quant"),
+    [
+        (SimpleNamespace(activation_scheme="dynamic"), "fp8_w8a8_tensor"),
+        (SimpleNamespace(activation_scheme="static"), "fp8_w8a8_tensor:static=true"),
+        ("fp8_w8a8_block", "fp8_w8a8_block"),
+        (None, "none"),
+    ],
+)
+def test_quantisation_by_config(config: object, quant: str) -> None:
+    layer = EPMoE(E, K, H, I, torch.bfloat16, quant_config=config)
+    assert layer.problem.quant == quant
+    scales = {name for name, _ in layer.named_parameters() if "scale" in name}
+    inputs = {"w13_input_scale", "w2_input_scale"} if "static" in quant else set()
+    weights = {"w13_weight_scale", "w2_weight_scale"} if quant != "none" else set()
+    assert scales == weights | inputs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_size": 3}, "num_experts: got 8, need a multiple of tp_size = 3"),
+        ({"tp_size": 0}, "ep ranks: got 0"),
+        ({"tp_size": 2, "tp_rank": 2}, "ep rank: got 2"),
+        ({"use_grouped_topk": True}, r"topk_group: got \(None, None\), need both"),
+        ({"use_grouped_topk": True, "topk_group": 2}, r"topk_group: got \(None, 2\), need both"),
+        ({"num_expert_group": 4}, r"topk_group: got \(4, None\), need None, or use_grouped_topk"),
+        ({"correction_bias": BIAS}, "correction_bias: got a tensor, need use_grouped_topk=True"),
+        ({"renormalize": None}, "renormalize: got None, need True or False"),
+        ({"quant_config": 8}, "quant_config: got int, need a scheme by its name"),
+        ({"quant_config": SimpleNamespace(activation_scheme="some")},
+         "quant_config: got activation_scheme='some'"),
+        ({"experts": "NoSuchExperts"}, "experts part: got 'NoSuchExperts'"),
+    ],
+)  # fmt: skip
+def test_bad_input(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModularKernelError, match=message):
+        EPMoE(E, K, H, I, torch.float32, **options)
+
+
+def by_group(rank: int, world: int, group: Any) -> tuple[int, int]:
+    layer = EPMoE(E, K, H, I, tp_group=group)
+    with pytest.raises(ConfigurationError, match="tp_size: got 3, need 2, as tp_group has it"):
+        EPMoE(E, K, H, I, tp_group=group, tp_size=3)
+    return layer.start_expert_id, layer.end_expert_id
+
+
+def test_the_group_says_where(rank_pool: Any) -> None:
+    pool: RankPool = rank_pool(2)
+    assert pool.run(by_group) == [(0, 3), (4, 7)]
+
+
+def test_the_runner_multiplies_segments() -> None:
+    runner = GroupedGemmRunner(DEVICE)
+    a, b = torch.randn(5, 32, device=DEVICE), torch.randn(3, 16, 32, device=DEVICE)
+    c = torch.full((5, 16), torch.nan, device=DEVICE)
+    edges = torch.tensor([0, 2, 2, 5], device=DEVICE)
+    got = runner(a, b, c, 3, True, edges)
+    assert got is c
+    want = torch.cat([a[:2] @ b[0].T, a[2:] @ b[2].T])
+    assert torch.allclose(c, want, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="use_flashinfer: got True, need False"):
+        GroupedGemmRunner(DEVICE, use_flashinfer=True)

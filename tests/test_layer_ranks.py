@@ -1,0 +1,186 @@
+"""FusedMoE over ranks of gloo: EP x TP by process groups, with an exchange and without."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layer_samples import FAMILIES, SPLITS, E, H, K, Sample, T, error, layer_of, share
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.layers.balance import count, rank_loads, rebalance
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops.route import route
+from modular_kernel.placement import Placement
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.ranks.pool import RankPool
+
+Pool = Callable[[int], RankPool]
+REPLICATED = "ReplicatedEPPrepareAndFinalize"
+ALL2ALL = "TorchAll2AllPrepareAndFinalize"
+GATHERED = "AllGatherReduceScatterPrepareAndFinalize"
+SAMPLE = Sample(FAMILIES["zero experts"], fields={"bias": True, "routed_scaling_factor": 1.5})
+
+
+def groups_of(rank: int, ep: int, tp: int) -> tuple[Any, Any]:
+    """The EP and the TP group of this rank: rank = ep_rank * tp + tp_rank. Collective."""
+    mine = [None, None]
+    for tp_rank in range(tp):
+        ranks = [ep_rank * tp + tp_rank for ep_rank in range(ep)]
+        group = dist.new_group(ranks)
+        mine[0] = group if rank in ranks else mine[0]
+    for ep_rank in range(ep):
+        ranks = [ep_rank * tp + tp_rank for tp_rank in range(tp)]
+        group = dist.new_group(ranks)
+        mine[1] = group if rank in ranks else mine[1]
+    return mine[0], mine[1]
+
+
+def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: bool) -> float:
+    """A layer that sums over ranks; the worst error of three calls, one of no tokens."""
+    ep, tp = split
+    ep_group, tp_group = groups_of(rank, ep, tp)
+
+    def shared(x_TH: torch.Tensor) -> torch.Tensor:
+        return SAMPLE.shared(x_TH) / (world if partial else 1)
+
+    for whole in (group, None):
+        parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group, group=whole)
+        assert parallel.ep == (rank // tp, ep)
+        assert parallel.tp == (rank % tp, tp)
+        layer = layer_of(
+            SAMPLE,
+            parallel=parallel,
+            reduce_results=True,
+            shared_experts=shared,
+            shared_partial=partial,
+        )
+        with torch_twins():
+            got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
+            assert layer(SAMPLE.x_TH[:0], SAMPLE.logits[:0]).shape == (0, H)
+    return max(error(one, SAMPLE.truth(shared=True)) for one in got)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("split", SPLITS[1:], ids=str)
+def test_sums_over_groups_are_the_whole(
+    rank_pool: Pool, split: tuple[int, int], partial: bool
+) -> None:
+    errors = rank_pool(split[0] * split[1]).run(summed, split, partial)
+    assert max(errors) < 1e-5
+
+
+def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, int]) -> float:
+    """Each EP rank passes tokens of its own, over a part that moves them; TP ranks the same."""
+    ep, tp = split
+    ep_group, tp_group = groups_of(rank, ep, tp)
+    parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group)
+    order = []
+
+    def shared(x_TH: torch.Tensor) -> torch.Tensor:
+        order.append(len(x_TH))
+        return SAMPLE.shared(x_TH)
+
+    layer = layer_of(
+        SAMPLE,
+        parallel=parallel,
+        reduce_results=True,
+        shared_experts=shared,
+        prepare_finalize=part,
+        max_tokens=T,
+    )
+    rows = slice(0, T) if part == REPLICATED else slice(rank // tp * 2, T - rank // tp)
+    with torch_twins():
+        got = layer(SAMPLE.x_TH[rows], SAMPLE.logits[rows])
+    assert order == [len(got)]
+    worst = error(got, SAMPLE.truth(shared=True)[rows])
+    layer.destroy()
+    return worst
+
+
+@pytest.mark.parametrize("split", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("part", [REPLICATED, ALL2ALL, GATHERED])
+def test_tokens_travel(rank_pool: Pool, part: str, split: tuple[int, int]) -> None:
+    errors = rank_pool(split[0] * split[1]).run(exchanged, part, split)
+    assert max(errors) < 1e-5
+
+
+def with_copies(rank: int, world: int, group: Any) -> tuple[float, list[int]]:
+    """Calls of one token over a placement in which every rank holds every expert."""
+    placement = rebalance([1.0] * E, [E] * world)
+    sample = Sample(tokens=1)
+    layer = FusedMoE(
+        E, H, sample.problem.intermediate, router=sample.router, params_dtype=torch.float32,
+        parallel=LayerParallel(ep_group=group), prepare_finalize=REPLICATED,
+        placement=placement, max_tokens=1,
+    )  # fmt: skip
+    held = list(placement.slots[rank])
+    whole = sample.plain
+    layer.set_weights(ExpertWeights(whole.w1[held], whole.w2[held]))
+    part = layer._own_kernel.prepare_finalize
+    taken, local_tokens = [], part.local_tokens
+
+    def counted(call: Any, x: Any, scale: Any, slots_RK: torch.Tensor, weights: Any) -> Any:
+        taken.append(int((slots_RK >= 0).sum()))
+        return local_tokens(call, x, scale, slots_RK, weights)
+
+    part.local_tokens = counted
+    with torch_twins():
+        got = [layer(sample.x_TH, sample.logits) for _ in range(4)]
+    layer.destroy()
+    return max(error(one, sample.truth()) for one in got), taken
+
+
+def test_one_token_s_pairs_are_spread_over_copies(rank_pool: Pool) -> None:
+    """Three pairs on two ranks: two and one, and the other way round in the next call."""
+    results = rank_pool(2).run(with_copies)
+    assert max(worst for worst, _ in results) < 1e-5
+    first, second = (taken for _, taken in results)
+    assert [a + b for a, b in zip(first, second, strict=True)] == [K] * 4
+    assert sorted(first) == [1, 1, 2, 2]
+    assert first[:2] == first[2:]
+
+
+def refused(rank: int, world: int, group: Any) -> list[str]:
+    told = []
+    for fields in (
+        {"ep": (1 - rank, 2), "ep_group": group},
+        {"group": group},
+        {"ep": (0, 3), "group": group},
+    ):
+        try:
+            LayerParallel(**fields)
+        except ConfigurationError as raised:
+            told.append(str(raised))
+    return told
+
+
+def test_places_that_contradict_their_groups(rank_pool: Pool) -> None:
+    first, second = rank_pool(2).run(refused)
+    assert first[0] == "ep: got (1, 2), need (0, 2), as its group has it"
+    assert second[0] == "ep: got (0, 2), need (1, 2), as its group has it"
+    assert first[1:] == [
+        "group's size: got 2, need 1, EP x TP",
+        "group's size: got 2, need 3, EP x TP",
+    ]
+
+
+def test_balance_of_a_layer() -> None:
+    """What the router chose, counted and evened out, still gives the layer's output."""
+    sample = Sample(tokens=40)
+    routing = route(sample.logits, sample.router).routing
+    load = [float(n) for n in count(routing.topk_ids_TK, E)]
+    placement = rebalance(load, [4, 4])
+    before = max(rank_loads(load, Placement.linear(E, 2)))
+    assert max(rank_loads(load, placement)) <= before
+    total = torch.zeros(40, H, dtype=torch.float64)
+    for rank in range(2):
+        layer = layer_of(sample, (rank, 2), placement=placement)
+        held = list(placement.slots[rank])
+        layer.set_weights(ExpertWeights(sample.plain.w1[held], sample.plain.w2[held]))
+        total += layer(sample.x_TH, sample.logits).double()
+    assert error(total, sample.truth()) < 1e-5
+    assert share(sample, (0, 2), (0, 1)).w1.shape[0] == 4

@@ -1,0 +1,438 @@
+"""FusedMoE on one process: every rank's part by itself, routing of every kind, plans and memory."""
+
+import gc
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from layer_samples import FAMILIES, SPLITS, E, H, I, K, Sample, T, error, layer_of, share
+
+from modular_kernel import planned as planning
+from modular_kernel.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    ModularKernelError,
+    ShapeError,
+    UnsupportedError,
+)
+from modular_kernel.layers import fused_moe as module
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel, all_reduce
+from modular_kernel.layers.router import Router, RouterSpec, select_experts
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops.route import RouterTensors, route
+from modular_kernel.placement import Placement
+from modular_kernel.planned import Planned, capacity_of
+from modular_kernel.tensors import ExpertWeights, Routing
+
+SAMPLES = {
+    "plain": Sample(),
+    "biases": Sample(fields={"bias": True}),
+    "scaled": Sample(FAMILIES["biased"], fields={"routed_scaling_factor": 2.5}),
+    "zero experts": Sample(FAMILIES["zero experts"], fields={"routed_scaling_factor": 2.0}),
+    "on the input": Sample(fields={"apply_router_weight_on_input": True, "bias": True}),
+    "ungated": Sample(fields={"activation": "relu2", "bias": True}),
+    "gpt-oss": Sample(
+        RouterSpec(K, order="topk_first"), fields={"activation": "swiglu_clamp_before:limit=1.5"}
+    ),
+    "bf16": Sample(fields={"dtype": torch.bfloat16}),
+    "int4": Sample(fields={"quant": "int4_w4a16_group:group=8"}),
+    "fp8": Sample(fields={"quant": "fp8_w8a8_block:block=8x8"}),
+}
+BOUNDS = {"bf16": 1e-2, "fp8": 8e-2}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_parts_of_ranks_sum_to_the_whole(name: str, split: tuple[int, int]) -> None:
+    sample, (ep, tp) = SAMPLES[name], split
+    total = torch.zeros(T, H, dtype=torch.float64)
+    for ep_rank in range(ep):
+        for tp_rank in range(tp):
+            layer = layer_of(sample, (ep_rank, ep), (tp_rank, tp))
+            total += layer(sample.x_TH, sample.logits).double()
+    assert error(total, sample.truth()) < BOUNDS.get(name, 1e-5)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_shared_experts_count_once(partial: bool, split: tuple[int, int]) -> None:
+    sample, (ep, tp) = Sample(), split
+    seen = []
+
+    def shared(x_TH: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x_TH))
+        return sample.shared(x_TH) / (ep * tp if partial else 1)
+
+    total = torch.zeros(T, H, dtype=torch.float64)
+    for ep_rank in range(ep):
+        for tp_rank in range(tp):
+            layer = layer_of(
+                sample, (ep_rank, ep), (tp_rank, tp), shared_experts=shared, shared_partial=partial
+            )
+            total += layer(sample.x_TH, sample.logits).double()
+    assert error(total, sample.truth(shared=True)) < 1e-5
+    assert seen == [T] * (ep * tp)
+
+
+def test_experts_that_do_not_divide() -> None:
+    """Blocks of 3, 3 and 2; every expert is on exactly one rank."""
+    sample, total = Sample(), torch.zeros(T, H, dtype=torch.float64)
+    homes = []
+    for rank in range(3):
+        layer = layer_of(sample, (rank, 3))
+        homes.append([layer.local_expert(expert) for expert in range(E)])
+        total += layer(sample.x_TH, sample.logits).double()
+    assert homes == [[0, 1, 2, *[-1] * 5], [-1, -1, -1, 0, 1, 2, -1, -1], [*[-1] * 6, 0, 1]]
+    assert error(total, sample.truth()) < 1e-5
+
+
+def test_parameters_have_the_field_s_names() -> None:
+    layer = FusedMoE(E, H, I, 3, K, bias=True, parallel=LayerParallel(ep=(1, 2), tp=(0, 2)))
+    shapes = {name: tuple(p.shape) for name, p in layer.named_parameters()}
+    assert shapes == {
+        "w13_weight": (E // 2, I, H),
+        "w2_weight": (E // 2, H, I // 2),
+        "w13_bias": (E // 2, I),
+        "w2_bias": (E // 2, H),
+    }
+    assert not any(p.requires_grad for p in layer.parameters())
+    assert all(bool(p.isnan().all()) for p in layer.parameters())  # until they are loaded
+    quantised = FusedMoE(E, H, I, top_k=K, quant_config="int4_w4a16_group:group=16")
+    shapes = {name: tuple(p.shape) for name, p in quantised.named_parameters()}
+    assert shapes["w13_weight"] == (E, 2 * I, H // 2)
+    assert shapes["w13_weight_scale"] == (E, 2 * I, H // 16)
+
+
+def test_a_state_dict_goes_round() -> None:
+    sample = SAMPLES["biases"]
+    layer, other = layer_of(sample), FusedMoE(E, H, I, bias=True, router=sample.router)
+    other.load_state_dict(layer.state_dict())
+    want = layer(sample.x_TH, sample.logits)
+    assert torch.equal(other(sample.x_TH, sample.logits), want)
+    assert torch.equal(deepcopy(layer)(sample.x_TH, sample.logits), want)
+
+
+def test_weights_that_are_exchanged_are_seen() -> None:
+    sample = Sample()
+    layer = layer_of(sample)
+    before = layer(sample.x_TH, sample.logits)
+    assert layer.weights() is layer.weights()
+    kept = layer.weights()
+    layer.w2_weight.data = layer.w2_weight.data * 2  # other memory
+    assert layer.weights() is not kept
+    assert error(layer(sample.x_TH, sample.logits), 2 * before.double()) < 1e-6
+    layer.w2_weight.data.mul_(0.5)  # the same memory
+    assert error(layer(sample.x_TH, sample.logits), before.double()) < 1e-6
+    layer.set_weights(share(replace(sample, fields={"dtype": torch.float32}), (0, 1), (0, 1)))
+    assert torch.equal(layer(sample.x_TH, sample.logits), before)
+    layer.half()
+    with pytest.raises(DtypeError, match="w1: got float16, need float32"):
+        layer(sample.x_TH, sample.logits)
+
+
+def test_describe_tells_where_experts_are() -> None:
+    layer = layer_of(Sample(), (1, 4), layer_id=5)
+    text = layer.describe()
+    for piece in (
+        "layer 5: T1-H32-I48-E8-K3",
+        "EP rank 1 of 4: 2 of 8 experts",
+        "TP rank 0 of 1: 48 of 48 intermediate values",
+        "0 -> -1, 1 -> -1, 2 -> 0, 3 -> 1, 4 -> -1",
+        "router: RouterSpec(top_k=3",
+        "MoEPrepareAndFinalizeNoEP, the usual experts; output not summed over ranks here",
+    ):
+        assert piece in text, text
+    assert "layer_id=5, ep=(1, 4), tp=(0, 1)" in repr(layer)
+
+
+# -------------------------------------------------------------------------------------- routing
+
+
+def test_routing_of_every_kind() -> None:
+    sample = Sample()
+    layer = layer_of(sample, router=None, top_k=K)
+    routing = route(sample.logits, sample.router).routing
+    want = layer(sample.x_TH, routing)
+    assert error(want, sample.truth()) < 1e-5
+    weights, ids = routing.topk_weights_TK, routing.topk_ids_TK
+    for given in (
+        select_experts(sample.logits, sample.router),
+        (weights, ids),
+        [weights, ids.long(), None],
+        (weights.mT.contiguous().mT, ids),  # strided
+    ):
+        assert torch.equal(layer(sample.x_TH, given), want)
+    short = layer(sample.x_TH, (weights.bfloat16(), ids))
+    wide = layer(sample.x_TH, (weights.bfloat16().float(), ids))
+    assert torch.equal(short, wide)
+
+
+def test_batches_of_sequences() -> None:
+    sample = Sample(tokens=6)
+    layer = layer_of(sample)
+    want = layer(sample.x_TH, sample.logits)
+    got = layer(sample.x_TH.view(2, 3, H), sample.logits.view(2, 3, E))
+    assert torch.equal(got, want.view(2, 3, H))
+    given = layer_of(sample, router=None, top_k=K)
+    routing = route(sample.logits, sample.router).routing
+    three = tuple(t.view(2, 3, K) for t in (routing.topk_weights_TK, routing.topk_ids_TK))
+    assert torch.equal(given(sample.x_TH.view(2, 3, H), three), want.view(2, 3, H))
+    assert layer(sample.x_TH[:0], sample.logits[:0]).shape == (0, H)
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_a_router_inside(table: bool) -> None:
+    sample = Sample()
+    spec = RouterSpec(K, "sqrtsoftplus", renormalise=True, selection_bias=not table, table=table)
+    router = Router(spec, H, E, bias=True, vocabulary=20 if table else None)
+    router.weight.data = sample.draw(E, H, seed=8)
+    router.bias.data = sample.draw(E, seed=9)
+    words = torch.randint(20, (T,), generator=torch.Generator().manual_seed(3)) if table else None
+    if table:
+        router.tid2eid.copy_(torch.stack([torch.randperm(E)[:K] for _ in range(20)]))
+    else:
+        router.e_score_correction_bias.data = sample.draw(E, seed=10)
+    layer = layer_of(sample, router=router, selection_bias=None)
+    assert "router.weight" in dict(layer.named_parameters())
+    got = layer(sample.x_TH, token_ids=words)
+    weights, ids, logits = router(sample.x_TH, words)
+    assert torch.allclose(logits, sample.x_TH @ router.weight.T + router.bias, atol=1e-5)
+    given = layer_of(sample, router=None, top_k=K)(sample.x_TH, (weights, ids))
+    assert torch.equal(got, given)
+    if words is not None:
+        assert torch.equal(ids.long(), router.tid2eid[words])
+
+
+# -------------------------------------------------------------------------------- plans, memory
+
+
+@pytest.fixture
+def without_interpreter() -> Iterator[None]:
+    """A router that is interpreted would take minutes."""
+    with torch_twins():
+        yield
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    with open("/proc/self/statm") as file:  # noqa: PTH123
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.usefixtures("without_interpreter")
+def test_a_thousand_calls_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers, two of one shape: plans stay few, memory does not grow, outputs stay as they
+    were."""
+    shared = Planned(most_plans=8)
+    monkeypatch.setattr(module, "_planned", shared)
+    sample = Sample(tokens=600)
+    other = Sample(fields={"bias": True})
+    layers = [layer_of(sample), layer_of(sample), layer_of(other), layer_of(sample, (0, 2))]
+    draw, kept, after_warm = random.Random(1), [], 0
+    x_TH, logits = sample.x_TH, sample.logits
+    for call in range(1000):
+        tokens = draw.choice((0, 1, draw.randint(2, 60), draw.randint(61, 600)))
+        start = draw.randint(0, 600 - tokens)
+        rows = slice(start, start + tokens)
+        layer = layers[draw.randrange(4)]
+        got = layer(x_TH[rows], logits[rows])
+        if call % 100 == 0:
+            kept.append((layer, rows, got, got.clone()))
+        if call == 300:
+            gc.collect()
+            after_warm = resident()
+    gc.collect()
+    assert len(shared.plans) <= 8
+    assert len(shared.kernels) == 3 * len({capacity_of(n) for n in range(601)})
+    assert resident() - after_warm < 4 << 20
+    for layer, rows, got, copy in kept:
+        assert torch.equal(got, copy)
+        assert torch.allclose(layer(x_TH[rows], logits[rows]), copy, atol=1e-6)
+
+
+def test_layers_of_one_shape_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Planned()
+    monkeypatch.setattr(module, "_planned", shared)
+    sample = Sample()
+    first, second = layer_of(sample), layer_of(sample)
+    first.warm_up(1, 16, 40)
+    assert [key[0][1].tokens for key in shared.plans] == [16, 64]
+    a = first(sample.x_TH, sample.logits)
+    b = second(sample.x_TH, sample.logits)
+    assert len(shared.plans) == 2
+    assert a.data_ptr() != b.data_ptr()
+
+
+@pytest.mark.usefixtures("without_interpreter")
+def test_large_calls_and_captures_keep_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Planned(most_kernels=2)
+    monkeypatch.setattr(module, "_planned", shared)
+    sample = Sample(tokens=513)
+    layer = layer_of(sample)
+    assert error(layer(sample.x_TH, sample.logits), sample.truth()) < 1e-5
+    assert not shared.plans
+    monkeypatch.setattr(planning, "_may_keep_buffers", lambda device: False)
+    layer(sample.x_TH[:9], sample.logits[:9])
+    layer.warm_up(9)
+    assert not shared.plans
+    for tokens in (1, 20, 40):
+        layer(sample.x_TH[:tokens], sample.logits[:tokens])
+    assert [key[1].tokens for key in shared.kernels] == [32, 64]
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"top_k": None, "router": None}, "top_k: got None, need K, where there is no router"),
+    ({"top_k": 2}, "top_k: got 2, need 3, the router's"),
+    ({"num_experts": 2}, "router experts: got 2, need top_k = 3 to 1024"),
+    ({"intermediate_size": 49, "parallel": LayerParallel(tp=(0, 2))},
+     "intermediate_size: got 49, need a multiple of 2, the TP ranks"),
+    ({"quant_config": "int4_w4a16_group:group=32", "parallel": LayerParallel(tp=(0, 2))},
+     "intermediate_size: got 48, need 2 shares of whole groups of 32"),
+    ({"quant_config": "fp9"}, "quant: got fp9"),
+    ({"activation": "tanh"}, "activation: got tanh"),
+    ({"parallel": (0, 2)}, "parallel: got tuple, need a LayerParallel or None"),
+    ({"parallel": LayerParallel(ep=(0, 2)), "reduce_results": True},
+     "reduce_results: got ep of 2 ranks, need ep_group, or reduce_results=False"),
+    ({"parallel": LayerParallel(tp=(0, 2)), "reduce_results": True},
+     "reduce_results: got tp of 2 ranks, need tp_group"),
+    ({"parallel": LayerParallel(ep=(0, 9))}, "placement: experts: got 8"),
+    ({"placement": Placement.linear(8, 2)}, "placement: got 8 experts on 2 ranks, need 8 on 1"),
+    ({"placement": Placement.linear(8, 2).with_copies({0: (1,)}),
+      "parallel": LayerParallel(ep=(0, 2))}, "placement: got copies, need a prepare/finalize part"),
+    ({"prepare_finalize": "TorchAll2AllPrepareAndFinalize"}, "max_tokens: got None, need the most"),
+    ({"prepare_finalize": "NoSuchPart"}, "prepare_finalize part: got 'NoSuchPart'"),
+    ({"router": RouterSpec(K, selection_bias=True)}, "selection_bias: got None, need a tensor exa"),
+    ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor exactly"),
+    ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, the layer's"),
+    ({"router": 3}, "router: got 3, need a Router or a RouterSpec or None"),
+    ({"layer_id": "a"}, "layer_id: got 'a', need an int or None"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_LAYERS, ids=str)
+def test_bad_layers(options: dict[str, Any], message: str) -> None:
+    sizes = {"num_experts": E, "hidden_size": H, "intermediate_size": I}
+    with pytest.raises(ModularKernelError, match=message):
+        FusedMoE(**sizes | {"router": RouterSpec(K)} | options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ep": (2, 2)}, r"ep rank: got 2, need in \[0, 2\)"),
+        ({"tp": (0, 0)}, "tp ranks: got 0, need an int >= 1"),
+        ({"tp": 2}, "tp: got 2, need a tuple of an int and an int"),
+    ],
+)
+def test_bad_places(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        LayerParallel(**fields)
+
+
+def test_bad_calls() -> None:
+    sample = Sample()
+    layer, given = layer_of(sample), layer_of(sample, router=None, top_k=K)
+    x_TH, logits = sample.x_TH, sample.logits
+    weights, ids, _ = select_experts(logits, sample.router)
+    cases: tuple[tuple[FusedMoE, tuple[Any, ...], dict[str, Any], type[InputError], str], ...] = (
+        (layer, (x_TH[0], logits), {}, ShapeError, r"x: got \(32,\), need \(..., H\) with H = 32"),
+        (layer, (x_TH[:, :9], logits), {}, ShapeError, r"x: got \(7, 9\)"),
+        (layer, (None, logits), {}, DtypeError, "x: got NoneType, need a tensor"),
+        (layer, (x_TH.double(), logits), {}, DtypeError, "x: got float64, need float32"),
+        (layer, (x_TH,), {}, ConfigurationError, "routing: got NoneType, need the router's logits"),
+        (layer, (x_TH, logits[:, :5]), {}, ShapeError, r"router logits: got \(7, 5\), need .* = 8"),
+        (layer, (x_TH, logits[0, 0]), {}, ShapeError, r"router logits: got \(\)"),
+        (layer, (x_TH, logits[:5]), {}, ShapeError, r"topk_weights: got \(5, 3\)"),
+        (layer, (x_TH, logits), {"token_ids": ids[:, 0]}, ConfigurationError, "token_ids: got a"),
+        (given, (x_TH, logits), {}, ConfigurationError, "routing: got Tensor, need a Routing, or"),
+        (given, (x_TH, None), {}, ConfigurationError, "routing: got NoneType"),
+        (given, (x_TH, (weights,)), {}, ConfigurationError, "routing: got tuple"),
+        (given, (x_TH, (weights, None)), {}, DtypeError, "topk_ids: got NoneType, need a tensor"),
+        (given, (x_TH, (weights, ids[:, :2])), {}, ShapeError, r"got \(7, 3\) and \(7, 2\)"),
+        (given, (x_TH, (weights[:, :2], ids[:, :2])), {}, ShapeError, "topk_weights: got"),
+        (given, (x_TH, (weights, ids.float())), {}, DtypeError, "topk_ids: got float32"),
+        (given, (x_TH, (weights, ids)), {"token_ids": ids[:, 0]}, ConfigurationError,
+         "token_ids: got a tensor, need None without a router"),
+        (given, (x_TH.clone().requires_grad_(), (weights, ids)), {}, UnsupportedError, "gradients"),
+    )  # fmt: skip
+    for one, arguments, options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            one(*arguments, **options)
+
+
+def test_bad_weights() -> None:
+    sample = SAMPLES["biases"]
+    layer, good = layer_of(sample), share(sample, (0, 1), (0, 1))
+    before = {name: p.clone() for name, p in layer.named_parameters()}
+    for changes, message in (
+        ({"w1": good.w1[:4]}, r"w13_weight: got \(4, 96, 32\) float32, need \(e, 2I, H\) = "),
+        ({"w2": good.w2.half()}, r"w2_weight: got \(8, 32, 48\) float16, need"),
+        ({"b2": None}, r"w2_bias: got None, need \(e, H\) = \(8, 32\)"),
+        ({"w1_scale": torch.ones(8)}, "w13_weight_scale: got a tensor, need None"),
+        ({"w2": good.w2.tolist()}, "w2_weight: got list, need a tensor"),
+    ):
+        with pytest.raises(InputError, match=message):
+            layer.set_weights(replace(good, **changes))
+    with pytest.raises(ConfigurationError, match="weights: got dict, need an ExpertWeights"):
+        layer.set_weights({})  # type: ignore[arg-type]
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name])
+    with pytest.raises(ConfigurationError, match="expert_id: got 8, need 0 to 7"):
+        layer.local_expert(8)
+
+
+def test_bad_routers() -> None:
+    for options, message in (
+        ({"vocabulary": 5}, "vocabulary: got 5, need a number where the router has a table"),
+        ({"spec": RouterSpec(2, table=True)}, "vocabulary: got None, need a number where"),
+        ({"num_experts": 1}, "router experts: got 1"),
+        ({"spec": 2}, "router: got 2, need a RouterSpec"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            Router(**{"spec": RouterSpec(2), "hidden_size": H, "num_experts": E} | options)
+    router = Router(RouterSpec(2), H, E)
+    with pytest.raises(ShapeError, match=r"x of the router: got \(3, 5\), need \(T, H\) with"):
+        router(torch.zeros(3, 5))
+    with pytest.raises(DtypeError, match="x of the router: got int64, need floats"):
+        router(torch.zeros(3, H, dtype=torch.int64))
+    with pytest.raises(ConfigurationError, match="router zero_experts: got 2, need route, or"):
+        select_experts(torch.zeros(3, 6), RouterSpec(2, zero_experts=2))
+    layer = layer_of(Sample(), router=Router(RouterSpec(K), H, E), selection_bias=None)
+    with pytest.raises(ConfigurationError, match="routing: got Tensor, need None: the layer has"):
+        layer(torch.zeros(3, H), torch.zeros(3, E))
+
+
+def test_a_sum_that_fails_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*arguments: object, **options: object) -> None:
+        raise RuntimeError("Connection closed by peer\nmore")
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", lost)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    with pytest.raises(CommunicationError, match=r"all-reduce of a layer: got Connection closed"):
+        all_reduce(torch.zeros(2), (object(),))
+
+
+def test_the_whole_of_a_layer_is_what_a_kernel_computes() -> None:
+    """One rank, by hand, so that the samples themselves are checked."""
+    sample = SAMPLES["biases"]
+    routing: Routing = route(sample.logits, sample.router, RouterTensors()).routing
+    weights: ExpertWeights = sample.plain
+    total = torch.zeros(T, H, dtype=torch.float64)
+    for token in range(T):
+        for weight, expert in zip(
+            routing.topk_weights_TK[token], routing.topk_ids_TK[token], strict=True
+        ):
+            both = weights.w1[expert].double() @ sample.x_TH[token].double()
+            gate, up = (both + weights.b1[expert].double()).chunk(2)
+            down = weights.w2[expert].double() @ (torch.nn.functional.silu(gate) * up)
+            total[token] += weight.double() * (down + weights.b2[expert].double())
+    assert error(sample.truth(), total) < 1e-12

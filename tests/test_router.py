@@ -1,0 +1,309 @@
+"""The router: kernel and torch twin against float64, in ordinary rows and in hostile ones."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from ops_samples import DEVICE, kernel_and_twin, random
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    InputError,
+    LayoutError,
+    ShapeError,
+)
+from modular_kernel.ops import route as module
+from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
+from modular_kernel.routers import RouterSpec
+from modular_kernel.testing.verify.router import disagreements
+
+path = kernel_and_twin(module)
+
+DEEPSEEK = RouterSpec(
+    4, "sigmoid", groups=4, topk_groups=2, selection_bias=True, renormalise=True, eps=1e-20
+)
+# Spec and number of experts: every score, order and way to choose.
+SPECS: dict[str, tuple[RouterSpec, int]] = {
+    "softmax": (RouterSpec(2), 8),
+    "renormalised": (RouterSpec(8, renormalise=True), 60),
+    "topk_first": (RouterSpec(4, order="topk_first"), 32),
+    "one": (RouterSpec(1, "sigmoid", "topk_first"), 16),
+    "biased logits": (RouterSpec(3, "sigmoid", "topk_first", selection_bias=True), 12),
+    "sigmoid": (RouterSpec(6, "sigmoid", selection_bias=True, renormalise=True), 37),
+    "sqrtsoftplus": (RouterSpec(6, "sqrtsoftplus", renormalise=True, eps=1e-20), 24),
+    "groups": (DEEPSEEK, 32),
+    "groups of 5": (replace(DEEPSEEK, groups=3, topk_groups=2, selection_bias=False), 15),
+    "groups by one": (RouterSpec(3, groups=4, topk_groups=1, group_score="max"), 20),
+    "logits in groups": (RouterSpec(2, order="topk_first", groups=2, topk_groups=1), 8),
+    "floor": (RouterSpec(4, selection_bias=True, renormalise=True, floor=1e-2), 16),
+    "zero experts": (RouterSpec(5, selection_bias=True, zero_experts=5), 9),
+    "all": (RouterSpec(16, "sqrtsoftplus", selection_bias=True), 16),
+}
+CASES = ("plain", "ties", "equal", "nan", "most nan", "all nan", "infinite", "faint", "huge")
+BIASES = ("plain", "negative", "ties", "nan", "never")
+
+
+def logits_of(case: str, columns: int, tokens: int = 7) -> torch.Tensor:
+    """Logits of one kind, (tokens, columns)."""
+    logits = random(tokens, columns, seed=columns) * 2
+    token = torch.arange(tokens, device=DEVICE)[:, None]
+    place = torch.arange(columns, device=DEVICE)[None, :]
+    if case == "ties":
+        return logits.round()
+    if case == "equal":
+        return torch.full_like(logits, -0.5)
+    if case == "nan":
+        return logits.masked_fill((place + token) % 3 == 0, torch.nan)
+    if case == "most nan":
+        return logits.masked_fill(place != token % columns, torch.nan)
+    if case == "all nan":
+        return torch.full_like(logits, torch.nan)
+    if case == "infinite":
+        logits = logits.masked_fill((place + token) % 4 == 0, -torch.inf)
+        logits[token[:, 0] % 5 == 1] = -torch.inf
+        return logits.masked_fill((place == 3) & (token % 2 == 0), torch.inf)
+    scales = {"plain": 1.0, "faint": 1e-3, "huge": 20.0}
+    return logits * scales[case] - (60 if case == "faint" else 0)
+
+
+def bias_of(case: str, columns: int) -> torch.Tensor:
+    bias = random(columns, seed=7) * 0.3
+    if case == "negative":
+        return bias - 5
+    if case == "ties":
+        return torch.zeros_like(bias)
+    if case == "nan":
+        bias[::3] = torch.nan
+    if case == "never":
+        bias[1:] = -torch.inf
+    return bias
+
+
+def checked(
+    spec: RouterSpec, logits: torch.Tensor, tensors: RouterTensors, **options: Any
+) -> Routed:
+    routed = route(logits, spec, tensors, **options)
+    assert disagreements(routed, logits, spec, tensors, options.get("token_ids_T")) == []
+    return routed
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("name", SPECS)
+def test_it_is_the_oracle_s(name: str) -> None:
+    spec, experts = SPECS[name]
+    columns = spec.columns(experts)
+    # Groups of saturated scores are as good as each other in float32, not in float64.
+    saturates = spec.groups > 1 and spec.group_score == "top2" and spec.order == "score_first"
+    for case in CASES[:-1] if saturates else CASES:
+        for bias in BIASES if spec.selection_bias else BIASES[:1]:
+            given = bias_of(bias, columns) if spec.selection_bias else None
+            checked(spec, logits_of(case, columns), RouterTensors(given))
+
+
+@pytest.mark.usefixtures("path")
+def test_equal_values_go_to_the_lower_id() -> None:
+    routed = route(torch.zeros(2, 8, device=DEVICE), RouterSpec(3, renormalise=True))
+    assert routed.routing.topk_ids_TK.tolist() == [[0, 1, 2]] * 2
+    assert routed.routing.topk_weights_TK.tolist() == [[pytest.approx(1 / 3)] * 3] * 2
+    mixed = torch.tensor([[0.0, -0.0, 1.0, 0.0, 1.0]], device=DEVICE)
+    assert route(mixed, RouterSpec(4)).routing.topk_ids_TK.tolist() == [[2, 4, 0, 1]]
+
+
+@pytest.mark.usefixtures("path")
+def test_nan_is_never_chosen() -> None:
+    logits = torch.tensor([[torch.nan, 1.0, torch.nan, 2.0]], device=DEVICE)
+    routed = route(logits, RouterSpec(3))
+    assert routed.routing.topk_ids_TK.tolist() == [[3, 1, -1]]
+    assert float(routed.routing.topk_weights_TK.sum()) == pytest.approx(1)
+    routed = route(torch.full_like(logits, torch.nan), RouterSpec(2, renormalise=True))
+    assert routed.routing.topk_ids_TK.tolist() == [[-1, -1]]
+    assert routed.routing.topk_weights_TK.tolist() == [[0, 0]]
+
+
+@pytest.mark.usefixtures("path")
+def test_a_negative_biased_score_beats_a_group_that_is_out() -> None:
+    """Zeros in place of experts of other groups would be chosen first."""
+    spec = RouterSpec(2, "sigmoid", groups=2, topk_groups=1, selection_bias=True)
+    bias = torch.tensor([-3.0, -3.0, -3.0, -4.0, -4.0, -4.0], device=DEVICE)
+    routed = route(torch.zeros(1, 6, device=DEVICE), spec, RouterTensors(bias))
+    assert routed.routing.topk_ids_TK.tolist() == [[0, 1]]
+    assert routed.routing.topk_weights_TK.tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+def test_types(dtype: torch.dtype, ids_dtype: torch.dtype) -> None:
+    spec = replace(DEEPSEEK, top_k=3)
+    wide = random(5, 40, seed=2).to(dtype)  # rows of a wider tensor
+    routed = checked(spec, wide[:, :32], RouterTensors(random(32).to(dtype)), ids_dtype=ids_dtype)
+    assert routed.routing.topk_ids_TK.dtype == ids_dtype
+    assert routed.routing.topk_weights_TK.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("order", ["score_first", "topk_first"])
+def test_a_table_chooses(dtype: torch.dtype, order: Any) -> None:
+    spec = RouterSpec(3, order=order, renormalise=order == "score_first", table=True)
+    table = torch.stack([torch.randperm(8)[:3] for _ in range(11)])
+    table[4, 1], table[5, 0], table[6, 2] = -1, 8, -7
+    words = torch.tensor([0, 10, 4, 5, 6, 11, -1, 2**31 - 1, 3])
+    logits = logits_of("plain", 8, len(words))
+    logits[8, int(table[3, 1])] = torch.nan
+    tensors = RouterTensors(table_VK=table.to(dtype).to(DEVICE))
+    routed = checked(spec, logits, tensors, token_ids_T=words.to(dtype).to(DEVICE))
+    ids = routed.routing.topk_ids_TK.tolist()
+    assert ids[0] == table[0].tolist()
+    assert (ids[2][1], ids[3][0], ids[4][2], ids[8][1]) == (-1, INVALID, INVALID, -1)
+    assert ids[5:8] == [[INVALID] * 3] * 3
+
+
+@pytest.mark.usefixtures("path")
+def test_zero_experts_are_summed_and_skipped() -> None:
+    spec, logits = RouterSpec(4, zero_experts=4), logits_of("plain", 10)
+    routed = checked(spec, logits, RouterTensors())
+    plain = route(logits, replace(spec, zero_experts=0)).routing
+    zero = plain.topk_ids_TK >= 6
+    assert zero.any()
+    assert torch.equal(routed.routing.topk_ids_TK, plain.topk_ids_TK.masked_fill(zero, -1))
+    want = (plain.topk_weights_TK * zero).sum(1)
+    assert torch.allclose(routed.identity_T, want, rtol=1e-6)
+
+
+@pytest.mark.usefixtures("path")
+def test_no_tokens_and_many() -> None:
+    """The second takes several tokens a program, the last program too few."""
+    spec, experts = SPECS["groups of 5"]
+    routed = route(torch.empty(0, experts, device=DEVICE), spec)
+    assert routed.routing.topk_ids_TK.shape == routed.routing.topk_weights_TK.shape == (0, 4)
+    logits = random(1037, experts, seed=3)
+    many = route(logits, spec).routing
+    for start in (0, 512, 1024):
+        few = route(logits[start : start + 13], spec).routing
+        assert torch.equal(few.topk_ids_TK, many.topk_ids_TK[start : start + 13])
+        assert torch.equal(few.topk_weights_TK, many.topk_weights_TK[start : start + 13])
+
+
+@pytest.mark.usefixtures("path")
+def test_the_largest_router() -> None:
+    spec = RouterSpec(16, "sqrtsoftplus", selection_bias=True, renormalise=True, zero_experts=512)
+    checked(spec, logits_of("plain", 1024, 3), RouterTensors(bias_of("plain", 1024)))
+    grouped = replace(DEEPSEEK, top_k=16, groups=8, topk_groups=4)
+    checked(grouped, logits_of("plain", 512, 3), RouterTensors(bias_of("negative", 512)))
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+BAD_SPECS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"top_k": 0}, "router top_k: got 0, need an int >= 1 and <= 16"),
+    ({"top_k": 17}, "router top_k: got 17"),
+    ({"score": "tanh"}, "router score: got 'tanh', need softmax or sigmoid or sqrtsoftplus"),
+    ({"order": "topk"}, "router order: got 'topk', need score_first or topk_first"),
+    ({"groups": 4, "topk_groups": 5}, "router topk_groups: got 5, need 1 to groups = 4"),
+    ({"topk_groups": 2}, "router topk_groups: got 2, need 1 to groups = 1"),
+    ({"group_score": "sum"}, "router group_score: got 'sum'"),
+    ({"renormalise": 1}, "router renormalise: got 1, need True or False"),
+    ({"eps": 1e-20}, "router eps: got 1e-20, need renormalise with it"),
+    ({"floor": 0.1}, "router floor: got 0.1, need renormalise with it"),
+    ({"eps": -1.0, "renormalise": True}, "router eps: got -1.0, need >= 0"),
+    ({"floor": float("nan"), "renormalise": True}, "router floor: got nan"),
+    ({"table": True, "groups": 2}, "router table: got groups, need a table alone"),
+    ({"table": True, "selection_bias": True}, "router table: got selection_bias"),
+    ({"zero_experts": -1}, "router zero_experts: got -1"),
+    ({"zero_experts": 2, "groups": 2}, "router groups: got 2, need groups = 1 where"),
+)
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD_SPECS, ids=str)
+def test_bad_specs(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RouterSpec(**{"top_k": 2} | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts", "message"),
+    [
+        ({}, 1, "router experts: got 1, need top_k = 2 to 1024 columns"),
+        ({}, 1025, "router experts: got 1025"),
+        ({"zero_experts": 3}, 0, "router experts: got 0"),
+        ({"groups": 3, "topk_groups": 2}, 8, "router experts: got 8, need groups = 3 of one size"),
+        ({"groups": 4, "topk_groups": 2}, 4, "router experts: got 4, need .* 2 or more each"),
+        (
+            {"groups": 4, "top_k": 4},
+            12,
+            "router groups: got 4 of 3, need top_k = 4 experts or more",
+        ),
+    ],
+)
+def test_experts_that_do_not_fit(fields: dict[str, Any], experts: int, message: str) -> None:
+    spec = RouterSpec(**{"top_k": 2} | fields)
+    with pytest.raises(ConfigurationError, match=message):
+        route(torch.zeros(2, experts + spec.zero_experts), spec)
+
+
+BIASED, TABLED = RouterSpec(2, selection_bias=True), RouterSpec(2, table=True)
+LOGITS, TABLE, WORDS = torch.zeros(3, 4), torch.zeros(5, 2, dtype=torch.int64), torch.arange(3)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((LOGITS, {"top_k": 2}), {}, ConfigurationError, "router: got dict, need a RouterSpec"),
+        ((LOGITS[0], RouterSpec(2)), {}, ShapeError, r"router logits: got \(4,\), need \(T, E\)"),
+        ((None, RouterSpec(2)), {}, DtypeError, "router logits: got NoneType, need a tensor"),
+        ((LOGITS.double(), RouterSpec(2)), {}, DtypeError, "router logits: got float64"),
+        ((LOGITS.long(), RouterSpec(2)), {}, DtypeError, "router logits: got int64"),
+        ((torch.zeros(4, 3).mT, RouterSpec(2)), {}, LayoutError, "values of a row side by side"),
+        ((LOGITS, RouterSpec(2)), {"ids_dtype": torch.int16}, DtypeError, "ids_dtype: got torch"),
+        ((LOGITS, BIASED), {}, DtypeError, "selection bias: got NoneType, need a tensor"),
+        ((LOGITS, BIASED, RouterTensors(torch.zeros(5))), {}, ShapeError,
+         r"selection bias: got \(5,\), need \(4,\)"),
+        ((LOGITS, BIASED, RouterTensors(torch.zeros(4, dtype=torch.int32))), {}, DtypeError,
+         "selection bias: got int32"),
+        ((LOGITS, BIASED, RouterTensors(torch.zeros(4, device="meta"))), {}, DeviceError,
+         "selection bias: got meta"),
+        ((LOGITS, BIASED, RouterTensors(torch.zeros(8)[::2])), {}, LayoutError, "contiguous"),
+        ((LOGITS, RouterSpec(2), RouterTensors(torch.zeros(4))), {}, ConfigurationError,
+         "selection bias: got a tensor, need None"),
+        ((LOGITS, TABLED, RouterTensors(None, TABLE)), {}, DtypeError, "token_ids: got NoneType"),
+        ((LOGITS, TABLED), {"token_ids_T": WORDS}, DtypeError, "router table: got NoneType"),
+        ((LOGITS, TABLED, RouterTensors(None, TABLE[:, :1])), {"token_ids_T": WORDS}, ShapeError,
+         r"router table: got \(5, 1\), need \(5, 2\)"),
+        ((LOGITS, TABLED, RouterTensors(None, TABLE[0])), {"token_ids_T": WORDS}, ShapeError,
+         "router table"),
+        ((LOGITS, TABLED, RouterTensors(None, TABLE.float())), {"token_ids_T": WORDS}, DtypeError,
+         "router table: got float32"),
+        ((LOGITS, TABLED, RouterTensors(None, TABLE)), {"token_ids_T": WORDS[:2]}, ShapeError,
+         r"token_ids: got \(2,\), need \(3,\)"),
+        ((LOGITS, RouterSpec(2)), {"token_ids_T": WORDS}, ConfigurationError, "token_ids: got a"),
+    ],
+)  # fmt: skip
+def test_bad_tensors(
+    arguments: tuple[Any, ...], options: dict[str, Any], error: type[InputError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        route(*arguments, **options)
+
+
+def test_the_oracle_notices() -> None:
+    """Each kind of error, put into a right result."""
+    spec, logits = RouterSpec(3, renormalise=True), logits_of("plain", 8)
+    good = route(logits, spec).routing
+    weights, ids = good.topk_weights_TK, good.topk_ids_TK
+    other = torch.where(ids[:, :1] == 7, 6, 7).to(ids.dtype)
+    for bad_weights, bad_ids in (
+        (weights * 1.001, ids),
+        (weights.flip(1), ids),
+        (weights, ids.flip(1)),
+        (weights, ids[:, :1].expand_as(ids)),
+        (weights, torch.cat([other, ids[:, 1:]], 1)),
+        (weights.masked_fill(ids == 0, torch.nan), ids),
+        (weights, ids.masked_fill(ids == int(ids[0, 2]), -1)),
+    ):
+        routing = replace(good, topk_weights_TK=bad_weights, topk_ids_TK=bad_ids)
+        assert disagreements(Routed(routing), logits, spec)

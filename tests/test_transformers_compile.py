@@ -1,0 +1,225 @@
+"""torch.compile and torch.export pass over our experts without a break, and compute the same."""
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import modular_kernel as mk
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from transformers.integrations.moe import use_experts_implementation
+
+from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
+from modular_kernel.integrations import experts_op
+from modular_kernel.integrations.pairing import layer_text
+from modular_kernel.integrations.transformers import register, registration
+from modular_kernel.machine import torch_twins
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_EP = "MoEPrepareAndFinalizeNoEP"
+E, H, I, K = 5, 32, 24, 2  # noqa: E741
+
+
+@pytest.fixture(autouse=True)
+def cold() -> None:
+    """A second compile in one process would find what the first one left."""
+    torch.compiler.reset()
+
+
+@use_experts_implementation
+class Experts(torch.nn.Module):
+    """Experts whose gate has a limit."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.num_experts, self.limit = E, 0.5
+        shapes = {"gate_up_proj": (E, 2 * I, H), "down_proj": (E, H, I)}
+        for name, shape in shapes.items():
+            values = torch.randn(shape, generator=generator) / 5
+            setattr(self, name, torch.nn.Parameter(values.to(DEVICE)))
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        up = up.clamp(-self.limit, self.limit)
+        return torch.nn.functional.silu(gate.clamp(max=self.limit)) * up
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        raise AssertionError("not dispatched")
+
+
+def experts() -> torch.nn.Module:
+    return Experts(SimpleNamespace(_experts_implementation=register())).eval()
+
+
+def inputs(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, H, generator=generator)
+    values, ids = torch.randn(tokens, E, generator=generator).topk(K)
+    return x.to(DEVICE), ids.to(DEVICE), values.softmax(-1).to(DEVICE)
+
+
+def operators(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if "modular_kernel" in str(node.target)]
+
+
+# -------------------------------------------------------------------------------------- models
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
+    """Of 17, 9 and 5 tokens: the second count makes a graph of any count."""
+    model = small_model(name, "float32", DEVICE)
+    model.set_experts_implementation(register())
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=keep)
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for tokens in (17, 9, 5):
+            ids = torch.randint(256, (2, tokens), generator=generator).to(DEVICE)
+            want = model(input_ids=ids, use_cache=False).logits
+            got = compiled(input_ids=ids, use_cache=False).logits
+            assert torch.equal(got, want)
+    layers = sum(hasattr(module, "has_gate") for module in model.modules())
+    assert len(graphs) == 2
+    assert [len(operators(graph.graph)) for graph in graphs] == [layers, layers]
+
+
+def test_a_compiled_model_generates_the_same_tokens_with_a_static_cache() -> None:
+    model = small_model("mixtral", "float32", DEVICE)
+    prompt = torch.arange(7, device=DEVICE)[None]
+    want = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    model.set_experts_implementation(register())
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    options = {"cache_implementation": "static", "disable_compile": True}
+    got = model.generate(prompt, max_new_tokens=8, do_sample=False, **options)
+    assert torch.equal(got, want)
+
+
+# ------------------------------------------------------------------------------- one module
+
+
+def test_opcheck_passes() -> None:
+    module, (x, ids, scores) = experts(), inputs(9)
+    problem = mk.Problem(
+        tokens=9, hidden=H, intermediate=I, experts=E, top_k=K, dtype=torch.float32
+    )
+    weights = [module.gate_up_proj.detach(), module.down_proj.detach()]
+    text = str(registration().pairing)
+    arguments = (x, ids, scores, weights, "w1,w2", layer_text(problem), text)
+    torch.library.opcheck(experts_op.experts, arguments)
+
+
+def test_inductor_computes_the_same() -> None:
+    module, given = experts(), inputs(9)
+
+    def layer(x, ids, scores):
+        return module(x * 2, ids, scores) + 1
+
+    with torch.no_grad():
+        want = layer(*given)
+        assert torch.equal(torch.compile(layer, fullgraph=True)(*given), want)
+
+
+def test_another_limit_is_another_graph() -> None:
+    module, given = experts(), inputs(6)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for limit in (0.5, 0.1, 0.7, 0.1):
+            module.limit = limit
+            assert torch.equal(compiled(*given), module(*given))
+
+
+def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
+    module, given = experts(), inputs(6)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        before = compiled(*given)
+        module.down_proj.data = module.down_proj.data.clone() * 3
+        module.gate_up_proj.mul_(2)
+        after = compiled(*given)
+        assert not torch.equal(before, after)
+        assert torch.equal(after, module(*given))
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, tmp_path) -> None:
+    module = experts()
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    with torch.no_grad():
+        shapes = ({0: tokens}, {0: tokens}, {0: tokens})
+        program = torch.export.export(module, inputs(9), dynamic_shapes=shapes, strict=strict)
+        assert operators(program.graph) == ["modular_kernel.experts.default"]
+        given = inputs(21)
+        torch.export.save(program, tmp_path / "experts.pt2")
+        torch.save((given, module(*given)), tmp_path / "given.pt")
+    lines = (
+        "import sys, torch",
+        "import modular_kernel.integrations.experts_op",
+        "given, want = torch.load(sys.argv[2])",
+        "found = torch.export.load(sys.argv[1]).module()(*given)",
+        "assert 'transformers' not in sys.modules",
+        "assert torch.equal(found, want), (found - want).abs().max()",
+    )
+    words = [sys.executable, "-c", "\n".join(lines)]
+    words += [str(tmp_path / "experts.pt2"), str(tmp_path / "given.pt")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "match"),
+    [
+        (4, "w1", "2 tensors"),
+        (4, "w1,w3", "w3"),
+        (4, "w1,w2:x", "x"),
+        (4, "b1,b2", "w1 and w2"),
+        (5, "{}", "layer"),
+        (5, "nothing", "layer"),
+        (6, "NoSuchPart x TorchExperts", "NoSuchPart"),
+    ],
+)
+def test_bad_texts_are_refused(place, value, match) -> None:
+    module, given = experts(), inputs(3)
+    problem = mk.Problem(
+        tokens=9, hidden=H, intermediate=I, experts=E, top_k=K, dtype=torch.float32
+    )
+    weights = [module.gate_up_proj.detach(), module.down_proj.detach()]
+    arguments = [*given, weights, "w1,w2", layer_text(problem), str(registration().pairing)]
+    arguments[place] = value
+    with pytest.raises(mk.errors.InputError, match=match):
+        torch.ops.modular_kernel.experts(*arguments)
+
+
+# ---------------------------------------------------------------------------------------- plans
+
+
+def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
+    """Four layers of one shape and random token counts, past the largest that is planned."""
+    name = register(NO_EP, "TorchExperts", name="planned")
+    layers = [experts() for _ in range(4)]
+    for layer in layers:
+        layer.config._experts_implementation = name
+    generator = torch.Generator().manual_seed(0)
+    kept = []
+    with torch.no_grad(), torch_twins():
+        for call in range(120):
+            tokens = int(torch.randint(0, 700, (1,), generator=generator))
+            given, layer = inputs(tokens), layers[call % 4]
+            out = layer(*given)
+            kept.append((out, out.clone()))
+    plans = registration(name).pairing.plans
+    assert {plan.problem.tokens for plan in plans.values()} <= {16, 32, 64, 128, 256, 512}
+    assert len(plans) == len({plan.problem.tokens for plan in plans.values()})
+    assert all(torch.equal(out, copy) for out, copy in kept)

@@ -1,0 +1,210 @@
+"""FP8Experts of transformers, in place: blocks, ragged blocks, power-of-two scales, one scale."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import modular_kernel as mk
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from transformers.integrations.finegrained_fp8 import (
+    ALL_FP8_EXPERTS_FUNCTIONS,
+    FP8Experts,
+)
+from transformers.integrations.moe import use_experts_implementation
+
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.integrations.transformers import register, registration
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NO_EP = "MoEPrepareAndFinalizeNoEP"
+PAIRS = ((NO_EP, "TorchExperts"), (NO_EP, "TritonExperts"))
+E, H, I, K, B = 4, 64, 64, 2, 32  # noqa: E741
+FP8 = torch.float8_e4m3fn
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+# Case -> intermediate size, and how the module is made.
+CASES: "dict[str, tuple[int, dict[str, object]]]" = {
+    "blocks": (I, {}),
+    "ragged": (48, {}),
+    "ragged_power_of_two": (48, {"scale_fmt": "ue8m0"}),
+    "power_of_two": (I, {"scale_fmt": "ue8m0"}),
+    "one_scale": (I, {"block_size": None}),
+    "static": (I, {"block_size": None, "activation_scheme": "static"}),
+    "ungated": (I, {"has_gate": False, "hidden_act": "relu2"}),
+    "clamped": (I, {"swiglu_limit": 0.8}),
+    "softcapped": (I, {"mlp_gate_softcap": 2.0, "mlp_up_softcap": 1.0}),
+    "float4": (I, {"expert_dtype": "fp4", "scale_fmt": "ue8m0"}),
+}
+CONFIG = ("hidden_act", "swiglu_limit", "mlp_gate_softcap", "mlp_up_softcap")
+
+
+def made(case: str) -> torch.nn.Module:
+    """A module as loading leaves it, with the scales of a checkpoint: each projection its own."""
+    intermediate, options = CASES[case]
+    config = SimpleNamespace(
+        hidden_size=H, num_local_experts=E, intermediate_size=intermediate, hidden_act="silu",
+        _experts_implementation="eager", **{k: v for k, v in options.items() if k in CONFIG and
+        k != "hidden_act"},
+    )  # fmt: skip
+    config.hidden_act = options.get("hidden_act", "silu")
+    given = {"block_size": (B, B), **{k: v for k, v in options.items() if k not in CONFIG}}
+    gate = given.get("has_gate", True)
+    decorated = use_experts_implementation(
+        type("FP8Experts", (FP8Experts,), {}),
+        experts_interface=ALL_FP8_EXPERTS_FUNCTIONS,
+        has_gate=gate,
+    )
+    module = decorated(config, **given).requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, projections in (("gate_up_proj" if gate else "up_proj", 1 + gate), ("down_proj", 1)):
+        weight = getattr(module, name)
+        scale_name = f"{name}_scale_inv"
+        scale = getattr(module, scale_name)
+        if weight.dtype is torch.int8:
+            codes = torch.randint(-128, 128, weight.shape, generator=generator).to(torch.int8)
+            setattr(module, name, parameter(codes))
+            scale = torch.randn(scale.shape, generator=generator).exp2() / 20
+        else:
+            values = torch.randn(weight.shape, generator=generator) * 100
+            setattr(module, name, parameter(values.to(FP8)))
+            rows = weight.shape[1] // projections
+            tiles = -(-rows // B) if given["block_size"] else 1
+            shape = (E, projections * tiles, scale.shape[2])
+            scale = torch.randn(shape, generator=generator).exp2() / 500
+        dtype = getattr(module, scale_name).dtype
+        setattr(module, scale_name, parameter(scale.to(dtype)))
+    return module.to(DEVICE)
+
+
+def parameter(value: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(value, requires_grad=False)
+
+
+def dequantised(module: torch.nn.Module, name: str, projections: int) -> torch.Tensor:
+    """float64 (e, N, K), by definition."""
+    weight = getattr(module, name)
+    scale = getattr(module, f"{name}_scale_inv").float().double()
+    if weight.dtype is torch.int8:
+        byte = weight.view(torch.uint8).long()
+        values = torch.stack([byte & 15, byte >> 4], -1).flatten(2)
+        return E2M1.double().to(weight.device)[values] * scale.repeat_interleave(32, 2)
+    e, rows, depth = weight.shape
+    high, wide = (B, B) if module.block_size else (rows, depth)
+    each = rows // projections
+    parts = []
+    for part in scale.chunk(projections, 1):
+        spread = part.repeat_interleave(high, 1)[:, :each].repeat_interleave(wide, 2)[:, :, :depth]
+        parts.append(spread.expand(e, each, depth))
+    return weight.double() * torch.cat(parts, 1)
+
+
+def inputs(tokens: int, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, H, generator=generator).to(DEVICE, dtype)
+    values, ids = torch.randn(tokens, E, generator=generator).topk(K)
+    return x, ids.to(DEVICE), values.softmax(-1).to(DEVICE)
+
+
+def exact(module, x, ids, scores) -> torch.Tensor:
+    """The layer in float64, differentiable."""
+    gate = module.has_gate
+    w1 = dequantised(module, "gate_up_proj" if gate else "up_proj", 1 + gate)
+    w2 = dequantised(module, "down_proj", 1)
+    rows = torch.einsum("th,tkhn->tkn", x, w1[ids].transpose(2, 3)).flatten(0, 1)
+    rows = module._apply_gate(rows) if gate else module.act_fn(rows)
+    rows = torch.einsum("tki,tkhi->tkh", rows.view(*ids.shape, -1).double(), w2[ids])
+    return (rows * scores[..., None]).sum(1)
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+def bound_of(module: torch.nn.Module) -> float:
+    return 1e-2 if module.down_proj.dtype is torch.int8 else 8e-2
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair[1])
+@pytest.mark.parametrize("case", CASES)
+def test_modules_are_served_in_place(case, pair) -> None:
+    problem = mk.Problem(tokens=16, hidden=H, intermediate=I, experts=E, top_k=K)
+    if not mk.check(*pair, problem).ok:
+        pytest.skip("the part does not run here")
+    module, (x, ids, scores) = made(case), inputs(13)
+    module.config._experts_implementation = register(*pair)
+    with torch.no_grad():
+        got = module(x, ids, scores)
+        want = exact(module, x.double(), ids, scores.double())
+        assert relative(got, want) <= bound_of(module)
+        # What a loader could get wrong is seen.
+        scale = module.down_proj_scale_inv
+        scale.copy_(scale.float().flip(0).to(scale.dtype))
+        assert relative(module(x, ids, scores), want) > 2 * bound_of(module)
+
+
+def test_gate_and_up_scales_exchanged_are_seen() -> None:
+    module, (x, ids, scores) = made("ragged"), inputs(13)
+    module.config._experts_implementation = register()
+    with torch.no_grad():
+        want = exact(module, x.double(), ids, scores.double())
+        scale = module.gate_up_proj_scale_inv
+        scale.copy_(torch.cat(scale.chunk(2, 1)[::-1], 1))
+        assert relative(module(x, ids, scores), want) > 8e-2
+
+
+def test_weights_stay_where_they_are() -> None:
+    module = made("blocks")
+    name = register()
+    module.config._experts_implementation = name
+    module(*inputs(4))
+    weights = registration(name).layers[module].bound.weights
+    assert weights.w1.data_ptr() == module.gate_up_proj.data_ptr()
+    assert weights.w2_scale.data_ptr() == module.down_proj_scale_inv.data_ptr()
+
+
+@pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two", "float4"])
+def test_a_graph_takes_them_as_one_operator(case) -> None:
+    torch.compiler.reset()
+    module, given = made(case), inputs(9)
+    module.config._experts_implementation = register()
+    with torch.no_grad():
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*given), module(*given))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
+    module, (x, ids, scores) = made(case), inputs(13, torch.float32)
+    module.config._experts_implementation = register()
+    run = module
+    if compiled:
+        torch.compiler.reset()
+        run = torch.compile(module, fullgraph=True, backend="aot_eager")
+    given = x.requires_grad_(), scores.requires_grad_()
+    weight = torch.randn(13, H, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    (run(x, ids, scores) * weight).sum().backward()
+    doubled = [tensor.detach().double().requires_grad_() for tensor in given]
+    (exact(module, doubled[0], ids, doubled[1]) * weight).sum().backward()
+    assert relative(given[0].grad, doubled[0].grad) <= bound_of(module)
+    assert relative(given[1].grad, doubled[1].grad) <= bound_of(module)
+
+
+def test_what_is_not_served_is_named() -> None:
+    module = made("float4")
+    module.down_proj_scale_inv = parameter(module.down_proj_scale_inv.float())
+    module.gate_up_proj_scale_inv = parameter(module.gate_up_proj_scale_inv.float())
+    module.config._experts_implementation = register()
+    with pytest.raises(UnsupportedError, match="float8_e8m0fnu"):
+        module(*inputs(4))
+    refusing = register(name="forward_only", gradients="refuse")
+    module = made("blocks")
+    module.config._experts_implementation = refusing
+    x, ids, scores = inputs(4)
+    with pytest.raises(UnsupportedError, match="gradients"):
+        module(x.requires_grad_(), ids, scores)

@@ -1,0 +1,113 @@
+"""Calls that need gradients: the same ones as transformers' grouped_mm, or a refusal."""
+
+import copy
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from modular_kernel.cli.demo_models import small_model
+from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.integrations.transformers import register, registration
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def model_of(name: str, implementation: str) -> torch.nn.Module:
+    model = small_model(name, "float32", DEVICE)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def gradients(model: torch.nn.Module) -> "dict[str, torch.Tensor]":
+    ids = torch.arange(24, device=DEVICE).reshape(2, 12)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: "dict[str, torch.Tensor]", want: "dict[str, torch.Tensor]") -> None:
+    assert got.keys() == want.keys() != set()
+    for name, gradient in got.items():
+        assert (gradient - want[name]).abs().max() <= 1e-7, name
+
+
+@pytest.mark.parametrize("checkpointing", [None, True, False])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_gradients_are_those_of_grouped_mm(name, checkpointing) -> None:
+    found = []
+    for implementation in (register(), "grouped_mm"):
+        model = model_of(name, implementation).train()
+        if checkpointing is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+            model.enable_input_require_grads()
+        found.append(gradients(model))
+    assert_same(*found)
+    assert len(found[0]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("trained", ["self_attn.q_proj", "mlp.gate", "down_proj"])
+def test_the_parameters_that_train_get_gradients(trained) -> None:
+    """In eval() too, and the experts themselves need not train."""
+    found = []
+    for implementation in (register(), "grouped_mm"):
+        model = model_of("mixtral", implementation)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained in name)
+        found.append(gradients(model))
+    assert_same(*found)
+
+
+def test_kernels_run_where_no_gradients_are_needed() -> None:
+    """Though grad mode is on; and not in a forward that a checkpoint will run again."""
+    name = register()
+    model = model_of("mixtral", name).requires_grad_(False)
+    ids = torch.arange(8, device=DEVICE)[None]
+    model(input_ids=ids)
+    assert registration(name).kernels
+    registration(name).kernels.clear()
+    with torch.no_grad():
+        model.train()(input_ids=ids)
+    assert not registration(name).kernels
+
+
+def test_weights_that_are_computed_from_trained_ones_are_asked() -> None:
+    """As an adapter gives them: `parameters()` has no trace of the leaf."""
+    found = []
+    for implementation in (register(), "grouped_mm"):
+        model = copy.deepcopy(model_of("mixtral", implementation)).requires_grad_(False)
+        experts = model.model.layers[1].mlp.experts
+        scale = torch.ones(1, device=DEVICE, requires_grad=True)
+        weight = experts._parameters.pop("down_proj")
+        experts.__dict__["down_proj"] = weight * scale
+        ids = torch.arange(8, device=DEVICE)[None]
+        model(input_ids=ids).logits.square().mean().backward()
+        found.append({"scale": scale.grad})
+    assert_same(*found)
+
+
+def test_compiled_training_steps_are_one_graph() -> None:
+    torch.compiler.reset()
+    model = model_of("mixtral", register()).train()
+    ids = torch.arange(8, device=DEVICE)[None]
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(input_ids=ids).logits.square().mean().backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.set_experts_implementation("grouped_mm")
+    model(input_ids=ids).logits.square().mean().backward()
+    assert_same(got, {name: p.grad for name, p in model.named_parameters()})
+
+
+def test_refused_where_asked() -> None:
+    name = register(name="forward_only", gradients="refuse")
+    model, ids = model_of("mixtral", name), torch.arange(8, device=DEVICE)[None]
+    with pytest.raises(UnsupportedError, match="gradients"):
+        model(input_ids=ids)
+    with torch.no_grad():
+        model.train()(input_ids=ids)
+    assert registration(name).kernels
+    with pytest.raises(ConfigurationError, match="gradients"):
+        register(gradients="forget")

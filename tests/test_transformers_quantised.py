@@ -1,0 +1,250 @@
+"""Quantised models from disk: their experts run packed, and as the checkpoint's numbers say."""
+
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+import checkpoint_samples
+from checkpoint_formats import KINDS, Stored
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from modular_kernel.cli.demo_models import small_model
+from modular_kernel.errors import InputError, UnsupportedError
+from modular_kernel.integrations.transformers import from_pretrained, register
+from modular_kernel.integrations.transformers.modules import dispatched
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HIDDEN, INTERMEDIATE = 128, 256
+# Model -> number of experts, and the layers that have some.
+MODELS = {
+    "mixtral": (8, (0, 1)),
+    "qwen3_moe": (12, (0, 1)),
+    "deepseek_v3": (16, (1,)),
+    "gpt_oss": (8, (0, 1)),
+}
+_DENSE = ("mixtral", "qwen3_moe", "deepseek_v3")
+CASES = [
+    *(("mixtral", kind) for kind in KINDS if kind not in ("bf16", "fp16", "fp32", "mxfp4")),
+    ("qwen3_moe", "qwen3 fp8"),
+    ("deepseek_v3", "deepseek fp8, UE8M0"),
+    ("gpt_oss", "mxfp4"),
+]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint and a model in float64 of the numbers it stands for."""
+
+    folder: Path
+    exact: torch.nn.Module
+    bound: float
+
+
+def write(folder: Path, name: str, kind: str, change=None) -> Written:
+    """A whole small model: experts and attention quantised. change: of the tensors in the file."""
+    experts, layers = MODELS[name]
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    if name in ("qwen3_moe", "deepseek_v3"):
+        sizes["moe_intermediate_size"] = INTERMEDIATE
+    model = small_model(name, "bfloat16", "cpu", **sizes)
+    model.save_pretrained(folder)
+    kept = load_file(folder / "model.safetensors")
+    kept = {key: tensor for key, tensor in kept.items() if ".experts." not in key}
+    exact = dict(kept)
+    published, of = checkpoint_samples.FAMILIES[name], KINDS[kind]
+    generator = torch.Generator().manual_seed(0)
+    for layer in layers:
+        shape = (experts, HIDDEN, INTERMEDIATE)
+        stored = checkpoint_samples.matrices(of, published, shape, generator)
+        kept |= published.names(f"model.layers.{layer}.", stored)
+        plain = {part: [as_float(each) for each in getattr(stored, part)]
+                 for part in ("gate", "up", "down")}  # fmt: skip
+        plain |= {"b1": stored.b1, "b2": stored.b2}
+        exact |= published.names(f"model.layers.{layer}.", checkpoint_samples.Matrices(**plain))
+    if name in _DENSE:
+        for key in [key for key in kept if key.endswith("o_proj.weight")]:
+            rows, depth = kept.pop(key).shape
+            made, base = of.make(rows, depth, generator, 1.0), key.removesuffix("weight")
+            kept |= {base + part: tensor for part, tensor in made.tensors.items()}
+            exact[key] = made.values.float()
+    if change is not None:
+        change(kept)
+    save_file({key: tensor.contiguous() for key, tensor in kept.items()},
+              folder / "model.safetensors", {"format": "pt"})  # fmt: skip
+    truth = folder / "truth"
+    config = json.loads((folder / "config.json").read_text())
+    truth.mkdir()
+    (truth / "config.json").write_text(json.dumps(config))
+    save_file({key: tensor.contiguous() for key, tensor in exact.items()},
+              truth / "model.safetensors", {"format": "pt"})  # fmt: skip
+    config["quantization_config"] = of.config
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = AutoModelForCausalLM.from_pretrained(truth, dtype=torch.float32).double().eval()
+    loaded.set_experts_implementation("batched_mm")
+    return Written(folder, loaded.to(DEVICE), of.bound)
+
+
+def as_float(stored: Stored) -> Stored:
+    return Stored({"weight": stored.values.float()}, stored.values)
+
+
+def modules(model: torch.nn.Module) -> "list[torch.nn.Module]":
+    return [module for module in model.modules() if dispatched(module)]
+
+
+def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
+    """The largest relative error of an experts module, on the same routing."""
+    errors = []
+    for ours, theirs in zip(modules(model), modules(exact), strict=True):
+        generator = torch.Generator().manual_seed(3)
+        x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE, torch.bfloat16)
+        values, ids = torch.randn(13, theirs.num_experts, generator=generator).topk(3)
+        scores, ids = values.softmax(-1).to(DEVICE), ids.to(DEVICE)
+        with torch.no_grad():
+            got = ours(x, ids, scores)
+            want = theirs(x.double(), ids, scores.double())
+        errors.append(float((got.double() - want).norm() / want.norm()))
+    return max(errors)
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda word: word)
+def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
+    written = write(tmp_path, name, kind)
+    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    assert worst(model, written.exact) <= written.bound
+    quant = modules(model)[0]._mk_quant
+    assert quant.partition(":")[0] == KINDS[kind].scheme.partition(":")[0]
+    packed = sum(p.nbytes for m in modules(model) for p in m.parameters())
+    plain = sum(2 * p.numel() for m in modules(written.exact) for p in m.parameters())
+    assert packed < (0.35 if "w4a16" in quant else 0.6) * plain
+    others = [(n, p) for n, p in model.named_parameters() if n.endswith("o_proj.weight")]
+    exact = dict(written.exact.named_parameters())
+    for name_of, parameter in others:
+        error = (parameter.double() - exact[name_of]).norm() / exact[name_of].norm()
+        assert error <= 3e-3
+
+
+@pytest.mark.parametrize(("name", "kind"), [("mixtral", "awq"), ("gpt_oss", "mxfp4")])
+def test_whole_models_run_compiled_and_generate(name, kind, tmp_path) -> None:
+    torch.compiler.reset()
+    written = write(tmp_path, name, kind)
+    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    ids = torch.arange(9, device=DEVICE)[None]
+    with torch.no_grad():
+        eager = model(input_ids=ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, eager)
+        exact = written.exact(input_ids=ids, use_cache=False).logits
+    assert (eager.double() - exact).norm() / exact.norm() <= 0.1
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 13)
+
+
+def exchange_scales(tensors) -> None:
+    for key in [key for key in tensors if ".w1.weight_scale_inv" in key]:
+        other = key.replace(".w1.", ".w3.")
+        tensors[key], tensors[other] = tensors[other], tensors[key]
+
+
+def shift_zero_points(tensors) -> None:
+    for key in [key for key in tensors if key.endswith("qzeros") and ".experts." in key]:
+        tensors[key] = tensors[key] ^ 0x11111111
+
+
+def drop_a_tile(tensors) -> None:
+    for key in [key for key in tensors if key.endswith("w2.weight_scale_inv")]:
+        tensors[key] = tensors[key].clone()
+        tensors[key][:, -1] = 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("deepseek fp8", exchange_scales),
+        ("awq", shift_zero_points),
+        ("deepseek fp8", drop_a_tile),
+    ],
+)
+def test_the_bound_sees_what_a_loader_could_get_wrong(kind, change, tmp_path) -> None:
+    written = write(tmp_path, "mixtral", kind, change)
+    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    assert worst(model, written.exact) > written.bound
+
+
+def test_no_package_of_a_packer_is_needed(tmp_path) -> None:
+    """In a process that cannot import one."""
+    write(tmp_path, "mixtral", "awq")
+    program = (
+        "import sys",
+        "blocked = 'kernels accelerate compressed_tensors gptqmodel optimum modelopt autoawq awq'",
+        "sys.modules.update(dict.fromkeys(blocked.split()))",
+        "from modular_kernel.integrations.transformers import from_pretrained, register",
+        "register()",
+        "model = from_pretrained(sys.argv[1])",
+        "assert model.model.layers[0].mlp.experts.gate_up_proj.element_size() == 1",
+    )
+    words = [sys.executable, "-c", "\n".join(program), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_gradients_pass_through_packed_experts(tmp_path) -> None:
+    """To adapters beside and before them, and to biases; as from the float64 model."""
+    written = write(tmp_path, "gpt_oss", "mxfp4")
+    model = from_pretrained(tmp_path, experts_implementation=register(), dtype=torch.float32)
+    ours, theirs = modules(model.to(DEVICE))[0], modules(written.exact)[0]
+    for module in (ours, theirs):
+        module.gate_up_proj_bias.requires_grad_()
+        module.down_proj_bias.requires_grad_()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(13, HIDDEN, generator=generator).to(DEVICE)
+    values, ids = torch.randn(13, 8, generator=generator).topk(3)
+    scores, ids, found = values.softmax(-1).to(DEVICE), ids.to(DEVICE), []
+    for module, dtype in ((ours, torch.float32), (theirs, torch.float64)):
+        given = [tensor.detach().to(dtype).requires_grad_() for tensor in (x, scores)]
+        module(given[0], ids, given[1]).square().sum().backward()
+        biases = [module.gate_up_proj_bias.grad, module.down_proj_bias.grad]
+        found.append([*(tensor.grad for tensor in given), *biases])
+    for got, want in zip(*found, strict=True):
+        assert (got.double() - want).norm() / want.norm() <= 1e-4
+
+
+def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
+    write(tmp_path, "mixtral", "awq")
+    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    ids = torch.arange(4, device=DEVICE)[None]
+    model.set_experts_implementation("eager")
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="eager"):
+        model(input_ids=ids)
+    with pytest.raises(ValueError, match="not serializable"):
+        model.save_pretrained(tmp_path / "again")
+    copied = copy.deepcopy(model)
+    copied.set_experts_implementation(register())
+    with torch.no_grad():
+        copied(input_ids=ids)
+
+
+def test_nothing_is_loaded_of_half_a_checkpoint(tmp_path) -> None:
+    def lose(tensors) -> None:
+        del tensors["model.layers.1.block_sparse_moe.experts.3.w2.qweight"]
+
+    write(tmp_path, "mixtral", "awq", lose)
+    with pytest.raises(InputError, match=r"experts.3.w2.qweight"):
+        from_pretrained(tmp_path, experts_implementation=register())
+    with pytest.raises(UnsupportedError, match="tp_plan"):
+        from_pretrained(tmp_path, tp_plan="auto")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "no such"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="no such"):
+        from_pretrained(tmp_path)

@@ -1,0 +1,232 @@
+"""Weights loaded tensor by tensor, as engines do, are those that `load_experts` reads."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_formats import KINDS
+from checkpoint_samples import write
+from safetensors.torch import load_file
+
+import modular_kernel as mk
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.importers import format_of
+from modular_kernel.layers.weight_loading import (
+    ExpertLoader,
+    Fp8EPMoEMethod,
+    Move,
+    Share,
+    UnquantizedEPMoEMethod,
+    destination,
+    make_expert_params_mapping,
+)
+
+FULL = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
+
+
+def loaded_by_name(
+    loader: ExpertLoader, tensors: dict[str, torch.Tensor], dtype: torch.dtype, experts: int = 4
+) -> torch.nn.Module:
+    """What an engine's load_weights does: names are replaced, parameters found by them."""
+    layer = torch.nn.Module()
+    layer.experts = torch.nn.Module()
+    loader.create_weights(layer.experts, dtype)
+    parameters = dict(layer.named_parameters())
+    mapping = make_expert_params_mapping("w1", "w2", "w3", experts)
+    for name, tensor in tensors.items():
+        for prefix, weight, expert, shard in mapping:
+            if weight in name:
+                own = name[name.index("experts.") :].replace(weight, prefix)
+                param = parameters[
+                    own.replace("weight_scale_inv", "weight_scale")
+                    if own not in parameters
+                    else own
+                ]
+                param.weight_loader(param, tensor, own, shard, expert)
+    return layer.experts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_format_loads_as_from_files(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", kind)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = {name: t for name, t in tensors.items() if ".experts." in name}
+    format = format_of(KINDS[kind].config)
+    for ep, tp in ((1, 1), (2, 2)):
+        for e, t in product(range(ep), range(tp)):
+            if format.scheme.static:  # gate and up share an input scale here
+                for name in [n for n in experts if ".w3.input_scale" in n]:
+                    experts[name] = experts[name.replace(".w3.", ".w1.")].clone()
+            share = Share(4, 128, 256, ep=(e, ep), tp=(t, tp))
+            loader = ExpertLoader(share, format)
+            dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(kind, torch.bfloat16)
+            got = loader.expert_weights(loaded_by_name(loader, experts, dtype))
+            need = mk.load_experts(tmp_path, 0, ep=(e, ep), tp=(t, tp)).weights
+            for name, tensor in vars(need).items():
+                mine = getattr(got, name)
+                assert (mine is None) == (tensor is None), name
+                if tensor is not None and not name.startswith("a"):
+                    assert torch.equal(mine.float(), tensor.float()), name
+                    assert mine.dtype == tensor.dtype or name.endswith("_scale")
+            if format.scheme.static:
+                scales = [t for n, t in experts.items() if "w1.input_scale" in n]
+                assert float(got.a1_scale) == float(torch.stack(scales).max())
+
+
+@pytest.mark.parametrize("grid", FULL)
+def test_shares_are_slices_of_the_whole(grid: tuple[int, int]) -> None:
+    ep, tp = grid
+    g = torch.Generator().manual_seed(0)
+    gate, up, down = (torch.randn(4, *s, generator=g) for s in ((32, 16), (32, 16), (16, 32)))
+    b1, b3, b2 = (torch.randn(4, n, generator=g) for n in (32, 32, 16))
+    tensors = {}
+    for i in range(4):
+        for name, w, b in (("w1", gate, b1), ("w3", up, b3), ("w2", down, b2)):
+            tensors[f"experts.{i}.{name}.weight"] = w[i]
+            tensors[f"experts.{i}.{name}.bias"] = b[i]
+    for e, t in product(range(ep), range(tp)):
+        loader = ExpertLoader(Share(4, 16, 32, ep=(e, ep), tp=(t, tp)), bias=True)
+        layer = loaded_by_name(loader, tensors, torch.float32)
+        mine = slice(e * 4 // ep, (e + 1) * 4 // ep)
+        some = slice(t * 32 // tp, (t + 1) * 32 // tp)
+        assert torch.equal(layer.w13_weight, torch.cat([gate[mine, some], up[mine, some]], 1))
+        assert torch.equal(layer.w2_weight, down[mine, :, some])
+        assert torch.equal(layer.w13_bias, torch.cat([b1[mine, some], b3[mine, some]], 1))
+        assert torch.equal(layer.w2_bias, b2[mine] if t == 0 else torch.zeros(4 // ep, 16))
+        weights = loader.expert_weights(layer)
+        assert weights.w1.data_ptr() == layer.w13_weight.data_ptr()
+
+
+def test_transposed_storage_holds_the_same() -> None:
+    share = Share(2, 16, 32, tp=(1, 2))
+    tensors = {
+        f"experts.{i}.{name}.weight": torch.randn(16, 32) if name == "w2" else torch.randn(32, 16)
+        for i in range(2)
+        for name in ("w1", "w2", "w3")
+    }
+    plain, turned = ExpertLoader(share), ExpertLoader(share, transposed=True)
+    layers = [loaded_by_name(loader, tensors, torch.float32, 2) for loader in (plain, turned)]
+    assert layers[1].w13_weight.shape == (2, 16, 32)
+    assert layers[1].w2_weight.shape == (2, 16, 16)
+    for name in ("w1", "w2"):
+        own, other = plain.expert_weights(layers[0]), turned.expert_weights(layers[1])
+        assert torch.equal(getattr(own, name), getattr(other, name))
+
+
+def test_the_mapping_is_three_for_each_expert() -> None:
+    assert make_expert_params_mapping("gate_proj", "down_proj", "up_proj", 2) == [
+        ("experts.w13_", "experts.0.gate_proj.", 0, "w1"),
+        ("experts.w2_", "experts.0.down_proj.", 0, "w2"),
+        ("experts.w13_", "experts.0.up_proj.", 0, "w3"),
+        ("experts.w13_", "experts.1.gate_proj.", 1, "w1"),
+        ("experts.w2_", "experts.1.down_proj.", 1, "w2"),
+        ("experts.w13_", "experts.1.up_proj.", 1, "w3"),
+    ]
+
+
+def test_destination_is_data() -> None:
+    share = Share(6, 16, 32, ep=(1, 2), tp=(1, 2))
+    assert destination(2, "w1", share) is None
+    assert destination(4, "w1", share) == Move(1, (0, 16), (0, 16), (16, 32), (0, 16))
+    assert destination(4, "w3", share) == Move(1, (16, 32), (0, 16), (16, 32), (0, 16))
+    assert destination(5, "w2", share) == Move(2, (0, 16), (0, 16), (0, 16), (16, 32))
+    ungated = Share(6, 16, 32, gated=False)
+    assert destination(0, "w3", ungated) == Move(0, (0, 32), (0, 16), (0, 32), (0, 16))
+    with pytest.raises(ConfigurationError, match="shard_id: got 'w1', need one of w2, w3"):
+        destination(0, "w1", ungated)
+    every = [Share(7, 16, 32, ep=(r, 3)) for r in range(3)]
+    assert [[s.local_expert(e) for s in every] for e in range(7)] == [
+        [0, -1, -1], [1, -1, -1], [2, -1, -1], [-1, 0, -1], [-1, 1, -1], [-1, -1, 0], [-1, -1, 1],
+    ]  # fmt: skip
+
+
+def test_the_methods_of_the_seed_create_its_parameters() -> None:
+    layer, called = torch.nn.Module(), []
+
+    def loader(*given: object) -> None:
+        called.append(given)
+
+    UnquantizedEPMoEMethod().create_weights(layer, 2, 64, 128, torch.bfloat16, loader)
+    assert {n: (tuple(p.shape), p.dtype) for n, p in layer.named_parameters()} == {
+        "w13_weight": ((2, 256, 64), torch.bfloat16),
+        "w2_weight": ((2, 64, 128), torch.bfloat16),
+    }
+    layer.w13_weight.weight_loader(layer.w13_weight, None, "", "w1", 0)
+    assert len(called) == 1
+    static = {"quant_method": "fp8", "activation_scheme": "static"}
+    layer = torch.nn.Module()
+    Fp8EPMoEMethod(static).create_weights(layer, 2, 64, 128, torch.bfloat16, loader)
+    assert {n: (tuple(p.shape), p.dtype, p.quant_method) for n, p in layer.named_parameters()} == {
+        "w13_weight": ((2, 256, 64), torch.float8_e4m3fn, ""),
+        "w2_weight": ((2, 64, 128), torch.float8_e4m3fn, ""),
+        "w13_weight_scale": ((2, 2), torch.float32, "tensor"),
+        "w2_weight_scale": ((2,), torch.float32, "tensor"),
+        "w13_input_scale": ((2,), torch.float32, ""),
+        "w2_input_scale": ((2,), torch.float32, ""),
+    }
+    assert layer.w13_input_scale.tolist() == [1.0, 1.0]
+    with pytest.raises(ConfigurationError, match="need a float8 format"):
+        Fp8EPMoEMethod(None)
+
+
+def static_loader() -> tuple[ExpertLoader, torch.nn.Module]:
+    format = format_of({"quant_method": "fp8", "activation_scheme": "static"})
+    loader, layer = ExpertLoader(Share(2, 64, 128, ep=(0, 2)), format), torch.nn.Module()
+    loader.create_weights(layer, torch.bfloat16)
+    return loader, layer
+
+
+def test_input_scales_of_an_expert_are_one() -> None:
+    loader, layer = static_loader()
+    param, name = layer.w13_input_scale, "experts.w13_input_scale"
+    loader.weight_loader(param, torch.tensor(0.5), name, "w1", 0)
+    loader.weight_loader(param, torch.tensor([0.500001]), name, "w3", 0)
+    with pytest.raises(WeightsError, match=r"input_scale: got 0\.75, need 0\.5"):
+        loader.weight_loader(param, torch.tensor(0.75), name, "w3", 0)
+    loader.weight_loader(param, torch.tensor(0.25), name, "w1", 1)  # of another rank
+    assert param.tolist() == [pytest.approx(0.5, abs=1e-5)]
+    scale = layer.w13_weight_scale
+    loader.weight_loader(scale, torch.tensor(2.0), "w13_weight_scale", "w3", 0)
+    loader.weight_loader(scale, torch.tensor(3.0), "w13_weight_scale", "w1", 0)
+    assert scale.tolist() == [[3.0, 2.0]]
+
+
+def test_what_is_not_loaded_is_told() -> None:
+    loader, layer = static_loader()
+    with pytest.raises(WeightsError, match="no weight of w1, expert 0 and 8 more"):
+        loader.expert_weights(layer)
+
+
+BAD = {
+    "shard": (("w4", "w13_weight", 0), ConfigurationError, "shard_id: got 'w4'"),
+    "expert": (("w1", "w13_weight", 7), ConfigurationError, r"expert_id: got 7, need in \[0, 2\)"),
+    "name": (("w1", "w13_qweight", 0), ConfigurationError, "weight_name: got 'w13_qweight'"),
+    "parameter": (("w2", "w2_weight", 0), ShapeError, "got .128, 64., need .64, 128."),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_not_of_the_layer_is_refused(case: str) -> None:
+    (shard, name, expert), kind, words = BAD[case]
+    loader, layer = static_loader()
+    before = layer.w13_weight.float().clone()
+    weight = torch.ones(128, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(kind, match=words):
+        loader.weight_loader(layer.w13_weight, weight, name, shard, expert)
+    assert torch.equal(layer.w13_weight.float(), before)
+
+
+def test_shape_and_dtype_of_what_is_loaded() -> None:
+    loader, layer = static_loader()
+    with pytest.raises(DtypeError, match="w13_weight: got bfloat16, need float8_e4m3fn"):
+        loader.weight_loader(
+            layer.w13_weight, torch.ones(128, 64).bfloat16(), "w13_weight", "w1", 0
+        )
+    with pytest.raises(ShapeError, match=r"w13_weight_scale: got \(128,\), need \(\)"):
+        loader.weight_loader(layer.w13_weight_scale, torch.ones(128), "w13_weight_scale", "w1", 0)
+    weight = torch.ones(128, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ShapeError, match="w13_weight: parameter"):
+        loader.weight_loader(layer.w2_weight, weight, "w13_weight", "w1", 0)
+    with pytest.raises(ConfigurationError, match="transposed"):
+        ExpertLoader(Share(2, 64, 128), loader.format, transposed=True)
