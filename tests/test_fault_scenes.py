@@ -80,7 +80,7 @@ def in_any_order(case: Case, machine: Machine, poison: bool, group: object) -> A
     ("build", "fault", "found"),
     [
         (counts_layers_by_two, "misunderstood", "layer 1, 3 by rank"),
-        (tells_nobody, "broken-off", "not (0, 'combine', 2, 1, 2, (1,))"),
+        (tells_nobody, "broken-off", "rank 0: faults: "),
         (in_any_order, "finished-by-turns", "right, not (0, 'counts', 3, 1, 3, (1,))"),
     ],
 )
