@@ -34,8 +34,9 @@ def case_of(part: str, fault: str) -> RankCase:
 
 
 WELL = [
-    *((REPLICATED, scene) for scene in SCENES if scene != "late"),
+    *((REPLICATED, scene) for scene in SCENES if scene not in ("late", "broken-off")),
     (ALL2ALL, "late"),
+    (ALL2ALL, "broken-off"),
     (SYMMETRIC, "misunderstood"),
     (SYMMETRIC, "stays-out"),
 ]
