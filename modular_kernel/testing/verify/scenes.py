@@ -158,7 +158,14 @@ def broken_off(on: Stage) -> Lines:
     got = f"a manager that failed before: {'this rank ' if on.at_fault else ''}{_BROKE}"
     peers = () if on.at_fault else (VICTIM,)
     must = on.error("exchange between ranks", got, "a new one", (1, 2, 4), peers, "combine")
-    for call in (pending.finish, lambda: on.call(beside)):
+    manager = manager_of(beside.prepare_finalize)
+
+    def exchange() -> torch.Tensor:
+        """By whoever was not told, such as another thread."""
+        manager.all_reduce(torch.ones(1), step=9, phase="combine").wait()
+        return torch.empty(0)
+
+    for call in (pending.finish, lambda: on.call(beside), exchange):
         told = said(lambda call=call: on.judged(call()))  # type: ignore[misc]
         yield re.sub(r"; after N s: .*, need", ", need", told), must
     # What is too long ago has lost its name.
