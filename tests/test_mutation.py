@@ -30,7 +30,7 @@ from modular_kernel.testing.mutation.attempt import Killers
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
 from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
-from modular_kernel.testing.mutation.record import record_of
+from modular_kernel.testing.mutation.record import died, record_of
 from modular_kernel.testing.mutation.same_code import same_code
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.serve import texts_of
@@ -239,7 +239,16 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
     ]
     assert [fate.shared for score in scores for fate in score.fates] == ["", "One", ""]
     assert len(ran) == 2
-    assert [record_of(score)["shared"] for score in scores] == [0, 1, 0]
+    records = [record_of(score) for score in scores]
+    assert [record["shared"] for record in records] == [0, 1, 0]
+    assert records[0]["died"] == {mutant.ident: "numeric"}
+    # A later run goes on from a record of the same cases.
+    assert died(records[0], part("One", first)) == records[0]["died"]
+    assert died(records[0], part("Two", first)) == {}
+    again = mutation_score(part("One", first), dead=records[0]["died"])
+    assert record_of(again)["killed_by"] == {"numeric": 1}
+    assert len(ran) == 2
+    assert Fate.before(mutant, "hang").killed
 
 
 def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
@@ -434,6 +443,7 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
         ("--mutate", "TorchExperts", "--code"),
         ("--mutate", "TorchAll2AllPrepareAndFinalize"),
         ("--mutate", "TorchExperts,TritonExperts", "--only", "12345678"),
+        ("--mutate", "TorchExperts", "--resume"),
     ],
 )
 def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -52,12 +52,20 @@ class Mutating:
     save: Annotated[
         Path | None, typer.Option(help="With --mutate: write PART.json into this folder, too.")
     ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="With --save: who died by the record there is not run again."
+        ),
+    ] = False
 
     def check(self, *, beside: bool) -> None:
         """Raise ConfigurationError for options that go with --mutate alone, or not with it."""
         if self.mutate is None and (self.only, self.mutants, self.save) != (None, "150", None):
             need = "--mutate PART beside them"
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
+        if self.resume and self.save is None:
+            raise ConfigurationError("--resume", got="no --save", need="--save FOLDER beside it")
         if self.bits is not None and (self.only is None or self.bits < 1):
             raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
         if self.code and (self.only is None or self.bits is not None):
@@ -128,15 +136,21 @@ def _scored(
 ) -> "tuple[list[Score], list[dict[str, object]]]":
     """Score one part after another, and save each record as it is known."""
     from modular_kernel.testing.mutation import Fate, mutation_score
-    from modular_kernel.testing.mutation.record import record_of
+    from modular_kernel.testing.mutation.record import died, record_of
 
     count, known = wanted.count(), dict[str, Fate]()
     scores, records = list["Score"](), list[dict[str, object]]()
     for one in found:
         total = 1 if wanted.only else min(count or len(one.mutants), len(one.executed()))
         with output.progress(total, "mutants") as advance:
+            before = _before(wanted, one.part)
             score = mutation_score(
-                one, count=count, only=wanted.only, known=known, told=lambda _: advance()
+                one,
+                count=count,
+                only=wanted.only,
+                known=known,
+                dead={} if before is None else died(before, one),
+                told=lambda _: advance(),
             )
         record = record_of(score)
         scores.append(score)
@@ -147,6 +161,15 @@ def _scored(
                 wanted.save.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return scores, records
+
+
+def _before(wanted: Mutating, part: str) -> dict[str, Any] | None:
+    """Return the record to go on from; None where there is none, or none is wanted."""
+    path = None if wanted.save is None else wanted.save / f"{part}.json"
+    if not wanted.resume or path is None or not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
 
 
 def _of_parts(records: list[dict[str, object]]) -> dict[str, object]:

@@ -31,6 +31,13 @@ class Fate:
     seconds: float = 0.0
     shared: str = ""
 
+    @classmethod
+    def before(cls, mutant: Mutant, killer: str) -> "Fate":
+        """Of one that died before, by what a record says killed it."""
+        if killer in ("hang", "crash", "refused"):
+            return cls(mutant, killer, "before")
+        return cls(mutant, "killed", f"{killer}: before")
+
     @property
     def killed(self) -> bool:
         return self.how in ("killed", "hang", "crash", "refused")

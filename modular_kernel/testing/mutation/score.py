@@ -6,9 +6,10 @@ print(score.share, [fate.mutant.diff() for fate in score.survivors])
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from types import MappingProxyType
 
 from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
@@ -217,14 +218,15 @@ def mutation_score(
     seed: str | None = None,
     only: str | None = None,
     known: dict[str, Fate] | None = None,
+    dead: Mapping[str, str] = MappingProxyType({}),
     told: Callable[[Fate], None] = lambda _: None,
 ) -> Score:
     """Put mutants in, one at a time, each until a case fails.
 
     count: how many are drawn of those that some case executes; None for all. seed: None for the
     release. only: the identity of a single one. known: fates by identity, of the same source, to
-    which these are added: who died before a case of this part is not run again. told: called with
-    each fate as it is known.
+    which these are added: who died before a case of this part is not run again. dead: nor are
+    these, identity -> what killed them before. told: called with each fate as it is known.
     """
     seed = release() if seed is None else seed
     executed = found.executed()
@@ -237,6 +239,8 @@ def mutation_score(
     for mutant in chosen:
         if only is None and reviewed(mutant.ident, found.part):
             fates.append(Fate(mutant, "equivalent"))
+        elif only is None and mutant.ident in dead:
+            fates.append(Fate.before(mutant, dead[mutant.ident]))
         else:
             met = found.coverage, found.pairs, found.level
             before = _shared(known.get(mutant.ident), found)
