@@ -1,5 +1,6 @@
 """PermuteExpertsUnpermute parts: permute, two grouped GEMMs with an activation, unpermute."""
 
+from experts.cutlass import CutlassExpertsFP8
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
 from experts.triton.batched import BatchedTritonExperts
@@ -12,11 +13,13 @@ COMPONENTS = (
     GroupedGemmExperts,
     NaiveBatchedExperts,
     BatchedTritonExperts,
+    CutlassExpertsFP8,
 )
 
 __all__ = [
     "COMPONENTS",
     "BatchedTritonExperts",
+    "CutlassExpertsFP8",
     "GroupedGemmExperts",
     "NaiveBatchedExperts",
     "TorchExperts",

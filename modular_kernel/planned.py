@@ -21,6 +21,7 @@ import torch
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import StateError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -71,11 +72,17 @@ class Planned:
     def kernel(
         self, pairing: Pairing, problem: Problem, device: torch.device
     ) -> FusedMoEModularKernel:
-        """Return the kernel of just this problem; IncompatibleError if the pairing is refused."""
+        """Return the kernel of just this problem; IncompatibleError if the pairing is refused.
+
+        StateError if there is none yet, and a CUDA graph is being captured.
+        """
         key = (pairing, problem, device)
         with self._turn:
             kernel = self.kernels.get(key)
             if kernel is None:
+                if _capturing(device):  # kernels are compiled and loaded as they are made
+                    got, need = "a CUDA graph being captured", "warm_up, or a call, before it"
+                    raise StateError("a kernel of a new size", got=got, need=need)
                 kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
                 kernel = make_kernel(*pairing, problem, machine=machine_of(kind))
                 kernel.count_invalid_ids_on(device)
@@ -155,10 +162,14 @@ def _may_keep_buffers(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    if torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         return False
     trees = modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return True
     manager: Callable[..., object] = trees.get_manager
     return manager(device.index or 0, create_if_none_exists=False) is None
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -64,8 +64,11 @@ def _package(p: Pairing) -> Violations:
     for name, req in p.each():
         for package in req.packages:
             if package not in p.machine.packages:
-                build = f"build {package} from {req.packages_from}, not from a package index"
-                hint = build if req.packages_from else f"pip install {package}"
+                hint = f"pip install {package}"
+                if req.packages_from:
+                    hint = f"build {package} from {req.packages_from}, not from a package index"
+                elif req.packages_extra:
+                    hint = f"pip install 'modular-kernel[{req.packages_extra}]'"
                 yield Rejection("package", (name, "machine"), "not importable", package, hint)
 
 

@@ -34,6 +34,7 @@ class Requirements:
     devices: device types it runs on. triton: its kernels are Triton's, so that on a CPU it needs
     the interpreter. min_arch: least compute capability. packages: optional packages it imports;
     packages_from: where their sources are, if a package index does not have them by that name.
+    packages_extra: the extra of this distribution that brings those not named as they are imported.
     top_k: least and greatest K. hidden_multiple, hidden_sizes: H must be a multiple of the
     first and, if given, one of the second. graph_capturable: no sync, no allocation, no shape
     that depends on data. deterministic: bitwise equal output for equal input. batch_invariant: if
@@ -47,6 +48,7 @@ class Requirements:
     min_arch: tuple[int, int] | None = None
     packages: tuple[str, ...] = ()
     packages_from: str = ""
+    packages_extra: str = ""
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
     top_k: tuple[int, int] = (1, 16)
     hidden_multiple: Count = 1

@@ -7,6 +7,7 @@ in the same memory, and the first is dead as soon as the second is taken.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import cycle
 
 import torch
@@ -38,13 +39,13 @@ class BufferSpec:
     dtype: torch.dtype
     over: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,11 @@ BAD: dict[str, Case] = {
         WeightsError,
         "no .*experts.4.w1.weight and 11 more",
     ),
+    "config.json's million experts": (
+        config(num_local_experts=1 << 20),
+        WeightsError,
+        "experts.4.w1.weight and 10000 more",
+    ),
     "config.json's fewer experts": (
         config(num_local_experts=2),
         WeightsError,

@@ -25,7 +25,6 @@ from modular_kernel.ops.launch.runtime import HAS_TRITON
 from modular_kernel.testing import MUTANTS, Case, cases_for, prove
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.verify.checks import Trial
 from modular_kernel.testing.verify.invariance import (
     batch_invariant,
     doubling_calls,
@@ -34,6 +33,7 @@ from modular_kernel.testing.verify.invariance import (
 )
 from modular_kernel.testing.verify.invariance_table import InvarianceRow, as_markdown, changed_rows
 from modular_kernel.testing.verify.over_ranks import prove_ranks
+from modular_kernel.testing.verify.trial import Trial
 from modular_kernel.types import Machine, Parallel, Problem
 
 LAYER = Problem(tokens=34, hidden=160, intermediate=96, experts=2, top_k=1, batch_invariant=True)
@@ -83,14 +83,14 @@ def test_tiles_are_the_same_for_every_number_of_tokens(
     tokens = (0, 1, 7, 64, 500, 4096, 1 << 20)
     assert len({choose_config(layer.with_tokens(n), n) for n in tokens}) == 1
     assert [path for _, path, _ in kinds_up_to(layer, 4096)] == ["aligned"]
-    assert "one tile for every number of tokens" in explain(layer, 7)
+    assert "one configuration for every number of tokens" in explain(layer, 7)
 
 
 def test_an_override_must_be_one_tile() -> None:
     with override_config(ONE):
         assert choose_config(LAYER, 1) == ONE
     two = ours(tokens_1=(launch(), launch()), tokens_64=(launch(m=32), launch(m=32)))
-    need = "one pair for every number of tokens"
+    need = "one configuration for every number of tokens"
     with override_config(two), pytest.raises(ConfigurationError, match=need):
         choose_config(LAYER, 1)
 

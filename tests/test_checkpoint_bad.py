@@ -123,6 +123,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a list": ({"ep": [0, 1]}, "ep: .rank, ranks.: got list"),
     "dtype": ({"dtype": "int8"}, "dtype: got int8"),
     "placement": ({"placement": "round"}, "placement"),
+    "device": ({"device": "gpu"}, "device: got 'gpu', need a device of torch"),
+    "config": ({"config": 3}, "config: got 3"),
     "prefix": ({"prefix": 3}, "prefix: got 3"),
     "unknown prefix": ({"prefix": "x."}, "no experts, need experts in x.layers.L"),
 }
@@ -134,6 +136,8 @@ def test_arguments_are_checked(case: str, tmp_path: Path) -> None:
     given, words = ARGUMENTS[case]
     with pytest.raises(ConfigurationError, match=words):
         mk.load_experts(tmp_path, 0, **given)
+    with pytest.raises(ConfigurationError, match="checkpoint: got 7"):
+        mk.load_experts(7, 0)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"layer: got 0.5"):
         mk.load_experts(tmp_path, 0.5)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ from test_checkpoint_numbers import PAIR, PUBLISHERS, numbers
 
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.importers import checkpoint
 from modular_kernel.importers.checkpoint import LoadedExperts
 from modular_kernel.importers.files import Tensors
 from modular_kernel.placement import Placement
@@ -70,6 +71,7 @@ def test_the_sum_over_ranks_is_the_whole(kind: str, tmp_path: Path) -> None:
             assert float((y - truth).norm() / truth.norm()) <= KINDS[kind].bound
         else:
             assert float((y - whole).norm() / whole.norm()) <= 1e-5
+        assert len({str(vars(rank.weights)["a2_scale"]) for rank in loaded}) == 1
         for rank in loaded:
             assert rank.bytes_read <= 1.05 * size / (ep * tp)
             assert (rank.ep[1], rank.tp[1]) == (ep, tp)
@@ -97,7 +99,25 @@ def test_bytes_read_are_those_that_were_read(
     monkeypatch.setattr(Tensors, "read", counted)
     loaded = mk.load_experts(tmp_path, 0, ep=(1, 4))
     assert {name.split(".")[5] for name, _ in seen} == {"1"}
+    told = f"1 of 4 experts in none, ep=(1, 4), tp=(0, 1), bytes_read={loaded.bytes_read}"
+    assert repr(loaded) == f"LoadedExperts({told})"
     assert loaded.bytes_read == sum(n for _, n in seen) == expert_bytes(sample) // 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_a_matrix_are_the_whole(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = "step3p5" if kind == "deepseek fp8" else PUBLISHERS.get(kind, "mixtral")
+    sample = write(tmp_path, family, kind, intermediate=512)
+    whole = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    monkeypatch.setattr(checkpoint, "_AT_ONCE", 1 << 12)
+    pieces = mk.load_experts(tmp_path, 0, tp=(1, 2))
+    for name, tensor in vars(whole.weights).items():
+        same = getattr(pieces.weights, name)
+        assert (same is None) == (tensor is None)
+        assert tensor is None or torch.equal(same.float(), tensor.float())
+    assert pieces.bytes_read <= 1.05 * expert_bytes(sample) / 2
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "openai_privacy_filter"])
@@ -168,6 +188,12 @@ def test_a_tile_over_gate_and_up_is_divided(tmp_path: Path) -> None:
         ("awq", 192, 4, "group: got 64, need a group that halves to a divisor of 48"),
         ("deepseek fp8", 208, 2, "104 columns of blocks of 128, need shares that blocks of 32"),
         ("gptq int8", 192, 12, "group: got 64"),
+        (
+            "compressed int8, weights",
+            200,
+            4,
+            "columns: got .0, 50., need multiples of 4: weight_pack",
+        ),
     ],
 )
 def test_a_share_that_cuts_a_group_is_refused(

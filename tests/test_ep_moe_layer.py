@@ -127,7 +127,7 @@ def test_quantisation_by_config(config: object, quant: str) -> None:
         ({"num_expert_group": 4}, r"topk_group: got \(4, None\), need None, or use_grouped_topk"),
         ({"correction_bias": BIAS}, "correction_bias: got a tensor, need use_grouped_topk=True"),
         ({"renormalize": None}, "renormalize: got None, need True or False"),
-        ({"quant_config": 8}, "quant_config: got int, need a scheme by its name"),
+        ({"quant_config": 8}, "quant_config: got int, need a quantization_config"),
         ({"quant_config": SimpleNamespace(activation_scheme="some")},
          "quant_config: got activation_scheme='some'"),
         ({"experts": "NoSuchExperts"}, "experts part: got 'NoSuchExperts'"),

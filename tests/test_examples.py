@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 PRINTED = {
     "compose_and_check.py": ["(16, 64)", "the same within 1e-4", "planned: the same bits"],
     "in_a_transformers_model.py": ["as with transformers' own experts"],
+    "layer_over_ranks.py": ["(128.0, 0.0)", "balanced: ", "the same within 1e-4"],
     "profile_to_a_trace.py": ["mk::experts", "mk::finalize", "trace: "],
     "two_ranks.py": ["rank 0 of 2", "rank 1 of 2", "as on one rank"],
     "why_not.py": ["NoEP x TritonExperts\n", "format: got", "raises IncompatibleError"],

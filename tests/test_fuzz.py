@@ -107,8 +107,8 @@ PLANTED: tuple[tuple[Target, Any, str, Callable[..., Any], tuple[str, ...]], ...
     (files.stored_files, stored, "_text", lambda *_: True, (RAW, WRONG)),
     (files.stored_files, config_file, "_of_layers", lambda _, config: config, (RAW,)),
     (composed.composed_call, choosing, "expect", _nothing, (RAW, ACCEPTED)),
-    (checkpoints.checkpoints, boxes.Source, "check", lambda _: {}, (RAW, WRONG)),
-    (checkpoints.checkpoints, boxes.Source, "_check_extra", _nothing, (ACCEPTED,)),
+    (checkpoints.checkpoints, boxes.LayerSource, "check", lambda _: {}, (RAW, WRONG)),
+    (checkpoints.checkpoints, boxes.LayerSource, "_check_extra", _nothing, (ACCEPTED,)),
     (checkpoints.checkpoints, importers_stored.Stored, "check", _nothing, (RAW, WRONG)),
     (checkpoints.checkpoints, importers_files, "_raised", lambda: (KeyError,), (RAW,)),
 )
@@ -158,13 +158,13 @@ def test_another_order_of_awq_s_columns_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_up_loaded_as_gate_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = layouts.Layer.projections
+    plain = layouts.LayerPlaces.projections
 
-    def turned(layer: layouts.Layer, expert: int) -> Any:
+    def turned(layer: layouts.LayerPlaces, expert: int) -> Any:
         first, second = plain(layer, expert)
         return first[::-1], second
 
-    monkeypatch.setattr(layouts.Layer, "projections", turned)
+    monkeypatch.setattr(layouts.LayerPlaces, "projections", turned)
     assert WRONG in _kinds(checkpoints.checkpoints)
 
 

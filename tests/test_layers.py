@@ -19,6 +19,7 @@ from modular_kernel.errors import (
     InputError,
     ModularKernelError,
     ShapeError,
+    StateError,
     UnsupportedError,
 )
 from modular_kernel.layers import fused_moe as module
@@ -282,6 +283,11 @@ def test_large_calls_and_captures_keep_no_buffers(monkeypatch: pytest.MonkeyPatc
     layer(sample.x_TH[:9], sample.logits[:9])
     layer.warm_up(9)
     assert not shared.plans
+    with monkeypatch.context() as capture:
+        capture.setattr(planning, "_capturing", lambda device: True)
+        layer(sample.x_TH[:9], sample.logits[:9])
+        with pytest.raises(StateError, match="a kernel of a new size: got a CUDA graph being"):
+            layer(sample.x_TH[:40], sample.logits[:40])
     for tokens in (1, 20, 40):
         layer(sample.x_TH[:tokens], sample.logits[:tokens])
     assert [key[1].tokens for key in shared.kernels] == [32, 64]
@@ -294,6 +300,8 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"top_k": 2}, "top_k: got 2, need 3, the router's"),
     ({"num_experts": 2}, "router experts: got 2, need top_k = 3 to 1024"),
     ({"intermediate_size": 49, "parallel": LayerParallel(tp=(0, 2))},
+     "intermediate: got 49, need a multiple of the 2 tensor-parallel ranks"),
+    ({"intermediate_size": 49, "parallel": LayerParallel(tp=(0, 2)), "quant_config": "none"},
      "intermediate_size: got 49, need a multiple of 2, the TP ranks"),
     ({"quant_config": "int4_w4a16_group:group=32", "parallel": LayerParallel(tp=(0, 2))},
      "intermediate_size: got 48, need 2 shares of whole groups of 32"),

@@ -21,8 +21,8 @@ from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.edges.edges import Edge, Edges, case_of, edges_of
 from modular_kernel.testing.edges.sites import sites_of_part, sites_of_rules
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.testing.verify.checks import Trial
 from modular_kernel.testing.verify.over_ranks import CHECKS, prove_ranks
+from modular_kernel.testing.verify.trial import Trial
 from modular_kernel.types import Machine, Problem
 
 GPU = Machine("cuda", (9, 0), frozenset({"triton"}))

@@ -141,6 +141,32 @@ def test_another_limit_is_another_graph() -> None:
             assert torch.equal(compiled(*given), module(*given))
 
 
+def test_another_act_fn_is_another_graph() -> None:
+    model = small_model("mixtral", "float32", DEVICE)
+    module = next(each for each in model.modules() if hasattr(type(each), "_apply_gate"))
+    module.config._experts_implementation = register()
+    compiled, found = torch.compile(module, backend="eager", fullgraph=True), []
+    x_TH = torch.randn(3, module.down_proj.shape[1], device=DEVICE)
+    call = (x_TH, torch.tensor([[0, 1]] * 3, device=DEVICE), torch.ones(3, 2, device=DEVICE))
+    for function in (torch.nn.SiLU(), torch.nn.GELU(), torch.nn.GELU("tanh")):
+        module.act_fn = function
+        with torch.no_grad():
+            found.append(compiled(*call))
+            assert torch.equal(found[-1], module(*call))
+    assert not torch.equal(found[0], found[1])
+
+
+def test_dynamic_shapes_take_another_top_k() -> None:
+    module = experts()
+    compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
+    for top_k in (2, 3):
+        x_TH, _, _ = inputs(4)
+        ids_TK = torch.arange(top_k, device=DEVICE).repeat(4, 1)
+        weights_TK = torch.ones(4, top_k, device=DEVICE)
+        with torch.no_grad():
+            assert torch.equal(compiled(x_TH, ids_TK, weights_TK), module(x_TH, ids_TK, weights_TK))
+
+
 def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
     module, given = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
@@ -206,20 +232,22 @@ def test_bad_texts_are_refused(place, value, match) -> None:
 
 
 def test_plans_are_bounded_and_kept_outputs_do_not_change() -> None:
-    """Four layers of one shape and random token counts, past the largest that is planned."""
+    """1,000 calls of four layers of one shape, of any tokens, past the largest that is planned."""
     name = register(NO_EP, "TorchExperts", name="planned")
     layers = [experts() for _ in range(4)]
     for layer in layers:
         layer.config._experts_implementation = name
     generator = torch.Generator().manual_seed(0)
-    kept = []
+    pairing, kept, held = registration(name).pairing, [], []
     with torch.no_grad(), torch_twins():
-        for call in range(120):
-            tokens = int(torch.randint(0, 700, (1,), generator=generator))
-            given, layer = inputs(tokens), layers[call % 4]
-            out = layer(*given)
-            kept.append((out, out.clone()))
-    plans = registration(name).pairing.plans
-    assert {plan.problem.tokens for plan in plans.values()} <= {16, 32, 64, 128, 256, 512}
-    assert len(plans) == len({plan.problem.tokens for plan in plans.values()})
+        for call in range(1000):
+            tokens = int(torch.randint(0, 600, (1,), generator=generator))
+            out = layers[call % 4](*inputs(tokens))
+            if call % 40 == 0:
+                kept.append((out, out.clone()))
+                held.append(sum(plan.nbytes for plan in pairing.plans.values()))
+    assert {key[1] for key in pairing.plans} == {16, 32, 64, 128, 256, 512}
+    assert {key[1] for key in pairing.kernels} == {16, 32, 64, 128, 256, 512, 1024}
+    assert len(pairing.plans) == 6
+    assert held[-1] == held[-5]
     assert all(torch.equal(out, copy) for out, copy in kept)

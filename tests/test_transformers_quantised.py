@@ -121,7 +121,7 @@ def worst(model: torch.nn.Module, exact: torch.nn.Module) -> float:
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda word: word)
 def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
     written = write(tmp_path, name, kind)
-    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
     assert worst(model, written.exact) <= written.bound
     quant = modules(model)[0]._mk_quant
     assert quant.partition(":")[0] == KINDS[kind].scheme.partition(":")[0]
@@ -139,7 +139,7 @@ def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
 def test_whole_models_run_compiled_and_generate(name, kind, tmp_path) -> None:
     torch.compiler.reset()
     written = write(tmp_path, name, kind)
-    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
     ids = torch.arange(9, device=DEVICE)[None]
     with torch.no_grad():
         eager = model(input_ids=ids, use_cache=False).logits
@@ -177,7 +177,7 @@ def drop_a_tile(tensors) -> None:
 )
 def test_the_bound_sees_what_a_loader_could_get_wrong(kind, change, tmp_path) -> None:
     written = write(tmp_path, "mixtral", kind, change)
-    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
     assert worst(model, written.exact) > written.bound
 
 
@@ -201,8 +201,10 @@ def test_no_package_of_a_packer_is_needed(tmp_path) -> None:
 def test_gradients_pass_through_packed_experts(tmp_path) -> None:
     """To adapters beside and before them, and to biases; as from the float64 model."""
     written = write(tmp_path, "gpt_oss", "mxfp4")
-    model = from_pretrained(tmp_path, experts_implementation=register(), dtype=torch.float32)
-    ours, theirs = modules(model.to(DEVICE))[0], modules(written.exact)[0]
+    model = from_pretrained(
+        tmp_path, experts_implementation=register(), dtype=torch.float32, device=DEVICE
+    )
+    ours, theirs = modules(model)[0], modules(written.exact)[0]
     for module in (ours, theirs):
         module.gate_up_proj_bias.requires_grad_()
         module.down_proj_bias.requires_grad_()
@@ -221,7 +223,7 @@ def test_gradients_pass_through_packed_experts(tmp_path) -> None:
 
 def test_other_implementations_and_saving_are_refused(tmp_path) -> None:
     write(tmp_path, "mixtral", "awq")
-    model = from_pretrained(tmp_path, experts_implementation=register()).to(DEVICE)
+    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
     ids = torch.arange(4, device=DEVICE)[None]
     model.set_experts_implementation("eager")
     with torch.no_grad(), pytest.raises(UnsupportedError, match="eager"):

@@ -244,3 +244,18 @@ def test_saving_makes_this_process_read_anew(here: Path) -> None:
     assert choose_config(MIXTRAL, 64) == other
     tiles.reread()
     assert choose_config(MIXTRAL, 64) == other
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("NVIDIA H200", "grouped_tma"),
+        ("NVIDIA H100 80GB HBM3", "grouped_tma"),
+        ("NVIDIA GH200 480GB", "grouped_tma"),
+        ("NVIDIA A100-SXM4-80GB", "aligned"),
+        ("NVIDIA B200", "aligned"),
+    ],
+)
+def test_explain_knows_the_paths_of_a_gpu_that_is_named(here: Path, name: str, path: str) -> None:
+    text = ConfigSpace(MIXTRAL, "TritonExperts", PATHS).explain(4096, name)
+    assert f"  path: {path}\n" in text

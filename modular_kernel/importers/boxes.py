@@ -14,11 +14,12 @@ import torch
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.importers.files import Tensors
 from modular_kernel.importers.formats import Format
-from modular_kernel.importers.layouts import Layer, Layout, Place
+from modular_kernel.importers.layouts import ExpertLayout, LayerPlaces, ProjectionPlace
 from modular_kernel.importers.merging import piece
 from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored
 from modular_kernel.printable import counted
 
+_MOST_MISSING = 10_000  # after which no other is looked for
 # Beside experts in some families' files, and no weight of them.
 _OTHERS = ("e_score_correction_bias",)
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
@@ -38,12 +39,12 @@ _LAYERS = r"(?P<prefix>(?:.*\.)?)(?:layers|blocks|h)\.(?P<layer>\d+)\."
 
 
 @dataclass(frozen=True)
-class Source:
+class LayerSource:
     """The experts of one layer in a checkpoint's files."""
 
     files: Tensors
     format: Format
-    layer: Layer
+    layer: LayerPlaces
     bias: bool
 
     @property
@@ -55,13 +56,13 @@ class Source:
         """Return what there is of each matrix."""
         return (*self.format.stored, *((_BIAS,) if self.bias else ()))
 
-    def places(self) -> Iterator[Place]:
-        """Yield where each projection of each expert lies."""
-        for expert in range(self.layer.experts):
+    def places(self) -> Iterator[ProjectionPlace]:
+        """Yield where each projection of each expert lies; of a stack that of the first."""
+        for expert in range(1 if self.layer.layout.stacked else self.layer.experts):
             first, second = self.layer.projections(expert)
             yield from (*first, *second)
 
-    def key(self, place: Place, stored: Stored) -> str | None:
+    def key(self, place: ProjectionPlace, stored: Stored) -> str | None:
         """Return the name of a tensor in the files, None if it is not there."""
         return next((key for key in place.keys(stored) if key in self.files.names), None)
 
@@ -73,6 +74,8 @@ class Source:
         """
         missing, seen, dtypes = list[str](), set[str](), dict[str, set[torch.dtype]]()
         for place in self.places():
+            if len(missing) > _MOST_MISSING:
+                break
             for stored in self.stored():
                 key = self.key(place, stored)
                 if key is None:
@@ -111,32 +114,36 @@ class Source:
             got = f"{self.files.where(extra[0])}{_more(extra)}"
             raise WeightsError(self.what, got=got, need=need)
 
-    def check_cut(self, parts: Sequence[tuple[Place, Range, Range]]) -> None:
+    def check_cut(self, parts: Sequence[tuple[ProjectionPlace, Range, Range]]) -> None:
         """Raise the ConfigurationError of shares that go through a word of packed values."""
         for place, rows, columns in parts:
             for stored in self.format.stored:
                 stored.check_cut(self.what, rows, columns, (place.rows, place.depth))
 
     def part(
-        self, fine: Format, place: Place, rows: Range, columns: Range
+        self, fine: Format, place: ProjectionPlace, rows: Range, columns: Range, *, order: bool
     ) -> dict[str, torch.Tensor]:
-        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them."""
+        """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them.
+
+        order: read the order of columns too, and check it: once for all rows.
+        """
         rows = (place.first + rows[0], place.first + rows[1])
         found = {}
         for stored in self.format.stored:
-            key = None if stored.role in ("shape", "a_scale") else self.key(place, stored)
+            skipped = stored.role in ("shape", "a_scale") or (stored.role == "order" and not order)
+            key = None if skipped else self.key(place, stored)
             if key is not None:
                 found[stored.name] = self._read(key, place, stored, rows, columns)
         return piece(self.format, fine, found, rows, columns)
 
-    def bias_of(self, place: Place, rows: Range) -> torch.Tensor:
+    def bias_of(self, place: ProjectionPlace, rows: Range) -> torch.Tensor:
         """Read rows [a, b) of a projection's bias."""
         key = self.key(place, _BIAS)
         assert key is not None
         rows = (place.first + rows[0], place.first + rows[1])
         return self._read(key, place, _BIAS, rows, (0, place.depth))
 
-    def input_scales(self, places: Sequence[Place]) -> torch.Tensor:
+    def input_scales(self, places: Sequence[ProjectionPlace]) -> torch.Tensor:
         """Read the static activation scales of projections, float32."""
         (stored,) = (each for each in self.format.stored if each.role == "a_scale")
         found = dict[str, torch.Tensor]()
@@ -148,7 +155,7 @@ class Source:
         return torch.cat(list(found.values()))
 
     def _read(
-        self, key: str, place: Place, stored: Stored, rows: Range, columns: Range
+        self, key: str, place: ProjectionPlace, stored: Stored, rows: Range, columns: Range
     ) -> torch.Tensor:
         tensor = self.files.read(key, place.box(stored, rows, columns))
         if place.transposed and len(stored.dims) > 1:
@@ -168,7 +175,7 @@ def _more(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------ finding a layer
 
 
-def blocks_of(names: frozenset[str], layout: Layout) -> dict[tuple[str, int], str]:
+def blocks_of(names: frozenset[str], layout: ExpertLayout) -> dict[tuple[str, int], str]:
     """Return what is in front of the experts' own names, by (what is in front of layers, layer)."""
     own = "|".join(re.escape(name) for name in layout.names)
     own = rf"(?:{own})(?:[._]|$)" if layout.stacked else rf"\d+\.(?:{own})\."
@@ -180,14 +187,14 @@ def blocks_of(names: frozenset[str], layout: Layout) -> dict[tuple[str, int], st
 
 
 def find_layers(
-    files: Tensors, layouts: Sequence[Layout], prefix: str | None
-) -> tuple[str, dict[int, list[tuple[Layout, str]]]]:
+    files: Tensors, layouts: Sequence[ExpertLayout], prefix: str | None
+) -> tuple[str, dict[int, list[tuple[ExpertLayout, str]]]]:
     """Return what is in front of the layers, and for each with experts how they may lie.
 
     prefix: given by the caller, or None for that of the language model. ConfigurationError if
     there are none, or several models of which none is known to be it.
     """
-    found: dict[str, dict[int, list[tuple[Layout, str]]]] = {}
+    found: dict[str, dict[int, list[tuple[ExpertLayout, str]]]] = {}
     for layout in layouts:
         for (front, layer), block in blocks_of(files.names, layout).items():
             found.setdefault(front, {}).setdefault(layer, []).append((layout, block))
@@ -207,17 +214,18 @@ def find_layers(
 def find_source(
     files: Tensors,
     format: Format,
-    candidates: Sequence[tuple[Layout, str]],
+    candidates: Sequence[tuple[ExpertLayout, str]],
     sizes: tuple[int, int, int],
     bias: bool,
-) -> Source:
+) -> LayerSource:
     """Return the layout that a layer's names and shapes tell, of those that its names allow.
 
     sizes: experts, hidden, intermediate. The first that fits by the shape of its down projection;
-    where none does, `Source.check` of the first says why.
+    where none does, `LayerSource.check` of the first says why.
     """
     sources = [
-        Source(files, format, Layer(layout, block, *sizes), bias) for layout, block in candidates
+        LayerSource(files, format, LayerPlaces(layout, block, *sizes), bias)
+        for layout, block in candidates
     ]
     quantised = format.method != "none"
     odd = [s for s in sources if quantised and (s.layer.layout.flat or _turned(s))]
@@ -228,13 +236,13 @@ def find_source(
     return next((source for source in sources if _fits(source)), sources[0])
 
 
-def _turned(source: Source) -> bool:
+def _turned(source: LayerSource) -> bool:
     """Whether a layout stores (K, N) of what has scales of more than blocks."""
     blocks = source.format.scheme.granularity == "block"
     return bool(source.layer.layout.transposed) and not blocks
 
 
-def _fits(source: Source) -> bool:
+def _fits(source: LayerSource) -> bool:
     first, second = source.layer.projections(0)
     stored = next(each for each in source.format.stored if each.role == "w")
     for place in (*first, *second):
@@ -247,5 +255,5 @@ def _fits(source: Source) -> bool:
         except ShapeError:
             return False
         except DtypeError:
-            continue  # its names and shapes tell; `Source.check` says what is wrong
+            continue  # its names and shapes tell; `LayerSource.check` says what is wrong
     return True

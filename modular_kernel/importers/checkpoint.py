@@ -7,7 +7,7 @@
 A rank reads its share of the bytes. In memory there is what it keeps, and a piece of one matrix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
@@ -17,23 +17,23 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, InputError
 from modular_kernel.fields import Count, expect
-from modular_kernel.importers.boxes import Source
+from modular_kernel.importers.boxes import LayerSource
 from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import open_tensors
 from modular_kernel.importers.formats import Format
-from modular_kernel.importers.layouts import Place
+from modular_kernel.importers.layouts import ProjectionPlace
 from modular_kernel.importers.merging import Matrix, stack
 from modular_kernel.importers.stored import Range
 from modular_kernel.importers.tensors import static_scale
 from modular_kernel.placement import Placement
-from modular_kernel.quant import TensorSpec, weight_specs
+from modular_kernel.quant import weight_specs
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Parallel, Problem, parse_dtype
 
 _AT_ONCE = 1 << 22  # values of a matrix that are read, merged and copied in one step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadedExperts:
     """The experts of one layer that one rank holds.
 
@@ -72,6 +72,12 @@ class LoadedExperts:
         place = self.placement.expert_map(self.ep[0], self.weights.w1.device)
         return problem, replace(self.weights, expert_map=place)
 
+    def __repr__(self) -> str:
+        """Return what it is, without its numbers."""
+        held = f"{len(self.weights.w1)} of {self.placement.experts} experts in {self.format}"
+        share = f"ep={self.ep}, tp={self.tp}, bytes_read={self.bytes_read}"
+        return f"LoadedExperts({held}, {share})"
+
     def _placed(self) -> Literal["linear"] | Placement:
         return "linear" if self.placement.is_linear else self.placement
 
@@ -103,11 +109,22 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     got and what they need. Nothing is returned in part.
     """
     asked = _Asked(layer, ep, tp, dtype, prefix)
-    path = Path(checkpoint)
-    with open_tensors(path) as files:
+    expect("checkpoint", checkpoint, str | Path)
+    expect("config", config, str | Path | None)
+    place = _device(device)
+    with open_tensors(Path(checkpoint)) as files:
         found = examine(files, config, prefix)
         source = found.source(asked.layer)
-        return _load(source, found, asked, placement, torch.device(device))
+        return _load(source, found, asked, placement, place)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        need = "a device of torch, such as 'cuda'"
+        got = f"{device!r}"[:80] if isinstance(device, str) else type(device).__name__
+        raise ConfigurationError("device", got=got, need=need) from error
 
 
 @dataclass(frozen=True)
@@ -132,7 +149,7 @@ class _Asked:
 
 
 def _load(
-    source: Source,
+    source: LayerSource,
     found: Examined,
     asked: _Asked,
     placement: Literal["linear"] | Placement,
@@ -146,21 +163,16 @@ def _load(
     problem = Problem(tokens=1, local_experts=len(held.slots[asked.ep[0]]), **facts)
     rank = _Share(source, source.format.with_scheme(problem.scheme), problem, asked.tp)
     rank.check_cut()
-    weights = rank.read(held.slots[asked.ep[0]], _scale_dtype(stored, dtype), device)
+    weights = rank.read(held.slots[asked.ep[0]], _allocated(problem, stored, device))
     read = source.files.bytes_read
     return LoadedExperts(weights, facts, held, asked.ep, asked.tp, source.format, read)
-
-
-def _scale_dtype(stored: dict[str, frozenset[torch.dtype]], dtype: torch.dtype) -> torch.dtype:
-    """Return the layer's dtype if all scales have it, else float32, which loses none of a bit."""
-    return dtype if stored.get("scale") == frozenset((dtype,)) else torch.float32
 
 
 @dataclass(frozen=True)
 class _Share:
     """What one rank reads of a layer's matrices. fine: the format as the layer holds it."""
 
-    source: Source
+    source: LayerSource
     fine: Format
     problem: Problem
     tp: tuple[int, int]
@@ -178,11 +190,8 @@ class _Share:
         parts = [(place, self._rows(0, self._width), (0, hidden)) for place in first]
         self.source.check_cut([*parts, (down, (0, hidden), self.columns)])
 
-    def read(
-        self, experts: Sequence[int], scale_dtype: torch.dtype, device: torch.device
-    ) -> ExpertWeights:
-        """Read this rank's share of `experts` into tensors made once."""
-        whole = _allocated(self.problem, scale_dtype, device)
+    def read(self, experts: Sequence[int], whole: dict[str, torch.Tensor]) -> ExpertWeights:
+        """Read this rank's share of `experts` into the tensors of `whole`, which were made once."""
         for slot, expert in enumerate(experts):
             first, second = self.source.layer.projections(expert)
             for rows in self._pieces(self._width, len(first) * self.problem.hidden):
@@ -194,7 +203,7 @@ class _Share:
             if self.problem.bias:
                 self._put_biases(whole, slot, first, second[0])
         if self.fine.scheme.static:
-            whole |= self._input_scales(device)
+            whole = whole | self._input_scales(whole["w1"].device)
         return ExpertWeights(**whole)
 
     @property
@@ -223,25 +232,37 @@ class _Share:
         whole: dict[str, torch.Tensor],
         name: str,
         slot: int,
-        parts: Sequence[tuple[Place, Range, Range]],
+        parts: Sequence[tuple[ProjectionPlace, Range, Range]],
         rows: Range,
     ) -> None:
         """Read rows of some projections, merge them, and copy each to its place in w1 or w2."""
         try:
-            read = [self.source.part(self.fine, *part) for part in parts]
-            matrix = stack(self.fine, read, self.problem.dtype)
+            read = [self.source.part(self.fine, *part, order=not rows[0]) for part in parts]
+            merged = self._merged(read)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
-        width = self._width if len(parts) > 1 else 0
-        for number in range(len(parts)):
-            _copy(whole, name, slot, matrix, self.fine, rows, (number, number * width))
+        for number, matrix in enumerate(merged):
+            begin = number * self._width + rows[0]
+            _copy(whole, name, slot, matrix, self.fine, begin)
+
+    def _merged(self, read: Sequence[Mapping[str, torch.Tensor]]) -> list[Matrix]:
+        """Merge projections; each by itself, and so a view where nothing has to be unpacked."""
+        dtype = self.problem.dtype
+        if self.fine.scheme.granularity != "tensor":
+            return [stack(self.fine, [each], dtype) for each in read]
+        matrix = stack(self.fine, read, dtype)  # their scales become one
+        return [replace(matrix, w=rows) for rows in matrix.w.chunk(len(read))]
 
     def _put_biases(
-        self, whole: dict[str, torch.Tensor], slot: int, first: Sequence[Place], down: Place
+        self,
+        whole: dict[str, torch.Tensor],
+        slot: int,
+        first: Sequence[ProjectionPlace],
+        down: ProjectionPlace,
     ) -> None:
         biases = [self.source.bias_of(place, self._rows(0, self._width)) for place in first]
-        whole["b1"][slot] = torch.cat(biases).to(whole["b1"].dtype)
+        whole["b1"][slot] = torch.cat([bias.to(whole["b1"].dtype) for bias in biases])
         if self.tp[0] == 0:  # its sum over ranks has it once
             whole["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
 
@@ -256,19 +277,28 @@ class _Share:
 
 
 def _allocated(
-    problem: Problem, scale_dtype: torch.dtype, device: torch.device
+    problem: Problem, stored: Mapping[str, frozenset[torch.dtype]], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Make every tensor that the problem's weights have, but static activation scales."""
-    specs = {name: s for name, s in weight_specs(problem).items() if not name.startswith("a")}
+    """Make every tensor that the problem's weights have, but static activation scales.
+
+    stored: dtypes in the files, by role. Scales and biases are of the layer's dtype where all of
+    them have it, else float32, which holds any of them.
+    """
+
+    def dtype_of(role: str) -> torch.dtype:
+        whole = stored.get(role) == frozenset((problem.dtype,))
+        return problem.dtype if whole else torch.float32
+
     made = {}
-    for name, spec in specs.items():
-        dtype = scale_dtype if scale_dtype in spec.dtypes else spec.dtypes[0]
-        made[name] = torch.empty(spec.shape, dtype=dtype, device=device)
+    for name, spec in weight_specs(problem).items():
+        if not name.startswith("a"):
+            own = dtype_of("scale") if name.endswith("_scale") else spec.dtypes[0]
+            dtype = own if own in spec.dtypes else spec.dtypes[0]
+            made[name] = torch.empty(spec.shape, dtype=dtype, device=device)
     if problem.bias:
-        sizes = {"b1": problem.w1_rows, "b2": problem.hidden}
-        for name, size in sizes.items():
-            spec = TensorSpec((problem.e, size), (problem.dtype,), "(e, N)")
-            made[name] = torch.zeros(spec.shape, dtype=problem.dtype, device=device)
+        for name, size in (("b1", problem.w1_rows), ("b2", problem.hidden)):
+            shape = (problem.e, size)
+            made[name] = torch.zeros(shape, dtype=dtype_of("bias"), device=device)
     return made
 
 
@@ -278,12 +308,9 @@ def _copy(
     slot: int,
     matrix: Matrix,
     format: Format,
-    rows: Range,
-    part: tuple[int, int],
+    begin: int,
 ) -> None:
-    """Copy one projection of a merged piece to rows [a, b), `part[1]` rows further."""
-    number, begin = part
-    length = rows[1] - rows[0]
+    """Copy a piece of one projection to the rows from `begin` on of w1 or w2."""
     scheme = format.scheme
     scale_step = scheme.group[0] if scheme.granularity == "block" else 1
     steps = {"": 1, "_scale": scale_step, "_zero_point": 2 if scheme.packed else 1}
@@ -291,10 +318,9 @@ def _copy(
         source = getattr(matrix, suffix.removeprefix("_") or "w")
         if source is None:
             continue
-        if scheme.granularity == "tensor" and suffix == "_scale":
-            whole[name + suffix][slot] = source
-            continue
-        some = slice(-(-number * length // step), -(-(number + 1) * length // step))
-        at = (begin + rows[0]) // step
-        part_of = source[some]
-        whole[name + suffix][slot, at : at + len(part_of)] = part_of
+        target = whole[name + suffix]
+        if source.dim():
+            at = begin // step
+            target[slot, at : at + len(source)] = source
+        else:  # one of the whole matrix
+            target[slot] = source

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.importers.boxes import Source, find_layers, find_source
+from modular_kernel.importers.boxes import LayerSource, find_layers, find_source
 from modular_kernel.importers.files import Tensors, open_tensors
 from modular_kernel.importers.formats import Format, fit, format_of
-from modular_kernel.importers.layouts import LAYOUTS, Layout
+from modular_kernel.importers.layouts import LAYOUTS, ExpertLayout
 from modular_kernel.models.config_file import config_of_file, facts_of_config
 from modular_kernel.types import ActivationSpec
 
@@ -25,9 +25,9 @@ class Examined:
     files: Tensors
     facts: dict[str, Any]
     format: Format
-    layers: dict[int, list[tuple[Layout, str]]]
+    layers: dict[int, list[tuple[ExpertLayout, str]]]
 
-    def source(self, layer: int) -> Source:
+    def source(self, layer: int) -> LayerSource:
         """Return where the experts of a layer lie."""
         if layer not in self.layers:
             need = f"one with experts: {_ranges(sorted(self.layers))}"
@@ -35,7 +35,7 @@ class Examined:
         sizes = (self.facts["experts"], self.facts["hidden"], self.facts["intermediate"])
         return find_source(self.files, self.format, self.layers[layer], sizes, self.facts["bias"])
 
-    def problem_fields(self, source: Source, world: int = 1) -> dict[str, Any]:
+    def problem_fields(self, source: LayerSource, world: int = 1) -> dict[str, Any]:
         """Return what the checkpoint settles of a Problem, on each of `world` ranks of tp."""
         facts = dict(self.facts)
         act = ActivationSpec.parse(facts["activation"])

@@ -238,14 +238,14 @@ def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -
 
 
 def unpack_words(packed: torch.Tensor, dim: int, order: range | tuple[int, ...]) -> torch.Tensor:
-    """Unpack int32 to int32 values of 32 / len(order) bits along `dim`, a negative number.
+    """Unpack int32 to uint8 values of 32 / len(order) bits along `dim`, a negative number.
 
     order[i]: the place, of the values of a word, of the one in its bits i.
     """
     bits = _WORD // len(order)
     parts: list[torch.Tensor] = [packed] * len(order)
     for part, place in enumerate(order):
-        parts[place] = (packed >> (bits * part)) & ((1 << bits) - 1)
+        parts[place] = (packed >> (bits * part) & ((1 << bits) - 1)).to(torch.uint8)
     dim = packed.dim() + dim
     return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
 

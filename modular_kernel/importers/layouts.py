@@ -12,7 +12,7 @@ from modular_kernel.importers.stored import Range, Stored
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ExpertLayout:
     """How the experts of a layer lie in files. E experts, I intermediate, H hidden.
 
     block: the module of the experts, below the layer's own. gate, up, down: names of projections;
@@ -40,7 +40,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProjectionPlace:
     """Where one projection of one expert lies.
 
     base: name of its tensors without what each is called. rows, depth: of the stored matrix, of
@@ -90,20 +90,22 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerPlaces:
     """One layer's experts in a file: a layout, the name in front of it, and its sizes."""
 
-    layout: Layout
+    layout: ExpertLayout
     prefix: str  # up to the block, with its dot
     experts: int
     hidden: int
     intermediate: int
 
-    def projections(self, expert: int) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
+    def projections(
+        self, expert: int
+    ) -> tuple[tuple[ProjectionPlace, ...], tuple[ProjectionPlace, ...]]:
         """Return where the matrices of w1 (gate and up, or one) and of w2 lie."""
         layout = self.layout
         gated, width = bool(layout.gate), self.intermediate
-        first: tuple[Place, ...]
+        first: tuple[ProjectionPlace, ...]
         if gated and not layout.up:
             both = self._place(layout.gate, expert, 2 * width, self.hidden, 0)
             up = self._place(layout.gate, expert, 2 * width, self.hidden, width)
@@ -113,10 +115,10 @@ class Layer:
             first = tuple(self._place(name, expert, width, self.hidden, 0) for name in names)
         return first, (self._place(layout.down, expert, self.hidden, width, 0),)
 
-    def _place(self, name: str, expert: int, rows: int, depth: int, first: int) -> Place:
+    def _place(self, name: str, expert: int, rows: int, depth: int, first: int) -> ProjectionPlace:
         layout = self.layout
         own = "" if layout.stacked else f"{expert}."
-        return Place(
+        return ProjectionPlace(
             base=f"{self.prefix}{own}{name}",
             rows=rows,
             depth=depth,
@@ -129,14 +131,14 @@ class Layer:
         )
 
 
-def _each(block: str, names: str = "gate_proj up_proj down_proj") -> Layout:
+def _each(block: str, names: str = "gate_proj up_proj down_proj") -> ExpertLayout:
     gate, up, down = names.split(" ")
-    return Layout(block=block, gate=gate, up=up, down=down)
+    return ExpertLayout(block=block, gate=gate, up=up, down=down)
 
 
-def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -> Layout:
+def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -> ExpertLayout:
     both = ("gate_up_proj", "down_proj")
-    return Layout(
+    return ExpertLayout(
         block=block,
         gate=both[0],
         up="",
@@ -148,9 +150,11 @@ def _fused(block: str, *, transposed: bool = False, interleaved: bool = False) -
     )
 
 
-def _modules(block: str, gate: str, up: str, down: str, *, transposed: bool = False) -> Layout:
+def _modules(
+    block: str, gate: str, up: str, down: str, *, transposed: bool = False
+) -> ExpertLayout:
     names = (gate, down) if transposed else ()
-    return Layout(block=block, gate=gate, up=up, down=down, stacked=True, transposed=names)
+    return ExpertLayout(block=block, gate=gate, up=up, down=down, stacked=True, transposed=names)
 
 
 _MLP, _W = "mlp.experts", "w1 w3 w2"
@@ -162,7 +166,7 @@ _GEMMA = (_fused("experts"), _each("experts"))
 _LATENT = (_each("experts", _W),)
 
 # fmt: off
-LAYOUTS: dict[str, tuple[Layout, ...]] = {
+LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     **dict.fromkeys((
         "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_ocr2_text",
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note_text", "ernie4_5_moe",
@@ -176,17 +180,17 @@ LAYOUTS: dict[str, tuple[Layout, ...]] = {
     **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("gemma4_text", "diffusion_gemma_text"), _GEMMA),
     "aria_text": (_modules(_MLP, "fc1", "", "fc2", transposed=True),),
-    "dbrx": (Layout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, bare=True, transposed=("w2",), flat=True),),
+    "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, bare=True, transposed=("w2",), flat=True),),
     "deepseek_v4": (_each("ffn.experts", _W),),
     "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _each(_MLP)),
     "granitemoe_swa": (_fused("block_sparse_moe.experts"),),
-    "inkling_text": (Layout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, bare=True, interleaved=True),),
+    "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, bare=True, interleaved=True),),
     "jamba": (_each("feed_forward.experts"),),
     "jetmoe": (_modules("mlp", "input_linear", "", "output_linear"),),
     "lfm2_moe": (_each("feed_forward.experts", _W),),
     "llama4_text": (_fused("feed_forward.experts", transposed=True), _each("feed_forward.experts")),
     "mistral_large4_text": _LATENT,
-    "nemotron_h": (Layout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
+    "nemotron_h": (ExpertLayout(block="mixer.experts", gate="", up="up_proj", down="down_proj"),),
     "openai_privacy_filter": (_fused(_MLP, transposed=True),),
     "qwen3_vl_moe_text": _EITHER_WAY,
     "step3p5": (_modules("moe", "gate_proj", "up_proj", "down_proj"),),

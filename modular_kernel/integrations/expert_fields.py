@@ -6,7 +6,7 @@ may follow a name, each after a colon:
     t         its last two dimensions exchanged: a view
     flat      its last two dimensions made one, (e, N, K / 32, 16) to (e, N, K / 2): a view
     bytes     its memory as uint8: a view
-    squeeze   its last dimension of 1 left out
+    first=N   the first N of its first dimension: a view
     float     as float32: a copy, if it is not
     channel=N its (e, P, 1) scales of P projections, one for each of N rows: a copy
     tiles=RxBxT its rows are scales of B rows of each projection, which has R: repeated so that
@@ -59,8 +59,8 @@ def _step(step: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.flatten(2)
     if step == "bytes":
         return tensor.view(torch.uint8)
-    if step == "squeeze":
-        return tensor.squeeze(-1)
+    if step.startswith("first=") and step[6:].isdecimal():
+        return tensor[: int(step[6:])]
     if step == "float":
         return tensor.float()
     if step.startswith("channel=") and step[8:].isdecimal():
@@ -69,7 +69,7 @@ def _step(step: str, tensor: torch.Tensor) -> torch.Tensor:
     sizes = step.removeprefix("tiles=").split("x")
     if step.startswith("tiles=") and len(sizes) == 3 and all(size.isdecimal() for size in sizes):
         return _tiles(tensor, *map(int, sizes))
-    need = "t, flat, bytes, squeeze, float, channel=N or tiles=RxBxT"
+    need = "t, flat, bytes, first=N, float, channel=N or tiles=RxBxT"
     raise ConfigurationError("fields", got=step[:80], need=need)
 
 

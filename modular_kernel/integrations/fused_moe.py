@@ -152,6 +152,9 @@ def fused_moe(
         need = "0, or what a router chose: a softmax does not choose shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
+    if getattr(w1, "ndim", 0) == 3 and experts != _experts(w1, given):  # else told further on
+        need = f"(..., E) with E = {_experts(w1, given)}, the experts"
+        raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalise=renormalize)).routing
     chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)

@@ -5,29 +5,22 @@ A layer is a text here, so that it can be an argument of an operator and survive
 """
 
 import json
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from collections.abc import MutableMapping
 from functools import lru_cache
-from sys import modules
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from modular_kernel.catalog import load_catalog, make_kernel, this_machine
+from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
+from modular_kernel.planned import SMALLEST_CAPACITY, Planned, capacity_of
+from modular_kernel.planned import Pairing as Parts
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem, dtype_name, parse_dtype
 
-# A kernel serves up to its problem's tokens, a power of two and at least this.
-_SMALLEST_CAPACITY = 16
-# Buffers of larger calls are allocated by each call: they would hold gigabytes between calls.
-LARGEST_PLANNED = 512
 _MOST_PLANS = 32
 _BY_DEVICE = "default"
 _FIELDS = frozenset(
@@ -57,16 +50,11 @@ def problem_of(layer: str, tokens: int) -> Problem:
     return Problem(tokens=tokens, **{**fields, "dtype": parse_dtype(fields["dtype"])})
 
 
-def capacity_of(tokens: int) -> int:
-    """Return the power of two that a call of so many tokens is planned for."""
-    return max(_SMALLEST_CAPACITY, 1 << max(tokens - 1, 0).bit_length())
-
-
 class Pairing:
     """Two parts, the kernels made of them, and the plans of their small calls.
 
     experts: None means TritonExperts on a GPU and TorchExperts on a CPU. Layers of one shape share
-    kernels and plans, one for each power of two of tokens; plans of at most LARGEST_PLANNED tokens
+    kernels and plans, one for each power of two of tokens; plans of small calls
     are kept, for each stream its own, the least recently used going first.
     """
 
@@ -81,10 +69,18 @@ class Pairing:
             catalog.experts(experts)
         self.prepare_finalize = prepare_finalize
         self.experts = experts
-        self.kernels: dict[tuple[str, int, torch.device], FusedMoEModularKernel] = {}
-        self.plans: OrderedDict[tuple[str, int, torch.device, int], Plan] = OrderedDict()
-        self._turn = threading.Lock()
+        self._planned = Planned(most_plans=_MOST_PLANS)
         _PAIRINGS[str(self)] = self
+
+    @property
+    def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
+        """The kernels made so far, by parts, problem and device."""
+        return self._planned.kernels
+
+    @property
+    def plans(self) -> MutableMapping[Any, Plan]:
+        """The plans kept."""
+        return self._planned.plans
 
     def __str__(self) -> str:
         experts = _BY_DEVICE if self.experts is None else _part_text(self.experts)
@@ -98,41 +94,17 @@ class Pairing:
         routing: ids of either dtype, whichever the parts want.
         Every InputError of a kernel's call, and IncompatibleError if the pairing is refused.
         """
-        device, capacity = x_TH.device, capacity_of(x_TH.shape[0])
-        with _current(device):
-            kernel = self._kernel(layer, capacity, device)
-            dtype = kernel.prepare_finalize.topk_indices_dtype()
-            if dtype not in (None, routing.topk_ids_TK.dtype):
-                routing = replace(routing, topk_ids_TK=routing.topk_ids_TK.to(dtype))
-            if capacity > LARGEST_PLANNED or not _may_keep_buffers(device):
-                return kernel(x_TH, weights, routing)
-            plan = self._plan(layer, capacity, device, kernel)
-            return plan(x_TH, weights, routing, out=torch.empty_like(x_TH))
+        problem = problem_of(layer, capacity_of(x_TH.shape[0]))
+        return self._planned.run(self._parts(x_TH.device), problem, x_TH, weights, routing)
 
-    def _kernel(self, layer: str, capacity: int, device: torch.device) -> FusedMoEModularKernel:
-        key = (layer, capacity, device)
-        kernel = self.kernels.get(key)
-        if kernel is None:
-            kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
-            experts = self.experts or ("TritonExperts" if kind == "cuda" else "TorchExperts")
-            problem, machine = problem_of(layer, capacity), this_machine(device=kind)
-            kernel = make_kernel(self.prepare_finalize, experts, problem, machine=machine)
-            kernel = self.kernels.setdefault(key, kernel)
-        return kernel
+    def check(self, layer: str, device: torch.device) -> None:
+        """Raise the IncompatibleError of a layer that the pairing does not run on a device."""
+        problem = problem_of(layer, SMALLEST_CAPACITY)
+        self._planned.kernel(self._parts(device), problem, device)
 
-    def _plan(
-        self, layer: str, capacity: int, device: torch.device, kernel: FusedMoEModularKernel
-    ) -> Plan:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (layer, capacity, device, stream)
-        with self._turn:
-            plan = self.plans.get(key)
-            if plan is None or plan.kernel is not kernel:
-                plan = self.plans[key] = kernel.plan()
-            self.plans.move_to_end(key)
-            while len(self.plans) > _MOST_PLANS:
-                self.plans.popitem(last=False)
-        return plan
+    def _parts(self, device: torch.device) -> Parts:
+        usual = "TritonExperts" if device.type == "cuda" else "TorchExperts"
+        return self.prepare_finalize, self.experts or usual
 
 
 _PAIRINGS: dict[str, Pairing] = {}
@@ -158,25 +130,3 @@ def _part_text(part: Part) -> str:
     if part in {known.cls for known in load_catalog().parts}:
         return part.__name__
     return f"{part.__module__}:{part.__qualname__}"
-
-
-def _may_keep_buffers(device: torch.device) -> bool:
-    """Whether memory taken now is this process's own, and not the pool of a CUDA graph.
-
-    A capture, and torch.compile's CUDA graphs while they warm up, take it from the graph's pool,
-    which is written by every replay.
-    """
-    if device.type != "cuda":
-        return True
-    if torch.cuda.is_current_stream_capturing():
-        return False
-    trees = modules.get("torch._inductor.cudagraph_trees")
-    if trees is None:
-        return True
-    manager: Callable[..., object] = trees.get_manager
-    return manager(device.index or 0, create_if_none_exists=False) is None
-
-
-def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current GPU, which a model spread over several may not set."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

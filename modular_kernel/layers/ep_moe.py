@@ -5,6 +5,8 @@ layer = EPMoE(256, 8, 7168, 2048, use_grouped_topk=True, num_expert_group=8, top
 part_TH = layer(x_TH, router_logits)    # add up what the ranks return
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from modular_kernel.errors import ConfigurationError
@@ -14,8 +16,6 @@ from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.planned import Experts
 from modular_kernel.routers import RouterSpec
 
-_FP8 = "fp8_w8a8_tensor"
-
 
 class EPMoE(FusedMoE):
     """Every rank gets all tokens, computes the pairs of its own experts, and returns its part.
@@ -24,9 +24,9 @@ class EPMoE(FusedMoE):
     of tp_group, which says both. num_experts must be a multiple of their number.
     renormalize: the K weights of a token sum to 1. use_grouped_topk: choose among the topk_group
     best of num_expert_group groups: by softmax and the best expert of each, or with correction_bias
-    (E,) by sigmoid and the two best. quant_config: a scheme by its name; or what has an
-    `activation_scheme`, "dynamic" or "static": float8 with one scale an expert. experts: what
-    multiplies; GroupedGemmExperts need Triton.
+    (E,) by sigmoid and the two best. quant_config: as FusedMoE's; or what has an
+    `activation_scheme`, "dynamic" or "static": float8 with one scale an expert, or in blocks where
+    it has a `weight_block_size`. experts: what multiplies; GroupedGemmExperts need Triton.
     ConfigurationError for a combination that these rules leave out.
     """
 
@@ -69,7 +69,7 @@ class EPMoE(FusedMoE):
             num_experts,
             hidden_size,
             intermediate_size,
-            quant_config=_scheme(quant_config),
+            quant_config=_format(quant_config),
             params_dtype=params_dtype,
             activation=activation,
             router=router,
@@ -120,12 +120,13 @@ def _router(
     )
 
 
-def _scheme(quant_config: object | None) -> str | None:
-    if quant_config is None or isinstance(quant_config, str):
+def _format(quant_config: object | None) -> str | Mapping[str, object] | None:
+    if quant_config is None or isinstance(quant_config, str | Mapping):
         return quant_config
     scheme = getattr(quant_config, "activation_scheme", None)
     if scheme not in ("dynamic", "static"):
         got = type(quant_config).__name__ if scheme is None else f"activation_scheme={scheme!r}"
-        need = "a scheme by its name, or an activation_scheme: dynamic or static"
+        need = "a quantization_config, a scheme by its name, or an activation_scheme"
         raise ConfigurationError("quant_config", got=got, need=need)
-    return f"{_FP8}:static=true" if scheme == "static" else _FP8
+    block = getattr(quant_config, "weight_block_size", None)
+    return {"quant_method": "fp8", "activation_scheme": scheme, "weight_block_size": block}

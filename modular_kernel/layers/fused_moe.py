@@ -8,17 +8,33 @@ Layers of one shape share kernels and plans. A call returns a tensor of its own;
 size made once (`warm_up`), it can be captured in a CUDA graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.fields import Count, expect
+from modular_kernel.importers.checkpoint import load_experts
+from modular_kernel.importers.formats import format_of
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.layers.parallel import LayerParallel, all_reduce
 from modular_kernel.layers.parameters import ExpertParameters
 from modular_kernel.layers.router import Router
+from modular_kernel.layers.routing import (
+    check_selection_bias,
+    flat_logits,
+    given_routing,
+    spec_of,
+    top_k_of,
+)
+from modular_kernel.layers.weight_loading import (
+    ExpertLoader,
+    Share,
+    make_expert_params_mapping,
+)
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.placement import Placement
 from modular_kernel.planned import (
@@ -46,7 +62,8 @@ class FusedMoE(ExpertParameters):
 
     num_experts: E of the model. intermediate_size: I of a whole expert; TP ranks hold I / TP of it.
     layer_id: what `describe` and a checkpoint call the layer. top_k: K; the router's where there is
-    one. quant_config: a scheme as Problem.quant names it, None for unquantised weights.
+    one. quant_config: a checkpoint's quantization_config, for `weight_loader`; or a scheme as
+    Problem.quant names it; None for unquantised weights.
     router: a Router of its own, called on x; or a RouterSpec, and forward is given logits; or None,
     and forward is given a routing. selection_bias: (E + zero experts,), where a RouterSpec has one.
     shared_experts: called on x (T, H), and added. Where a prepare/finalize part is asynchronous it
@@ -71,7 +88,7 @@ class FusedMoE(ExpertParameters):
         intermediate_size: int,
         layer_id: int | None = None,
         top_k: int | None = None,
-        quant_config: str | None = None,
+        quant_config: str | Mapping[str, object] | None = None,
         *,
         params_dtype: torch.dtype | str | None = None,
         activation: ActivationSpec | str = "silu",
@@ -97,6 +114,7 @@ class FusedMoE(ExpertParameters):
         expect("layer_id", layer_id, int | None)
         expect("router", router, Router | RouterSpec | None)
         expect("parallel", parallel, LayerParallel | None)
+        expect("shared_experts", shared_experts, Callable | None)
         for name, flag in (("reduce_results", reduce_results), ("shared_partial", shared_partial)):
             expect(name, flag, bool)
         if experts is not None:
@@ -107,16 +125,30 @@ class FusedMoE(ExpertParameters):
             placement = Placement.linear(num_experts, ep_size)
         _check_placement(placement, num_experts, ep_size, over_ranks=over_ranks)
         away = ep_size > 1 and not over_ranks
+        act = ActivationSpec.parse(activation)
+        loader = None
+        if not isinstance(quant_config, str):
+            share = Share(
+                num_experts,
+                hidden_size,
+                intermediate_size,
+                parallel.ep,
+                parallel.tp,
+                placement,
+                act.gated,
+            )
+            loader = ExpertLoader(share, format_of(quant_config), bias=bias)
+            quant_config = str(loader.scheme)
         problem = Problem(
             tokens=max_tokens or 1,
             hidden=hidden_size,
             intermediate=_share(intermediate_size, parallel.tp[1], quant_config),
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if away else None,
-            top_k=_top_k(top_k, router, num_experts),
+            top_k=top_k_of(top_k, router, num_experts),
             dtype=parse_dtype(params_dtype or torch.get_default_dtype()),
-            quant=quant_config or "none",
-            activation=activation,
+            quant=quant_config,
+            activation=act,
             bias=bias,
             expert_map=away,
             apply_router_weight_on_input=apply_router_weight_on_input,
@@ -124,18 +156,47 @@ class FusedMoE(ExpertParameters):
             chunk_tokens=chunk_tokens,
             parallel=Parallel(ep_size, placement, ep_rank) if over_ranks else Parallel(),
         )
-        super().__init__(problem, placement, parallel, device)
+        super().__init__(problem, placement, parallel, loader, device)
         self.layer_id, self.prefix = layer_id, prefix
         self.num_experts, self.intermediate_size = num_experts, intermediate_size
         self.reduce_results, self.shared_partial = reduce_results, shared_partial
         self.router, self.shared_experts = router, shared_experts
         self.prepare_finalize, self.experts = prepare_finalize, experts
-        _check_selection_bias(selection_bias, router)
+        check_selection_bias(selection_bias, router, num_experts)
         self.register_buffer("selection_bias", selection_bias)
         # Who else holds parts of the output; found now, so that a missing group is told now.
         self._sums_ep = away
         self._groups = parallel.groups(ep=away) if reduce_results else ()
         self._own_kernel = self._kernel_over_ranks(max_tokens) if over_ranks else None
+
+    make_expert_params_mapping = staticmethod(make_expert_params_mapping)
+
+    def load(self, checkpoint: str | Path, layer: int | None = None) -> None:
+        """Load this rank's share of one layer of a checkpoint, as `load_experts` does.
+
+        layer: its number, None for layer_id. What the checkpoint settles of the layer (sizes,
+        scheme, activation, biases, ...) must be this layer's: ConfigurationError else. Every error
+        of `load_experts`; nothing is taken in part.
+        """
+        number = self.layer_id if layer is None else layer
+        if number is None:
+            need = "the layer's number, or a layer_id"
+            raise ConfigurationError("layer", got=None, need=need)
+        found = load_experts(
+            checkpoint,
+            number,
+            ep=self.parallel.ep,
+            tp=self.parallel.tp,
+            dtype=self.problem.dtype,
+            device=next(self.parameters()).device,
+            placement=self.placement,
+        )
+        told = replace(self.problem, **found.problem_fields)
+        for field in found.problem_fields:
+            got, need = getattr(told, field), getattr(self.problem, field)
+            if got != need:
+                raise ConfigurationError(f"{field} of the checkpoint", got=got, need=need)
+        self.set_weights(found.weights)
 
     def local_expert(self, expert_id: int) -> int:
         """Return the slot of an expert on this rank, -1 where it is elsewhere."""
@@ -152,7 +213,7 @@ class FusedMoE(ExpertParameters):
         held = self.placement.slots[ep_rank]
         share = f"{self.problem.intermediate} of {self.intermediate_size} intermediate values"
         slots = ", ".join(f"{e} -> {self.local_expert(e)}" for e in range(self.num_experts))
-        name, spec = "?" if self.layer_id is None else self.layer_id, _spec(self.router)
+        name, spec = "?" if self.layer_id is None else self.layer_id, spec_of(self.router)
         after = "summed over ranks here" if self._groups else "not summed over ranks here"
         return "\n".join(
             [
@@ -189,6 +250,8 @@ class FusedMoE(ExpertParameters):
             need = f"(..., H) with H = {self.problem.hidden}"
             raise ShapeError("x", got=tuple(hidden_states.shape), need=need)
         x_TH = hidden_states.reshape(-1, self.problem.hidden)
+        if token_ids is not None:
+            dense("token_ids", token_ids)
         words = None if token_ids is None else token_ids.reshape(-1)
         routed = self._routed(x_TH, routing, words)
         y_TH, shared_TH = self._computed(x_TH, routed.routing)
@@ -229,14 +292,14 @@ class FusedMoE(ExpertParameters):
                 raise ConfigurationError("routing", got=type(given).__name__, need=need)
             return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype())
         if router is not None:
-            logits = _flat_logits(given, router.columns(self.num_experts))
+            logits = flat_logits(given, router.columns(self.num_experts))
             tensors = RouterTensors(self.selection_bias)
             return route(
                 logits, router, tensors, token_ids_T=token_ids_T, ids_dtype=self._ids_dtype()
             )
         if token_ids_T is not None:
             raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
-        return Routed(_given_routing(given))
+        return Routed(given_routing(given))
 
     def _ids_dtype(self) -> torch.dtype:
         part = load_catalog().prepare_finalize(self.prepare_finalize)
@@ -283,42 +346,13 @@ class FusedMoE(ExpertParameters):
         )
 
 
-def _spec(router: Router | RouterSpec | None) -> RouterSpec | None:
-    return router.spec if isinstance(router, Router) else router
-
-
-def _check_selection_bias(
-    selection_bias: torch.Tensor | None, router: Router | RouterSpec | None
-) -> None:
-    wanted = isinstance(router, RouterSpec) and router.selection_bias
-    if (selection_bias is not None) != wanted:
-        got = "None" if selection_bias is None else "a tensor"
-        need = "a tensor exactly where a RouterSpec has selection_bias"
-        raise ConfigurationError("selection_bias", got=got, need=need)
-
-
-def _top_k(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
-    spec = _spec(router)
-    if spec is None:
-        if top_k is None:
-            raise ConfigurationError("top_k", got=None, need="K, where there is no router")
-        return top_k
-    if isinstance(router, Router) and router.num_experts != experts:
-        need = f"{experts}, the layer's"
-        raise ConfigurationError("router num_experts", got=router.num_experts, need=need)
-    if top_k not in (None, spec.top_k):
-        raise ConfigurationError("top_k", got=top_k, need=f"{spec.top_k}, the router's")
-    spec.columns(experts)
-    return spec.top_k
-
-
-def _share(intermediate: int, ranks: int, quant: str | None) -> int:
+def _share(intermediate: int, ranks: int, quant: str) -> int:
     """Return the I of one TP rank; ConfigurationError if a share cuts a group of one scale."""
     share, rest = divmod(intermediate, ranks)
     if rest:
         need = f"a multiple of {ranks}, the TP ranks"
         raise ConfigurationError("intermediate_size", got=intermediate, need=need)
-    scheme = Problem(1, 1, 1, 1, 1, quant=quant or "none").scheme
+    scheme = Problem(1, 1, 1, 1, 1, quant=quant).scheme
     for size in scheme.group if ranks > 1 else ():
         if share % size:
             need = f"{ranks} shares of whole groups of {size}"
@@ -337,36 +371,6 @@ def _check_placement(placement: Placement, experts: int, ranks: int, *, over_ran
     if placement.has_copies and not over_ranks:
         need = "a prepare/finalize part over ranks, which gives each pair to one copy"
         raise ConfigurationError("placement", got="copies", need=need)
-
-
-def _flat_logits(given: object, columns: int) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor):
-        need = "the router's logits (..., E)"
-        raise ConfigurationError("routing", got=type(given).__name__, need=need)
-    if given.dim() < 2 or given.shape[-1] != columns:
-        need = f"(..., E) with E = {columns}"
-        raise ShapeError("router logits", got=tuple(given.shape), need=need)
-    return given.reshape(-1, columns)
-
-
-def _given_routing(given: object) -> Routing:
-    """Return what a caller's router chose as (T, K) tensors that lie in memory in one piece."""
-    if isinstance(given, Routing):
-        weights, ids = given.topk_weights_TK, given.topk_ids_TK
-    elif isinstance(given, tuple | list) and len(given) >= 2:
-        weights, ids = given[0], given[1]
-    else:
-        need = "a Routing, or (weights, ids), each (..., K)"
-        raise ConfigurationError("routing", got=type(given).__name__, need=need)
-    dense("topk_weights", weights)
-    dense("topk_ids", ids)
-    if weights.dim() < 2 or weights.shape != ids.shape:
-        got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
-        raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (..., K)")
-    if weights.dtype in (torch.bfloat16, torch.float16):
-        weights = weights.float()
-    top_k = weights.shape[-1]
-    return Routing(weights.reshape(-1, top_k).contiguous(), ids.reshape(-1, top_k).contiguous())
 
 
 def _name(part: object) -> str:

@@ -3,9 +3,10 @@
 import torch
 from torch import nn
 
-from modular_kernel.errors import WeightsError
+from modular_kernel.errors import StateError, UnsupportedError, WeightsError
 from modular_kernel.fields import expect
 from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.placement import Placement
 from modular_kernel.quant import TensorSpec, weight_specs
 from modular_kernel.tensors import ExpertWeights, dense
@@ -25,12 +26,16 @@ PARAMETERS = {
     "a2_scale": "w2_input_scale",
 }
 
+_E8M0_NAN = 255
+
 
 class ExpertParameters(nn.Module):
     """The share of a layer's experts that one rank holds, as parameters by PARAMETERS.
 
     problem: of this rank. placement: where experts live over EP ranks. device: where parameters are
-    made. Floats are NaN until they are loaded.
+    made; floats are NaN until they are loaded. loader: of a checkpoint's format; if that is a
+    quantised one, parameters are as the checkpoint has them until
+    `process_weights_after_loading`.
     """
 
     expert_map: torch.Tensor | None
@@ -41,16 +46,26 @@ class ExpertParameters(nn.Module):
         problem: Problem,
         placement: Placement,
         parallel: LayerParallel,
+        loader: ExpertLoader | None,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
         device = torch.get_default_device() if device is None else torch.device(device)
         self.problem, self.placement, self.parallel = problem, placement, parallel
-        for field, spec in self.specs().items():
-            empty = torch.empty(spec.shape, dtype=spec.dtypes[0], device=device)
-            if spec.dtypes[0].is_floating_point and spec.dtypes[0].itemsize > 1:
-                empty.fill_(torch.nan)
-            self.register_parameter(PARAMETERS[field], nn.Parameter(empty, requires_grad=False))
+        self._loader, self._ready = loader, loader is None or not loader.scheme.quantised
+        if loader is not None:
+            loader.create_weights(
+                self, problem.dtype, device=device, weight_loader=self.weight_loader
+            )
+        else:
+            for field, spec in self.specs().items():
+                empty = torch.empty(spec.shape, dtype=spec.dtypes[0], device=device)
+                if field.endswith("_scale") and not empty.is_floating_point():
+                    empty.fill_(_E8M0_NAN)
+                self.register_parameter(PARAMETERS[field], nn.Parameter(empty, False))
+        for parameter in self.parameters() if self._ready else ():
+            if parameter.is_floating_point() and parameter.itemsize > 1:
+                parameter.data.fill_(torch.nan)
         where = placement.expert_map(parallel.ep[0], device) if problem.expert_map else None
         self.register_buffer("expert_map", where, persistent=False)
         # b2 is not cut over TP ranks: one of them adds it.
@@ -59,6 +74,39 @@ class ExpertParameters(nn.Module):
             zeros = torch.zeros(self.specs()["b2"].shape, dtype=problem.dtype, device=device)
         self.register_buffer("_no_bias", zeros, persistent=False)
         self._bound: tuple[tuple[object, ...], ExpertWeights] | None = None
+
+    def weight_loader(
+        self,
+        param: nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+    ) -> None:
+        """Copy this rank's share of one tensor of a checkpoint, as `ExpertLoader` does.
+
+        Every parameter has it as an attribute, too. UnsupportedError for a layer that was made for
+        a scheme by its name, not for a checkpoint.
+        """
+        self._of_checkpoint("weight_loader").weight_loader(
+            param, loaded_weight, weight_name, shard_id, expert_id
+        )
+
+    def process_weights_after_loading(self) -> None:
+        """Make what kernels take of what `weight_loader` has loaded, in place of it.
+
+        WeightsError, and nothing is changed, if a tensor of this rank is missing.
+        """
+        self.set_weights(self._of_checkpoint("process_weights_after_loading").expert_weights(self))
+
+    def _of_checkpoint(self, method: str) -> ExpertLoader:
+        if self.problem.act.interleaved:  # a loader puts gate rows first
+            got, need = f"activation={self.problem.act}", "set_weights: gate and up rows alternate"
+            raise UnsupportedError(method, got=got, need=need)
+        if self._loader is None:
+            need = "quant_config: a checkpoint's quantization_config, or None"
+            raise UnsupportedError(method, got=f"quant_config={self.problem.quant!r}", need=need)
+        return self._loader
 
     def specs(self) -> dict[str, TensorSpec]:
         """Return what each parameter must be, by its field of ExpertWeights."""
@@ -90,12 +138,22 @@ class ExpertParameters(nn.Module):
             if tuple(tensor.shape) != spec.shape or tensor.dtype not in spec.dtypes:
                 got = f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
                 raise WeightsError(name, got=got, need=str(spec))
+        for name in [*self._loader.shapes()] if self._loader is not None else ():
+            if hasattr(self, name):
+                delattr(self, name)
         for field in specs:
             parameter = nn.Parameter(tensors[field].detach(), requires_grad=False)
             self.register_parameter(PARAMETERS[field], parameter)
+        self._ready = True
 
     def weights(self) -> ExpertWeights:
-        """Return the parameters as kernels take them; the same object until one is exchanged."""
+        """Return the parameters as kernels take them; the same object until one is exchanged.
+
+        StateError while they are as a checkpoint has them.
+        """
+        if not self._ready:
+            need = "process_weights_after_loading, or set_weights, before a call"
+            raise StateError("weights", got="parameters as a checkpoint has them", need=need)
         found = {field: getattr(self, PARAMETERS[field]) for field in self.specs()}
         if self._no_bias is not None:
             found["b2"] = self._no_bias

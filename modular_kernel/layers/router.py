@@ -93,14 +93,15 @@ class Router(nn.Module):
         return f"{self.spec}, num_experts={self.num_experts}"
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """Return (T, E + zero experts) in the gate's dtype."""
+        """Return (T, E + zero experts) in the gate's dtype, within autocast too."""
         dense("x of the router", x_TH)
         if not x_TH.is_floating_point():
             raise DtypeError("x of the router", got=dtype_name(x_TH.dtype), need="floats")
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             need = f"(T, H) with H = {self.weight.shape[1]}"
             raise ShapeError("x of the router", got=tuple(x_TH.shape), need=need)
-        return nn.functional.linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
+        with torch.autocast(x_TH.device.type, enabled=False):
+            return nn.functional.linear(x_TH.to(self.weight.dtype), self.weight, self.bias)
 
     def tensors(self) -> RouterTensors:
         """Return what `route` wants beside logits."""

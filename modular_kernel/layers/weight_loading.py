@@ -35,7 +35,7 @@ WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
 _SAME = 1e-5  # that input scales of an expert's gate and up may differ by
-_UNSET = 1.0  # an input scale before any is loaded
+_UNSET = 1.0  # a scale before it is loaded
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,22 @@ class ExpertLoader:
         if transposed and self.format.scheme.quantised:
             raise ConfigurationError("transposed", got=str(self.format), need="no quantisation")
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
+        self._check_halves()
         self._fine = self.format.with_scheme(self.scheme)
         biases = (_BIAS,) if bias else ()
         self._stored: tuple[Stored, ...] = (*self.format.stored, *biases)
         self._kept = {each.name: each for each in (*self._fine.stored, *biases)}
         self._loaded: set[tuple[str, str, int]] = set()
-        self._input_scales: dict[str, float] = {}  # the largest of all experts, here or not
+        # Of all experts, here or not: by matrix, expert and shard.
+        self._input_scales: dict[tuple[str, int, str], float] = {}
+
+    def _check_halves(self) -> None:
+        """Raise the ConfigurationError of gate and up rows that would share a packed word."""
+        for stored in self.format.stored if self.share.gated else ():
+            for dim in stored.dims:
+                if dim.whole and dim.axis == "N" and self.share.width % dim.step:
+                    need = f"a multiple of {dim.step} on a rank: {stored.name} packs so many rows"
+                    raise ConfigurationError("intermediate", got=self.share.width, need=need)
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         """Return shape and dtype of every parameter by its name; None is the layer's dtype."""
@@ -235,8 +245,7 @@ class ExpertLoader:
         if tuple(param.shape) != expected:
             raise ShapeError(f"{weight_name}: parameter", got=tuple(param.shape), need=expected)
         if stored.role == "a_scale":
-            seen = self._input_scales.get(matrix, 0.0)
-            self._input_scales[matrix] = max(seen, float(loaded_weight))
+            self._put_input_scale(stored, matrix, expert_id, shard_id, float(loaded_weight))
         if move is None or stored.role == "shape":
             return
         loaded_weight = loaded_weight.reshape(need)
@@ -263,8 +272,8 @@ class ExpertLoader:
             fields[f"w{short}_scale"] = made.scale
             fields[f"w{short}_zero_point"] = made.zero_point
             if self.scheme.static:
-                largest = torch.tensor([self._input_scales[matrix]], device=made.w.device)
-                fields[f"a{short}_scale"] = static_scale(largest)
+                found = [v for (of, *_), v in self._input_scales.items() if of == matrix]
+                fields[f"a{short}_scale"] = static_scale(torch.tensor(found, device=made.w.device))
             if self.bias:
                 fields[f"b{short}"] = getattr(layer, f"{matrix}_bias").data
         return ExpertWeights(**fields)  # type: ignore[arg-type]
@@ -303,10 +312,22 @@ class ExpertLoader:
     ) -> None:
         if stored.role == "scale" and target.dim():
             target = target[0 if shard == "w1" else 1]
-        elif float(target) != _UNSET and abs(float(target) - float(loaded)) > _SAME:
-            got, need = float(loaded), f"{float(target)}, as the other projection has it"
-            raise WeightsError(stored.name, got=got, need=need)
         target.copy_(loaded)
+
+    def _put_input_scale(
+        self, stored: Stored, matrix: str, expert: int, shard: str, value: float
+    ) -> None:
+        """Keep one; WeightsError if it differs from that of the expert's other projection."""
+        scales, other = (
+            self._input_scales,
+            (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, "")),
+        )
+        if scales.get((matrix, expert, shard), value) != value:  # loaded anew: so will be the other
+            scales.pop(other, None)
+        if other in scales and not abs(scales[other] - value) <= _SAME:
+            got, need = value, f"{scales[other]}, as the other projection has it"
+            raise WeightsError(stored.name, got=got, need=need)
+        scales[matrix, expert, shard] = value
 
     def _merged(self, layer: torch.nn.Module, matrix: str) -> Matrix:
         kept = [

@@ -111,11 +111,7 @@ class ExpertSortedGemms(ABC):
         if self.moves_tokens:
             with stages.stage(stages.PERMUTE):
                 x = self._permuted(call, order)
-        h_RI = workspace.take("workspace13", (pairs, problem.intermediate))
-        with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
-            product = first_product(call.weights, problem)
-            self.products(x, product, one, order, h_RI, call)
-        h = self._quantised(h_RI, order, call)
+        h = self.hidden_rows(x, one, order, call)
         rows_RH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2):
             product = second_product(call.weights, problem)
@@ -123,6 +119,15 @@ class ExpertSortedGemms(ABC):
         sums = problem.combine is Combine.SUM
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             self._unpermute(rows_RH, order, call)
+
+    def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
+        """GEMM 1 with its activation: GEMM 2's rows, quantised where the scheme says so."""
+        pairs = order.row_of_pair_TK.numel()
+        h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
+        with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
+            product = first_product(call.weights, self.problem)
+            self.products(x, product, tile, order, h_RI, call)
+        return self._quantised(h_RI, order, call)
 
     def _permuted(self, call: PathCall, order: Sorted) -> Rows:
         """(P, H) sorted rows of x, with their scales and weights."""

@@ -34,6 +34,8 @@ from modular_kernel.integrations.transformers.register import (  # noqa: E402
     register,
     registration,
 )
+from modular_kernel.integrations.transformers.replaced import serve  # noqa: E402
+from modular_kernel.integrations.transformers.report import report  # noqa: E402
 
 __all__ = [
     "Registration",
@@ -41,5 +43,7 @@ __all__ = [
     "from_pretrained",
     "register",
     "registration",
+    "report",
+    "serve",
     "weights_of",
 ]

@@ -54,7 +54,7 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
         return Layout(",".join(own.values()), getattr(module, QUANT))
     bias = ",b1,b2" if getattr(module, "has_bias", False) else ""
     turned = ":t" if getattr(module, "is_transposed", False) else ""
-    if not is_quantised(module):
+    if not hasattr(module, f"{first_of(module)}_scale_inv"):
         return Layout(f"w1{turned},w2{turned}{bias}")
     if turned:
         raise unsupported(module, "float8 weights, transposed", "(e, N, K)")
@@ -80,7 +80,8 @@ def layer_of(name: str) -> int | None:
 
 def is_quantised(module: torch.nn.Module) -> bool:
     """Tell whether its weights are anything but plain numbers."""
-    return hasattr(module, FIELDS) or hasattr(module, f"{first_of(module)}_scale_inv")
+    scaled = hasattr(module, f"{first_of(module)}_scale_inv")
+    return scaled or getattr(module, QUANT, "none") != "none"
 
 
 def tensors_of(module: torch.nn.Module) -> tuple[torch.Tensor, ...]:

@@ -3,7 +3,7 @@
     from modular_kernel.integrations.transformers import from_pretrained, register
 
     register()
-    model = from_pretrained("checkpoint/", device_map="cuda")
+    model = from_pretrained("checkpoint/", device="cuda")
 
 Experts are read by `load_experts` and run on our parts; what else is quantised is dequantised once.
 No library of a packer is needed. The modules of the model are the ones that transformers makes:
@@ -57,13 +57,15 @@ def from_pretrained(
     experts_implementation: str = "modular_kernel",
     dtype: torch.dtype | str = "auto",
     auto_class: Any = AutoModelForCausalLM,
+    device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model whose experts are quantised, or are not, as `auto_class.from_pretrained` does.
 
     name: a folder, or a model's name on the hub. experts_implementation: a name given to
-    `register`. dtype: of what is not quantised; "auto" is the config.json's, or bfloat16. kwargs:
-    more of from_pretrained; `revision`, `token`, `cache_dir` and `local_files_only` for the hub.
+    `register`. dtype: of what is not quantised; "auto" is the config.json's, or bfloat16. device:
+    where all of it goes, experts at once; transformers' device_map needs accelerate. kwargs: more
+    of from_pretrained; `revision`, `token`, `cache_dir` and `local_files_only` for the hub.
     Formats: those of `load_experts`.
 
     ConfigurationError for a format or a name that is unknown, UnsupportedError where a model would
@@ -75,9 +77,10 @@ def from_pretrained(
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(folder)
     given = _quantization_of(config)
     if given is None:
-        return auto_class.from_pretrained(
+        model = auto_class.from_pretrained(
             folder, dtype=dtype, experts_implementation=experts_implementation, **kwargs
         )
+        return model if device is None else model.to(device)
     shared = [name for name in _SHARING if kwargs.get(name) is not None]
     if shared:
         need = "a model in one process: register() and plain from_pretrained share unquantised ones"
@@ -86,6 +89,7 @@ def from_pretrained(
     layer_dtype = parse_dtype(torch.bfloat16 if wanted is None else wanted)
     original = given if isinstance(given, dict) else given.to_dict()
     ours = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
+    ours |= {} if device is None else {"device": str(device)}
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
@@ -102,7 +106,7 @@ def from_pretrained(
         )
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
+    return model if device is None else model.to(device)
 
 
 def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
@@ -196,10 +200,13 @@ def _dequantised(
 class Config(QuantizationConfigMixin):
     """What a config.json says of a model that was loaded by `from_pretrained`."""
 
-    def __init__(self, original: dict[str, Any], checkpoint: str, **_: Any) -> None:
+    def __init__(
+        self, original: dict[str, Any], checkpoint: str, device: str | None = None, **_: Any
+    ) -> None:
         self.quant_method: Any = METHOD
         self.original = original
         self.checkpoint = checkpoint
+        self.device = device
 
 
 class Quantizer(HfQuantizer):
@@ -232,9 +239,9 @@ class Quantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        checkpoint = self.quantization_config.checkpoint
+        checkpoint, given = self.quantization_config.checkpoint, self.quantization_config.device
         for number, module in _modules_of(model).items():
-            device = _device_of(model, number)
+            device = _device_of(model, number) if given is None else torch.device(given)
             loaded = load_experts(checkpoint, number, dtype=model.dtype, device=device)
             fill(module, loaded)
         return model

@@ -1,7 +1,9 @@
 """register: a pairing as an experts implementation of transformers."""
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from operator import index
+from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
@@ -102,7 +104,7 @@ class Registration:
         self.layers: WeakKeyDictionary[torch.nn.Module, Layer] = WeakKeyDictionary()
 
     @property
-    def kernels(self) -> dict[tuple[str, int, torch.device], FusedMoEModularKernel]:
+    def kernels(self) -> MutableMapping[Any, FusedMoEModularKernel]:
         """The kernels built so far."""
         return self.pairing.kernels
 
@@ -165,9 +167,12 @@ class Registration:
         x_TH, ids_TK, weights_TK = call
         shapes = tuple([tuple(tensor.shape) for tensor in tensors])
         dtypes = tuple([tensor.dtype for tensor in tensors])
-        fields, layer, numbers = _constants(
-            self, module, shapes, dtypes, x_TH.dtype, ids_TK.shape[1]
+        top_k = index(ids_TK.shape[1])  # one number, where dynamic shapes have a symbol
+        fields, layer, numbers, function = _constants(
+            self, module, shapes, dtypes, x_TH.dtype, top_k
         )
+        if _has_function(module) and id(module.act_fn) != function:  # a guard, as those below
+            raise StateError("experts module", got="another act_fn", need="as traced")
         for way, value in numbers:  # guards: another limit is another graph
             if _attribute(module, way) != value:
                 raise StateError("experts module", got=f"another {way[-1]}", need="as traced")
@@ -246,7 +251,11 @@ def _constants(
         for shape, dtype in zip(shapes, dtypes, strict=True)
     )
     facts: Facts = facts_of(module)
-    return (*registration.constants(module, tensors, dtype, top_k), facts[2])
+    return (*registration.constants(module, tensors, dtype, top_k), facts[2], id(facts[1]))
+
+
+def _has_function(module: torch.nn.Module) -> bool:
+    return isinstance(getattr(module, "act_fn", None), torch.nn.Module)
 
 
 def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> object:

@@ -13,8 +13,8 @@ from modular_kernel.testing.call_mutants.quantised import SCALE_MUTANTS
 from modular_kernel.testing.call_mutants.roundings import ROUNDING_MUTANTS
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.lists import cases_by_axes, cases_for
-from modular_kernel.testing.verify.checks import Trial
 from modular_kernel.testing.verify.one_process import findings, prove
+from modular_kernel.testing.verify.trial import Trial
 from modular_kernel.types import Machine
 
 MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS

@@ -7,7 +7,7 @@ sizes, 16-bit types or blocks of experts alone; their cases get those, and only 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -15,10 +15,21 @@ from modular_kernel.rules import RULES
 from modular_kernel.support import Verdict
 from modular_kernel.types import Problem
 
-if TYPE_CHECKING:
-    from modular_kernel.testing.cases.ranks import Variant
+
+class Placed(Protocol):
+    """A dataclass with a problem and the name of a placement: what a case over ranks is made of."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def problem(self) -> Problem: ...
+
+    @property
+    def placement(self) -> str: ...
+
 
 V = TypeVar("V")
+Case = TypeVar("Case", bound=Placed)
 
 HIDDEN = (64, 128, 256, 512, 1024, 2048, 2560, 4096, 5120, 6144, 7168, 8192)
 INTERMEDIATE = (128, 256, 512)
@@ -33,7 +44,7 @@ AXES = {
 }
 
 
-def neighbours(variant: "Variant", verdict: Verdict, world_size: int) -> Iterator["Variant"]:
+def neighbours(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Case]:
     """Variants that differ where `verdict` objects, small changes first; none if it objects to
     anything that is no matter of shape."""
     rules = {rejection.rule for rejection in verdict.rejections}

@@ -30,12 +30,14 @@ class Defined:
 
 
 def defined_kernels() -> dict[str, Defined]:
-    """Every kernel of the installed parts and of the operations, by name."""
+    """Every kernel in triton of the installed parts and of the operations, by name."""
     tops = {part.cls.__module__.partition(".")[0] for part in load_catalog().parts}
     packages = (name for top in (*tops, "modular_kernel.ops") for name in _packages_of_kernels(top))
     found = {}
-    for package in sorted(packages):
-        for module, targets in _modules(import_module(package), ()):
+    for package in map(import_module, sorted(packages)):
+        if getattr(package, "LANGUAGE", "triton") != "triton":
+            continue  # and there may be no compiler for it here
+        for module, targets in _modules(package, ()):
             for name, value in vars(module).items():
                 own = isinstance(value, JITFunction) and value.module == module.__name__
                 if own and name.endswith("_kernel"):

@@ -10,8 +10,8 @@ import torch
 from modular_kernel.catalog import check, this_machine
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.testing.cases.lists import Case, cases_for
-from modular_kernel.testing.verify.checks import Trial, build_kernel, call
 from modular_kernel.testing.verify.one_process import findings
+from modular_kernel.testing.verify.trial import Trial, build_kernel, call
 from modular_kernel.types import Machine
 
 Pair = tuple[str, str]

@@ -22,6 +22,7 @@ _SHARED = ("modular_kernel.ops", "topk_reduce")
 LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("experts.triton.configs*", "chooses configurations: every choice must give right numbers"),
     ("experts.triton.tuning*", "tries configurations: every choice must give right numbers"),
+    ("experts.triton*candidates", "tries configurations: every choice must give right numbers"),
     ("experts.triton.launch_config", "bounds configurations: every choice must give right numbers"),
     ("experts.triton.*.config", "bounds configurations: every choice must give right numbers"),
     ("modular_kernel.interpreter.patch", "the CPU's stand-in for a GPU, part of the harness"),

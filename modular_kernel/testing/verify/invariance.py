@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,9 +9,7 @@ from modular_kernel.catalog import check
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.inputs import Inputs
-
-if TYPE_CHECKING:
-    from modular_kernel.testing.verify.checks import Trial
+from modular_kernel.testing.verify.trial import Trial
 
 # The output of one call on these of a sample's tokens: (n,) indices -> (n, ...) rows.
 Calls = Callable[[torch.Tensor], torch.Tensor]
@@ -65,7 +62,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).reshape(rows, -1 if rows else 0)
 
 
-def batch_invariant(trial: "Trial") -> Iterator[str]:
+def batch_invariant(trial: Trial) -> Iterator[str]:
     """Where the problem asks for it: a token's bits do not depend on the rest of its call."""
     if not trial.case.problem.batch_invariant:
         return
@@ -75,7 +72,7 @@ def batch_invariant(trial: "Trial") -> Iterator[str]:
             yield f"{how}: {count} of {len(rows)} rows have other bits"
 
 
-def regrouped(trial: "Trial") -> Iterator[tuple[str, torch.Tensor]]:
+def regrouped(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
     """(how, rows) for each other way of calling on the tokens of the trial's first call.
 
     Ranks make the same calls, whatever their own number of tokens.
@@ -92,7 +89,7 @@ def regrouped(trial: "Trial") -> Iterator[tuple[str, torch.Tensor]]:
         yield "split otherwise", gathered(call_on(split, given), everything, want)
 
 
-def otherwise_split(trial: "Trial") -> FusedMoEModularKernel | None:
+def otherwise_split(trial: Trial) -> FusedMoEModularKernel | None:
     """A kernel with chunks of a third of the tokens, or without the case's; None if refused."""
     case, third = trial.case, -(-trial.case.problem.tokens // 3) or 1
     chunk = third if case.problem.chunk_tokens is None else None
@@ -102,7 +99,7 @@ def otherwise_split(trial: "Trial") -> FusedMoEModularKernel | None:
     return _changed(trial, chunk_tokens=chunk)
 
 
-def _changed(trial: "Trial", **changes: int | None) -> FusedMoEModularKernel:
+def _changed(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
     """The poisoned kernel of the case's problem with these changes."""
     problem = replace(trial.case.problem, **changes)  # type: ignore[arg-type]
     return trial.build(replace(trial.case, problem=problem), trial.machine, True)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import CorruptionError
 from modular_kernel.testing.cases.case import Case, command
-from modular_kernel.testing.verify.checks import CHECKS, Build, Check, Trial, build_kernel
+from modular_kernel.testing.verify.checks import CHECKS, Check
+from modular_kernel.testing.verify.trial import Build, Trial, build_kernel
 from modular_kernel.types import Machine
 
 

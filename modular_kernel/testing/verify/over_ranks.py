@@ -29,12 +29,13 @@ from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankError, RankPool
-from modular_kernel.testing.verify.checks import CHECKS, Build, Check, Findings, Trial, call
+from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.one_process import Proof, raised
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.scene_stage import Stage
 from modular_kernel.testing.verify.scenes import play
+from modular_kernel.testing.verify.trial import Build, Trial, call
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
 # (..., poison, process group)

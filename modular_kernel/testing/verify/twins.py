@@ -7,7 +7,6 @@ weights, of partial sums, of weights, changes a quarter of all values and more.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,10 +14,8 @@ from modular_kernel import reference
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.hostile import apart
-
-if TYPE_CHECKING:
-    from modular_kernel.testing.verify.checks import Trial
-    from modular_kernel.testing.verify.sample import Sample
+from modular_kernel.testing.verify.sample import Sample
+from modular_kernel.testing.verify.trial import Trial
 
 # The share of a typical row's values that may differ whatever the twin's own sums lead to. Over all
 # 16-bit cases of the built-in parts it was 0 (triton 3.6 interpreted, torch 2.13, CPU).
@@ -31,7 +28,7 @@ ODD_ROWS = 8  # one in so many, and one more
 _JITTERS = 3
 
 
-def one_rounding(trial: "Trial") -> Iterator[str]:
+def one_rounding(trial: Trial) -> Iterator[str]:
     """The part rounds where it says, and nowhere else."""
     if not _has_twin(trial):
         return
@@ -50,7 +47,7 @@ def one_rounding(trial: "Trial") -> Iterator[str]:
     yield from judged(torch.cat(shares), torch.cat(own), said)
 
 
-def _has_twin(trial: "Trial") -> bool:
+def _has_twin(trial: Trial) -> bool:
     """Whether a call of this problem, here, can be told from its twin by roundings alone."""
     problem, scheme = trial.case.problem, trial.case.problem.scheme
     if problem.dtype.itemsize != 2:
@@ -84,7 +81,7 @@ def judged(shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]) 
         yield f"{odd} of {len(shares)} rows are not those of {what}, at most {most_odd} may differ"
 
 
-def declared(trial: "Trial", sample: "Sample") -> list[Roundings] | None:
+def declared(trial: Trial, sample: Sample) -> list[Roundings] | None:
     """Where each chunk of the call of `sample` rounds, as the part says."""
     experts, i = trial.kernel.experts, sample.pristine
     found = [experts.roundings(i.x_TH[some], i.weights) for some in _chunks(sample)]
@@ -92,7 +89,7 @@ def declared(trial: "Trial", sample: "Sample") -> list[Roundings] | None:
 
 
 def twin_of(
-    sample: "Sample",
+    sample: Sample,
     roundings: list[Roundings],
     jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
@@ -115,7 +112,7 @@ def twin_of(
     return torch.cat(parts)[sample.mine]
 
 
-def _chunks(sample: "Sample") -> list[slice]:
+def _chunks(sample: Sample) -> list[slice]:
     tokens = len(sample.pristine.x_TH)
     step = sample.problem.chunk_tokens or max(1, tokens)
     return [slice(start, start + step) for start in range(0, tokens, step)]
@@ -126,7 +123,7 @@ def differing(output: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
     return 1 - (output == twin).double().mean(-1)
 
 
-def live_rows(sample: "Sample", twin: torch.Tensor) -> torch.Tensor:
+def live_rows(sample: Sample, twin: torch.Tensor) -> torch.Tensor:
     """Rows of ordinary tokens that are not zero."""
     ordinary = (apart(sample.manner.values, len(twin)) == 0).to(twin.device)
     live = (twin != 0).any(-1) & twin.isfinite().all(-1)

@@ -1,0 +1,55 @@
+"""A layer with its router on two ranks of half of the experts each, balanced by what it saw.
+
+    python examples/layer_over_ranks.py
+
+Both ranks are in this process: each returns its part, and the sum is the layer's output.
+"""
+
+import torch
+
+import modular_kernel as mk
+from modular_kernel.layers.balance import count, rank_loads, rebalance
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.router import RouterSpec, select_experts
+from modular_kernel.placement import Placement
+
+TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, RANKS = 64, 64, 96, 8, 2
+ROUTER = RouterSpec(2, "sigmoid", renormalise=True)
+
+
+def main() -> None:
+    """Compare one rank with two, before and after experts have moved."""
+    torch.manual_seed(0)
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+    w1 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
+    w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
+    x_TH = torch.randn(TOKENS, HIDDEN)
+    logits = torch.randn(TOKENS, EXPERTS) - torch.arange(EXPERTS)  # the first ones are hot
+
+    def layer(rank: int, ranks: int, placement: Placement) -> FusedMoE:
+        made = FusedMoE(
+            EXPERTS,
+            HIDDEN,
+            INTERMEDIATE,
+            params_dtype=torch.float32,
+            router=ROUTER,
+            parallel=LayerParallel(ep=(rank, ranks)),
+            placement=placement,
+        )
+        held = list(placement.slots[rank])
+        made.set_weights(mk.ExpertWeights(w1[held], w2[held]))
+        return made
+
+    whole_TH = layer(0, 1, Placement.linear(EXPERTS, 1))(x_TH, logits)
+    blocks = Placement.linear(EXPERTS, RANKS)
+    load = count(select_experts(logits, ROUTER).topk_ids, EXPERTS).tolist()
+    for name, placement in (("blocks", blocks), ("balanced", rebalance(load, [4, 4], blocks))):
+        parts = [layer(rank, RANKS, placement)(x_TH, logits) for rank in range(RANKS)]
+        torch.testing.assert_close(sum(parts), whole_TH, rtol=1e-4, atol=1e-4)
+        print(f"{name}: {placement.slots}, pairs of ranks {rank_loads(load, placement)}")
+    print("the same within 1e-4")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,495 @@
+"""Grouped fp8 product with a scale for each 128 by 128 block, for sm_90a: TMA, wgmma, clusters.
+
+Rows lie in the order of experts. A tile is 128 rows by 256 weight rows: two parts of 128, side by
+side, or gate rows and up rows. Two blocks of a cluster compute neighbouring tiles of the same rows:
+each loads half of the rows' values and sends them to both. In a block one warp loads values by TMA
+into a ring of shared memory, another one scales; two warpgroups multiply 64 rows each.
+
+A step is 128 deep. The product of a part and a step is scaled and added to float32 sums while the
+other warpgroup multiplies. Nothing is on its way from one step to the next: the assembler would let
+every product end at once.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+E4M3 = cutlass.Float8E4M3FN
+F32 = cutlass.Float32
+I32 = cutlass.Int32
+
+TILE_M = 128
+DEPTH = 128  # of a step, and of a scale
+WIDTH = 128  # weight rows of a part, and of a scale
+PARTS = 2
+ROWS = 64  # of a warpgroup
+STAGES = 4
+CLUSTER = 2
+THREADS = 3 * 128
+VALUES = WIDTH // 2  # of a part in a thread
+# Registers of a thread that multiplies, and of the others: together no more than at the start,
+# 168 for each of 384, or the first would wait for ever.
+MOST, FEWEST = 232, 40
+BOX_BYTES = 128  # of a row of results on its way out
+LARGEST = 448.0  # of e4m3
+LEAST_SCALE = 2.0**-33
+
+
+class BlockGemm:
+    """out[r] = a[r] @ b[expert of r]^T, scaled, for every row r of every tile.
+
+    gated: the parts are gate and up rows, up_rows apart. h = silu(gate) * up, rounded to bf16,
+    leaves as e4m3 with a scale for each row and 128 columns. Otherwise out is bf16.
+    group_m: row tiles that walk the columns together and share weights in the L2 cache.
+    """
+
+    def __init__(self, *, gated: bool, group_m: int = 8) -> None:
+        self.gated, self.group_m = gated, group_m
+        self.columns = WIDTH if gated else WIDTH * PARTS  # of a tile's results
+        self.boxes = 1 if gated else 2  # of results that a warpgroup stages
+
+    @cute.jit
+    def __call__(
+        self,
+        a: cute.Tensor,  # (R, K) bytes of e4m3
+        b: cute.Tensor,  # (E * rows_b, K) bytes of e4m3
+        a_scale: cute.Tensor,  # (R, K / 128) float32
+        b_scale: cute.Tensor,  # (E * blocks of rows_b, K / 128) float32
+        out: cute.Tensor,  # (R, N) bf16, or bytes of e4m3
+        out_scale: cute.Tensor,  # (R, N / 128) float32, written if gated
+        tiles: cute.Tensor,  # (3 * max_tiles + 1,) int32: experts, first rows, ends, how many
+        max_tiles: I32,
+        rows_b: I32,
+        up_rows: I32,
+        num_n: I32,  # tiles side by side, rounded up to clusters
+        programs: I32,  # blocks, whole clusters
+        stream,
+    ) -> None:
+        a, b = cute.recast_tensor(a, E4M3), cute.recast_tensor(b, E4M3)
+        if cutlass.const_expr(self.gated):
+            out = cute.recast_tensor(out, E4M3)
+        k_major = warpgroup.OperandMajorMode.K
+        op = warpgroup.MmaF8Op(
+            E4M3, E4M3, F32, (ROWS, WIDTH, 32), warpgroup.OperandSource.SMEM, k_major, k_major
+        )
+        tiled_mma = cute.make_tiled_mma(cute.make_mma_atom(op), (2, 1, 1))
+        swizzled = warpgroup.SmemLayoutAtomKind.K_SW128
+        atom = warpgroup.make_smem_layout_atom(swizzled, E4M3)
+        a_layout = cute.tile_to_shape(atom, (TILE_M, DEPTH, STAGES), order=(0, 1, 2))
+        b_layout = cute.tile_to_shape(atom, (WIDTH, DEPTH, STAGES * PARTS), order=(0, 1, 2))
+        box = BOX_BYTES * 8 // out.element_type.width
+        out_atom = warpgroup.make_smem_layout_atom(swizzled, out.element_type)
+        o_layout = cute.tile_to_shape(out_atom, (ROWS, box, self.boxes * 2), order=(0, 1, 2))
+        first = (None, None, 0)
+        a_atom, a_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SMulticastOp(), a, cute.slice_(a_layout, first),
+            (TILE_M, DEPTH), num_multicast=CLUSTER,
+        )  # fmt: skip
+        b_atom, b_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), b, cute.slice_(b_layout, first), (WIDTH, DEPTH)
+        )
+        o_atom, o_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), out, cute.slice_(o_layout, first), (ROWS, box)
+        )
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[cutlass.Int64, STAGES]
+            empty: cute.struct.MemRange[cutlass.Int64, STAGES]
+            row_scales: cute.struct.Align[cute.struct.MemRange[F32, TILE_M * STAGES], 128]
+            part_scales: cute.struct.Align[cute.struct.MemRange[F32, PARTS * STAGES], 8]
+            a: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(a_layout)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[E4M3, cute.cosize(b_layout)], 1024]
+            results: cute.struct.Align[
+                cute.struct.MemRange[out.element_type, cute.cosize(o_layout)], 1024
+            ]
+
+        self.storage = Storage
+        self.kernel(
+            tiled_mma, a_atom, a_tma, b_atom, b_tma, o_atom, o_tma, a_layout, b_layout, o_layout,
+            a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_rows, num_n,
+        ).launch(
+            grid=[programs, 1, 1], block=[THREADS, 1, 1], cluster=[CLUSTER, 1, 1],
+            min_blocks_per_mp=1, stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tiled_mma, a_atom, a_tma, b_atom, b_tma, o_atom, o_tma, a_layout, b_layout, o_layout,
+        a_scale, b_scale, out, out_scale, tiles, max_tiles, rows_b, up_rows, num_n,
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        group = cute.arch.make_warp_uniform(thread // 128)
+        storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        s_a = storage.a.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+        s_b = storage.b.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+        s_rows = storage.row_scales.get_tensor(cute.make_layout((TILE_M, STAGES)))
+        s_parts = storage.part_scales.get_tensor(cute.make_layout((PARTS, STAGES)))
+        s_out = storage.results.get_tensor(o_layout.outer, swizzle=o_layout.inner)
+        if warp == 0:
+            cpasync.prefetch_descriptor(a_atom)
+            cpasync.prefetch_descriptor(b_atom)
+            cpasync.prefetch_descriptor(o_atom)
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(STAGES):
+                    cute.arch.mbarrier_init(full + i, 2)  # values and scales
+                    cute.arch.mbarrier_init(empty + i, 8 * CLUSTER)  # warps of both blocks
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+        num_m = tiles[3 * max_tiles]
+        steps = cute.size(a_tma, mode=[1]) // DEPTH
+        pairs = num_n // CLUSTER
+        # This cluster's first pair of tiles, how far its next one is, and where they end.
+        turns = (I32(block // CLUSTER), blocks // CLUSTER, num_m * pairs)
+        if group == 2:
+            cute.arch.warpgroup_reg_dealloc(FEWEST)
+            if warp == 8:
+                self.load(
+                    a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
+                    up_rows, num_m, pairs, turns, steps, rank,
+                )  # fmt: skip
+            if warp == 9:
+                self.load_scales(
+                    a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b,
+                    up_rows, num_m, pairs, turns, steps, rank, thread % 32,
+                )  # fmt: skip
+        else:
+            cute.arch.warpgroup_reg_alloc(MOST)
+            self.multiply(
+                tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
+                out_scale, tiles, max_tiles, num_m, pairs, turns, steps, rank, group, thread % 128,
+            )  # fmt: skip
+        # A block must not end while the other one still sends to it.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+
+    @cute.jit
+    def tile_at(self, index, num_m, pairs):
+        """(m, pair) of a pair of tiles: group_m row tiles walk the columns together."""
+        per_group = self.group_m * pairs
+        first = (index // per_group) * self.group_m
+        size = cutlass.min(num_m - first, self.group_m)
+        within = index % per_group
+        return first + within % size, within // size
+
+    @cute.jit
+    def load(
+        self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
+        up_rows, num_m, pairs, turns, steps, rank,
+    ):  # fmt: skip
+        """One warp: fill places of the ring with values as both blocks' warps have read them."""
+        index, stride, total = turns
+        place, phase = I32(0), I32(1)
+        alone = cute.make_layout(1)
+        while index < total:
+            m, pair = self.tile_at(index, num_m, pairs)
+            row_b = tiles[m] * rows_b + (pair * CLUSTER + rank) * self.columns
+            second = row_b + (up_rows if self.gated else WIDTH)
+            g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
+            g_a = cute.local_tile(g_a, (TILE_M, DEPTH), (0, None))
+            g_b = cute.local_tile(cute.domain_offset((row_b, 0), b_tma), (WIDTH, DEPTH), (0, None))
+            g_c = cute.local_tile(cute.domain_offset((second, 0), b_tma), (WIDTH, DEPTH), (0, None))
+            to_a, from_a = cpasync.tma_partition(
+                a_atom, rank, cute.make_layout(CLUSTER), cute.group_modes(s_a, 0, 2),
+                cute.group_modes(g_a, 0, 2),
+            )  # fmt: skip
+            s_flat = cute.group_modes(s_b, 0, 2)
+            to_b, from_b = cpasync.tma_partition(
+                b_atom, 0, alone, s_flat, cute.group_modes(g_b, 0, 2)
+            )
+            _, from_c = cpasync.tma_partition(b_atom, 0, alone, s_flat, cute.group_modes(g_c, 0, 2))
+            for k in cutlass.range(steps, unroll=1):
+                cute.arch.mbarrier_wait(empty + place, phase)
+                ready = full + place
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(ready, (TILE_M + PARTS * WIDTH) * DEPTH)
+                cute.copy(
+                    a_atom, from_a[None, k], to_a[None, place], tma_bar_ptr=ready,
+                    mcast_mask=cutlass.Int16(2**CLUSTER - 1),
+                )  # fmt: skip
+                cute.copy(b_atom, from_b[None, k], to_b[None, place * PARTS], tma_bar_ptr=ready)
+                cute.copy(b_atom, from_c[None, k], to_b[None, place * PARTS + 1], tma_bar_ptr=ready)
+                place += 1
+                if place == STAGES:
+                    place = I32(0)
+                    phase = phase ^ 1
+            index += stride
+
+    @cute.jit
+    def load_scales(
+        self, a_scale, b_scale, s_rows, s_parts, full, empty, tiles, max_tiles, rows_b, up_rows,
+        num_m, pairs, turns, steps, rank, lane,
+    ):  # fmt: skip
+        """One warp: fill places of the ring with scales, which it reads a step ahead."""
+        last_row = cute.size(a_scale, mode=[0]) - 1
+        blocks_b = (rows_b + WIDTH - 1) // WIDTH
+        index, stride, total = turns
+        place, phase = I32(0), I32(1)
+        while index < total:
+            m, pair = self.tile_at(index, num_m, pairs)
+            row = tiles[max_tiles + m]
+            # Lanes but the first have the second part's scale.
+            row_b = (pair * CLUSTER + rank) * self.columns
+            row_b += cutlass.min(lane, 1) * (up_rows if self.gated else WIDTH)
+            block = tiles[m] * blocks_b + cutlass.min(row_b // WIDTH, blocks_b - 1)
+            g_b = b_scale[block, None]
+            # Rows past the expert's last are another's, or the last: they are not stored.
+            g_a = [a_scale[cutlass.min(row + lane + 32 * i, last_row), None] for i in range(4)]
+            a0, a1, a2, a3, b0 = g_a[0][0], g_a[1][0], g_a[2][0], g_a[3][0], g_b[0]
+            for k in cutlass.range(steps, unroll=1):
+                ahead = cutlass.min(k + 1, steps - 1)
+                c0, c1, c2, c3 = g_a[0][ahead], g_a[1][ahead], g_a[2][ahead], g_a[3][ahead]
+                d0 = g_b[ahead]
+                cute.arch.mbarrier_wait(empty + place, phase)
+                s_rows[lane, place] = a0
+                s_rows[lane + 32, place] = a1
+                s_rows[lane + 64, place] = a2
+                s_rows[lane + 96, place] = a3
+                if lane < PARTS:
+                    s_parts[lane, place] = b0
+                cute.arch.sync_warp()
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(full + place)
+                a0, a1, a2, a3, b0 = c0, c1, c2, c3, d0
+                place += 1
+                if place == STAGES:
+                    place = I32(0)
+                    phase = phase ^ 1
+            index += stride
+
+    @cute.jit
+    def multiply(
+        self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
+        out_scale, tiles, max_tiles, num_m, pairs, turns, steps, rank, group, thread,
+    ):  # fmt: skip
+        """A multiplying warpgroup: rows group * 64 and on of every tile of this block."""
+        warp = thread // 32
+        # Through a shuffle, so that nobody computes it again in the loop.
+        lane = cute.arch.shuffle_sync(thread % 32, thread % 32)
+        mine = tiled_mma.get_slice(group * 128)
+        t_a = tiled_mma.make_fragment_A(mine.partition_A(s_a))
+        t_b = tiled_mma.make_fragment_B(mine.partition_B(s_b))
+        part = cute.make_rmem_tensor(tiled_mma.partition_shape_C((TILE_M, WIDTH)), F32)
+        sums = cute.make_rmem_tensor(cute.make_layout((VALUES, PARTS)), F32)
+        here = group * ROWS + warp * 16 + lane // 4  # the upper one of this thread's two rows
+        tells = lane < CLUSTER  # a block each that a place has been read
+        index, stride, total = turns
+        place, phase = I32(0), I32(0)
+        ready = cutlass.Boolean(False)
+        while index < total:
+            m, pair = self.tile_at(index, num_m, pairs)
+            row = tiles[max_tiles + m] + group * ROWS
+            end = tiles[2 * max_tiles + m]
+            sums.fill(0.0)
+            if row < end:
+                for _ in cutlass.range(steps, unroll=1):
+                    if not ready:
+                        cute.arch.mbarrier_wait(full + place, phase)
+                    then, then_phase = place + 1, phase
+                    if then == STAGES:
+                        then = I32(0)
+                        then_phase = phase ^ 1
+                    for p in cutlass.range_constexpr(PARTS):
+                        warpgroup.fence()
+                        self.begin(tiled_mma, part, t_a, t_b, place, p)
+                        if cutlass.const_expr(p == 0):
+                            upper, lower = s_rows[here, place], s_rows[here + 8, place]
+                            scales = s_parts[None, place].load()
+                        else:  # asked for the next step's values before they are needed
+                            ready = cute.arch.mbarrier_test_wait(full + then, then_phase)
+                        warpgroup.wait_group(0)
+                        if cutlass.const_expr(p == PARTS - 1):
+                            if tells:
+                                cute.arch.mbarrier_arrive(empty + place, lane)
+                        self.add_scaled(sums, part, p, (upper * scales[p], lower * scales[p]))
+                    place, phase = then, then_phase
+                self.finish(
+                    sums, s_out, o_atom, o_tma, out, out_scale, row, end, pair * CLUSTER + rank,
+                    group, warp, lane,
+                )  # fmt: skip
+            else:  # the expert's rows end before: the places go back unread
+                for _ in cutlass.range(steps, unroll=1):
+                    cute.arch.mbarrier_wait(full + place, phase)
+                    if tells:
+                        cute.arch.mbarrier_arrive(empty + place, lane)
+                    place += 1
+                    if place == STAGES:
+                        place = I32(0)
+                        phase = phase ^ 1
+                ready = cutlass.Boolean(False)
+            index += stride
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def begin(self, tiled_mma, part, t_a, t_b, place, p: cutlass.Constexpr):
+        """Begin the product of a part and a step."""
+        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
+        for j in cutlass.range_constexpr(DEPTH // 32):
+            cute.gemm(
+                tiled_mma, part, t_a[None, None, j, place], t_b[None, None, j, place * PARTS + p],
+                part,
+            )  # fmt: skip
+            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
+        """sums[:, p] += part * scale, one row after the other: so a scale stays at hand."""
+        for half in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(VALUES):
+                if cutlass.const_expr((i // 2) % 2 == half):
+                    sums[i, p] = sums[i, p] + part[i] * scales[half]
+
+    @cute.jit
+    def finish(
+        self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
+    ):  # fmt: skip
+        """Store the results of 64 rows from `row` on, those before `end`."""
+        # Through a shuffle again, so that what depends on it is not kept during the products.
+        lane = cute.arch.shuffle_sync(lane, lane)
+        if cutlass.const_expr(self.gated):
+            self.finish_gated(
+                sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
+            )
+        else:
+            self.finish_plain(sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane)
+
+    @cute.jit
+    def finish_plain(self, sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane):
+        """bf16 rows: by TMA where all 64 are the expert's, two boxes of 64 columns at a time."""
+        columns = cute.size(out, mode=[1])
+        first = n * self.columns
+        row_in = warp * 16 + lane // 4
+        for p in cutlass.range_constexpr(PARTS):
+            if row + ROWS <= end:
+                self.reuse_staging(group, warp)
+                for q in cutlass.range_constexpr(WIDTH // 16):
+                    # Matrices of 8 by 8: rows 0-7 and 8-15 of 8 columns, then of the next 8.
+                    to = s_out[None, None, group * 2 + q // 4].iterator
+                    byte = (q % 4) * 32 + 16 * (lane // 16)
+                    store_matrices(to, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
+                self.send(s_out, o_atom, o_tma, row, first + p * WIDTH, group, warp)
+            else:
+                for q in cutlass.range_constexpr(WIDTH // 16):
+                    words = bf16_words(sums, p, q)
+                    for z in cutlass.range_constexpr(4):
+                        at = row + row_in + 8 * (z % 2)
+                        column = first + p * WIDTH + q * 16 + 8 * (z // 2) + 2 * (lane % 4)
+                        if at < end and column < columns:
+                            to = out.iterator + (cutlass.Int64(at) * columns + column)
+                            cute.arch.store(cute.recast_ptr(to, dtype=I32), words[z])
+
+    @cute.jit
+    def finish_gated(
+        self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
+    ):  # fmt: skip
+        """h = silu(gate) * up, rounded to bf16; of each row a scale, and e4m3 values."""
+        columns = cute.size(out, mode=[1])
+        first = n * self.columns
+        row_in = warp * 16 + lane // 4
+        most = [F32(0.0), F32(0.0)]
+        for i in cutlass.range_constexpr(VALUES):
+            h = F32(cutlass.BFloat16(silu_mul(sums[i, 0], sums[i, 1])))
+            sums[i, 0] = h
+            most[(i // 2) % 2] = cute.arch.fmax(most[(i // 2) % 2], magnitude(h))
+        upper, lower = most
+        for d in cutlass.range_constexpr(2):  # four threads have a row between them
+            upper = cute.arch.fmax(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
+            lower = cute.arch.fmax(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
+        upper = cute.arch.fmax(divide(upper, F32(LARGEST)), F32(LEAST_SCALE))
+        lower = cute.arch.fmax(divide(lower, F32(LARGEST)), F32(LEAST_SCALE))
+        inverse = (divide(F32(1.0), upper), divide(F32(1.0), lower))
+        if lane % 4 == 0 and first < columns:
+            if row + row_in < end:
+                out_scale[row + row_in, n] = upper
+            if row + row_in + 8 < end:
+                out_scale[row + row_in + 8, n] = lower
+        whole = row + ROWS <= end
+        if whole:
+            self.reuse_staging(group, warp)
+        staged = I32(s_out[None, None, group].iterator.toint())
+        for i in cutlass.range_constexpr(0, VALUES, 2):
+            half = (i // 2) % 2
+            pair = e4m3_pair(sums[i, 0] * inverse[half], sums[i + 1, 0] * inverse[half])
+            at = row_in + 8 * half
+            column = (i // 4) * 8 + 2 * (lane % 4)
+            if whole:
+                to = staged + at * BOX_BYTES + (column ^ ((at % 8) * 16))
+                cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[to, pair])
+            elif row + at < end and first < columns:
+                place = cutlass.Int64(row + at) * columns + first + column
+                to = cute.recast_ptr(out.iterator + place, dtype=cutlass.Int16)
+                cute.arch.store(to, pair)
+        if whole:
+            self.send(s_out, o_atom, o_tma, row, first, group, warp)
+
+    @cute.jit
+    def reuse_staging(self, group, warp):
+        """Wait until the warpgroup's last boxes have left."""
+        if warp == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
+
+    @cute.jit
+    def send(self, s_out, o_atom, o_tma, row, column, group, warp):
+        """Store the warpgroup's boxes; columns past the last one are not stored."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
+        if warp == 0:
+            box = cute.size(s_out, mode=[1])
+            for x in cutlass.range_constexpr(self.boxes):
+                g_out = cute.domain_offset((row, column + x * box), o_tma)
+                g_out = cute.local_tile(g_out, (ROWS, box), (0, 0))
+                boxes, to = cpasync.tma_partition(
+                    o_atom, 0, cute.make_layout(1), cute.group_modes(s_out, 0, 2),
+                    cute.group_modes(g_out, 0, 2),
+                )  # fmt: skip
+                cute.copy(o_atom, boxes[None, group * self.boxes + x], to)
+            cute.arch.cp_async_bulk_commit_group()
+
+
+def store_matrices(to, row, byte, words):
+    """Store four words of each thread as matrices of 8 by 8, in rows of 128 swizzled bytes."""
+    at = I32(to.toint()) + row * BOX_BYTES + (byte ^ ((row % 8) * 16))
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[at, *words],
+    )
+
+
+def bf16_words(sums, p, q):
+    """Four words of two: rows r and r + 8 of columns 16 q and on, then of 16 q + 8 and on."""
+    code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
+    at = q * 8
+    return tuple(
+        assembled(code, I32, sums[at + 2 * z + 1, p], sums[at + 2 * z, p]) for z in range(4)
+    )
+
+
+def e4m3_pair(low, high):
+    return assembled("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};", cutlass.Int16, high, low)
+
+
+def magnitude(value):
+    return assembled("abs.f32 {$w0}, {$r0};", F32, value)
+
+
+def divide(a, b):
+    """Round to nearest, as modular_kernel.ops.kernels.quantise does."""
+    return assembled("div.rn.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
+
+
+def silu_mul(gate, up):
+    exponential = cute.arch.exp2(gate * F32(-1.4426950408889634))
+    return gate * cute.arch.rcp_approx(exponential + F32(1.0)) * up
+
+
+def assembled(code, result, *operands):  # noqa: ANN002
+    return cute.arch.inline_ptx(code, write_only_types=[result], read_only_args=list(operands))

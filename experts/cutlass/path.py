@@ -1,0 +1,48 @@
+"""The permuted path with products in CuTe DSL: fp8 by block, h quantised where it is made.
+
+Launches: count, scan, place; permute; GEMM 1 + activation + quantise; GEMM 2; sum.
+"""
+
+import torch
+
+from experts.cutlass.product import TILE_M, block_gemm
+from experts.triton.grouped.base import Rows
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import LaunchConfig
+from experts.triton.operands import Product, first_product
+from experts.triton.path import PathCall
+from modular_kernel import stages
+from modular_kernel.ops.quantise import Quantised, take_quantised
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.workspace import BufferSpec
+
+
+class CutlassPath(GroupedTmaPath):
+    """Takes the place of the Gluon products, for the same calls and with the same results."""
+
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Buffers for a call of `tokens` tokens; h is never held in 16 bits."""
+        specs = super().specs(tokens, block_m)
+        del specs["workspace13"]
+        rows = specs["workspace2"]
+        over = tuple(name for name in rows.over if name in specs)
+        return specs | {"workspace2": BufferSpec(rows.shape, rows.dtype, over)}
+
+    def hidden_rows(self, x: Rows, tile: LaunchConfig, order: Sorted, call: PathCall) -> Rows:
+        shape = (order.row_of_pair_TK.numel(), self.problem.intermediate)
+        h = take_quantised(call.workspace, "h", self.problem.scheme, shape)
+        with stages.stage(stages.GEMM1):
+            product = first_product(call.weights, self.problem)
+            block_gemm(_quantised(x), product, self.problem, order, h)
+        return Rows(h.q_RK, h.scale)
+
+    def multiply(
+        self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
+    ) -> None:
+        assert tile.block_m == TILE_M
+        block_gemm(_quantised(rows), product, self.problem, order, out)
+
+
+def _quantised(rows: Rows) -> Quantised:
+    assert rows.scale is not None
+    return Quantised(rows.values, rows.scale)

@@ -1,0 +1,81 @@
+"""report: which experts of a model run on our parts, and why others do not."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from modular_kernel.errors import IncompatibleError, InputError
+from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
+from modular_kernel.integrations.transformers.register import Registration
+from modular_kernel.integrations.transformers.replaced import REPLACED
+
+# Experts that neither transformers dispatches nor `serve` replaces, by the module that has them.
+_OTHERS = {
+    "DbrxExperts": "keeps gate and up rows apart and w2 transposed: fused it would be a copy",
+    "JetMoeMoE": "sorts tokens in its router and adds a bias of its own",
+    "JetMoeMoA": "has experts of attention",
+    "NllbMoeExperts": "is a dictionary of dense modules with relu",
+    "SwitchTransformersExperts": "is a dictionary of dense modules with relu",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One experts module. why: it does not run on our parts; empty if it does."""
+
+    name: str
+    kind: str
+    why: str
+
+    @property
+    def served(self) -> bool:
+        """Whether a forward without gradients runs on our parts."""
+        return not self.why
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.kind}): {self.why or 'served'}"
+
+
+def report(model: torch.nn.Module) -> tuple[Row, ...]:
+    """Return a row for each experts module of a model, in the model's order.
+
+    Nothing is run but what lies between two projections, on small numbers.
+    """
+    rows = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if dispatched(module):
+            rows.append(Row(name, kind, _why(module)))
+        elif kind in REPLACED:
+            rows.append(
+                Row(name, kind, "transformers does not dispatch it; serve(model) replaces it")
+            )
+        elif kind in _OTHERS:
+            rows.append(
+                Row(name, kind, f"transformers does not dispatch it, and it {_OTHERS[kind]}")
+            )
+    return tuple(rows)
+
+
+def _why(module: Any) -> str:
+    name = module.config._experts_implementation
+    found = ALL_EXPERTS_FUNCTIONS.get(name) if name is not None else None
+    if not isinstance(found, Registration):
+        return f"experts_implementation is {name!r}, which is not one of ours"
+    try:
+        tensors = tensors_of(module)
+        if any(tensor.is_meta for tensor in tensors):
+            return "its weights are not loaded"
+        dtype = next((t.dtype for t in tensors if t.dtype in _DTYPES), torch.bfloat16)
+        _, layer = found.constants(module, tensors, dtype, 1)
+        found.pairing.check(layer, tensors[0].device)
+    except (InputError, IncompatibleError) as error:
+        return " ".join(str(error).split())
+    if module.training and found.gradients == "fallback":
+        return "it trains: transformers' grouped_mm runs; call model.eval()"
+    return ""
+
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

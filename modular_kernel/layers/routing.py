@@ -1,0 +1,76 @@
+"""What a caller of a layer gives as routing, checked and brought into one form."""
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.layers.router import Router
+from modular_kernel.routers import RouterSpec
+from modular_kernel.tensors import Routing, dense
+
+
+def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
+    """Return the router's spec, if there is one."""
+    return router.spec if isinstance(router, Router) else router
+
+
+def check_selection_bias(
+    selection_bias: torch.Tensor | None, router: Router | RouterSpec | None, experts: int
+) -> None:
+    """Check that a bias of every column is given exactly where a RouterSpec has one."""
+    wanted = isinstance(router, RouterSpec) and router.selection_bias
+    if (selection_bias is not None) != wanted:
+        got = "None" if selection_bias is None else "a tensor"
+        need = "a tensor exactly where a RouterSpec has selection_bias"
+        raise ConfigurationError("selection_bias", got=got, need=need)
+    if selection_bias is not None and isinstance(router, RouterSpec):
+        dense("selection_bias", selection_bias)
+        need_shape = (router.columns(experts),)
+        if tuple(selection_bias.shape) != need_shape:
+            raise ShapeError("selection_bias", got=tuple(selection_bias.shape), need=need_shape)
+
+
+def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int) -> int:
+    """Return K, which the router says where there is one, and that it fits the experts."""
+    spec = spec_of(router)
+    if spec is None:
+        if top_k is None:
+            raise ConfigurationError("top_k", got=None, need="K, where there is no router")
+        return top_k
+    if isinstance(router, Router) and router.num_experts != experts:
+        need = f"{experts}, the layer's"
+        raise ConfigurationError("router num_experts", got=router.num_experts, need=need)
+    if top_k not in (None, spec.top_k):
+        raise ConfigurationError("top_k", got=top_k, need=f"{spec.top_k}, the router's")
+    spec.columns(experts)
+    return spec.top_k
+
+
+def flat_logits(given: object, columns: int) -> torch.Tensor:
+    """Return logits (..., E) as (T, E)."""
+    if not isinstance(given, torch.Tensor):
+        need = "the router's logits (..., E)"
+        raise ConfigurationError("routing", got=type(given).__name__, need=need)
+    if given.dim() < 2 or given.shape[-1] != columns:
+        need = f"(..., E) with E = {columns}"
+        raise ShapeError("router logits", got=tuple(given.shape), need=need)
+    return given.reshape(-1, columns)
+
+
+def given_routing(given: object) -> Routing:
+    """Return what a caller's router chose as (T, K) tensors that lie in memory in one piece."""
+    if isinstance(given, Routing):
+        weights, ids = given.topk_weights_TK, given.topk_ids_TK
+    elif isinstance(given, tuple | list) and len(given) >= 2:
+        weights, ids = given[0], given[1]
+    else:
+        need = "a Routing, or (weights, ids), each (..., K)"
+        raise ConfigurationError("routing", got=type(given).__name__, need=need)
+    dense("topk_weights", weights)
+    dense("topk_ids", ids)
+    if weights.dim() < 2 or weights.shape != ids.shape:
+        got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
+        raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (..., K)")
+    if weights.dtype in (torch.bfloat16, torch.float16):
+        weights = weights.float()
+    top_k = weights.shape[-1]
+    return Routing(weights.reshape(-1, top_k).contiguous(), ids.reshape(-1, top_k).contiguous())

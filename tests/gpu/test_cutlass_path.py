@@ -1,0 +1,75 @@
+"""The products in CuTe DSL against Gluon's, bit for bit: whole layers, all kinds of tails."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts.triton.configs.select import override_config
+from experts.triton.grouped_tma.config import default
+from modular_kernel import Machine, Problem, check, make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.machine import current_machine
+from modular_kernel.types import Combine
+
+PF = "MoEPrepareAndFinalizeNoEP"
+BASE = Problem(300, 512, 256, 4, 2, "bfloat16", "fp8_w8a8_block")
+
+
+def here() -> Machine:
+    return current_machine({"cutlass"})
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not check(PF, "CutlassExpertsFP8", BASE, here()).ok, reason="needs sm_90 and cutlass"
+    ),
+]
+
+
+@pytest.mark.parametrize("hostile", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tokens": 1, "experts": 8},
+        {"tokens": 17, "hidden": 256, "intermediate": 384, "experts": 8},  # an odd number of tiles
+        {"tokens": 513, "hidden": 1024, "intermediate": 768, "experts": 8},
+        {"tokens": 257, "hidden": 2048, "intermediate": 640, "experts": 16, "top_k": 4},
+        {"tokens": 64, "hidden": 128, "intermediate": 128, "experts": 3, "top_k": 1},
+        {"tokens": 1000, "hidden": 384, "intermediate": 896, "experts": 5, "top_k": 3},
+        {"combine": Combine.TOPK_UNWEIGHTED},
+    ],
+)
+def test_the_same_bits(change: dict[str, object], hostile: bool) -> None:
+    problem = replace(BASE, **change)
+    torch.manual_seed(problem.tokens)
+    x_TH, weights, routing = random_inputs(problem, torch.device("cuda"))
+    if hostile:  # few experts get nearly every token, some tokens go nowhere
+        ids_TK = routing.topk_ids_TK % max(1, problem.experts // 4)
+        ids_TK[::7] = -1
+        ids_TK[::11] = problem.experts - 1
+        routing = replace(routing, topk_ids_TK=ids_TK)
+    results = []
+    with override_config(default(problem)):
+        for name in ("TritonExperts", "CutlassExpertsFP8"):
+            plan = make_kernel(PF, name, problem).plan()
+            first = plan(x_TH, weights, routing).clone()
+            again = plan(x_TH, weights, routing).clone()
+            assert torch.equal(first, again)
+            results.append(first)
+    assert torch.equal(*results)
+
+
+def test_in_a_graph() -> None:
+    x_TH, weights, routing = random_inputs(BASE, torch.device("cuda"))
+    with override_config(default(BASE)):
+        plan = make_kernel(PF, "CutlassExpertsFP8", BASE).plan()
+        expected = plan(x_TH, weights, routing).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = plan(x_TH, weights, routing)
+        output.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(output, expected)

@@ -1,0 +1,228 @@
+"""CutlassExpertsFP8 without its package: verdicts, and the host code over the product's twin.
+
+The twin stands in for the kernel on a CPU. It refuses what TMA could not take, and leaves rows past
+the last tile as they are.
+"""
+
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+
+from experts.cutlass.path import CutlassPath
+from experts.cutlass.product import block_gemm
+from experts.triton.configs.select import on_device
+from experts.triton.grouped_tma.config import default
+from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.launch_config import Device
+from experts.triton.operands import first_product, second_product
+from experts.triton.path import PathCall
+from modular_kernel import Problem, check, make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import LayoutError, ShapeError
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops.quantise import Quantised, quantise_rows, quantise_specs, take_quantised
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.tensors import ContiguousTokens, DispatchedRouting, ExpertWeights, Routing
+from modular_kernel.types import Combine, IdSpace, Machine
+from modular_kernel.workspace import Workspace
+
+NAMES = ("MoEPrepareAndFinalizeNoEP", "CutlassExpertsFP8")
+CPU = torch.device("cpu")
+PROBLEM = Problem(150, 256, 128, 3, 2, "bfloat16", "fp8_w8a8_block")
+H200 = Machine("cuda", (9, 0), frozenset({"triton", "cutlass"}), name="NVIDIA H200")
+
+
+# ------------------------------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    ("change", "machine", "rule"),
+    [
+        ({}, H200, None),
+        ({"combine": Combine.TOPK_WEIGHTED, "expert_map": True}, H200, None),
+        ({"dtype": "float16"}, H200, "dtype"),
+        ({"dtype": "float32"}, H200, "dtype"),
+        ({"quant": "none"}, H200, "quant"),
+        ({"quant": "fp8_w8a8_channel"}, H200, "quant"),
+        ({"quant": "int8_w8a8_block"}, H200, "quant"),
+        ({"quant": "fp8_w8a8_block:block=64x128"}, H200, "quant_block"),
+        ({"hidden": 192}, H200, "hidden"),
+        ({"intermediate": 192}, H200, "intermediate"),
+        ({"activation": "gelu"}, H200, "activation"),
+        ({"activation": "silu:interleaved=true"}, H200, "activation"),
+        ({"bias": True}, H200, "bias"),
+        ({"top_k": 1, "apply_router_weight_on_input": True}, H200, "router_weight_on_input"),
+        ({"batch_invariant": True}, H200, "batch_invariant"),
+        ({}, replace(H200, arch=(8, 9)), "arch"),
+        ({}, replace(H200, arch=(10, 0)), "arch"),
+        ({}, replace(H200, packages=frozenset({"triton"})), "package"),
+        ({}, Machine("cpu", None, H200.packages | {"ml_dtypes"}, True), "device"),
+    ],
+)
+def test_verdicts(change: dict[str, object], machine: Machine, rule: str | None) -> None:
+    verdict = check(*NAMES, replace(PROBLEM, **change), machine)
+    assert [r.rule for r in verdict.rejections] == ([] if rule is None else [rule]), str(verdict)
+
+
+def test_how_to_get_the_package() -> None:
+    verdict = check(*NAMES, PROBLEM, replace(H200, packages=frozenset({"triton"})))
+    assert "pip install 'modular-kernel[cutlass]'" in str(verdict)
+
+
+def test_another_package_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from experts.cutlass import part
+
+    other = ModuleType("cutlass")
+    other.__spec__ = ModuleSpec("cutlass", None)
+    monkeypatch.setitem(sys.modules, "cutlass", other)
+
+    def missing(name: str) -> str:
+        raise part.PackageNotFoundError(name)
+
+    monkeypatch.setattr(part, "version", missing)
+    (rejection,) = check(*NAMES, PROBLEM, H200).rejections
+    assert (rejection.rule, rejection.need) == ("package", "nvidia-cutlass-dsl")
+
+
+# ------------------------------------------------------------------------------------ host code
+
+
+def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    """A call by the path, and the same layer by TorchExperts, on the CPU."""
+    x_TH, weights, routing = random_inputs(problem, CPU)
+    if ids_TK is not None:
+        routing = Routing(routing.topk_weights_TK, ids_TK)
+    with torch_twins():
+        kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+        expected = kernel(x_TH, weights, routing)
+        path = CutlassPath(problem)
+        specs = path.specs(problem.tokens, 128)
+        scheme = problem.scheme
+        workspace = Workspace(specs | quantise_specs("x", scheme, *x_TH.shape), CPU, poison=True)
+        x = take_quantised(workspace, "x", scheme, tuple(x_TH.shape))
+        quantise_rows(x_TH, scheme, out=x)
+        arrived = DispatchedRouting(
+            routing.topk_weights_TK, routing.topk_ids_TK, IdSpace.GLOBAL, problem.experts,
+            weights.expert_map, torch.zeros(1, dtype=torch.int32),
+        )  # fmt: skip
+        output = torch.full(problem.output_shape, torch.nan, dtype=problem.dtype)
+        tokens = ContiguousTokens(x.q_RK, arrived, x.scale)
+        assert path.takes(weights, x.q_RK)
+        path.run(PathCall(tokens, weights, workspace, output, default(problem)))
+    return output, expected
+
+
+def skips(problem: Problem) -> torch.Tensor:
+    ids = torch.randint(0, problem.experts, (problem.tokens, problem.top_k), dtype=torch.int32)
+    ids[::5] = -1
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("change", "route"),
+    [
+        ({}, None),
+        ({"combine": Combine.TOPK_UNWEIGHTED}, skips),
+        ({"routed_scaling_factor": 2.5}, skips),
+        ({"hidden": 128, "intermediate": 256}, lambda p: torch.full((p.tokens, 2), 1).int()),
+        ({"tokens": 1}, None),
+        ({"experts": 40}, None),
+    ],
+)
+def test_layer(change: dict[str, object], route: object) -> None:
+    torch.manual_seed(3)
+    problem = replace(PROBLEM, **change)
+    output, expected = layer(problem, route(problem) if callable(route) else None)
+    error = (output.float() - expected.float()).norm() / expected.float().norm()
+    assert error < 4e-3
+
+
+def test_h_is_held_in_eight_bits_only() -> None:
+    """GEMM 1's 16-bit results, and with them a launch, are gone."""
+    own, other = (kind(PROBLEM).specs(150, 128) for kind in (CutlassPath, GroupedTmaPath))
+    assert set(other) - set(own) == {"workspace13"}
+    assert sum(s.nbytes for s in own.values()) < sum(s.nbytes for s in other.values())
+
+
+def test_the_part_takes_the_path() -> None:
+    from experts import CutlassExpertsFP8
+
+    with on_device(Device.of(H200)):
+        paths = CutlassExpertsFP8(PROBLEM)._paths
+    assert type(paths["grouped_tma"]) is CutlassPath
+    assert len(paths) > 1  # calls of few tokens go elsewhere
+
+
+# ------------------------------------------------------------------------------------- contract
+
+
+def sorted_rows(counts: tuple[int, ...]) -> Sorted:
+    tiles, start = [], 0
+    for expert, count in enumerate(counts):
+        tiles += [(expert, row, start + count) for row in range(start, start + count, 128)]
+        start += count
+    named = torch.full((3 * len(tiles) + 4,), 0x3F3F3F3F, dtype=torch.int32)
+    named[:-1].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
+    named[-1] = len(tiles)
+    nothing = torch.empty(0, 1, dtype=torch.int32)
+    return Sorted(nothing, nothing, named, nothing)
+
+
+def operands(rows: int, depth: int) -> tuple[Quantised, ExpertWeights]:
+    problem = replace(PROBLEM, tokens=rows, hidden=depth)
+    x, weights, _ = random_inputs(problem, CPU)
+    a = Quantised(torch.empty(x.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, depth // 128))
+    with torch_twins():
+        quantise_rows(x, problem.scheme, out=a)
+    return a, weights
+
+
+def test_rows_behind_the_last_one_stay() -> None:
+    a, weights = operands(330, 256)
+    h = Quantised(torch.zeros(330, 128).to(torch.float8_e4m3fn), torch.full((330, 1), -7.0))
+    block_gemm(a, first_product(weights, PROBLEM), PROBLEM, sorted_rows((129, 0, 65)), h)
+    assert (h.scale[194:] == -7).all()
+    assert (h.scale[:194] > 0).all()
+    assert not h.q_RK[194:].float().any()
+    assert h.q_RK[:194].float().any(1).all()
+
+
+def odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one value further than an allocation begins."""
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    memory[1:].view(tensor.shape).copy_(tensor)
+    return memory[1:].view(tensor.shape)
+
+
+PLANTED = {
+    "rows apart": (LayoutError, "q_RK", lambda q: q.repeat(1, 2)[:, ::2]),
+    "row scales of the depth": (LayoutError, "scale", lambda scale: scale.T.contiguous().T),
+    "a row scale short": (ShapeError, "scale", lambda scale: scale[:, :1].contiguous()),
+    "rows off 16 bytes": (LayoutError, "q_RK", odd_address),
+    "weights along N": (LayoutError, "w2", lambda w: w.mT.contiguous().mT),
+    "weights off 16 bytes": (LayoutError, "w2", odd_address),
+    "a block of scales short": (ShapeError, "w2_scale", lambda scale: scale[:, :1].contiguous()),
+    "no scales": (ShapeError, "w2_scale", lambda scale: None),
+    "another depth": (ShapeError, "w2", lambda w: w[:, :, :64].contiguous()),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(name: str) -> None:
+    error, field, plant = PLANTED[name]
+    problem = replace(PROBLEM, hidden=256, intermediate=256)
+    a, _ = operands(70, 256)
+    weights = random_inputs(problem, CPU)[1]
+    order, out = sorted_rows((70,)), torch.zeros(70, 256, dtype=torch.bfloat16)
+    block_gemm(a, second_product(weights, problem), problem, order, out)
+    assert out.any(1).all()
+    if hasattr(a, field):
+        a = replace(a, **{field: plant(getattr(a, field))})
+    else:
+        weights = replace(weights, **{field: plant(getattr(weights, field))})
+    with pytest.raises(error):
+        block_gemm(a, second_product(weights, problem), problem, order, out)

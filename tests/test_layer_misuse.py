@@ -1,0 +1,147 @@
+"""Layers and loaders: options that must count, bad arguments, and weights that are loaded again."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.importers import format_of
+from modular_kernel.integrations.fused_moe import fused_moe
+from modular_kernel.layers.ep_moe import EPMoE
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.router import Router, RouterSpec
+from modular_kernel.layers.weight_loading import ExpertLoader, Share
+
+E, H, I = 4, 32, 64  # noqa: E741 (intermediate)
+BIASED = RouterSpec(2, "sigmoid", selection_bias=True)
+TABLE = RouterSpec(2, "sigmoid", table=True)
+CASES = {
+    "a bias of other columns": (
+        lambda: FusedMoE(E, H, I, router=BIASED, selection_bias=torch.zeros(E + 1)),
+        ShapeError,
+        r"selection_bias: got \(5,\), need \(4,\)",
+    ),
+    "a bias that is a list": (
+        lambda: FusedMoE(E, H, I, router=BIASED, selection_bias=[0.0] * E),
+        DtypeError,
+        "selection_bias: got list, need a tensor",
+    ),
+    "shared experts that cannot be called": (
+        lambda: FusedMoE(E, H, I, top_k=2, shared_experts=3),
+        ConfigurationError,
+        "shared_experts: got 3",
+    ),
+    "token ids that are a list": (
+        lambda: FusedMoE(E, H, I, router=Router(TABLE, H, E, vocabulary=9))(
+            torch.zeros(1, H), token_ids=[1]
+        ),
+        DtypeError,
+        "token_ids: got list, need a tensor",
+    ),
+    "logits of more experts than there are": (
+        lambda: fused_moe(
+            torch.zeros(2, H),
+            torch.zeros(E, 2 * I, H),
+            torch.zeros(E, H, I),
+            torch.zeros(2, 2 * E),
+            top_k=2,
+        ),
+        ShapeError,
+        r"gating_output: got \(2, 8\), need .* E = 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_argument_is_refused(case: str) -> None:
+    make, error, match = CASES[case]
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_an_activation_scheme_with_blocks_is_a_scheme_of_blocks() -> None:
+    def made(**fields: object) -> EPMoE:
+        config = SimpleNamespace(**fields)
+        return EPMoE(E, 2, 64, 64, quant_config=config, experts="TorchExperts")
+
+    layer = made(activation_scheme="dynamic", weight_block_size=[32, 64])
+    assert str(layer.problem.scheme) == "fp8_w8a8_block:block=32x64"
+    assert str(made(activation_scheme="dynamic").problem.scheme) == "fp8_w8a8_tensor"
+    for scheme, block in (("static", [32, 64]), ("dynamic", [32]), ("dynamic", 32)):
+        with pytest.raises(ConfigurationError, match="quantization_config"):
+            made(activation_scheme=scheme, weight_block_size=block)
+
+
+def test_mxfp4_weights_that_were_not_loaded_give_nan() -> None:
+    layer = FusedMoE(E, H, I, top_k=1, params_dtype=torch.float32, quant_config="mxfp4_w4a16")
+    y_TH = layer(torch.ones(1, H), (torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)))
+    assert y_TH.isnan().all()
+
+
+def test_autocast_does_not_change_what_a_router_chooses() -> None:
+    generator = torch.Generator().manual_seed(0)
+    router, x_TH = Router(RouterSpec(2), H, E), torch.randn(64, H, generator=generator)
+    router.weight.copy_(torch.randn(E, H, generator=generator))
+    with torch.autocast("cpu", torch.bfloat16):
+        within = router(x_TH)
+    for got, want in zip(within, router(x_TH), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+# ------------------------------------------------------------------------------ loading again
+
+STATIC = format_of({"quant_method": "fp8", "activation_scheme": "static"})
+ZERO_POINTS = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": 4,
+                "symmetric": False,
+            },
+            "input_activations": None,
+        }
+    },
+}
+
+
+def load(loader: ExpertLoader, module: torch.nn.Module, scale: float, up: float) -> None:
+    for shard, value in (("w1", scale), ("w3", up), ("w2", scale)):
+        matrix = "w2" if shard == "w2" else "w13"
+        shape = (H, I) if shard == "w2" else (I, H)
+        tensors = {"weight": torch.ones(shape).to(torch.float8_e4m3fn)}
+        tensors |= dict.fromkeys(("weight_scale", "input_scale"), torch.tensor(value))
+        for name, tensor in tensors.items():
+            name = f"{matrix}_{name}"
+            loader.weight_loader(getattr(module, name), tensor, name, shard, 0)
+
+
+def test_scales_can_be_loaded_again() -> None:
+    loader, module = ExpertLoader(Share(1, H, I), STATIC), torch.nn.Module()
+    loader.create_weights(module, torch.bfloat16)
+    for scale in (0.5, 0.25):
+        load(loader, module, scale, scale)
+        weights = loader.expert_weights(module)
+        for each in (weights.w1_scale, weights.w2_scale, weights.a1_scale, weights.a2_scale):
+            assert each is not None
+            assert each.tolist() == [scale]
+    with pytest.raises(WeightsError, match=r"input_scale: got 0.5, need 0.125, as the other"):
+        load(loader, module, 0.125, 0.5)
+
+
+def test_gate_and_up_rows_that_would_share_a_word_are_refused() -> None:
+    with pytest.raises(InputError, match="intermediate: got 12, need a multiple of 8"):
+        ExpertLoader(Share(1, H, 12), format_of(ZERO_POINTS))
+    ExpertLoader(Share(1, H, 12, gated=False), format_of(ZERO_POINTS))

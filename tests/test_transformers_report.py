@@ -1,0 +1,146 @@
+"""report says which modules run on our parts; serve makes some more of them do so."""
+
+import copy
+from importlib import import_module
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from modular_kernel.cli.demo_models import small_model
+from modular_kernel.integrations.transformers import register, registration, report, serve
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+H, I, E, K = 32, 24, 4, 2  # noqa: E741
+
+
+class Around(torch.nn.Module):
+    """A model of one module."""
+
+    def __init__(self, module: torch.nn.Module, name: str) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_experts_implementation=name)
+        self.experts = module
+
+
+def made(folder: str, name: str, *args: object, **config: object) -> torch.nn.Module:
+    module = import_module(f"transformers.models.{folder}.modeling_{folder}")
+    found = getattr(module, name)(
+        SimpleNamespace(hidden_act="silu", hidden_size=H, **config), *args
+    )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return found.eval().to(DEVICE)
+
+
+def longcat() -> torch.nn.Module:
+    sizes = {"expert_ffn_hidden_size": I, "n_routed_experts": E, "zero_expert_num": 2}
+    return made("longcat_flash", "LongcatFlashExperts", **sizes)
+
+
+def step(limit: float | None) -> torch.nn.Module:
+    sizes = {"moe_intermediate_size": I, "num_local_experts": E}
+    return made("step3p7", "Step3p7Experts", limit, **sizes)
+
+
+def llama4(top_k: int) -> torch.nn.Module:
+    sizes = {"intermediate_size": I, "num_local_experts": E, "num_experts_per_tok": top_k}
+    return made("llama4", "Llama4TextMoe", **sizes)
+
+
+MODULES = {
+    "longcat": longcat,
+    "step": lambda: step(None),
+    "step, limited": lambda: step(0.6),
+    "llama4": lambda: llama4(1),
+    "llama4, two of them": lambda: llama4(2),
+}
+
+
+def given(module: torch.nn.Module) -> "tuple[torch.Tensor, ...]":
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(13, H, generator=generator).to(DEVICE)
+    if hasattr(module, "router"):
+        return (x,)
+    experts = getattr(module, "total_experts", E)
+    values, ids = torch.randn(13, experts, generator=generator).topk(K)
+    return x, ids.to(DEVICE), values.softmax(-1).to(DEVICE)
+
+
+def first(value: object) -> torch.Tensor:
+    return value[0] if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_modules_that_transformers_does_not_dispatch_are_served(case) -> None:
+    own, module = MODULES[case](), MODULES[case]()
+    name = register("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    model, arguments = Around(module, name), given(module)
+    (before,) = report(model)
+    assert not before.served
+    assert "serve(model)" in before.why
+    assert serve(model) == ("experts",)
+    assert [row.served for row in report(model)] == [True]
+    assert serve(model) == ()
+    registration(name).kernels.clear()
+    with torch.no_grad():
+        exact = copy.deepcopy(own).double()
+        wide = [each.double() if each.is_floating_point() else each for each in arguments]
+        want = first(exact(*wide))
+        got = first(module(*arguments))
+        assert registration(name).kernels
+        assert (got.double() - want).norm() <= 2e-6 * want.norm()
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        torch.compiler.reset()
+        assert torch.equal(first(compiled(*arguments)), got)
+        model.config._experts_implementation = "eager"
+        assert torch.equal(first(module(*arguments)), first(own(*arguments)))
+    assert module.state_dict().keys() == own.state_dict().keys()
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_their_gradients_are_their_own(case) -> None:
+    own, module = MODULES[case](), MODULES[case]()
+    serve(Around(module, register()))
+    for each in (own, module):
+        first(each(*given(each))).square().sum().backward()
+    for (name, one), other in zip(own.named_parameters(), module.parameters(), strict=True):
+        assert (one.grad - other.grad).abs().max() <= 1e-4 * one.grad.abs().max(), name
+
+
+def test_every_module_of_a_model_has_a_row() -> None:
+    model = small_model("mixtral", "float32", DEVICE)
+    assert [row.why for row in report(model)] == [
+        "experts_implementation is 'eager', which is not one of ours"
+    ] * 2
+    model.set_experts_implementation(register())
+    rows = report(model)
+    assert [row.name for row in rows] == [f"model.layers.{n}.mlp.experts" for n in (0, 1)]
+    assert all(row.served and str(row).endswith("served") for row in rows)
+    assert "trains" in report(model.train())[0].why
+    model.eval().model.layers[1].mlp.experts.act_fn = torch.nn.ReLU()
+    assert [row.served for row in report(model)] == [True, False]
+    assert "computes something else" in report(model)[1].why
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "config"),
+    [
+        ("dbrx", "DbrxExperts", {"moe_num_experts": E, "ffn_hidden_size": I,
+         "ffn_act_fn": {"name": "silu"}}),
+        ("jetmoe", "JetMoeMoE", {"intermediate_size": I, "activation_function": "silu",
+         "num_local_experts": E, "num_experts_per_tok": K}),
+    ],
+)  # fmt: skip
+def test_what_is_not_served_is_named(folder, name, config) -> None:
+    model = Around(made(folder, name, **config), register())
+    assert serve(model) == ()
+    (row,) = report(model)
+    assert row.kind == name
+    assert "does not dispatch" in row.why
