@@ -134,6 +134,7 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
 def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
     """Ranks share memory as they make a part: one that means another layer is told then."""
     yield on.goes(first)
+    yield journal(on, first, refused={}), RIGHT
     peers = on.others if on.at_fault else (VICTIM,)
     must = on.error("ranks that share buffers", "meaning", "", (0, 0, 0), peers, "construct")
     told = said(lambda: str(on.beside(first, routed_scaling_factor=2.0)))
@@ -266,7 +267,8 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -
         return f"exchanges {places}"
     for record in records:
         gone = on.at_fault and record["step"] in refused
-        state = f"refused: {refused[record['step']]}" if gone else "done"
+        done = "done" if counts_calls(on.part) or not record["step"] else "launched"
+        state = f"refused: {refused[record['step']]}" if gone else done
         if record["state"] != state or record["rank"] != on.rank:
             return f"not {state} on rank {on.rank}: {record}"
         if not now - 60 < record["started_s"] <= record["ended_s"] <= now:
