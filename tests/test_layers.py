@@ -138,6 +138,17 @@ def test_weights_that_are_exchanged_are_seen() -> None:
         layer(sample.x_TH, sample.logits)
 
 
+def test_transposed_storage_is_read_where_it_lies() -> None:
+    """(e, H, 2I) and (e, I, H), as other libraries store them, given as views."""
+    sample = Sample()
+    layer, good = layer_of(sample), share(sample, (0, 1), (0, 1))
+    want = layer(sample.x_TH, sample.logits)
+    w13, w2 = good.w1.mT.contiguous(), good.w2.mT.contiguous()
+    layer.set_weights(ExpertWeights(w13.mT, w2.mT))
+    assert layer.w13_weight.data_ptr() == w13.data_ptr()
+    assert torch.allclose(layer(sample.x_TH, sample.logits), want, atol=1e-6)
+
+
 def test_describe_tells_where_experts_are() -> None:
     layer = layer_of(Sample(), (1, 4), layer_id=5)
     text = layer.describe()

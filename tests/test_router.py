@@ -14,6 +14,7 @@ from modular_kernel.errors import (
     InputError,
     LayoutError,
     ShapeError,
+    UnsupportedError,
 )
 from modular_kernel.ops import route as module
 from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
@@ -257,6 +258,8 @@ LOGITS, TABLE, WORDS = torch.zeros(3, 4), torch.zeros(5, 2, dtype=torch.int64), 
         ((LOGITS[0], RouterSpec(2)), {}, ShapeError, r"router logits: got \(4,\), need \(T, E\)"),
         ((None, RouterSpec(2)), {}, DtypeError, "router logits: got NoneType, need a tensor"),
         ((LOGITS.double(), RouterSpec(2)), {}, DtypeError, "router logits: got float64"),
+        ((LOGITS.clone().requires_grad_(), RouterSpec(2)), {}, UnsupportedError,
+         "gradients: got router logits that require grad, need torch.no_grad"),
         ((LOGITS.long(), RouterSpec(2)), {}, DtypeError, "router logits: got int64"),
         ((torch.zeros(4, 3).mT, RouterSpec(2)), {}, LayoutError, "values of a row side by side"),
         ((LOGITS, RouterSpec(2)), {"ids_dtype": torch.int16}, DtypeError, "ids_dtype: got torch"),

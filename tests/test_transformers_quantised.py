@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ if find_spec("transformers") is None:
 import checkpoint_samples
 from checkpoint_formats import KINDS, Stored
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from modular_kernel.cli.demo_models import small_model
-from modular_kernel.errors import InputError, UnsupportedError
+from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
 from modular_kernel.integrations.transformers import from_pretrained, register
 from modular_kernel.integrations.transformers.modules import dispatched
 
@@ -250,3 +251,34 @@ def test_nothing_is_loaded_of_half_a_checkpoint(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="no such"):
         from_pretrained(tmp_path)
+
+
+def test_what_a_caller_gives_counts_and_stays_as_it_is(tmp_path) -> None:
+    write(tmp_path, "mixtral", "awq")
+    config = AutoConfig.from_pretrained(tmp_path)
+    before = copy.deepcopy(config.to_dict())
+    model = from_pretrained(
+        tmp_path, experts_implementation=register(), config=config, torch_dtype="float32"
+    )
+    assert config.to_dict() == before
+    assert model.dtype is torch.float32
+    with pytest.raises(ConfigurationError, match="torch_dtype: got float16, need dtype=bfloat16"):
+        from_pretrained(tmp_path, dtype="bfloat16", torch_dtype="float16")
+    for option in ({"quantization_config": {"bits": 4}}, {"output_loading_info": True}):
+        with pytest.raises(UnsupportedError, match=next(iter(option))):
+            from_pretrained(tmp_path, **option)
+    with pytest.raises(ConfigurationError, match="need a folder, or a model's name"):
+        from_pretrained(tmp_path / "no folder here")
+    kept = pickle.loads(pickle.dumps(model))
+    assert type(modules(kept)[0]) is type(modules(model)[0])
+    ids = torch.arange(5)[None]
+    with torch.no_grad():
+        assert torch.equal(kept(ids).logits, model(ids).logits)
+
+
+def test_a_config_that_is_given_is_that_of_an_unquantised_model(tmp_path) -> None:
+    small_model("mixtral", "float32", "cpu").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.num_experts_per_tok = 1
+    model = from_pretrained(tmp_path, experts_implementation=register(), config=config)
+    assert model.config.num_experts_per_tok == 1

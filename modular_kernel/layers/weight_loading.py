@@ -163,6 +163,7 @@ class ExpertLoader:
         self._loaded: set[tuple[str, str, int]] = set()
         # Of all experts, here or not: by matrix, expert and shard.
         self._input_scales: dict[tuple[str, int, str], float] = {}
+        self._new_scales: set[tuple[str, int, str]] = set()  # since the last `expert_weights`
 
     def _check_halves(self) -> None:
         """Raise the ConfigurationError of gate and up rows that would share a packed word."""
@@ -265,6 +266,7 @@ class ExpertLoader:
         the smaller are rounded again. WeightsError names what has not been loaded.
         """
         self._check_whole()
+        self._new_scales.clear()
         fields: dict[str, torch.Tensor | None] = {}
         for matrix, short in (("w13", "1"), ("w2", "2")):
             made = self._merged(layer, matrix)
@@ -318,16 +320,12 @@ class ExpertLoader:
         self, stored: Stored, matrix: str, expert: int, shard: str, value: float
     ) -> None:
         """Keep one; WeightsError if it differs from that of the expert's other projection."""
-        scales, other = (
-            self._input_scales,
-            (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, "")),
-        )
-        if scales.get((matrix, expert, shard), value) != value:  # loaded anew: so will be the other
-            scales.pop(other, None)
-        if other in scales and not abs(scales[other] - value) <= _SAME:
-            got, need = value, f"{scales[other]}, as the other projection has it"
-            raise WeightsError(stored.name, got=got, need=need)
-        scales[matrix, expert, shard] = value
+        other = (matrix, expert, {"w1": "w3", "w3": "w1"}.get(shard, ""))
+        if other in self._new_scales and not abs(self._input_scales[other] - value) <= _SAME:
+            need = f"{self._input_scales[other]}, as the other projection has it"
+            raise WeightsError(stored.name, got=value, need=need)
+        self._new_scales.add((matrix, expert, shard))
+        self._input_scales[matrix, expert, shard] = value
 
     def _merged(self, layer: torch.nn.Module, matrix: str) -> Matrix:
         kept = [

@@ -17,6 +17,7 @@ from modular_kernel.errors import (
     DtypeError,
     LayoutError,
     ShapeError,
+    UnsupportedError,
 )
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
@@ -72,7 +73,7 @@ def route(
     logits_TE: (T, E + zero experts) float32 or a 16-bit type, values of a row side by side.
     token_ids_T: (T,) int32 or int64, where the spec has a table; a pair of a token id or a table
     entry that does not exist gets id -2, which kernels skip and count. ids_dtype: torch.int32 or
-    torch.int64. InputError for what does not fit; no launch for T = 0.
+    torch.int64. InputError for what does not fit, gradients among it; no launch for T = 0.
     """
     tensors = RouterTensors() if tensors is None else tensors
     _check(logits_TE, spec, tensors, token_ids_T, ids_dtype)
@@ -248,6 +249,9 @@ def _check(
     dense("router logits", logits_TE)
     if logits_TE.dim() != 2:
         raise ShapeError("router logits", got=tuple(logits_TE.shape), need="(T, E)")
+    if torch.is_grad_enabled() and logits_TE.requires_grad:  # it would be lost
+        got, need = "router logits that require grad", "torch.no_grad() or inference_mode()"
+        raise UnsupportedError("gradients", got=got, need=need)
     tokens, columns = logits_TE.shape
     spec.columns(columns - spec.zero_experts)
     _of_dtype("router logits", logits_TE, _FLOATS)

@@ -10,6 +10,7 @@ No library of a packer is needed. The modules of the model are the ones that tra
 their routers, names and dispatch stay.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from modular_kernel.errors import UnsupportedError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.importers.checkpoint import LoadedExperts, load_experts
 from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import Tensors, open_tensors
@@ -74,13 +75,27 @@ def from_pretrained(
     """
     registration(experts_implementation)
     folder = _folder(name, kwargs)
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(folder)
+    older = kwargs.pop("torch_dtype", None)
+    if older is not None:
+        if dtype not in ("auto", older):
+            raise ConfigurationError("torch_dtype", got=older, need=f"dtype={dtype}, or one alone")
+        dtype = older
+    given_config = kwargs.pop("config", None)  # which stays as it is
+    config = copy.deepcopy(given_config) or AutoConfig.from_pretrained(folder)
     given = _quantization_of(config)
     if given is None:
         model = auto_class.from_pretrained(
-            folder, dtype=dtype, experts_implementation=experts_implementation, **kwargs
+            folder,
+            config=config,
+            dtype=dtype,
+            experts_implementation=experts_implementation,
+            **kwargs,
         )
         return model if device is None else model.to(device)
+    for option in ("quantization_config", "output_loading_info"):
+        if kwargs.pop(option, None):
+            need = "none: the format is the checkpoint's own, and what returns is a model alone"
+            raise UnsupportedError("quantised experts", got=option, need=need)
     shared = [name for name in _SHARING if kwargs.get(name) is not None]
     if shared:
         need = "a model in one process: register() and plain from_pretrained share unquantised ones"
@@ -114,10 +129,15 @@ def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
 
     options = ("revision", "token", "cache_dir", "local_files_only")
     given = {option: kwargs.pop(option) for option in options if option in kwargs}
-    return Path(snapshot_download(str(name), allow_patterns=list(_FILES), **given))
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(_FILES), **given))
+    except HFValidationError:
+        need = "a folder, or a model's name on the hub"
+        raise ConfigurationError("checkpoint", got=str(name)[:200], need=need) from None
 
 
 def _class_of(auto_class: Any, config: Any) -> Any:
@@ -311,4 +331,14 @@ def _packed(cls: Any) -> Any:
         found: torch.Tensor = implementation(self, *args, **kwargs)
         return found
 
-    return type(f"Packed{cls.__name__}", (cls,), {"forward": forward, "__module__": __name__})
+    def reduced(self: Any, _protocol: Any) -> tuple[Any, ...]:
+        return _blank, (cls,), self.__getstate__()
+
+    body = {"forward": forward, "__reduce_ex__": reduced, "__module__": __name__}
+    return type(f"Packed{cls.__name__}", (cls,), body)
+
+
+def _blank(cls: Any) -> Any:
+    """Make what a pickle fills: a class that is made here cannot be found by its name."""
+    packed = _packed(cls)
+    return packed.__new__(packed)
