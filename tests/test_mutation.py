@@ -17,11 +17,20 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.mutation_page import mutation_document, read_scores
 from modular_kernel.testing.cases.lists import BASE, Case, cases_for
-from modular_kernel.testing.mutation import Mutant, drawn, mutants_of
-from modular_kernel.testing.mutation.apart import DEVICE, OFFSETS, apart
+from modular_kernel.testing.mutation import (
+    Fate,
+    Mutant,
+    Survey,
+    drawn,
+    mutants_of,
+    mutation_score,
+)
+from modular_kernel.testing.mutation.apart import DEVICE, OFFSETS, RELEASES, apart
+from modular_kernel.testing.mutation.attempt import Killers
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.coverage import Coverage, Covered, watched
 from modular_kernel.testing.mutation.equivalent import EQUIVALENT, LEAST_PROBLEMS, reviewed
+from modular_kernel.testing.mutation.record import died, record_of
 from modular_kernel.testing.mutation.same_code import same_code
 from modular_kernel.testing.mutation.scope import modules_of
 from modular_kernel.testing.mutation.serve import texts_of
@@ -92,6 +101,7 @@ def test_what_does_not_decide_a_value_is_left_alone(tmp_path: Path) -> None:
 from typing import Literal
 
 Way = Literal["a", "b"]
+Rows = Tokens | list[int] | None
 
 
 def f(x: int | None = None) -> int | None:
@@ -152,6 +162,95 @@ def test_what_an_import_executes_is_told_apart_from_what_calls_do(
     assert called[str(path)] == {8, 9}
 
 
+PRIVATE = """_SIZE = 4
+_BOTH = 8
+_TWICE: int = 2 * _BOTH
+PUBLIC = 16
+
+
+def f(x):
+    if x:
+        return (
+            _SIZE)
+    return PUBLIC + _BOTH
+
+
+def g(size=_TWICE):
+    return size
+"""
+
+
+def test_a_private_name_is_told_by_the_statements_that_read_it(tmp_path: Path) -> None:
+    """Others read by what an import executes, or public, are told by the import."""
+    path = tmp_path / "module.py"
+    path.write_text(PRIVATE, encoding="utf-8")
+    found = {m.first: m.readers for m in mutants_of("module", path)}
+    assert found[1] == ((9, 10),)
+    assert {found[line] for line in (2, 3, 4, 8, 11)} == {None}
+    mutant = next(m for m in mutants_of("module", path) if m.first == 1)
+    cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
+    lines = ({1, 8, 11}, {8, 10})
+    covered = [
+        Covered(case, 1.0, "", {str(path): frozenset(each)})
+        for case, each in zip(cases, lines, strict=False)
+    ]
+    coverage = Coverage({str(path): frozenset({1, 2, 3, 4})}, tuple(covered))
+    assert coverage.executing(mutant) == (covered[1],)
+    assert not coverage.loads(mutant)
+
+
+def test_cases_that_execute_rare_lines_come_first(tmp_path: Path) -> None:
+    mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
+    cases = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases
+    lines = ({1, 2}, {1, 2}, {1, 2, 3}, {2})
+    covered = [
+        Covered(case, seconds, "", {str(mutant.path): frozenset(each)})
+        for case, seconds, each in zip(cases, (1.0, 2.0, 9.0, 3.0), lines, strict=False)
+    ]
+    killers = Killers()
+    assert [c.seconds for c in killers.ordered(mutant, covered)] == [1.0, 9.0, 2.0, 3.0]
+    for _ in range(3):
+        killers.note(mutant, covered[3].case)
+    assert [c.seconds for c in killers.ordered(mutant, covered)] == [3.0, 1.0, 9.0, 2.0]
+
+
+def test_who_died_before_a_case_of_two_parts_is_run_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
+    pair = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
+    first, second = cases_for(*pair, this_machine(), "smoke").cases[:2]
+    ran = []
+
+    def kill(mutant: Mutant, coverage: Coverage, *_: object, **__: object) -> Fate:
+        ran.append(mutant)
+        return Fate(mutant, "killed", "numeric: far off", coverage.cases[0].case)
+
+    def part(name: str, case: Case) -> Survey:
+        lines = {str(mutant.path): frozenset(range(mutant.first, mutant.last + 1))}
+        coverage = Coverage({}, (Covered(case, 1.0, "", lines),))
+        return Survey(name, (pair,), "smoke", (mutant,), coverage)
+
+    monkeypatch.setattr("modular_kernel.testing.mutation.score.attempt", kill)
+    known: dict[str, Fate] = {}
+    scores = [
+        mutation_score(part(name, case), known=known)
+        for name, case in (("One", first), ("Two", first), ("Three", second))
+    ]
+    assert [fate.shared for score in scores for fate in score.fates] == ["", "One", ""]
+    assert len(ran) == 2
+    records = [record_of(score) for score in scores]
+    assert [record["shared"] for record in records] == [0, 1, 0]
+    assert records[0]["died"] == {mutant.ident: "numeric"}
+    # A later run goes on from a record of the same cases.
+    assert died(records[0], part("One", first)) == records[0]["died"]
+    assert died(records[0], part("Two", first)) == {}
+    again = mutation_score(part("One", first), dead=records[0]["died"])
+    assert record_of(again)["killed_by"] == {"numeric": 1}
+    assert len(ran) == 2
+    assert Fate.before(mutant, "hang").killed
+
+
 def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
     every = tuple(mutants_in(tmp_path, KERNEL).values())
     first = drawn(every, 9, "1.0")
@@ -165,6 +264,8 @@ def test_offsets_of_32_bits_are_listed_apart(tmp_path: Path) -> None:
     found = mutants_in(tmp_path, KERNEL)
     assert apart(found["64 bits lost", "row = tl.program_id(0)"]) == OFFSETS
     assert apart(found["clamp", "total = (total)"]) is None
+    released = mutants_in(tmp_path, 'NEW = RELEASE == "3.6"\n')
+    assert {apart(mutant) for mutant in released.values()} == {RELEASES}
 
 
 ASSEMBLER = """
@@ -297,7 +398,11 @@ def test_the_code_of_kernels_tells_a_real_change_from_none(tmp_path: Path) -> No
 
     folded = changed("range(0, hidden, BLOCK_H)", "range(0, hidden, -(-BLOCK_H // 1))")
     assert same_code([folded]).proven
-    real = same_code([changed("columns < hidden", "columns <= hidden")])
+    # An operator by itself, as `compare` writes it.
+    path_text = path.read_text(encoding="utf-8")
+    at = path_text.index("columns < hidden") + len("columns ")
+    line = path_text.count("\n", 0, at) + 1
+    real = same_code([Mutant("", module, path, Edit("compare", at, at + 1, "<="), line, line)])
     assert real.differing >= 1
     assert not real.proven
     unread = tmp_path / "module.py"
@@ -337,6 +442,8 @@ def test_problems_meet_every_case_first_and_each_mutant_often_enough() -> None:
         ("--mutate", "TorchExperts", "--bits", "10"),
         ("--mutate", "TorchExperts", "--code"),
         ("--mutate", "TorchAll2AllPrepareAndFinalize"),
+        ("--mutate", "TorchExperts,TritonExperts", "--only", "12345678"),
+        ("--mutate", "TorchExperts", "--resume"),
     ],
 )
 def test_bad_usage_ends_with_2(words: tuple[str, ...]) -> None:

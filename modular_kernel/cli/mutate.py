@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -26,7 +26,8 @@ class Mutating:
         str | None,
         typer.Option(
             metavar="PART",
-            help="Put defects into this part's calls, and into its source: is each noticed?",
+            help="Put defects into this part's calls, and into its source: is each noticed? "
+            "PART,PART: of several, which share what they have in common.",
         ),
     ] = None
     only: Annotated[
@@ -51,16 +52,26 @@ class Mutating:
     save: Annotated[
         Path | None, typer.Option(help="With --mutate: write PART.json into this folder, too.")
     ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="With --save: who died by the record there is not run again."
+        ),
+    ] = False
 
     def check(self, *, beside: bool) -> None:
         """Raise ConfigurationError for options that go with --mutate alone, or not with it."""
         if self.mutate is None and (self.only, self.mutants, self.save) != (None, "150", None):
             need = "--mutate PART beside them"
             raise ConfigurationError("--only, --mutants, --save", got="no --mutate", need=need)
+        if self.resume and self.save is None:
+            raise ConfigurationError("--resume", got="no --save", need="--save FOLDER beside it")
         if self.bits is not None and (self.only is None or self.bits < 1):
             raise ConfigurationError("--bits", got=self.bits, need="--only ID, and at least 1")
         if self.code and (self.only is None or self.bits is not None):
             raise ConfigurationError("--code", got="other words", need="--only ID, and no --bits")
+        if self.mutate is not None and "," in self.mutate and self.only is not None:
+            raise ConfigurationError("--only", got=self.mutate, need="one part")
         if self.mutate is not None and beside:
             raise ConfigurationError("--mutate", got="--one", need="cases of its own choice")
 
@@ -86,17 +97,17 @@ def run_mutation(
     First those of calls (not with --only), in smoke cases, then those of the source. pairs: the
     pairings whose cases run; () for all that the part is in.
     """
-    from modular_kernel.testing.mutation import mutation_score, pairs_of, survey
-    from modular_kernel.testing.mutation.record import record_of
+    from modular_kernel.testing.mutation import pairs_of, surveys
 
     assert wanted.mutate is not None
     if wanted.only is not None and wanted.code:
         return _print_code(wanted.only.split(","), wanted.mutate, as_json=as_json)
-    count = wanted.count()
+    count, parts = wanted.count(), wanted.mutate.split(",")
     if host.pool is not None and host.pool.backend != "gloo":
         raise ConfigurationError("--mutate", got="ranks over nccl", need="--backend gloo")
     world_size = 1 if host.pool is None else host.pool.world_size
-    pairs = pairs or pairs_of(wanted.mutate, level, world_size=world_size)
+    every = (pairs_of(part, level, world_size=world_size) for part in parts)
+    pairs = pairs or tuple(dict.fromkeys(pair for mine in every for pair in mine))
     kills = [] if wanted.only else put_into_calls(pairs, host)
     noticed = all(kill.ok for kill in kills)
     calls = {"ok": noticed, **host.facts, "calls": [record_of_kill(kill) for kill in kills]}
@@ -105,23 +116,67 @@ def run_mutation(
         return noticed
     if as_json != output.STDOUT and kills:
         print_kills(kills)
-    found = survey(wanted.mutate, pairs, level, world_size=world_size)
+    found = surveys(parts, pairs, level, world_size=world_size)
     if wanted.only is not None and wanted.bits is not None:
-        return _print_bits(wanted.only.split(","), found, wanted.bits, as_json=as_json)
-    total = 1 if wanted.only else min(count or len(found.mutants), len(found.executed()))
-    with output.progress(total, "mutants") as advance:
-        score = mutation_score(found, count=count, only=wanted.only, told=lambda _: advance())
-    record = record_of(score)
-    ok = noticed and not score.survivors
-    told = record if wanted.only else {**calls, "ok": ok, **record}
-    output.answer(told, as_json, lambda: _print_text(score))
-    if wanted.save is not None:
-        text = json.dumps(record, indent=1) + "\n"
-        path = wanted.save / f"{wanted.mutate}.json"
-        with output.writing(path):
-            wanted.save.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+        return _print_bits(wanted.only.split(","), found[0], wanted.bits, as_json=as_json)
+    scores, records = _scored(found, wanted)
+    ok = noticed and not any(score.survivors for score in scores)
+    told = records[0] if wanted.only else {**calls, "ok": ok, **_of_parts(records)}
+
+    def show() -> None:
+        for score in scores:
+            _print_text(score)
+
+    output.answer(told, as_json, show)
     return ok
+
+
+def _scored(
+    found: "Sequence[Survey]", wanted: Mutating
+) -> "tuple[list[Score], list[dict[str, object]]]":
+    """Score one part after another, and save each record as it is known."""
+    from modular_kernel.testing.mutation import Fate, mutation_score
+    from modular_kernel.testing.mutation.record import died, record_of
+
+    count, known = wanted.count(), dict[str, Fate]()
+    scores, records = list["Score"](), list[dict[str, object]]()
+    for one in found:
+        total = 1 if wanted.only else min(count or len(one.mutants), len(one.executed()))
+        with output.progress(total, "mutants") as advance:
+            before = _before(wanted, one.part)
+            score = mutation_score(
+                one,
+                count=count,
+                only=wanted.only,
+                known=known,
+                dead={} if before is None else died(before, one),
+                told=lambda _: advance(),
+            )
+        record = record_of(score)
+        scores.append(score)
+        records.append(record)
+        if wanted.save is not None:
+            path = wanted.save / f"{one.part}.json"
+            with output.writing(path):
+                wanted.save.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return scores, records
+
+
+def _before(wanted: Mutating, part: str) -> dict[str, Any] | None:
+    """Return the record to go on from; None where there is none, or none is wanted."""
+    path = None if wanted.save is None else wanted.save / f"{part}.json"
+    if not wanted.resume or path is None or not path.is_file():
+        return None
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _of_parts(records: list[dict[str, object]]) -> dict[str, object]:
+    """Return what is told of one part, or of several by name."""
+    if len(records) == 1:
+        return records[0]
+    return {"parts": {str(record["part"]): record for record in records}}
 
 
 def _print_bits(idents: list[str], found: "Survey", problems: int, *, as_json: str | None) -> bool:

@@ -43,6 +43,9 @@ class OneCase:
             show_default=False,
         ),
     ] = None
+    fault: Annotated[
+        str, typer.Option(help="With --one and --world-size: the scene that ranks play beside.")
+    ] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,12 +175,13 @@ def _single_case(
     problem, turns = options.problem(), replay.by_turns
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
     if (options.world_size or 1) > 1:
-        if manner != ORDINARY or turns:
-            need = "the ordinary layout, values and scales: --world-size"
+        if replace(manner, values=ORDINARY.values) != ORDINARY or turns:
+            need = "the ordinary layout and scales: --world-size"
             raise ConfigurationError("--one", got=str(manner), need=need)
-        case = over_ranks(case, replay.rank_tokens)
-    elif replay.rank_tokens is not None:
-        raise ConfigurationError("--rank-tokens", got="one rank", need="--world-size beside it")
+        case = over_ranks(case, replay.rank_tokens, replay.fault)
+    elif replay.rank_tokens is not None or replay.fault:
+        need = "--world-size beside them"
+        raise ConfigurationError("--rank-tokens, --fault", got="one rank", need=need)
     return VerifyJob(pf, experts, (case,), 0)
 
 

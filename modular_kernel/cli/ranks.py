@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -114,10 +114,10 @@ def pool_of(world_size: int, backend: str | None) -> "RankPool":
     return RankPool(world_size)
 
 
-def over_ranks(case: "Case", rank_tokens: str | None) -> "RankCase":
-    """Give each rank of the case its tokens.
+def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":
+    """Give each rank of the case its tokens, and the ranks a fault.
 
-    They are as many as the problem has, or as the text says.
+    Tokens are as many as the problem has, or as the text says.
     """
     from modular_kernel.testing.cases.ranks import RankCase
 
@@ -130,4 +130,5 @@ def over_ranks(case: "Case", rank_tokens: str | None) -> "RankCase":
             raise ConfigurationError("--rank-tokens", got=repr(rank_tokens), need=need)
         tokens = tuple(map(int, words))
     pair = case.prepare_finalize, case.experts
-    return RankCase(*pair, problem, case.routing, case.seed, tokens=tokens)
+    given = RankCase(*pair, problem, case.routing, case.seed, tokens=tokens, fault=fault)
+    return replace(given, manner=case.manner)

@@ -43,16 +43,19 @@ def mutation_document(
             "whole case is proven, and so are a dozen of those in which none does. The first case "
             "that fails kills the mutant. A case that hangs, a crash and a valid case that is "
             "refused count as killed, and are told apart. Cases over ranks run in ranks of their "
-            "own, over gloo, where an exchange that a rank stays away from is a hang. Mutants are "
-            "drawn by a seed, the release, from those that some case executes on a CPU, kernels in "
-            "the interpreter. The score is killed / (killed + survived)."
+            "own, over gloo, where an exchange that a rank stays away from is a hang; some play a "
+            "scene in which ranks do not mean one call, and what each is told must be, word for "
+            "word, what the scene says. Mutants are drawn by a seed, the release, from those that "
+            "some case executes on a CPU, kernels in the interpreter. The score is killed / "
+            "(killed + survived)."
         ),
         Text(
             "An equivalent mutant is one reviewed: the compiled code of every kernel that has its "
             "line in it is the same (`--only ID --code`), or no bit differs in at least 2,000 "
             "random problems, drawn from the cases that execute it (`--only ID --bits 2000`). One "
             "such proof may hold for several mutants of unlike places, all in the source at once. "
-            "An equivalent mutant is not run again, and not counted."
+            "An equivalent mutant is not run again, and not counted. Nor is one run again that "
+            "died in the score of another part before a case which is this part's, too."
         ),
         Table(
             ("part", "mutants", "executed", "put in", "killed", "equivalent", "survived", "score"),
@@ -120,7 +123,8 @@ def _read(path: Path) -> Record:
 def _row(score: Record) -> tuple[str, ...]:
     counts = (score["mutants"], score["executed"], score["put_in"], score["killed"])
     lived = len(score["equivalent"]), len(score["survivors"])
-    return (f"`{score['part']}`", *map(str, (*counts, *lived)), f"{score['score']:.1%}")
+    share = f"{score['score']:.1%}" if score["put_in"] else "nothing to change"
+    return (f"`{score['part']}`", *map(str, (*counts, *lived)), share)
 
 
 def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
@@ -131,6 +135,8 @@ def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
         f"{score['cases']} cases of {', '.join(score['pairings'])}{over}, level {score['level']}; "
         f"seed {score['seed']}; {versions}."
     )
+    if score.get("shared"):
+        about += f" {score['shared']} died before a case of theirs in the score of another part."
     idle = sum(score["not_executed"].values())
     apart = [f"{count}: {reason}" for reason, count in score["apart"].items()]
     if idle:

@@ -253,6 +253,7 @@ class TorchGroup:
         except RuntimeError as error:
             raise self._failed(exchange.record, exchange.started_s, error) from error
         self._under_way.discard(exchange)
+        exchange.work = None  # whoever keeps the exchange would keep connections open with it
         self.last_calls.end(exchange.record)
 
     def _wait_for(self, work: Any, until_s: float) -> None:

@@ -16,12 +16,15 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.placement import Placement
 from modular_kernel.support import Verdict
 from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.inputs import ORDINARY, Manner
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.nearest import neighbours
-from modular_kernel.types import Combine, Machine, Parallel, Problem
+from modular_kernel.testing.cases.scenes import SCENES, has_scenes
+from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
 
 Level = Literal["smoke", "full"]
 _FP16, _BF16 = torch.float16, torch.bfloat16
+_LONG_ROWS = 16400  # more values than a program quantises at once
 _OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"
 
 
@@ -63,10 +66,12 @@ class RankCase(Case):
     """One proof over ranks.
 
     problem: rank 0's; the other ranks' differ by `parallel.rank` alone, and its `tokens` is the
-    most that a rank passes. tokens: how many each rank passes in the first call.
+    most that a rank passes. tokens: how many each rank passes in the first call. fault: the name
+    of a scene of `fault_scenes` that is played beside, "" for none.
     """
 
     tokens: tuple[int, ...] = ()
+    fault: str = ""
 
     def __post_init__(self) -> None:
         parallel = self.problem.parallel
@@ -77,6 +82,9 @@ class RankCase(Case):
         if max(self.tokens) > self.problem.tokens:
             need = f"at most problem.tokens = {self.problem.tokens} on each rank"
             raise ConfigurationError("tokens", got=self.tokens, need=need)
+        if self.fault and self.fault not in SCENES:
+            need = f"one of {', '.join(SCENES)}"
+            raise ConfigurationError("fault", got=repr(self.fault), need=need)
         if self.replicated and len(set(self.tokens)) > 1:
             need = f"as many on each rank: {self.prepare_finalize} takes replicated input"
             raise ConfigurationError("tokens", got=self.tokens, need=need)
@@ -99,7 +107,8 @@ class RankCase(Case):
     def of_rank(self, rank: int) -> Case:
         """What one rank is to do."""
         problem = replace(self.problem, parallel=replace(self.problem.parallel, rank=rank))
-        return Case(self.prepare_finalize, self.experts, problem, self.routing, self.seed)
+        pair = self.prepare_finalize, self.experts
+        return Case(*pair, problem, self.routing, self.seed, self.manner)
 
     def verdict(self, machine: Machine) -> Verdict:
         """The first rank's that is refused, or rank 0's."""
@@ -112,11 +121,13 @@ class RankCase(Case):
             "rank-tokens": ",".join(map(str, self.tokens)),
             "placement": placement_name(self.problem.placement),
             **super().options(),
+            **({"fault": self.fault} if self.fault else {}),
         }
 
     def __str__(self) -> str:
         tokens, placed = "+".join(map(str, self.tokens)), placement_name(self.problem.placement)
-        return f"{super().__str__()}-{tokens}-{placed}"
+        fault = f"-{self.fault}" if self.fault else ""
+        return f"{super().__str__()}-{tokens}-{placed}{fault}"
 
 
 @dataclass(frozen=True)
@@ -136,13 +147,15 @@ class Variant:
     """What a case is made of besides its pairing and its ranks.
 
     tokens: of each rank, repeated from the start where there are more ranks; where every rank
-    passes the same, the most of them.
+    passes the same, the most of them. fault, manner: as in a RankCase.
     """
 
     problem: Problem
     placement: str
     tokens: tuple[int, ...]
     routing: str
+    fault: str = ""
+    manner: Manner = ORDINARY
 
     def case(self, prepare_finalize: str, experts: str, world_size: int) -> RankCase:
         place = PLACEMENTS[self.placement]
@@ -154,7 +167,15 @@ class Variant:
         if part.requires.replicated_input:
             tokens = (max(tokens),) * world_size
         problem = replace(self.problem, tokens=max(tokens), parallel=Parallel(world_size, placed))
-        return RankCase(prepare_finalize, experts, problem, self.routing, tokens=tokens)
+        return RankCase(
+            prepare_finalize,
+            experts,
+            problem,
+            self.routing,
+            manner=self.manner,
+            tokens=tokens,
+            fault=self.fault,
+        )
 
 
 def rank_cases_for(
@@ -171,7 +192,14 @@ def rank_cases_for(
     cases: list[RankCase] = []
     refused: list[tuple[RankCase, Verdict]] = []
     instead: list[tuple[RankCase, RankCase]] = []
+    catalog = load_catalog()
+    scenes = ("", *has_scenes(catalog.prepare_finalize(prepare_finalize), machine))
+    interpreted = "triton" in catalog.experts(experts).requires.packages
     for variant in rank_variants(world_size, level):
+        # Interpreted products of such a depth outlast what ranks wait for each other.
+        too_long = interpreted and variant.problem.hidden >= _LONG_ROWS
+        if too_long or variant.fault not in scenes:
+            continue
         case = variant.case(prepare_finalize, experts, world_size)
         verdict = case.verdict(machine)
         found: RankCase | None = case
@@ -276,6 +304,27 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         "mxfp4_w4a16",
     ):
         yield _variant(wide, quant=quant)
+    for fault in SCENES:
+        yield Variant(base, "linear", UNEVEN, "uniform", fault)
+    yield from _quantised(replace(base, dtype=_BF16), world_size)
     block = "fp8_w8a8_block:block=48x64"
     yield _variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
     yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
+
+
+def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Rows whose groups are no power of two, and that no program holds at once; scales of all
+    ranks' tokens by a value that one of them has; values below those that a scale follows."""
+    few = replace(base, experts=2 * world_size, top_k=1)
+    ragged = replace(few, hidden=160, intermediate=136)
+    yield _variant(ragged, quant="int8_w8a8_block:block=32x96", dtype=_FP16)
+    yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
+    peaks, faint = Manner(values="peaks"), Manner(values="faint")
+    wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
+    yield Variant(wide, "linear", (2, 5), "uniform", manner=peaks)
+    long = replace(few, hidden=_LONG_ROWS, intermediate=16, quant="fp8_w8a8_channel")
+    yield Variant(long, "linear", (2, 1), "uniform", manner=peaks)
+    linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
+    for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
+        small = replace(few, intermediate=16, activation=linear, quant=quant)
+        yield Variant(small, "linear", (5, 3), "uniform", manner=faint)

@@ -21,6 +21,7 @@ from modular_kernel.testing.mutation.score import (
     pairs_of,
     release,
     survey,
+    surveys,
 )
 from modular_kernel.testing.mutation.source import Edit, Mutant
 from modular_kernel.testing.mutation.walk import mutants_of
@@ -41,4 +42,5 @@ __all__ = [
     "pairs_of",
     "release",
     "survey",
+    "surveys",
 ]

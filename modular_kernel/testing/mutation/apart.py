@@ -12,12 +12,15 @@ _GPU = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
     r"|after_predecessor|overlap\(|inline_asm"
 )
+# What depends on the release of triton that is installed.
+_RELEASE = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")
 # An instruction with its type, as in "and.b32 ".
 _INSTRUCTION = re.compile(r"\b[a-z][a-z0-9]*\.(?:\w+\.)*[bsuf](?:16|32|64)(?:x2)?\s")
 
 OFFSETS = "offsets of 32 bits, wrong from 2^31 elements on (tests/gpu/test_addressing.py)"
 DEVICE = "statements about a GPU, or about whether an operation is interpreted"
-REASONS = (OFFSETS, DEVICE)
+RELEASES = "statements about the release of triton: the one installed is one of their sides"
+REASONS = (OFFSETS, DEVICE, RELEASES)
 
 
 def apart(mutant: Mutant) -> str | None:
@@ -26,6 +29,8 @@ def apart(mutant: Mutant) -> str | None:
         return OFFSETS
     text = mutant.path.read_text(encoding="utf-8")
     statement = "\n".join(text.splitlines()[mutant.first - 1 : mutant.last])
+    if _RELEASE.search(statement):
+        return RELEASES
     return DEVICE if _GPU.search(statement) or mutant.first in _assembling(text) else None
 
 

@@ -67,8 +67,7 @@ def compare_bits(
 
 def executing(mutant: Mutant, coverage: Coverage) -> tuple[Covered, ...]:
     """The cases that execute a mutant; all, where only the import of its module does."""
-    place = str(mutant.path), mutant.first, mutant.last
-    return coverage.executing(*place) or (coverage.cases if coverage.loads(*place) else ())
+    return coverage.executing(mutant) or (coverage.cases if coverage.loads(mutant) else ())
 
 
 def drawn_problems(

@@ -6,7 +6,7 @@ Interpreted kernels are Python, so their lines are seen like any other's.
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.mutation.child import Child, Tell
 from modular_kernel.testing.mutation.runs import Level, Pair, case_list, digest
 from modular_kernel.testing.mutation.serve import forget
+from modular_kernel.testing.mutation.source import Mutant
 
 Lines = Mapping[str, frozenset[int]]  # file -> line numbers
 Seen = dict[str, set[int]]
@@ -44,13 +45,38 @@ class Coverage:
     cases: tuple[Covered, ...]
     ended: str = ""  # why it is not whole; "" if it is
 
-    def executing(self, file: str, first: int, last: int) -> tuple[Covered, ...]:
-        """Cases that execute one of these lines."""
-        span = range(first, last + 1)
-        return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(span))
+    def executing(self, mutant: Mutant) -> tuple[Covered, ...]:
+        """Cases that execute a mutant."""
+        file, lines = str(mutant.path), _lines(mutant)
+        return tuple(c for c in self.cases if not c.lines.get(file, frozenset()).isdisjoint(lines))
 
-    def loads(self, file: str, first: int, last: int) -> bool:
-        return not self.loading.get(file, frozenset()).isdisjoint(range(first, last + 1))
+    def loads(self, mutant: Mutant) -> bool:
+        """Whether an import does, or the selection of cases."""
+        return not self.loading.get(str(mutant.path), frozenset()).isdisjoint(_lines(mutant))
+
+
+def joined(coverages: Iterable[Coverage]) -> Coverage:
+    """The coverage of several lists of cases as one."""
+    loading: dict[str, frozenset[int]] = {}
+    cases, ended = list[Covered](), ""
+    for each in coverages:
+        loading = united((loading, each.loading))
+        cases += each.cases
+        ended = ended or each.ended
+    return Coverage(loading, tuple(cases), ended)
+
+
+def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
+    """The lines of some maps from files, put together."""
+    found: dict[str, frozenset[int]] = {}
+    for lines in each:
+        for file, numbers in lines.items():
+            found[file] = found.get(file, frozenset()) | frozenset(numbers)
+    return found
+
+
+def _lines(mutant: Mutant) -> set[int]:
+    return {line for first, last in mutant.spans for line in range(first, last + 1)}
 
 
 def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> Coverage:

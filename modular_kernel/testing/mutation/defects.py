@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.mutation.source import Edit, Mutant, Source
-from modular_kernel.testing.mutation.walk import last_of_header
+from modular_kernel.testing.mutation.source import Edit, Mutant, Source, last_line
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def _lines(source: Source, first: int, last: int) -> tuple[int, int]:
     """The lines of the statements in which lines [first, last] are."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            begins, ends = node.lineno, last_of_header(node)
+            begins, ends = node.lineno, last_line(node)
             if begins <= last and first <= ends:
                 first, last = min(first, begins), max(last, ends)
     return first, last

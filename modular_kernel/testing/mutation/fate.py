@@ -9,7 +9,7 @@ from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.source import Mutant
 
 # A case may take so many times what its two calls took, and so many seconds more, before it hangs.
-SLOWER, GRACE_S = 40, 60.0
+SLOWER, GRACE_S = 30, 30.0
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class Fate:
 
     how: "killed" by a check, "hang", "crash", "refused" (a case that is valid is turned away),
     "survived", "equivalent" (reviewed, and not run), or "not executed" by any case. by: the check
-    and what it said. ran: cases run. differing: those of them in which a bit differs.
+    and what it said. ran: cases run. differing: those of them in which a bit differs. shared: the
+    part in whose score it died before a case that is this part's, too; it was not run again.
     """
 
     mutant: Mutant
@@ -28,6 +29,14 @@ class Fate:
     ran: int = 0
     differing: int = 0
     seconds: float = 0.0
+    shared: str = ""
+
+    @classmethod
+    def before(cls, mutant: Mutant, killer: str) -> "Fate":
+        """Of one that died before, by what a record says killed it."""
+        if killer in ("hang", "crash", "refused"):
+            return cls(mutant, killer, "before")
+        return cls(mutant, "killed", f"{killer}: before")
 
     @property
     def killed(self) -> bool:

@@ -14,7 +14,7 @@ from modular_kernel.testing.cases.lists import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation import rank_runs
 from modular_kernel.testing.mutation.child import Ended
-from modular_kernel.testing.mutation.coverage import Coverage, Covered
+from modular_kernel.testing.mutation.coverage import Coverage, Covered, united
 from modular_kernel.testing.mutation.fate import Fate, Follower
 from modular_kernel.testing.mutation.runs import Level, Pair
 from modular_kernel.testing.mutation.scope import known_imports
@@ -22,8 +22,8 @@ from modular_kernel.testing.mutation.serve import dependents
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.steps import Listing, run_cases
 from modular_kernel.testing.ranks.pool import DIED, SILENT, RankError, RankPool
-from modular_kernel.testing.verify.checks import CHECKS, numeric
-from modular_kernel.testing.verify.over_ranks import prove_ranks
+from modular_kernel.testing.verify.checks import numeric
+from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_ranks
 from modular_kernel.types import Machine
 
 R = TypeVar("R")
@@ -118,8 +118,9 @@ class Ranks:
         assert isinstance(case, RankCase)
         waits, limit = self._limits(case)
         build = rank_runs.builds(waits)
+        early = (numeric, faults) if case.fault else (numeric,)
         seconds = 0.0
-        for checks in ((numeric,), CHECKS):  # most that fail fail in the first call
+        for checks in (early, RANK_CHECKS):  # most that fail fail in the first call
             limit *= len(checks)
             proof = prove_ranks(case, self.start(), machine, build, checks=checks, timeout=limit)
             seconds += proof.seconds
@@ -197,15 +198,6 @@ class OverRanks:
 def together(digests: Collection[str]) -> str:
     """What every rank computed, as one text."""
     return " ".join(digests)
-
-
-def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
-    """The lines that some rank executed."""
-    found: dict[str, frozenset[int]] = {}
-    for lines in each:
-        for file, numbers in lines.items():
-            found[file] = found.get(file, frozenset()) | frozenset(numbers)
-    return found
 
 
 def _finding(failure: str) -> str:

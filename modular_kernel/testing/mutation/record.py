@@ -26,8 +26,10 @@ def record_of(score: Score) -> Record:
         "executed": score.executed,
         "put_in": len(score.fates),
         "killed": len(score.killed),
+        "shared": sum(bool(fate.shared) for fate in score.killed),
         "score": round(score.share, 4),
         "killed_by": killers(score.killed),
+        "died": {fate.mutant.ident: killer(fate) for fate in score.killed},
         "equivalent": [
             {
                 **_told(fate),
@@ -45,8 +47,22 @@ def record_of(score: Score) -> Record:
 
 def killers(killed: tuple[Fate, ...]) -> dict[str, int]:
     """What killed how many: a check's name, or "hang", "crash" or "refused"."""
-    names = (f.by.partition(":")[0] if f.how == "killed" else f.how for f in killed)
-    return dict(Counter(names).most_common())
+    return dict(Counter(map(killer, killed)).most_common())
+
+
+def killer(fate: Fate) -> str:
+    """What killed it: a check's name, or "hang", "crash" or "refused"."""
+    return fate.by.partition(":")[0] if fate.how == "killed" else fate.how
+
+
+def died(record: Record, found: Survey) -> dict[str, str]:
+    """Identity -> killer of those that died by a record, to go on from; {} if that is of other
+    cases: another part, level, number of ranks or pairings."""
+    pairings = [" x ".join(pair) for pair in found.pairs]
+    theirs = record["part"], record["level"], record["world_size"], record["pairings"]
+    mine = found.part, found.level, found.where.world_size, pairings
+    found_dead: dict[str, str] = record.get("died", {})
+    return found_dead if theirs == mine else {}
 
 
 def reproducer(fate: Fate, found: Survey) -> str:

@@ -24,7 +24,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import environment_of_child
 from modular_kernel.testing.mutation.scope import imports_of
 from modular_kernel.testing.mutation.serve import part_packages, reattach, serve
-from modular_kernel.testing.mutation.source import Mutant, Source
+from modular_kernel.testing.mutation.source import Edit, Mutant, Source
 
 # Takes a mutant's place in a third compilation: who reaches the line does not compile.
 _UNKNOWN = "no_such_name_in_any_kernel"
@@ -64,13 +64,22 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> SameCode:
         forms = dict.fromkeys(without)
         reached = []
         for mutant in mutants:
-            marked = replace(mutant, edit=replace(mutant.edit, new=_UNKNOWN))
+            marked = replace(mutant, edit=replace(mutant.edit, new=_marked(mutant.edit)))
             found = _compiled((marked,), modules, target, cache_folder)
             reached.append(len(_other(without, found)))
         changed = _other(without, _compiled(mutants, modules, target, cache_folder))
     if any(code == _FAILED for _, code in forms):
         raise ConfigurationError("same code", got=_FAILED, need="kernels that compile unchanged")
     return SameCode(tuple(reached), len(changed))
+
+
+def _marked(edit: Edit) -> str:
+    """What no kernel that has it compiles with; an operator stays one."""
+    try:
+        ast.parse(edit.new)
+    except SyntaxError:
+        return f"{edit.new} {_UNKNOWN} +"
+    return _UNKNOWN
 
 
 def _in_a_kernel(mutant: Mutant) -> bool:

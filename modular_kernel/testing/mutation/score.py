@@ -6,15 +6,16 @@ print(score.share, [fate.mutant.diff() for fate in score.survivors])
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from types import MappingProxyType
 
 from modular_kernel.catalog import Catalog, load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.mutation.apart import apart
 from modular_kernel.testing.mutation.attempt import Killers, Where, attempt
-from modular_kernel.testing.mutation.coverage import Coverage
+from modular_kernel.testing.mutation.coverage import Coverage, joined
 from modular_kernel.testing.mutation.equivalent import Equivalent, reviewed
 from modular_kernel.testing.mutation.fate import Fate
 from modular_kernel.testing.mutation.one_process import OneProcess
@@ -49,8 +50,7 @@ class Survey:
         return mutant_of(self.mutants, self.part, ident)
 
     def runs(self, mutant: Mutant) -> bool:
-        place = str(mutant.path), mutant.first, mutant.last
-        return self.coverage.loads(*place) or bool(self.coverage.executing(*place))
+        return self.coverage.loads(mutant) or bool(self.coverage.executing(mutant))
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,43 @@ def survey(
     for cases in one process, else so many ranks. Raises ConfigurationError for an unknown part, and
     one that no case there serves.
     """
-    pairs = tuple(pairs) or pairs_of(part, level, world_size=world_size)
+    return surveys((part,), pairs, level, world_size=world_size)[0]
+
+
+def surveys(
+    parts: Sequence[str], pairs: Sequence[Pair] = (), level: Level = "full", *, world_size: int = 1
+) -> tuple[Survey, ...]:
+    """Take several parts apart as `survey` does one; the cases of a pairing are run once for all.
+
+    Of given pairs a part gets those that it is in; a reducer all.
+    """
+    of = {part: _mine(part, pairs, level, world_size) for part in parts}
     where, catalog = _where(world_size), load_catalog()
-    modules = modules_of(part, catalog)
-    coverage = where.cover(modules, pairs, level)
-    if coverage.ended:
-        need = "cases that pass before anything is changed"
-        raise ConfigurationError("--mutate", got=coverage.ended, need=need)
-    return Survey(part, pairs, level, mutants_in(part, catalog), coverage, where)
+    modules = {m: path for part in parts for m, path in modules_of(part, catalog).items()}
+    each: dict[Pair, Coverage] = {}
+    for pair in dict.fromkeys(pair for mine in of.values() for pair in mine):
+        each[pair] = where.cover(modules, (pair,), level)
+        if each[pair].ended:
+            need = "cases that pass before anything is changed"
+            raise ConfigurationError("--mutate", got=each[pair].ended, need=need)
+    return tuple(
+        Survey(part, mine, level, mutants_in(part, catalog), joined(each[p] for p in mine), where)
+        for part, mine in of.items()
+    )
+
+
+def _mine(part: str, pairs: Sequence[Pair], level: Level, world_size: int) -> tuple[Pair, ...]:
+    """The pairings of a part, of those given; ConfigurationError if it is in none of them."""
+    if not pairs:
+        return pairs_of(part, level, world_size=world_size)
+    catalog = load_catalog()
+    modules_of(part, catalog)
+    reducer = part in catalog.names("topk_reduce")
+    found = tuple(pair for pair in pairs if reducer or part in pair)
+    if not found:
+        got = ", ".join(" x ".join(pair) for pair in pairs)
+        raise ConfigurationError("--mutate", got=got, need=f"a pairing of {part}")
+    return found
 
 
 def mutants_in(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
@@ -174,18 +203,30 @@ def release() -> str:
     return version("modular-kernel")
 
 
+def _shared(before: Fate | None, found: Survey) -> Fate | None:
+    """The fate of a mutant that died before a case of this part, in the score of another."""
+    if before is None or not before.killed or before.case is None:
+        return None
+    met = (covered.case for covered in found.coverage.executing(before.mutant))
+    return before if before.case in met else None
+
+
 def mutation_score(
     found: Survey,
     *,
     count: int | None = SAMPLE,
     seed: str | None = None,
     only: str | None = None,
+    known: dict[str, Fate] | None = None,
+    dead: Mapping[str, str] = MappingProxyType({}),
     told: Callable[[Fate], None] = lambda _: None,
 ) -> Score:
     """Put mutants in, one at a time, each until a case fails.
 
     count: how many are drawn of those that some case executes; None for all. seed: None for the
-    release. only: the identity of a single one. told: called with each fate as it is known.
+    release. only: the identity of a single one. known: fates by identity, of the same source, to
+    which these are added: who died before a case of this part is not run again. dead: nor are
+    these, identity -> what killed them before. told: called with each fate as it is known.
     """
     seed = release() if seed is None else seed
     executed = found.executed()
@@ -193,14 +234,18 @@ def mutation_score(
         chosen: tuple[Mutant, ...] = (found.mutant(only),)
     else:
         chosen = drawn(executed, count, seed)
-    killers = Killers()
-    fates = []
+    killers, fates = Killers(), list[Fate]()
+    known = {} if known is None else known
     for mutant in chosen:
         if only is None and reviewed(mutant.ident, found.part):
             fates.append(Fate(mutant, "equivalent"))
+        elif only is None and mutant.ident in dead:
+            fates.append(Fate.before(mutant, dead[mutant.ident]))
         else:
             met = found.coverage, found.pairs, found.level
-            fates.append(attempt(mutant, *met, killers, where=found.where))
+            before = _shared(known.get(mutant.ident), found)
+            fates.append(before or attempt(mutant, *met, killers, where=found.where))
+            known.setdefault(mutant.ident, replace(fates[-1], shared=found.part))
         told(fates[-1])
     rest = set(found.mutants) - set(executed)
     reasons = Counter(reason for m in rest if (reason := apart(m)) is not None)

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,6 +39,12 @@ class Source:
     def _starts(self) -> list[int]:
         return [0, *accumulate(len(line) for line in self.data.splitlines(keepends=True))]
 
+    @cached_property
+    def readers(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The line that gives a private name its value -> the statements in functions that read it;
+        of names that are assigned once, and read by nothing that an import executes."""
+        return readers_of(self.tree)
+
     def start(self, node: Placed) -> int:
         return self._starts[node.lineno - 1] + node.col_offset
 
@@ -69,7 +76,11 @@ class Source:
 @dataclass(frozen=True)
 class Mutant:
     """One change of one module. first, last: the lines of the statement that it is part of; it is
-    executed where one of them is. ident: the same as long as the changed lines are the same."""
+    executed where one of them is. ident: the same as long as the changed lines are the same.
+
+    readers: of a module's private name that functions alone read, the statements that do: whoever
+    executes none of them cannot tell. None where that is not so.
+    """
 
     ident: str
     module: str
@@ -77,10 +88,16 @@ class Mutant:
     edit: Edit
     first: int
     last: int
+    readers: tuple[tuple[int, int], ...] | None = None
 
     @property
     def place(self) -> str:
         return f"{self.module}:{self.first}"
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First and last lines of which one is executed wherever the change can be told."""
+        return ((self.first, self.last),) if self.readers is None else self.readers
 
     def text(self) -> str:
         """The module's text with the change."""
@@ -94,10 +111,53 @@ class Mutant:
         return "\n".join(lines)
 
 
+def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
+    """As `Source.readers` says."""
+    given: dict[str, list[int]] = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        if isinstance(target, ast.Name) and target.id.startswith("_"):
+            given.setdefault(target.id, []).append(node.lineno)
+    read: dict[str, list[tuple[int, int]]] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for statement in (inner for part in function.body for inner in ast.walk(part)):
+                if isinstance(statement, ast.stmt):
+                    for name in _read_by(statement):
+                        read.setdefault(name, []).append((statement.lineno, last_line(statement)))
+    outside = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
+    for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
+        outside.subtract(n.id for part in function.body for n in ast.walk(part)
+                         if isinstance(n, ast.Name))  # fmt: skip
+    return {
+        lines[0]: tuple(dict.fromkeys(read.get(name, ())))
+        for name, lines in given.items()
+        if len(lines) == 1 and outside[name] <= 1
+    }
+
+
+def _read_by(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement reads itself, without the statements in it."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        for child in ast.iter_child_nodes(waiting.pop()):
+            if isinstance(child, ast.Name):
+                yield child.id
+            if not isinstance(child, ast.stmt):
+                waiting.append(child)
+
+
+def last_line(node: ast.stmt) -> int:
+    """The last line of a statement, or of its head if it has a body."""
+    last = node.end_lineno or node.lineno
+    body: list[ast.stmt] = getattr(node, "body", [])
+    return max(node.lineno, body[0].lineno - 1) if body else last
+
+
 def named(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterator[Mutant]:
     """Mutants from (edit, first line, last line, function), each with an identity of its own."""
     seen: set[str] = set()
-    lines = source.data.splitlines()
+    lines, read_at = source.data.splitlines(), source.readers
     for edit, first, last, function in edits:
         text = source.changed(edit)
         if text.encode() == source.data:
@@ -113,7 +173,7 @@ def named(source: Source, edits: Iterator[tuple[Edit, int, int, str]]) -> Iterat
             count += 1
             ident = _digest("|".join((*what, str(count))))
         seen.add(ident)
-        yield Mutant(ident, source.module, source.path, edit, first, last)
+        yield Mutant(ident, source.module, source.path, edit, first, last, read_at.get(first))
 
 
 def _digest(text: str) -> str:

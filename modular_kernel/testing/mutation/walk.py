@@ -6,11 +6,12 @@ says when it raises, and the conditions that only guard such a raise: they refus
 """
 
 import ast
+import builtins
 from collections.abc import Iterator
 from pathlib import Path
 
 from modular_kernel.testing.mutation.operators import OPERATORS, SPEED
-from modular_kernel.testing.mutation.source import Edit, Mutant, Placed, Source, named
+from modular_kernel.testing.mutation.source import Edit, Mutant, Placed, Source, last_line, named
 
 _SKIPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
 _TEXTS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
@@ -39,7 +40,7 @@ def _statement(source: Source, node: ast.stmt, function: str, known: set[str]) -
         if node.name not in _TOLD:
             yield from _definition(source, node, f"{function}.{node.name}")
         return
-    first, last = node.lineno, last_of_header(node)
+    first, last = node.lineno, last_line(node)
     found = _own(source, node, known)
     yield from ((edit, first, last, function) for edit in found)
     for block in ("body", "orelse", "finalbody"):
@@ -101,13 +102,6 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
             yield from _expression(source, child)
 
 
-def last_of_header(node: ast.stmt) -> int:
-    """The last line of a statement, or of its head if it has a body."""
-    last = node.end_lineno or node.lineno
-    body: list[ast.stmt] = getattr(node, "body", [])
-    return max(node.lineno, body[0].lineno - 1) if body else last
-
-
 def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
@@ -117,12 +111,27 @@ def _is_target(node: ast.AST) -> bool:
 
 
 def _only_for_types(node: ast.stmt) -> bool:
-    """TYPE_CHECKING blocks, and lists of names."""
+    """TYPE_CHECKING blocks, lists of names, and names of unions of types."""
     if isinstance(node, ast.If):
         return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     if isinstance(node, ast.Assign):
-        return any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        listed = any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+        return listed or (isinstance(node.value, ast.BinOp) and _is_union(node.value))
     return False
+
+
+def _is_union(node: ast.expr) -> bool:
+    """Whether an expression is types joined by "|": classes or None."""
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.BitOr) and _is_union(node.left) and _is_union(node.right)
+    if isinstance(node, ast.Subscript):
+        return _is_union(node.value)
+    named = node.id if isinstance(node, ast.Name) else ""
+    return _is_none(node) or named in dir(builtins) or (named[:1].isupper() and not named.isupper())
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _tells(node: ast.Call) -> bool:

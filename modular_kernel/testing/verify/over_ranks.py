@@ -29,10 +29,12 @@ from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase
 from modular_kernel.testing.ranks.pool import RankError, RankPool
-from modular_kernel.testing.verify.checks import CHECKS, Check
+from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.one_process import Proof, raised
 from modular_kernel.testing.verify.sample import Sample
+from modular_kernel.testing.verify.scene_stage import Stage
+from modular_kernel.testing.verify.scenes import play
 from modular_kernel.testing.verify.trial import Build, Trial, call
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
@@ -64,7 +66,14 @@ class RankSample(Sample):
         """What the whole world passes, and every expert's weights."""
         tokens = self.counts[0] if self.all.replicated else sum(self.counts)
         whole = self.all.whole.with_tokens(tokens)
-        return make_inputs(whole, self.routing, _CPU, seed=self.seed, strided=self.strided)
+        return make_inputs(
+            whole,
+            self.routing,
+            _CPU,
+            seed=self.seed,
+            strided=self.strided,
+            manner=self.manner,
+        )
 
     @property
     def mine(self) -> slice:
@@ -74,6 +83,14 @@ class RankSample(Sample):
 
     def _make(self) -> Inputs:
         return part_of(self.world, self.mine, self.problem, self.device, strided=self.strided)
+
+    @property
+    def whole_pristine(self) -> Inputs:
+        return self.world
+
+    @property
+    def whole_problem(self) -> Problem:
+        return self.all.whole.with_tokens(len(self.world.x_TH))
 
     @cached_property
     def exact(self) -> torch.Tensor:
@@ -102,9 +119,7 @@ class RankSample(Sample):
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
         """`function` of all tokens and all experts."""
-        world = self.world
-        whole = self.all.whole.with_tokens(len(world.x_TH))
-        return function(world.x_TH, world.weights, routing, whole)
+        return function(self.world.x_TH, self.world.weights, routing, self.whole_problem)
 
 
 def recipe_over_ranks(world: Inputs, problem: Problem) -> torch.Tensor:
@@ -130,6 +145,7 @@ class RankTrial(Trial):
 
     def __init__(self, case: RankCase, rank: int, machine: Machine, build: Build) -> None:
         self.case, self.machine, self.build = case.of_rank(rank), machine, build
+        self.fault = case.fault
         device = torch.device(machine.device)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -145,11 +161,31 @@ class RankTrial(Trial):
     def first_again(self) -> Sample:
         return self._like_first(salt=0)
 
+    @cached_property
+    def told(self) -> tuple[tuple[str, str], ...]:
+        """What each call of the case's scene said to this rank, and what it must say."""
+        if not self.fault:
+            return ()
+        return play(self.fault, Stage(self.case, self.machine, self.first, self.build))
+
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
         # The second call's tokens are another rank's number, and a graph is for one.
         fresh = self._like_first(salt=3)
         return (fresh, call(self.kernel, fresh)), (self.first, self.eager)
+
+
+def faults(trial: Trial) -> Findings:
+    """Where ranks do not mean the same call, each is told so, and by what it can find out why."""
+    assert isinstance(trial, RankTrial)
+    for number, (said, must) in enumerate(trial.told, 1):
+        if said != must:
+            yield f"call {number} of {trial.fault}: {said}, not {must}"
+            return  # what comes after it follows from it
+
+
+# On every rank: those of one process, and what only ranks can do.
+RANK_CHECKS: tuple[Check, ...] = (*CHECKS, faults)
 
 
 @dataclass(frozen=True)
@@ -218,7 +254,7 @@ def prove_ranks(
     machine: Machine | None = None,
     build: RankBuild = build_kernel,
     *,
-    checks: Sequence[Check] = CHECKS,
+    checks: Sequence[Check] = RANK_CHECKS,
     timeout: float = 300,
 ) -> Proof:
     """Run the checks on every rank. IncompatibleError if the pairing is refused for this case.

@@ -47,6 +47,21 @@ class Sample:
             manner=self.manner,
         )
 
+    @property
+    def mine(self) -> slice:
+        """Which tokens of the whole call these are."""
+        return slice(None)
+
+    @property
+    def whole_pristine(self) -> Inputs:
+        """The whole call's inputs, that of all ranks where there are several."""
+        return self.pristine
+
+    @property
+    def whole_problem(self) -> Problem:
+        """The whole call's problem, on one rank that has every expert."""
+        return self.problem
+
     @cached_property
     def exact(self) -> torch.Tensor:
         i = self.pristine

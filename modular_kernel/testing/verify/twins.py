@@ -53,7 +53,11 @@ def _has_twin(trial: Trial) -> bool:
     if problem.dtype.itemsize != 2:
         return False  # float32 is compared as closely by the tolerance
     if problem.parallel.world_size > 1:
-        return False  # each rank rounds its own part of a token's sum before they are added
+        # Each rank rounds its own part of a token's sum before they are added: with one expert a
+        # token there is one part. One scale of all values of h is one of each rank's.
+        one_part = problem.top_k == 1 and problem.chunk_tokens is None
+        if not one_part or (scheme.activation_granularity == "tensor" and not scheme.static):
+            return False
     if problem.chunk_tokens and scheme.activation_granularity == "tensor" and not scheme.static:
         return False  # x has one scale for the call, h one for each chunk
     # On a GPU tensor cores add products of fp8 with fewer bits than float32 has.
@@ -90,21 +94,22 @@ def twin_of(
     jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
     """What the call of `sample` has to return, but for the order of sums."""
-    i, parts = sample.pristine, [sample.empty_output()[:0]]
-    for some, each in zip(_chunks(sample), roundings, strict=True):
+    i, parts = sample.whole_pristine, [sample.empty_output()[:0]]
+    chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
+    for some, each in zip(chunks, roundings, strict=True):
         routing = Routing(i.routing.topk_weights_TK[some], i.routing.topk_ids_TK[some])
         parts.append(
             reference.twin(
                 i.x_TH[some],
                 i.weights,
                 routing,
-                sample.problem,
+                sample.whole_problem,
                 each,
                 input_weighted=sample.input_weighted,
                 jitter=jitter,
             )
         )
-    return torch.cat(parts)
+    return torch.cat(parts)[sample.mine]
 
 
 def _chunks(sample: Sample) -> list[slice]:

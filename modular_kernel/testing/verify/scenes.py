@@ -1,0 +1,306 @@
+"""Scenes in which ranks do not mean the same call, and what each rank must be told.
+
+A case over ranks may have a fault, which names a scene. Rank 1 is at fault in it; then the group
+goes on, or is of no more use, as the scene says. What every call says is compared word by word with
+what is written here, as layer, call and step are counted here: a rank that is told something else,
+or nothing, fails the check.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.cases.scenes import counts_calls, manager_class
+from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
+
+DEADLINE_S = 1.5  # of a scene in which a rank stays away
+_SHORT_S = 0.5  # of one in which nobody makes an exchange
+_PATIENCE_S = 2.0  # beyond it, until nobody waits any more
+REMEMBERED = 64  # steps of which errors name layer and call
+_BROKE = "broke off its call: RuntimeError"
+_ONE_CALL = "one layer, call, pairing, step and order"
+
+# What one call said, and what it must say.
+Lines = Iterator[tuple[str, str]]
+
+
+def misunderstood(on: Stage) -> Lines:
+    """A call that rank 1 refuses, another layer, another problem: all are told, and go on."""
+    first = on.kernel()
+    if not counts_calls(on.part):
+        yield from _other_memory(on, first)
+        return
+    second = on.beside(first)
+    yield on.goes(first)
+    yield _elsewhere(on, first)
+    yield _raising(on, first)
+    yield (
+        said(lambda: on.judged(on.call(first, x_TH=on.sample.inputs.x_TH.double()))),
+        "DtypeError" if on.at_fault else on.told(
+            "rank 1 refused its call 2 of layer 1 with DtypeError",
+            "calls that every rank takes", layer=1, call=2, step=4,
+        ),
+    )  # fmt: skip
+    yield on.goes(first)
+    mine, at = (second, (2, 1)) if on.at_fault else (first, (1, 3))
+    got = f"{on.by_rank('layer', 1, 2)}; {on.by_rank('call', 3, 1)}"
+    yield (
+        said(lambda: on.judged(on.call(mine))),
+        on.told(got, _ONE_CALL, layer=at[0], call=at[1], step=6),
+    )
+    yield on.goes(second)
+    scaled = on.beside(first, routed_scaling_factor=2.0)
+    got = "another dtype, scheme, placement, activation or pairing"
+    yield said(lambda: on.judged(on.call(scaled))), on.told(got, _ONE_CALL, layer=3, call=1, step=8)
+    smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
+    tokens = on.case.problem.tokens
+    got = on.by_rank("tokens", tokens, tokens + 1)
+    yield (
+        said(lambda: on.judged(on.call(smaller))),
+        on.told(got, _ONE_CALL, layer=4, call=1, step=9),
+    )
+    if on.part.requires.replicated_input:
+        yield _unequal(on, first)
+    yield on.goes(first)
+    yield journal(on, first, refused={2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}), RIGHT
+    yield from _managed(on, first)
+    first.prepare_finalize.destroy()
+    yield said(lambda: on.judged(on.call(second))), "UnsupportedError"
+
+
+def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+    """Rank 1 passes tensors that are on no device that the group serves."""
+    meta, i = torch.device("meta"), on.sample.inputs
+    weights = {f.name: getattr(i.weights, f.name) for f in fields(i.weights)}
+    away: dict[str, Any] = {n: None if t is None else t.to(meta) for n, t in weights.items()}
+    routing = Routing(i.routing.topk_weights_TK.to(meta), i.routing.topk_ids_TK.to(meta))
+    given: dict[str, Any] = {"x_TH": i.x_TH.to(meta), "routing": routing}
+    told = said(lambda: on.judged(on.call(kernel, **given, weights=ExpertWeights(**away))))
+    got, need = (
+        "rank 1 refused its call 2 of layer 1 with DeviceError",
+        "calls that every rank takes",
+    )
+    return told, "DeviceError" if on.at_fault else on.told(got, need, layer=1, call=2, step=2)
+
+
+def _raising(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+    """Rank 1's part raises what no call is refused with, before it has told anything."""
+    part: Any = kernel.prepare_finalize
+    if on.at_fault:
+        part.prepare = part.prepare_no_receive = _breaks
+    told = said(lambda: on.judged(on.call(kernel)))
+    if on.at_fault:
+        del part.prepare, part.prepare_no_receive
+    got, need = "rank 1 refused its call 2 of layer 1 with an error", "calls that every rank takes"
+    return told, "RuntimeError" if on.at_fault else on.told(got, need, layer=1, call=2, step=3)
+
+
+def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+    """Rank 1 passes fewer tokens than the others, of which all must pass as many."""
+    i, tokens = on.sample.inputs, len(on.sample.inputs.x_TH)
+    fewer = replace(
+        i.routing,
+        topk_weights_TK=i.routing.topk_weights_TK[1:],
+        topk_ids_TK=i.routing.topk_ids_TK[1:],
+    )
+    counts = (tokens - 1 if rank == VICTIM else tokens for rank in range(on.world_size))
+    got = f"T = {', '.join(map(str, counts))} by rank"
+    must = on.told(got, "the same tokens on all", layer=1, call=3, step=10)
+    return said(lambda: on.judged(on.call(kernel, x_TH=i.x_TH[1:], routing=fewer))), must
+
+
+def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
+    """A manager of the caller's own, told what it otherwise finds out."""
+    waits = manager_of(kernel.prepare_finalize).deadline_s
+    options = {"deadline_s": waits, "device": on.machine.device, "history": 3}
+    manager = manager_class(on.part)(None, **options)
+    mine = on.over(manager)
+    yield on.goes(mine)
+    mine.prepare_finalize.destroy()  # the manager is not the part's
+    yield on.goes(mine)
+    yield str(len(manager.last_calls.json_lines().splitlines())), "3"
+    manager.destroy()
+    yield said(lambda: on.judged(on.call(mine))), "UnsupportedError"
+
+
+def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
+    """Ranks share memory as they make a part: one that means another layer is told then."""
+    yield on.goes(first)
+    yield journal(on, first, refused={}), RIGHT
+    peers = on.others if on.at_fault else (VICTIM,)
+    must = on.error("ranks that share buffers", "meaning", "", (0, 0, 0), peers, "construct")
+    told = said(lambda: str(on.beside(first, routed_scaling_factor=2.0)))
+    yield _before(told, " T"), _before(must, ", need")
+    second = on.beside(first)
+    yield on.goes(second)
+    yield on.goes(first)
+    yield from _managed(on, first)
+
+
+def broken_off(on: Stage) -> Lines:
+    """Rank 1's experts raise: the others are told at once, and with every call after it.
+
+    So is who has another layer's call in flight.
+    """
+    kernel = on.kernel()
+    beside = on.beside(kernel)
+    yield on.goes(kernel)
+    finished, pending = on.begun(beside), on.begun(beside)
+    yield said(lambda: on.judged(finished.finish())), RIGHT
+    yield _broken(on, kernel, lambda: on.call(kernel), at=(1, 2, 4))
+    got = f"a manager that failed before: {'this rank ' if on.at_fault else ''}{_BROKE}"
+    peers = () if on.at_fault else (VICTIM,)
+    must = on.error("exchange between ranks", got, "a new one", (1, 2, 4), peers, "combine")
+    manager = manager_of(beside.prepare_finalize)
+
+    def exchange() -> torch.Tensor:
+        """By whoever was not told, such as another thread."""
+        manager.all_reduce(torch.ones(1), step=9, phase="combine").wait()
+        return torch.empty(0)
+
+    for call in (pending.finish, lambda: on.call(beside), exchange):
+        told = said(lambda call=call: on.judged(call()))  # type: ignore[misc]
+        yield re.sub(r"; after N s: .*, need", ", need", told), must
+    # What is too long ago has lost its name.
+    for steps, layer in ((REMEMBERED - 1, 1), (REMEMBERED, 0)):
+        kernel = on.kernel()
+        pending = on.begun(kernel)
+        for _ in range(steps):
+            manager_of(kernel.prepare_finalize).next_step()
+        yield _broken(on, kernel, pending.finish, at=(layer, layer, 1))
+    yield on.goes(on.kernel())
+
+
+def _broken(
+    on: Stage,
+    kernel: FusedMoEModularKernel,
+    call: Callable[[], torch.Tensor],
+    *,
+    at: tuple[int, int, int],
+) -> tuple[str, str]:
+    """A call in which rank 1's experts raise. at: its layer, call and step."""
+    if on.at_fault:
+        kernel.experts.apply = _breaks  # type: ignore[method-assign]
+    start, waits = time.monotonic(), manager_of(kernel.prepare_finalize).deadline_s
+    told = said(lambda: on.judged(call()))
+    if time.monotonic() - start > 0.9 * waits:
+        return "not at once", "at once"
+    must = on.error("exchange between ranks", _BROKE, "", at, (VICTIM,), "combine")
+    return (
+        (told, "RuntimeError")
+        if on.at_fault
+        else (_before(told, "; after"), _before(must, ", need"))
+    )
+
+
+def _breaks(*_: object, **__: object) -> None:
+    raise RuntimeError("these experts are broken")
+
+
+def late(on: Stage) -> Lines:
+    """Rank 1 stays away for longer than the deadline: the others name it, and so does it them."""
+    kernel, counts = on.waiting(DEADLINE_S), counts_calls(on.part)
+    yield on.goes(kernel)
+    dist.barrier()
+    if on.at_fault:
+        time.sleep(DEADLINE_S + _PATIENCE_S)
+    start = time.monotonic()
+    told = said(lambda: on.judged(on.call(kernel)))
+    seconds = time.monotonic() - start
+    if counts:
+        why = "gave up: this rank came N s late" if on.at_fault else "no sign of life"
+        layer, phase = (1, 2, 2), "counts"
+    else:
+        why = f"no flag of call 2 from rank(s) {VICTIM}"
+        layer, phase = (0, 0, 2), "dispatch"
+    peers = on.others if on.at_fault else (VICTIM,)
+    if counts or not on.at_fault:
+        must = on.error("exchange between ranks", why, "", layer, peers, phase)
+        yield _before(told, "; after", ", need"), _before(must, ", need")
+        least = 0.0 if on.at_fault else DEADLINE_S - 0.1
+        in_time = least <= seconds < 2 * _PATIENCE_S
+        yield ("in time" if in_time else f"{seconds:.1f} s"), "in time"
+        again = said(lambda: on.judged(on.call(kernel)))
+        before = "a manager that failed before: " if counts else ""
+        must = on.error("exchange between ranks", before + why, "", layer, peers, phase)
+        yield _before(again, "; after", ", need"), _before(must, ", need")
+    dist.barrier()
+    yield on.goes(on.kernel())
+
+
+def stays_out(on: Stage) -> Lines:
+    """Rank 1 makes no kernel where the others do; then all make one together."""
+    if not on.at_fault:
+        told, counts = said(lambda: str(on.waiting(_SHORT_S))), counts_calls(on.part)
+        what = "exchange between ranks" if counts else "ranks that share buffers"
+        must = on.error(what, "no sign of life", "", (0, 0, 0), (VICTIM,), "construct")
+        yield _before(told, "; after", ", need"), _before(must, ", need")
+    dist.barrier()
+    yield on.goes(on.kernel())
+
+
+def _before(text: str, *ends: str) -> str:
+    """`text` up to the first of `ends` that is in it."""
+    for end in ends:
+        text = text.partition(end)[0]
+    return text
+
+
+def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -> str:
+    """What is wrong with the records that a manager keeps of its exchanges; else "right".
+
+    refused: in which steps rank 1 refused its call, and with what.
+    """
+    manager = manager_of(kernel.prepare_finalize)
+    records = [json.loads(line) for line in manager.last_calls.json_lines().splitlines()]
+    now, phases = time.time(), ["construct", "counts", "dispatch", "combine"]
+    places = [(record["step"], phases.index(record["phase"])) for record in records]
+    if places != sorted(set(places)) or places[0] != (0, 0):
+        return f"exchanges {places}"
+    for record in records:
+        gone = on.at_fault and record["step"] in refused
+        done = "done" if counts_calls(on.part) or not record["step"] else "launched"
+        state = f"refused: {refused[record['step']]}" if gone else done
+        if record["state"] != state or record["rank"] != on.rank:
+            return f"not {state} on rank {on.rank}: {record}"
+        if not now - 60 < record["started_s"] <= record["ended_s"] <= now:
+            return f"not just now: {record}"
+        if (record["phase"] == "counts") > (record["bytes"] > 0):
+            return f"bytes: {record}"
+    return RIGHT
+
+
+def finished_by_turns(on: Stage) -> Lines:
+    """Two calls in flight, which rank 1 finishes in another order: the next call tells it."""
+    kernel = on.kernel()
+    pending = [on.begun(kernel) for _ in range(2)]
+    for each in reversed(pending) if on.at_fault else pending:
+        each.finish()
+    told = said(lambda: on.judged(on.call(kernel)))
+    got, need = (
+        "the exchanges before it in another order",
+        "one layer, call, pairing, step and order",
+    )
+    yield told, on.told(got, need, layer=1, call=3, step=3)
+
+
+_SCENES: dict[str, Callable[[Stage], Lines]] = {
+    "misunderstood": misunderstood,
+    "broken-off": broken_off,
+    "late": late,
+    "stays-out": stays_out,
+    "finished-by-turns": finished_by_turns,
+}
+
+
+def play(fault: str, stage: Stage) -> tuple[tuple[str, str], ...]:
+    """Play a scene to its end, as other ranks wait for this one; what calls said, and must say."""
+    return tuple(_SCENES[fault](stage))

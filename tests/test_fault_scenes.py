@@ -1,0 +1,116 @@
+"""Scenes in which ranks do not mean the same call: played well, and told from parts that err."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ep_layers import ALL2ALL, REPLICATED
+
+from modular_kernel.catalog import load_catalog, this_machine
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.settings import deadline
+from modular_kernel.testing.cases.case import Case
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.cases.scenes import SCENES, has_scenes
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.over_ranks import build_kernel, faults, prove_ranks
+from modular_kernel.types import Machine
+
+CPU = this_machine(device="cpu")
+SYMMETRIC = "SymmMemPrepareAndFinalize"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, grace=15) as ranks:
+        yield ranks
+
+
+def case_of(part: str, fault: str) -> RankCase:
+    """The first case of the part, with that fault."""
+    return replace(rank_cases_for(part, "TorchExperts", CPU, 2).cases[0], fault=fault)
+
+
+WELL = [
+    *((REPLICATED, scene) for scene in SCENES if scene not in ("late", "broken-off")),
+    (ALL2ALL, "late"),
+    (ALL2ALL, "broken-off"),
+    (SYMMETRIC, "misunderstood"),
+    (SYMMETRIC, "stays-out"),
+]
+
+
+@pytest.mark.parametrize(("part", "fault"), WELL)
+def test_ranks_are_told_what_they_must_be(pool: RankPool, part: str, fault: str) -> None:
+    assert prove_ranks(case_of(part, fault), pool, checks=(faults,)).failures == ()
+
+
+def counts_layers_by_two(case: Case, machine: Machine, poison: bool, group: object) -> Any:
+    kernel = build_kernel(case, machine, poison, group)
+    manager: Any = kernel.prepare_finalize.manager
+    count = manager.next_layer
+    manager.next_layer = lambda: count() + 1
+    return kernel
+
+
+def tells_nobody(case: Case, machine: Machine, poison: bool, group: object) -> Any:
+    """A rank that breaks off its call does not say so: the others wait until the deadline."""
+    with deadline(2.0):
+        kernel = build_kernel(case, machine, poison, group)
+    kernel.prepare_finalize.abandon = lambda error: None
+    return kernel
+
+
+def in_any_order(case: Case, machine: Machine, poison: bool, group: object) -> Any:
+    kernel = build_kernel(case, machine, poison, group)
+    manager: Any = kernel.prepare_finalize.manager
+    start = manager._start
+
+    def begins(*args: Any) -> Any:
+        begun = start(*args)
+        manager.order = 0
+        return begun
+
+    manager._start = begins
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("build", "fault", "found"),
+    [
+        (counts_layers_by_two, "misunderstood", "layer 1, 3 by rank"),
+        (tells_nobody, "broken-off", "rank 0: faults: "),
+        (in_any_order, "finished-by-turns", "right, not (0, 'counts', 3, 1, 3, (1,))"),
+    ],
+)
+def test_a_part_that_tells_something_else_fails(
+    pool: RankPool,
+    monkeypatch: pytest.MonkeyPatch,
+    build: Callable[..., FusedMoEModularKernel],
+    fault: str,
+    found: str,
+) -> None:
+    case = case_of(REPLICATED, fault)
+    failures = prove_ranks(case, pool, build=build, checks=(faults,), timeout=40).failures
+    assert any(found in failure for failure in failures), failures
+
+
+def test_full_lists_play_every_scene_that_a_part_has() -> None:
+    def played(part: str, level: Any) -> list[str]:
+        cases = rank_cases_for(part, "TorchExperts", CPU, 2, level).cases
+        return [case.fault for case in cases if case.fault]
+
+    assert played(ALL2ALL, "full") == list(SCENES)
+    assert played(SYMMETRIC, "full") == ["misunderstood", "late", "stays-out"]
+    assert played(ALL2ALL, "smoke") == []
+    part = load_catalog().prepare_finalize(ALL2ALL)
+    assert has_scenes(part, Machine("cuda", (9, 0))) == ()
+
+
+def test_a_scene_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="fault: got 'lost', need one of misunderstood"):
+        case_of(ALL2ALL, "lost")
+    assert str(case_of(ALL2ALL, "late")).endswith("-linear-late")
+    assert case_of(ALL2ALL, "late").options()["fault"] == "late"
