@@ -128,7 +128,7 @@ def test_tiles_by_the_number_of_tokens_are_noticed(
         pytest.skip(str(check(*pair, LAYER, machine)))
     layer = replace(LAYER, hidden=640, intermediate=320, dtype=torch.float16)
 
-    def by_tokens(problem: Problem, device: Device) -> Steps:
+    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> Steps:
         return heuristics(replace(problem, batch_invariant=False), device, ("aligned",))
 
     assert _found(pair, layer, machine) == []
@@ -151,7 +151,7 @@ def test_a_path_by_the_number_of_tokens_is_noticed(
         triton_experts, "paths_of", lambda problem: plain(replace(problem, batch_invariant=False))
     )
 
-    def by_tokens(problem: Problem, device: Device) -> Steps:
+    def by_tokens(problem: Problem, device: Device, _paths: object = None) -> Steps:
         return heuristics(replace(problem, batch_invariant=False), device)
 
     monkeypatch.setattr(lookup, "heuristics", by_tokens)

@@ -64,7 +64,7 @@ def test_a_record_names_what_is_alike(tool: ModuleType, configs: Path) -> None:
     assert row["us"] == {"tuned": 10.0, "neighbours": 15.0, "regimes": 15.0}
     (result,) = tool.results([row])
     assert (result.neighbours, result.regimes) == (1.5, 1.5)
-    same = tool.Cell(cell.layer, cell.problem, cell.tuned, cell.tuned, cell.tuned, "regimes")
+    same = tool.TimedCell(cell.layer, cell.problem, cell.tuned, cell.tuned, cell.tuned, "regimes")
     assert same.choices == [cell.tuned]
     (result,) = tool.results([same.record({})])
     assert (result.neighbours, result.regimes) == (1.0, 1.0)
@@ -103,7 +103,7 @@ class Compiler:
 def test_only_what_differs_is_timed(
     tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(tool, "Measured", Bench)
+    monkeypatch.setattr(tool, "TimedSearch", Bench)
     monkeypatch.setattr(tool, "Compiler", Compiler)
     Compiler.begun.clear()
     problem = Problem(16, 4096, 14336, 8, 2)
@@ -112,10 +112,10 @@ def test_only_what_differs_is_timed(
         for n in NS
     )
     found = [
-        tool.Cell("a", problem, one, two, one, "x"),
-        tool.Cell("a", problem.with_tokens(64), one, one, one, "x"),
-        tool.Cell("b", problem, one, wrong, one, "x"),
-        tool.Cell("c", problem, two, two, two, "x"),
+        tool.TimedCell("a", problem, one, two, one, "x"),
+        tool.TimedCell("a", problem.with_tokens(64), one, one, one, "x"),
+        tool.TimedCell("b", problem, one, wrong, one, "x"),
+        tool.TimedCell("c", problem, two, two, two, "x"),
     ]
     kept: list[list[dict[str, object]]] = []
     left = tool.time_cells(found, 1e9, lambda rows: kept.append(list(rows)))

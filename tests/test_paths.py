@@ -216,7 +216,7 @@ def test_nobody_else_names_a_path(path: type[LaunchPath]) -> None:
     """But for a path that is made of it. The core knows no part at all."""
     folder = _folder(path)
     assert folder.parent == TRITON
-    own = {_folder(p) for p in PATHS if issubclass(p, path)}
+    own = {_folder(made) for made in _made_of(path)}
     package = f"experts.triton.{folder.name}"
     found = []
     for file, names in named().items():
@@ -225,6 +225,13 @@ def test_nobody_else_names_a_path(path: type[LaunchPath]) -> None:
             said |= {name for name in names if f"{name}.".startswith(f"{package}.")}
             found += [(str(file.relative_to(ROOT)), name) for name in said]
     assert found == []
+
+
+def _made_of(path: type[LaunchPath]) -> Iterator[type[LaunchPath]]:
+    """The path, and those that inherit from it, in other parts' folders too."""
+    yield path
+    for made in path.__subclasses__():
+        yield from _made_of(made)
 
 
 def _folder(path: type[LaunchPath]) -> Path:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from modular_kernel.settings import hide_gpus
-from modular_kernel.testing.ranks.pool import preload
+from modular_kernel.testing.mutation import preload
 from modular_kernel.testing.stress import fault_matrix as faults
 from modular_kernel.testing.stress.faults import Scenario, Stage
 
