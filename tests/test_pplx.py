@@ -26,8 +26,8 @@ from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.ranks.pool import RankError, RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Combine, Machine, Parallel, Problem
-from prepare_finalize.pplx.group import PplxGroup, PplxShape
 from prepare_finalize.pplx import part as pplx
+from prepare_finalize.pplx.group import PplxGroup, PplxShape
 
 PART = stand_in.PplxOverGloo
 MACHINE = this_machine(device="cpu")

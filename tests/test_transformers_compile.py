@@ -96,6 +96,20 @@ def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
     assert [len(operators(graph.graph)) for graph in graphs] == [layers, layers]
 
 
+def test_a_graph_breaks_at_a_call_where_torch_cannot_trace_it(monkeypatch) -> None:
+    """As with torch 2.11: right without fullgraph=True, which says why."""
+    home = sys.modules["modular_kernel.integrations.transformers.register"]
+    monkeypatch.setattr(home, "_TRACES", False)
+    module = experts()
+    x, ids, weights = inputs(9)
+    with torch.inference_mode():
+        want = module(x, ids, weights)
+        assert torch.equal(torch.compile(module, backend="eager")(x, ids, weights), want)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"traced from torch 2\.13 on"):
+            torch.compile(module, backend="eager", fullgraph=True)(x, ids, weights)
+
+
 def test_a_compiled_model_generates_the_same_tokens_with_a_static_cache() -> None:
     model = small_model("mixtral", "float32", DEVICE)
     prompt = torch.arange(7, device=DEVICE)[None]

@@ -34,6 +34,10 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec
 
 Gradients = Literal["fallback", "refuse"]
+# Dynamo of torch 2.11 takes no module in a call whose result is a constant; 2.13 was tried. Before
+# that the graph breaks at a call, and fullgraph=True says why.
+_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+_BREAKS = f"experts are traced from torch 2.13 on, and this is {torch.__version__}"
 
 
 def register(
@@ -120,6 +124,11 @@ class Registration:
         hidden_states: (T, H). top_k_index: (T, K), ids past the last expert are skipped.
         top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
         """
+        if torch.compiler.is_compiling() and not _TRACES:
+            torch._dynamo.graph_break(msg=_BREAKS)
+            outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
+            result: torch.Tensor = outside(module, hidden_states, top_k_index, top_k_weights)
+            return result
         names = _names(module)
         tensors = tuple([getattr(module, name) for name in names])
         call = (hidden_states, top_k_index, top_k_weights)
