@@ -8,7 +8,7 @@ import torch
 from experts.triton.configs.select import choose_config, kinds_up_to, on_device, this_store
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.operands import SCHEMES, group_rejections
-from experts.triton.path import PathCall, room_for
+from experts.triton.path import PathCall, Rooms
 from experts.triton.paths import BY_NAME, PATHS
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
@@ -22,7 +22,7 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
-from modular_kernel.workspace import Workspace, WorkspaceShapes
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
 
@@ -54,6 +54,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in paths_of(problem)}
         self._choices = _choices(tuple(self._paths))
+        self._rooms = Rooms()
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
@@ -80,9 +81,12 @@ class TritonExperts(PermuteExpertsUnpermute):
         """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
         they take other paths and smaller blocks."""
         assert isinstance(shape, ContiguousShape)
-        kinds = self._kinds(shape.tokens)
-        specs = (self._paths[path].specs(most, block_m) for (path, block_m), most in kinds.items())
-        return room_for(self.problem, shape, specs)
+        kinds = tuple(self._kinds(shape.tokens).items())
+        return self._rooms.of(self.problem, shape, kinds, self._specs)
+
+    def _specs(self, kind: tuple[tuple[str, int], int]) -> dict[str, BufferSpec]:
+        (path, block_m), most = kind
+        return self._paths[path].specs(most, block_m)
 
     def _kinds(self, tokens: int) -> dict[tuple[str, int], int]:
         """Return by (path, block_m) the most tokens of a call that meets it, as tensors may lie."""

@@ -6,10 +6,10 @@ file and a workspace name a path by its name alone.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from modular_kernel.types import Combine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 
 ENDLESS = 1 << 62  # more tokens than any call has
+_MOST_ROOMS = 64
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,31 @@ class Path(ABC):
     @abstractmethod
     def run(self, call: PathCall) -> None:
         """Write every element of call.output."""
+
+
+class Rooms:
+    """The room that calls take, remembered: it depends on their shape and kinds alone.
+
+    An override of configurations gives other kinds. The first ones made are kept: serving has few.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, WorkspaceShapes] = {}
+
+    def of(
+        self,
+        problem: Problem,
+        shape: ContiguousShape,
+        kinds: tuple[K, ...],
+        specs: Callable[[K], Mapping[str, BufferSpec]],
+    ) -> WorkspaceShapes:
+        """Return room for any of `kinds` of call, whose buffers `specs` returns."""
+        room = self._known.get((shape, kinds))
+        if room is None:
+            room = room_for(problem, shape, map(specs, kinds))
+            if len(self._known) < _MOST_ROOMS:
+                self._known[shape, kinds] = room
+        return room
 
 
 def room_for(

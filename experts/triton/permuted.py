@@ -8,7 +8,7 @@ import torch
 from experts.triton.configs.select import choose_config, kinds_up_to
 from experts.triton.grouped.segments import MGroupedGemms
 from experts.triton.operands import group_rejections
-from experts.triton.path import PathCall, room_for
+from experts.triton.path import PathCall, Rooms
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.quant import ACTIVATION_SCHEMES
@@ -22,7 +22,7 @@ from modular_kernel.tensors import (
     ExpertWeights,
 )
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
-from modular_kernel.workspace import Workspace, WorkspaceShapes
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
 # Weights that are dequantised in the product gain nothing by rows that were moved: TritonExperts.
@@ -56,6 +56,7 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._products = MGroupedGemms(problem)
+        self._rooms = Rooms()
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
@@ -82,11 +83,12 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""
         assert isinstance(shape, ContiguousShape)
-        kinds = (
-            self._products.specs(most, block_m)
-            for most, _, block_m in kinds_up_to(self.problem, shape.tokens)
-        )
-        return room_for(self.problem, shape, kinds)
+        kinds = tuple(kinds_up_to(self.problem, shape.tokens))
+        return self._rooms.of(self.problem, shape, kinds, self._specs)
+
+    def _specs(self, kind: tuple[int, str, int]) -> dict[str, BufferSpec]:
+        most, _, block_m = kind
+        return self._products.specs(most, block_m)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())
