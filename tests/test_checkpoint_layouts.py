@@ -12,6 +12,7 @@ from checkpoint_samples import write
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
+from modular_kernel.catalog import this_machine
 from modular_kernel.importers.layouts import LAYOUTS
 from modular_kernel.models.families import FAMILIES
 
@@ -78,7 +79,9 @@ def test_experts_lie_where_the_family_keeps_them(family: str, tmp_path: Path) ->
         assert torch.equal(loaded.weights.b2.double(), sample.b2)
     problem = loaded.problem(24)
     x, weights, ids = sample.inputs(24)
-    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    kernel = mk.make_kernel(
+        "MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine=this_machine(device="cpu")
+    )
     y = kernel(x.bfloat16(), loaded.weights, mk.Routing(weights, ids)).double()
     truth = sample.truth(x.bfloat16().double(), weights, ids)
     assert float((y - truth).norm() / truth.norm()) < 1e-2

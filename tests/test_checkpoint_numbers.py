@@ -14,6 +14,7 @@ from checkpoint_formats import KINDS
 from checkpoint_samples import Sample, Tensors, write
 
 import modular_kernel as mk
+from modular_kernel.catalog import this_machine
 from modular_kernel.importers.checkpoint import LoadedExperts
 from modular_kernel.quant import dequantise
 from modular_kernel.schemes import QuantScheme
@@ -46,7 +47,7 @@ def error(sample: Sample, loaded: LoadedExperts) -> float:
     """Of a layer's output, relative to float64."""
     x, weights, ids = sample.inputs(24)
     problem = loaded.problem(24)
-    kernel = mk.make_kernel(*PAIR, problem)
+    kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
     y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(weights, ids))
     truth = sample.truth(x.to(problem.dtype).double(), weights, ids)
     return float((y.double() - truth).norm() / truth.norm())

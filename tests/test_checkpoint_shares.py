@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from test_checkpoint_numbers import PAIR, PUBLISHERS, numbers
 
 import modular_kernel as mk
+from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.importers import checkpoint
 from modular_kernel.importers.checkpoint import LoadedExperts
@@ -41,7 +42,7 @@ def summed(sample: Sample, loaded: list[LoadedExperts], tokens: int = 16) -> tor
     total = torch.zeros(tokens, sample.w2.shape[1], dtype=torch.float64)
     for rank in loaded:
         problem, held = rank.partial(tokens)
-        kernel = mk.make_kernel(*PAIR, problem)
+        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
         total += kernel(x.to(problem.dtype), held, mk.Routing(weights, ids)).double()
     return total
 

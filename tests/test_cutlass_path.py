@@ -18,6 +18,7 @@ from experts.triton.launch_config import Device
 from experts.triton.operands import first_product, second_product
 from experts.triton.path import PathCall
 from modular_kernel import Problem, check, make_kernel
+from modular_kernel.catalog import this_machine
 from modular_kernel.composer import random_inputs
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.machine import torch_twins
@@ -87,7 +88,9 @@ def layer(problem: Problem, ids_TK: torch.Tensor | None = None) -> tuple[torch.T
     if ids_TK is not None:
         routing = Routing(routing.topk_weights_TK, ids_TK)
     with torch_twins():
-        kernel = make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+        kernel = make_kernel(
+            "MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, machine=this_machine(device="cpu")
+        )
         expected = kernel(x_TH, weights, routing)
         path = CutlassPath(problem)
         specs = path.specs(problem.tokens, 128)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experts.torch_experts import TorchExperts
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import DtypeError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.testing.cases.inputs import make_inputs
@@ -24,7 +24,8 @@ class WideIds(MoEPrepareAndFinalizeNoEP):
 
 @pytest.mark.parametrize("by", ["kernel", "plan"])
 def test_a_part_that_declares_an_id_dtype_is_given_no_other(by: str) -> None:
-    kernel = FusedMoEModularKernel(WideIds(PROBLEM), TorchExperts(PROBLEM))
+    parts = WideIds(PROBLEM), TorchExperts(PROBLEM)
+    kernel = FusedMoEModularKernel(*parts, machine=this_machine(device="cpu"))
     call = kernel.plan() if by == "plan" else kernel
     given = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
     ids_TK = given.routing.topk_ids_TK

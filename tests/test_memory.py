@@ -270,7 +270,8 @@ def test_what_is_written_is_of_a_new_version(pf: str, experts: str) -> None:
     """Backward then refuses what was saved before, instead of using it."""
     args = arguments(PROBLEM)
     with torch.no_grad():
-        kernel = make_kernel(pf, experts, PROBLEM)
+        machine = this_machine(device="cpu")
+        kernel = make_kernel(pf, experts, PROBLEM, machine=machine)
         plan = kernel.plan()
         out = torch.zeros_like(args.x)
         for call in (kernel, plan):
@@ -281,7 +282,7 @@ def test_what_is_written_is_of_a_new_version(pf: str, experts: str) -> None:
         before = own._version
         plan(args.x, args.weights, args.routing)
         assert own._version > before
-        inplace = make_kernel(pf, experts, replace(PROBLEM, inplace=True))
+        inplace = make_kernel(pf, experts, replace(PROBLEM, inplace=True), machine=machine)
         before = args.x._version
         inplace(args.x, args.weights, args.routing)
         assert args.x._version > before

@@ -196,7 +196,9 @@ def test_no_tokens_and_many() -> None:
     for start in (0, 512, 1024):
         few = route(logits[start : start + 13], spec).routing
         assert torch.equal(few.topk_ids_TK, many.topk_ids_TK[start : start + 13])
-        assert torch.equal(few.topk_weights_TK, many.topk_weights_TK[start : start + 13])
+        # A GPU may add up another tile in another order.
+        want = many.topk_weights_TK[start : start + 13]
+        assert torch.allclose(few.topk_weights_TK, want, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.usefixtures("path")

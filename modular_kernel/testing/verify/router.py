@@ -68,7 +68,9 @@ def best(values: Sequence[float], count: int) -> list[int]:
 def _row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) -> Row:
     logits = [None if math.isnan(v) else min(max(v, -_LARGEST), _LARGEST) for v in values]
     known = [logit for logit in logits if logit is not None]
-    spread = min(max(known) - min(known), 100.0) if known else 0.0
+    # What is put into an exponential: differences for a softmax, else the logits themselves.
+    lowest = min(known, default=0.0) if spec.score == "softmax" else 0.0
+    reach = min(max((abs(logit - lowest) for logit in known), default=0.0), 100.0)
     # Scores grow with logits, which tell apart what rounds to one score: 0 or 1, say.
     added = spec.selection_bias or (spec.topk_groups < spec.groups and spec.group_score == "top2")
     scored = spec.order == "score_first" and added
@@ -77,7 +79,7 @@ def _row(values: Sequence[float], bias: Sequence[float], spec: RouterSpec) -> Ro
                for v, b in zip(by, bias, strict=True)]  # fmt: skip
     kept = _in_groups(choices, spec)
     # An exponential's error grows with its argument.
-    return Row(tuple(logits), tuple(kept), (_STEPS + 2 * spread) * _ROUNDING)
+    return Row(tuple(logits), tuple(kept), (_STEPS + 2 * reach) * _ROUNDING)
 
 
 def _scores(logits: Sequence[float | None], score: str) -> list[float | None]:
