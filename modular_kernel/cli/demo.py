@@ -19,7 +19,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.check import judged, matrix_record
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
-from modular_kernel.cli.demo_output import print_demo
+from modular_kernel.cli.demo_output import DemoRow, print_demo
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.errors import ConfigurationError
@@ -84,29 +84,6 @@ class RecordedRouting:
             return args[0], ids, weights.to(args[2].dtype)
 
         return _hooked(model, swap)
-
-
-@dataclass(frozen=True)
-class DemoRow:
-    """One model on one pairing.
-
-    pairing: of the kernels that ran, empty if none did. equal_tokens: None if none were decoded.
-    """
-
-    model: str
-    dtype: str
-    pairing: str
-    difference: float
-    bound: float
-    equal_tokens: int | None
-    decoded_tokens: int
-    seconds: float
-
-    @property
-    def ok(self) -> bool:
-        close = self.difference <= self.bound
-        same = self.equal_tokens in (None, self.decoded_tokens)
-        return close and same and self.pairing != ""
 
 
 def demo(

@@ -1,13 +1,13 @@
 """What `mk demo` prints: a grid of models and pairings, a summary, a speed, what to try next."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from modular_kernel.cli import output
 from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
-    from modular_kernel.cli.demo import DemoRow
     from modular_kernel.support import Verdict
 
 _NEXT = (
@@ -17,8 +17,31 @@ _NEXT = (
 )
 
 
+@dataclass(frozen=True)
+class DemoRow:
+    """One model on one pairing.
+
+    pairing: of the kernels that ran, empty if none did. equal_tokens: None if none were decoded.
+    """
+
+    model: str
+    dtype: str
+    pairing: str
+    difference: float
+    bound: float
+    equal_tokens: int | None
+    decoded_tokens: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        close = self.difference <= self.bound
+        same = self.equal_tokens in (None, self.decoded_tokens)
+        return close and same and self.pairing != ""
+
+
 def print_demo(
-    rows: "Sequence[DemoRow]",
+    rows: Sequence[DemoRow],
     seconds: float,
     rates: Mapping[str, float],
     verdicts: "Sequence[Verdict]",
@@ -59,7 +82,7 @@ def print_demo(
         output.line(f"  {command:37} {what}")
 
 
-def _cell(rows: "Sequence[DemoRow]") -> str:
+def _cell(rows: Sequence[DemoRow]) -> str:
     """Say ok, and how much of its bound the largest error takes; or FAILED."""
     if not rows:
         return "-"
