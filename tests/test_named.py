@@ -13,11 +13,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
 TOOLS = {"test", "dev"}  # extras for those who work on this package
 # Distribution -> what is imported, where they differ.
-IMPORTED_AS = {"ml-dtypes": "ml_dtypes"}
+IMPORTED_AS = {
+    "ml-dtypes": "ml_dtypes",
+    "nvidia-cutlass-dsl": "nvidia_cutlass_dsl",
+    "apache-tvm-ffi": "tvm_ffi",
+}
 PARTS = {part.name for part in load_catalog().parts if part.origin.startswith("modular-kernel ")}
 ABSTRACT = {"PrepareAndFinalize", "TopKWeightAndReduce"}
 # In the docs of this package, but another's: classes of the tutorial and of the projects compared.
-THEIRS = {"MyExperts", "MyPrepare"}
+THEIRS = {"MyExperts", "MyPrepare", "FP8Experts"}
 NAME = re.compile(
     r"`((?:[A-Z]\w*(?:\{[\w,]+\}\w*)?)(?:PrepareAndFinalize\w*|Experts)|TopKWeightAndReduce[\w{},]*)`"
 )

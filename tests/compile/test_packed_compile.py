@@ -6,7 +6,6 @@ import pytest
 import torch
 from path_calls import launches_of
 
-from experts.triton.gemv import config as gemv_config
 from experts.triton.gemv_w4 import config as gemv_w4_config
 from experts.triton.gemv_w4.path import GemvW4Path
 from experts.triton.launch_config import MoEConfig
@@ -76,10 +75,11 @@ def test_weights_are_unpacked_where_products_take_them(quant: str) -> None:
 
 @pytest.mark.parametrize("quant", ["int4_w4a16_group:zero_points=true", "mxfp4_w4a16", REPACKED])
 def test_defaults_of_more_tokens_are_clean(quant: str) -> None:
-    first, *more = gemv_config.defaults(replace(QWEN3, quant=quant))
-    assert first[0] == 1
-    assert more
-    for tokens, pair in more:
+    problem = replace(QWEN3, quant=quant)
+    most = range(1, gemv_w4_config.most_tokens(problem) + 1)
+    last = {gemv_w4_config.default(problem, tokens): tokens for tokens in most}
+    assert len(last) > 1
+    for pair, tokens in last.items():
         for record in compiled(replace(QWEN3, quant=quant, tokens=tokens), pair):
             assert check(record, expect="HMMA", max_shared=SUMS) == ()
 

@@ -8,8 +8,8 @@ import triton
 from modular_kernel import Problem
 from modular_kernel.ops.launch import triton_versions as compat
 from modular_kernel.testing.compile.report import check, record_compiles
+from prepare_finalize.symm_mem import launch as symm_launch
 from prepare_finalize.symm_mem.meta import launch_all, problems
-from prepare_finalize.symm_mem.part import launch as symm_launch
 
 
 @pytest.mark.parametrize("problem", problems(), ids=str)

@@ -193,7 +193,8 @@ class Spread:
 
     @classmethod
     def of(cls, problem: Problem, pairs: int) -> "Spread":
-        without: float = (1 - problem.top_k / problem.experts) ** (pairs / problem.top_k)
+        share = min(1.0, problem.top_k / problem.experts)  # top-k may name an expert twice
+        without: float = (1.0 - share) ** (pairs / problem.top_k)
         return cls(block_m(problem, pairs), problem.e * (1 - without))
 
 

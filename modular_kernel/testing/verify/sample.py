@@ -13,7 +13,7 @@ from modular_kernel.testing.verify.compare import Comparison
 from modular_kernel.testing.verify.compare_apart import Fair, compare_apart
 from modular_kernel.types import Combine, Problem
 
-_MORE_TOKENS = 64
+_MORE_TOKENS = 256
 
 
 class Sample:
