@@ -12,6 +12,7 @@ if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
 from modular_kernel.cli.demo_models import small_model
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.integrations.transformers import register, registration, report, serve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,6 +128,12 @@ def test_every_module_of_a_model_has_a_row() -> None:
     model.eval().model.layers[1].mlp.experts.act_fn = torch.nn.ReLU()
     assert [row.served for row in report(model)] == [True, False]
     assert "computes something else" in report(model)[1].why
+
+
+@pytest.mark.parametrize("ask", [report, serve])
+def test_what_is_no_model_is_refused(ask) -> None:
+    with pytest.raises(ConfigurationError, match=r"model: got 'mixtral', need"):
+        ask("mixtral")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """FusedMoE: an nn.Module of a layer's experts, over EP x TP ranks, with its router or without.
 
     layer = FusedMoE(128, 2048, 768, top_k=8, router=RouterSpec(8, renormalise=True))
-    layer.set_weights(weights)              # or load a state_dict, or `layer.weight_loader(...)`
+    layer.set_weights(weights)              # or `layer.load(...)`, or `layer.weight_loader(...)`
     y_TH = layer(x_TH, router_logits)
 
 Layers of one shape share kernels and plans. A call returns a tensor of its own; with calls of every

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from modular_kernel.fields import expect
 from modular_kernel.integrations.transformers.gradients import gradients_are_needed
 from modular_kernel.integrations.transformers.modules import FIELDS, QUANT
 from modular_kernel.integrations.transformers.register import Registration
@@ -27,7 +28,9 @@ def serve(model: torch.nn.Module) -> tuple[str, ...]:
 
     Returns their names. A module stays the same object with the same weights; only its class
     becomes one below its own. Under another implementation it runs its own forward.
+    ConfigurationError if `model` is no module.
     """
+    expect("model", model, torch.nn.Module)
     found = []
     for name, module in list(model.named_modules()):
         make = REPLACED.get(type(module).__name__)

@@ -7,6 +7,7 @@ import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from modular_kernel.errors import IncompatibleError, InputError
+from modular_kernel.fields import expect
 from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
 from modular_kernel.integrations.transformers.register import Registration
 from modular_kernel.integrations.transformers.replaced import REPLACED
@@ -41,8 +42,10 @@ class Row:
 def report(model: torch.nn.Module) -> tuple[Row, ...]:
     """Return a row for each experts module of a model, in the model's order.
 
-    Nothing is run but what lies between two projections, on small numbers.
+    Nothing is run but what lies between two projections, on small numbers. ConfigurationError if
+    `model` is no module.
     """
+    expect("model", model, torch.nn.Module)
     rows = []
     for name, module in model.named_modules():
         kind = type(module).__name__
