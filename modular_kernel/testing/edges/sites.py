@@ -33,7 +33,7 @@ def _sites(asked: Iterable[object]) -> Iterator[Site]:
 
 
 def _reached(asked: Iterable[object]) -> set[FunctionType]:
-    """These functions, and those that they name."""
+    """Return these functions, and those that they name."""
     found, left = set[FunctionType](), list(asked)
     while left:
         one = left.pop()
