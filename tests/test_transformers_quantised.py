@@ -15,8 +15,6 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-import checkpoint_samples
-from checkpoint_formats import KINDS, Stored
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -24,6 +22,8 @@ from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
 from modular_kernel.integrations.transformers import from_pretrained, register
 from modular_kernel.integrations.transformers.modules import dispatched
+from modular_kernel.testing.checkpoints import samples as checkpoint_samples
+from modular_kernel.testing.checkpoints.formats import KINDS, Stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
