@@ -45,6 +45,19 @@ class Source:
         of names that are assigned once, and read by nothing that an import executes."""
         return readers_of(self.tree)
 
+    def in_kernel(self, node: Placed) -> bool:
+        """Whether the node is in the body of a jit function."""
+        return any(node.lineno in body for body in self._kernels)
+
+    @cached_property
+    def _kernels(self) -> list[range]:
+        return [
+            range(each.body[0].lineno, (each.end_lineno or 0) + 1)
+            for each in self.tree.body
+            if isinstance(each, ast.FunctionDef)
+            and any("jit" in ast.unparse(made) for made in each.decorator_list)
+        ]
+
     def start(self, node: Placed) -> int:
         return self._starts[node.lineno - 1] + node.col_offset
 

@@ -9,8 +9,9 @@ import ast
 import builtins
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
-from modular_kernel.testing.mutation.operators import OPERATORS, SPEED
+from modular_kernel.testing.mutation.operators import OPERATORS, SPEED, duration
 from modular_kernel.testing.mutation.source import Edit, Mutant, Placed, Source, last_line, named
 
 _SKIPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
@@ -69,6 +70,9 @@ def _own(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
     if type(node) in OPERATORS:
         yield from OPERATORS[type(node)](source, node)
     yield from _assignment(source, node, known)
+    if _is_duration(node):
+        yield from duration(source, node.value)
+        return
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
             yield from _expression(source, child)
@@ -100,6 +104,15 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
                 yield from _expression(source, inner)
         elif not (isinstance(node, ast.UnaryOp) and isinstance(child, ast.Constant)):
             yield from _expression(source, child)
+
+
+def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
+    """Whether a statement gives a name in _S, of seconds, a number."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and all(isinstance(t, ast.Name) and t.id.endswith("_S") for t in node.targets)
+    )
 
 
 def _is_text(node: ast.stmt) -> bool:
