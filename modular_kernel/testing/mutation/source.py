@@ -136,8 +136,10 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
         if isinstance(function, ast.FunctionDef):
             for statement in (inner for part in function.body for inner in ast.walk(part)):
                 if isinstance(statement, ast.stmt):
-                    for name in _read_by(statement):
-                        read.setdefault(name, []).append((statement.lineno, last_line(statement)))
+                    for name in names_in(statement):
+                        read.setdefault(name.id, []).append(
+                            (statement.lineno, last_line(statement))
+                        )
     outside = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
         outside.subtract(n.id for part in function.body for n in ast.walk(part)
@@ -149,13 +151,13 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
     }
 
 
-def _read_by(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement reads itself, without the statements in it."""
+def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
+    """The names in a statement itself, without the statements in it."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
             if isinstance(child, ast.Name):
-                yield child.id
+                yield child
             if not isinstance(child, ast.stmt):
                 waiting.append(child)
 

@@ -167,7 +167,9 @@ class RankTrial(Trial):
         """What each call of the case's scene said to this rank, and what it must say."""
         if not self.fault:
             return ()
-        return play(self.fault, Stage(self.case, self.machine, self.first, self.build, self._meaning))
+        return play(
+            self.fault, Stage(self.case, self.machine, self.first, self.build, self._meaning)
+        )
 
     def _meaning(self, changes: Mapping[str, Any]) -> Inputs | None:
         """This rank's tensors of the first call, where the layer has other properties."""

@@ -183,6 +183,7 @@ def broken_off(on: Stage) -> Lines:
     finished, pending = on.begun(beside), on.begun(beside)
     yield said(lambda: on.judged(finished.finish())), RIGHT
     yield _broken(on, kernel, lambda: on.call(kernel), at=(1, 2, 4))
+    yield _last_record(on, kernel), RIGHT
     got = f"a manager that failed before: {'this rank ' if on.at_fault else ''}{_BROKE}"
     peers = () if on.at_fault else (VICTIM,)
     must = on.error("exchange between ranks", got, "a new one", (1, 2, 4), peers, "combine")
@@ -226,6 +227,16 @@ def _broken(
         if on.at_fault
         else (_before(told, "; after"), _before(must, ", need"))
     )
+
+
+def _last_record(on: Stage, kernel: FusedMoEModularKernel) -> str:
+    """What is wrong with the record of the exchange in which step 4 broke off; else "right"."""
+    lines = manager_of(kernel.prepare_finalize).last_calls.json_lines().splitlines()
+    record = json.loads(lines[-1])
+    told = record["phase"], record["step"], record["bytes"], record["state"]
+    if on.at_fault:
+        return RIGHT if told == ("combine", 4, 0, f"failed: {_BROKE}") else str(told)
+    return RIGHT if told[1] == 4 and told[3].startswith("failed: ") else str(told)
 
 
 def _breaks(*_: object, **__: object) -> None:
