@@ -68,8 +68,8 @@ def _step(
     a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The unscaled product of one step, float32. Packed: even and odd k are two products, unless
-    they are repacked."""
+    """Return the unscaled product of one step, float32. Packed: even and odd k are two products,
+    unless they are repacked."""
     dtype: tl.constexpr = a.dtype
     if FORMAT == "e2m1_repacked":
         result = tl.dot(a, _repacked_values(codes, dtype), input_precision=PRECISION)

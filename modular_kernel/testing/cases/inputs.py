@@ -109,7 +109,7 @@ def make_inputs(
     strided: bool = False,
     manner: Manner = ORDINARY,
 ) -> Inputs:
-    """Inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
+    """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
     strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids and
     the biases' other dtype, where the problem allows each; otherwise contiguous and int32, or as
@@ -157,7 +157,7 @@ def _placer(device: torch.device, shift: int = 0) -> Place:
 
 
 def fenced(values: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """A contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
+    """Return a contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
 
     shift: elements by which it begins later than aligned memory would.
     """

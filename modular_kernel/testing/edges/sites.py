@@ -37,7 +37,7 @@ def _frozen(function: FunctionType) -> bool:
 
 
 def _reached(asked: Iterable[object]) -> set[FunctionType]:
-    """These functions, and those that they name; frozen modules of Python have no source."""
+    """Return these functions, and those that they name; Python's frozen modules have no source."""
     found, left = set[FunctionType](), list(asked)
     while left:
         one = left.pop()
