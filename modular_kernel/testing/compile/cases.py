@@ -315,11 +315,15 @@ def _meta(inputs: Inputs) -> Inputs:
     x_TH, weights, routing = inputs
     tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
     moved: dict[str, Any] = {name: t if t is None else t.to(_META) for name, t in tensors.items()}
-    ids_TK = routing.topk_ids_TK.to(_META)
+    ids_TK, slots_T = routing.topk_ids_TK.to(_META), routing.slots_T
     return (
         x_TH.to(_META),
         ExpertWeights(**moved),
-        Routing(routing.topk_weights_TK.to(_META), ids_TK),
+        Routing(
+            routing.topk_weights_TK.to(_META),
+            ids_TK,
+            routing.adapters_T if slots_T is None else slots_T.to(_META),
+        ),
     )
 
 
