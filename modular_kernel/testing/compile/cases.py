@@ -46,6 +46,7 @@ _QUANT = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
     "fp8_w8a8_block",
+    "fp8_w8a16_block",
     "int8_w8a8_channel",
     "int8_w8a16_group:zero_points=true",
     "int4_w4a16_group:zero_points=true",
