@@ -7,7 +7,7 @@ impure shell (`load_catalog`); everything else is pure.
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, TypeVar
@@ -31,6 +31,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
 from modular_kernel.printable import printable
 from modular_kernel.rules import judge
+from modular_kernel.runner import missing_halves
 from modular_kernel.settings import read_settings
 from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
 from modular_kernel.types import Machine, Problem, Reduce
@@ -209,11 +210,20 @@ def _part(cls: type, offer: Offer) -> Part:
 
 @cache
 def load_catalog() -> Catalog:
-    """Return the parts of every installed package; they are read once per process."""
+    """Return the parts of every installed package; they are read once per process.
+
+    Stages of backends that were registered without their counterparts are among what is broken.
+    """
     found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a built copy of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in found}
-    return build_catalog(_offer(entry) for entry in unique.values())
+    catalog = build_catalog(_offer(entry) for entry in unique.values())
+    return replace(catalog, broken=(*catalog.broken, *broken_halves()))
+
+
+def broken_halves() -> tuple[Broken, ...]:
+    """Return stages of backends that were registered without what has to go with them."""
+    return tuple(Broken(half.name, half.origin, half.lacks) for half in missing_halves())
 
 
 def _offer(entry: EntryPoint) -> Offer:

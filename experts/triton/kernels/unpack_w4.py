@@ -79,7 +79,7 @@ def opaque(value):
 @triton.constexpr_function
 def is_e2m1(form: str) -> bool:
     """Whether words of this format hold e2m1 values, and their scales are E8M0 exponents."""
-    return form != "integer"
+    return form in ("e2m1", "e2m1_repacked")
 
 
 # Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1

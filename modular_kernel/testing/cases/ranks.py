@@ -326,6 +326,9 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     yield Variant(wide, "linear", (2, 5), "uniform", manner=peaks)
     long = replace(few, hidden=_LONG_ROWS, intermediate=16, quant="fp8_w8a8_channel")
     yield Variant(long, "linear", (2, 1), "uniform", manner=peaks)
+    # The only token of all ranks is zero: so is what their one scale is made from.
+    nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
+    yield Variant(nothing, "linear", (1, 0), "uniform", manner=Manner(values="zero_rows"))
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
         small = replace(few, intermediate=16, activation=linear, quant=quant)

@@ -46,6 +46,7 @@ _QUANT = (
     "fp8_w8a8_tensor",
     "fp8_w8a8_channel",
     "fp8_w8a8_block",
+    "fp8_w8a16_block",
     "int8_w8a8_channel",
     "int8_w8a16_group:zero_points=true",
     "int4_w4a16_group:zero_points=true",
@@ -315,11 +316,15 @@ def _meta(inputs: Inputs) -> Inputs:
     x_TH, weights, routing = inputs
     tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
     moved: dict[str, Any] = {name: t if t is None else t.to(_META) for name, t in tensors.items()}
-    ids_TK = routing.topk_ids_TK.to(_META)
+    ids_TK, slots_T = routing.topk_ids_TK.to(_META), routing.slots_T
     return (
         x_TH.to(_META),
         ExpertWeights(**moved),
-        Routing(routing.topk_weights_TK.to(_META), ids_TK),
+        Routing(
+            routing.topk_weights_TK.to(_META),
+            ids_TK,
+            routing.adapters_T if slots_T is None else slots_T.to(_META),
+        ),
     )
 
 

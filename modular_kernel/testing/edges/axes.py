@@ -120,6 +120,7 @@ def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterato
     own = {
         "dtype": tuple(DTYPES.values()),
         "quant": _schemes(),
+        "lora": ("none", "adapters=3,rank=4"),
         "activation": _activations(),
         "ids_dtype": _IDS,
         "topk_indices_dtype": _IDS,

@@ -79,7 +79,10 @@ def binary(source: Source, node: ast.AST) -> Edits:
     if isinstance(node.op, ast.BitAnd | ast.BitOr):
         yield Edit("operand lost", start, end, right)
     if isinstance(node.op, ast.FloorDiv):
-        yield Edit("tail", start, end, f"-(-({left}) // ({right}))")
+        # Kernels divide towards 0, where the negative of -a // b is a // b.
+        up = f"({left} + ({right}) - 1) // ({right})"
+        up = up if source.in_kernel(node) else f"-(-({left}) // ({right}))"
+        yield Edit("tail", start, end, up)
 
 
 def boolean(source: Source, node: ast.AST) -> Edits:
@@ -116,6 +119,13 @@ def constant(source: Source, node: ast.AST) -> Edits:
         yield source.replaced("constant", node, repr(value * 1.25 if value else 1.0))
     elif isinstance(value, str) and value in _WORDS:
         yield source.replaced("precision", node, repr(_WORDS[value]))
+
+
+def duration(source: Source, node: ast.expr) -> Edits:
+    """Seconds forgotten, or milliseconds taken for seconds: no run tells a little more or less."""
+    assert isinstance(node, ast.Constant) and isinstance(node.value, float)  # noqa: PT018
+    yield source.replaced("constant", node, "0.0")
+    yield source.replaced("constant", node, repr(node.value * 1000.0))
 
 
 def name(source: Source, node: ast.AST) -> Edits:

@@ -45,6 +45,19 @@ class Source:
         of names that are assigned once, and read by nothing that an import executes."""
         return readers_of(self.tree)
 
+    def in_kernel(self, node: Placed) -> bool:
+        """Whether the node is in the body of a jit function."""
+        return any(node.lineno in body for body in self._kernels)
+
+    @cached_property
+    def _kernels(self) -> list[range]:
+        return [
+            range(each.body[0].lineno, (each.end_lineno or 0) + 1)
+            for each in self.tree.body
+            if isinstance(each, ast.FunctionDef)
+            and any("jit" in ast.unparse(made) for made in each.decorator_list)
+        ]
+
     def start(self, node: Placed) -> int:
         return self._starts[node.lineno - 1] + node.col_offset
 
@@ -123,8 +136,10 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
         if isinstance(function, ast.FunctionDef):
             for statement in (inner for part in function.body for inner in ast.walk(part)):
                 if isinstance(statement, ast.stmt):
-                    for name in _read_by(statement):
-                        read.setdefault(name, []).append((statement.lineno, last_line(statement)))
+                    for name in names_in(statement):
+                        read.setdefault(name.id, []).append(
+                            (statement.lineno, last_line(statement))
+                        )
     outside = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
         outside.subtract(n.id for part in function.body for n in ast.walk(part)
@@ -136,13 +151,13 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
     }
 
 
-def _read_by(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a statement reads itself, without the statements in it."""
+def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
+    """Yield the names in a statement itself, without the statements in it."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
             if isinstance(child, ast.Name):
-                yield child.id
+                yield child
             if not isinstance(child, ast.stmt):
                 waiting.append(child)
 

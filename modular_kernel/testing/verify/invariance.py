@@ -7,7 +7,6 @@ import torch
 
 from modular_kernel.catalog import check
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
-from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.inputs import Inputs
 from modular_kernel.testing.verify.trial import Trial
 
@@ -19,9 +18,8 @@ def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Calls:
     """Call on some of the tokens of `inputs`, which stay as they are."""
 
     def on(tokens: torch.Tensor) -> torch.Tensor:
-        where, given = tokens.to(inputs.x_TH.device), inputs.routing
-        routing = Routing(given.topk_weights_TK[where], given.topk_ids_TK[where])
-        return kernel(inputs.x_TH[where], inputs.weights, routing).clone()
+        where = tokens.to(inputs.x_TH.device)
+        return kernel(inputs.x_TH[where], inputs.weights, inputs.routing.of(where)).clone()
 
     return on
 

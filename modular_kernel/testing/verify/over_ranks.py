@@ -12,9 +12,10 @@ once. On one rank the recipe rounds once, here it does so as often as a sum cros
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -166,7 +167,18 @@ class RankTrial(Trial):
         """What each call of the case's scene said to this rank, and what it must say."""
         if not self.fault:
             return ()
-        return play(self.fault, Stage(self.case, self.machine, self.first, self.build))
+        return play(
+            self.fault, Stage(self.case, self.machine, self.first, self.build, self._meaning)
+        )
+
+    def _meaning(self, changes: Mapping[str, Any]) -> Inputs | None:
+        """Return this rank's tensors of the first call, where the layer has other properties."""
+        first = self.first
+        assert isinstance(first, RankSample)
+        other = replace(first.all, problem=replace(first.all.problem, **changes))
+        if not other.verdict(self.machine).ok:
+            return None
+        return RankSample(other, first.rank, first.device, counts=first.counts, salt=0).inputs
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:

@@ -1,7 +1,7 @@
 """One rank's place in a scene of ranks that do not mean the same call: see `scenes`."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from modular_kernel.testing.cases.scenes import manager_class
 from modular_kernel.types import Machine
 
 if TYPE_CHECKING:
+    from modular_kernel.testing.cases.inputs import Inputs
     from modular_kernel.testing.verify.sample import Sample
 
 VICTIM = 1  # the rank at fault
@@ -28,13 +29,15 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 class Stage:
     """One rank's place in a scene. sample: its share of a call that is right.
 
-    build: makes a kernel of a case over the group.
+    build: makes a kernel of a case over the group. meaning: its tensors where the layer has other
+    properties; None where the pairing refuses such a layer.
     """
 
     case: Case
     machine: Machine
     sample: "Sample"
     build: Callable[[Case, Machine, bool], FusedMoEModularKernel]
+    meaning: Callable[[Mapping[str, Any]], "Inputs | None"]
 
     @property
     def rank(self) -> int:
@@ -75,6 +78,18 @@ class Stage:
             problem = replace(problem, **changes)
         names = self.case.prepare_finalize, self.case.experts
         return make_kernel(*names, problem, group=manager, machine=self.machine)
+
+    def other_problems(
+        self, others: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+        """Those of the changes with which the pairing is one; and the tensors of such a call."""
+        found = []
+        for changes in others:
+            i = self.meaning(changes)
+            if i is not None:
+                given = {"x_TH": i.x_TH, "weights": i.weights, "routing": i.routing}
+                found.append((changes, given))
+        return found
 
     def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
         """Call it; rank 1 with other tensors than its own."""

@@ -12,7 +12,6 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.roundings import Roundings
-from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.hostile import apart
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
@@ -97,7 +96,7 @@ def twin_of(
     i, parts = sample.whole_pristine, [sample.empty_output()[:0]]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for some, each in zip(chunks, roundings, strict=True):
-        routing = Routing(i.routing.topk_weights_TK[some], i.routing.topk_ids_TK[some])
+        routing = i.routing.of(some)
         parts.append(
             reference.twin(
                 i.x_TH[some],

@@ -24,6 +24,7 @@ _ACTIVATIONS = (
 _QUANTS = (
     "fp8_w8a8_tensor", "fp8_w8a8_tensor:static=true", "fp8_w8a8_channel",
     "fp8_w8a8_block:block=32x32", "fp8_w8a8_block:block=16x32", "int8_w8a8_channel",
+    "fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block:block=16x32",
     "int8_w8a8_block:block=32x32", "int8_w8a16_channel", "int8_w8a16_group:group=32",
     "int8_w8a16_group:group=32,zero_points=true", "int4_w4a16_group:group=32",
     "int4_w4a16_group:group=32,zero_points=true", "mxfp4_w4a16",

@@ -77,7 +77,9 @@ def _some(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     """Run until the process ends; returns the number to go on from."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
+    # Its tensors are a CPU's, so it sees no GPU.
     environment = environment_of_child(interpreted=report.interpreted)
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     )
