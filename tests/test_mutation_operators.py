@@ -17,6 +17,8 @@ def test_tails_of_kernels_round_up_as_kernels_divide(tmp_path: Path) -> None:
     text = KERNEL.replace("range(0, 4)", "range(0, columns // BLOCK)")
     inside = [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
     assert inside == ["for step in range(0, (columns + (BLOCK) - 1) // (BLOCK)):"]
+    text = KERNEL.replace("range(0, 4)", "range(0, BLOCK // 8)")
+    assert not [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
     host = "def blocks(columns: int, block: int) -> int:\n    return columns // block\n"
     outside = [line for operator, line in mutants_in(tmp_path, host) if operator == "tail"]
     assert outside == ["return -(-(columns) // (block))"]
