@@ -36,7 +36,9 @@ def apart(mutant: Mutant) -> str | None:
 
 @lru_cache(maxsize=64)
 def _assembling(text: str) -> frozenset[int]:
-    """The lines of host functions that write assembler, which the interpreter does not read."""
+    """Return the lines of host functions that write assembler, which the interpreter does not
+    read.
+    """
     lines = text.splitlines()
     found = set[int]()
     for node in ast.parse(text).body:

@@ -70,19 +70,19 @@ class Source:
         return self.data[start:end].decode()
 
     def of(self, node: Placed) -> str:
-        """What the node is written as."""
+        """Return what the node is written as."""
         return self.text(self.start(node), self.end(node))
 
     def replaced(self, operator: str, node: Placed, new: str) -> Edit:
-        """The edit that writes `new` for the node."""
+        """Return the edit that writes `new` for the node."""
         return Edit(operator, self.start(node), self.end(node), new)
 
     def changed(self, edit: Edit) -> str:
-        """The whole text with one edit."""
+        """Return the whole text with one edit."""
         return (self.data[: edit.start] + edit.new.encode() + self.data[edit.end :]).decode()
 
     def line(self, offset: int) -> int:
-        """The line of a byte, from 1."""
+        """Return the line of a byte, from 1."""
         return self.data.count(b"\n", 0, offset) + 1
 
 
@@ -113,11 +113,11 @@ class Mutant:
         return ((self.first, self.last),) if self.readers is None else self.readers
 
     def text(self) -> str:
-        """The module's text with the change."""
+        """Return the module's text with the change."""
         return Source(self.module, self.path).changed(self.edit)
 
     def diff(self) -> str:
-        """The change as a unified diff without context."""
+        """Return the change as a unified diff without context."""
         old = self.path.read_text(encoding="utf-8").splitlines()
         name = self.module.replace(".", "/") + ".py"
         lines = difflib.unified_diff(old, self.text().splitlines(), name, name, n=0, lineterm="")
@@ -152,7 +152,7 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
 
 
 def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
-    """The names in a statement itself, without the statements in it."""
+    """Yield the names in a statement itself, without the statements in it."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
@@ -163,7 +163,7 @@ def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
 
 
 def last_line(node: ast.stmt) -> int:
-    """The last line of a statement, or of its head if it has a body."""
+    """Return the last line of a statement, or of its head if it has a body."""
     last = node.end_lineno or node.lineno
     body: list[ast.stmt] = getattr(node, "body", [])
     return max(node.lineno, body[0].lineno - 1) if body else last

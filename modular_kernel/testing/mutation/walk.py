@@ -94,7 +94,7 @@ def _own(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
 
 
 def _assignment(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
-    """A value that stays as it was: a tile that is stale, a clamp that is forgotten."""
+    """Yield a value that stays as it was: a tile that is stale, a clamp that is forgotten."""
     if not isinstance(node, ast.Assign):
         return
     names = {t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}

@@ -116,7 +116,7 @@ class Stage:
         return "; ".join(self.sample.compare(out).problems) or RIGHT
 
     def told(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
-        """What counts tell every rank: those that are not rank 1 are to look at it."""
+        """Return what counts tell every rank: those that are not rank 1 are to look at it."""
         peers = self.others if self.at_fault else (VICTIM,)
         return self.error("ranks of one call", got, need, (layer, call, step), peers, "counts")
 
@@ -146,7 +146,7 @@ class Stage:
 
 
 def said(call: Callable[[], str]) -> str:
-    """What a call says, or raises."""
+    """Return what a call says, or raises."""
     try:
         return call()
     except CommunicationError as error:
@@ -157,11 +157,11 @@ def said(call: Callable[[], str]) -> str:
 
 
 def in_words(error: CommunicationError) -> str:
-    """An error as text, layer and call too; without times and digests."""
+    """Return an error as text, layer and call too; without times and digests."""
     facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
     return _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}"))
 
 
 def manager_of(part: PrepareAndFinalize) -> Any:
-    """What a part exchanges through."""
+    """Return what a part exchanges through."""
     return part.manager  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ Lines = Iterator[tuple[str, str]]
 
 
 def misunderstood(on: Stage) -> Lines:
-    """A call that rank 1 refuses, another layer, another problem: all are told, and go on."""
+    """Play a call that rank 1 refuses, another layer, another problem: all are told, and go on."""
     first = on.kernel()
     if not counts_calls(on.part):
         yield from _other_memory(on, first)
@@ -146,7 +146,7 @@ def _unequal(on: Stage, kernel: FusedMoEModularKernel, step: int) -> tuple[str, 
 
 
 def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
-    """A manager of the caller's own, told what it otherwise finds out."""
+    """Make a manager of the caller's own, told what it otherwise finds out."""
     waits = manager_of(kernel.prepare_finalize).deadline_s
     options = {"deadline_s": waits, "device": on.machine.device, "history": 3}
     manager = manager_class(on.part)(None, **options)
@@ -239,7 +239,7 @@ def _broken(
     *,
     at: tuple[int, int, int],
 ) -> tuple[str, str]:
-    """A call in which rank 1's experts raise. at: its layer, call and step."""
+    """Make a call in which rank 1's experts raise. at: its layer, call and step."""
     if on.at_fault:
         kernel.experts.apply = _breaks  # type: ignore[method-assign]
     start, waits = time.monotonic(), manager_of(kernel.prepare_finalize).deadline_s
@@ -255,7 +255,7 @@ def _broken(
 
 
 def _last_record(on: Stage, kernel: FusedMoEModularKernel) -> str:
-    """What is wrong with the record of the exchange in which step 4 broke off; else "right"."""
+    """Say what is wrong with the record of the exchange that step 4 broke off; else "right"."""
     lines = manager_of(kernel.prepare_finalize).last_calls.json_lines().splitlines()
     record = json.loads(lines[-1])
     told = record["phase"], record["step"], record["bytes"], record["state"]
@@ -307,7 +307,7 @@ def late(on: Stage) -> Lines:
 
 
 def _reason(told: str) -> str:
-    """What is wrong with the reason that the library gave, which an error ends its `got` with."""
+    """Say what is wrong with the reason of the library, which an error ends its `got` with."""
     reason = told.partition("; after N s: ")[2].partition(", need")[0]
     in_words = len(reason.split()) > 2 and not reason.startswith("[")
     return RIGHT if in_words else f"no reason in words: {reason!r}"
@@ -332,7 +332,7 @@ def _before(text: str, *ends: str) -> str:
 
 
 def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -> str:
-    """What is wrong with the records that a manager keeps of its exchanges; else "right".
+    """Return what is wrong with the records that a manager keeps of its exchanges; else "right".
 
     refused: in which steps rank 1 refused its call, and with what.
     """
