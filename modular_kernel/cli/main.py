@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+import modular_kernel
 from modular_kernel.cli.bench import bench
 from modular_kernel.cli.check import check
 from modular_kernel.cli.compile import compile_kernels
@@ -60,9 +61,7 @@ _verb("demo", reports_errors(demo))
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(version("modular-kernel"))
+        typer.echo(modular_kernel.__version__)
         raise typer.Exit
 
 
