@@ -76,6 +76,15 @@ def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= in_tree
 
 
+def changelog_versions() -> list[str]:
+    """Releases, the newest first; each has a date."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = [head for head in re.findall(r"^## (.*)$", text, re.M) if head != "[Unreleased]"]
+    dated = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", head) for head in heads]
+    assert None not in dated, heads
+    return [found[1] for found in dated if found]
+
+
 def test_wheel_alone_writes_and_judges_the_checkpoints_of_the_demo(
     wheel: zipfile.ZipFile, tmp_path: Path
 ) -> None:
@@ -104,7 +113,7 @@ def test_wheel_alone_writes_and_judges_the_checkpoints_of_the_demo(
 
 def test_metadata(metadata: Message) -> None:
     assert metadata["Name"] == "modular-kernel"
-    assert metadata["Version"] == "0.1.0"
+    assert metadata["Version"] == changelog_versions()[0]
     assert metadata["Requires-Python"] == ">=3.11"
     assert set(metadata.get_all("Provides-Extra", [])) == EXTRAS
 
