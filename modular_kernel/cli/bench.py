@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.bench_model import WholeModel, bench_model, refuse_others
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
@@ -88,6 +89,7 @@ def bench(
     options: ProblemOptions,
     method: Method,
     files: BenchFiles,
+    whole: WholeModel,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
 ) -> None:
@@ -110,8 +112,24 @@ def bench(
 
     --load FILE.json shows, and draws, what was measured elsewhere.
 
+    --hf CONFIG builds a whole transformers model with random weights instead, and times it with
+    eager and grouped_mm experts and with ours: tokens per second of prefill and of decoding with a
+    static cache. An implementation whose first experts module differs from eager on the same
+    routing is WRONG. Of the other options it takes --dtype, --pf-type, --experts-type and --json.
+
     Exits with 1 if a row is wrong or failed, or if the pair named is refused; 2 is bad usage.
     """
+    whole.check_alone()
+    if whole.hf is not None:
+        refuse_others((options, method, files), ("dtype", "as_json"))
+        bench_model(
+            whole,
+            dtype=options.dtype,
+            pf_type=pf_type,
+            experts_type=experts_type,
+            as_json=files.as_json,
+        )
+        return
     cells_of = _Cells(options, method)
     _check_files(files)
     if files.load is not None:
