@@ -30,6 +30,7 @@ from modular_kernel.foreign import OWN_PACKAGES, loaded_within, reason, require_
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
 from modular_kernel.printable import printable
+from modular_kernel.providers import Provider
 from modular_kernel.rules import judge
 from modular_kernel.settings import read_settings
 from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
@@ -226,9 +227,16 @@ def packages_of(catalog: Catalog) -> frozenset[str]:
     return frozenset(p for requires in declared if requires for p in requires.packages)
 
 
+def providers_of(catalog: Catalog) -> tuple[Provider, ...]:
+    """Return how packages are told that some part requires, and whose names prove nothing."""
+    declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
+    return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
+
+
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
     """Describe this machine, with every package that some part asks for looked up."""
-    return current_machine(packages_of(load_catalog()), device=device)
+    catalog = load_catalog()
+    return current_machine(packages_of(catalog), device=device, providers=providers_of(catalog))
 
 
 def needs_triton(

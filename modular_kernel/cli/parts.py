@@ -118,7 +118,11 @@ def _takes(requires: "Requirements") -> str:
 
 
 def _runs_on(requires: "Requirements") -> str:
+    from modular_kernel.support import archs_text
+
     words = sorted(requires.devices)
     if requires.min_arch is not None and "cuda" in words:
         words[words.index("cuda")] = f"cuda >= {requires.min_arch[0]}.{requires.min_arch[1]}"
+    if requires.archs is not None and "cuda" in words:
+        words[words.index("cuda")] = f"cuda {archs_text(requires.archs)}"
     return ", ".join([*words, *requires.packages])

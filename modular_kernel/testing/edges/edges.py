@@ -125,7 +125,9 @@ def _valid(
 ) -> EdgeSituation | None:
     """A small problem that the pairing takes, here or else on a GPU; None if none is found."""
     packages = frozenset((*pf.requires.packages, *experts.requires.packages))
-    arches = [req.min_arch for req in (pf.requires, experts.requires) if req.min_arch is not None]
+    declared = pf.requires, experts.requires
+    arches = [req.min_arch for req in declared if req.min_arch is not None]
+    arches += [min(req.archs) for req in declared if req.archs]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
     sizes = (*_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
     start = _start(experts.requires)
