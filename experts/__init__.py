@@ -16,6 +16,7 @@ from experts.torch_experts import TorchExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton.permuted import GroupedGemmExperts
+from modular_kernel.support import Planned
 
 COMPONENTS = (
     TorchExperts,
@@ -32,8 +33,25 @@ COMPONENTS = (
     BatchedTritonOrDeepGemmExperts,
 )
 
+_SM_100 = "its nvfp4 products need sm_100, on which nothing here was run yet"
+PLANNED = (
+    Planned(
+        "FlashInferExperts",
+        "experts",
+        "no adapter to FlashInfer's cutlass_fused_moe; that takes no expert twice in a token",
+    ),
+    Planned(
+        "TritonKernelsExperts",
+        "experts",
+        "no adapter to triton_kernels' matmul, of which there are three interfaces",
+    ),
+    Planned("CutlassExpertsFP4", "experts", _SM_100),
+    Planned("BatchedCutlassExpertsFP4", "experts", _SM_100),
+)
+
 __all__ = [
     "COMPONENTS",
+    "PLANNED",
     "BatchedCutlassExpertsFP8",
     "BatchedDeepGemmExperts",
     "BatchedTritonExperts",

@@ -156,6 +156,15 @@ class ExpertsRequirements(Requirements):
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A part that other stacks' tables have by this name, and this one not yet; and why."""
+
+    name: str
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Rejection:
     """One violated rule. parties: the parts (or "problem", "machine") that disagree."""
 

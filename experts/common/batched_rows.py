@@ -12,9 +12,7 @@ import torch
 from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
-from modular_kernel.ops.quantise import quantise_rejections
 from modular_kernel.roundings import Roundings
-from modular_kernel.support import Rejection
 from modular_kernel.tensors import (
     BatchedShape,
     BatchedTokens,
@@ -22,7 +20,6 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import Machine, Problem
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
 
@@ -51,10 +48,6 @@ class BatchedRowsExperts(PermuteExpertsUnpermute):
         The first counts_e[i] rows of expert i count. Scales of rows: (1,), or (e, C, groups) of any
         strides; of weights as `weight_specs` has them. out: None if `keeps_results`.
         """
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return quantise_rejections(cls.__name__, problem, machine)
 
     def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
         """Return the buffers that `product` takes besides its results."""

@@ -15,12 +15,11 @@ from experts.triton.path import room_for
 from modular_kernel import stages
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
 from modular_kernel.ops.permute import permute_tokens
-from modular_kernel.ops.quantise import quantise_rejections, scale_shape
+from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
 from modular_kernel.ops.sort import sort_pairs, sort_specs
 from modular_kernel.quant import STORAGE
 from modular_kernel.roundings import Roundings
-from modular_kernel.support import Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
     ContiguousTokens,
@@ -29,7 +28,7 @@ from modular_kernel.tensors import (
     DispatchShape,
     ExpertWeights,
 )
-from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.types import Combine
 from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
 from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
 
@@ -71,10 +70,6 @@ class SortedRowsExperts(PermuteExpertsUnpermute):
 
         Scales are as `Quantised` and `weight_specs` have them. out: None if `keeps_results`.
         """
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return quantise_rejections(cls.__name__, problem, machine)
 
     def most_rows(self, pairs: int) -> int:
         """Return how many rows that many pairs take at most."""

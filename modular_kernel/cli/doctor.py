@@ -15,6 +15,7 @@ from modular_kernel.cli.options import AsJson
 if TYPE_CHECKING:
     from modular_kernel.catalog import Broken
     from modular_kernel.states import State
+    from modular_kernel.support import Requirements
 
 # Importable name -> what it gives, for packages that no part names.
 _EXTRAS = {
@@ -175,7 +176,7 @@ def _packages() -> list[Package]:
     for name in wanted:
         needing = [p for p in catalog.parts if name in _required(p.cls)]
         enables = ", ".join(p.name for p in needing) or _EXTRAS[name]
-        get = needing[0].cls.requires.how_to_get(name) if needing else f"pip install {name}"
+        get = _requires(needing[0].cls).how_to_get(name) if needing else f"pip install {name}"
         if name in probed:
             one = probed[name]
             here, version, why = one.folder is not None, one.version, one.why
@@ -185,10 +186,16 @@ def _packages() -> list[Package]:
     return found
 
 
-def _required(cls: type) -> tuple[str, ...]:
+def _requires(cls: type) -> "Requirements":
+    from modular_kernel.support import Requirements
+
     requires = getattr(cls, "requires", None)
-    packages: tuple[str, ...] = requires.packages if requires is not None else ()
-    return packages
+    assert isinstance(requires, Requirements)
+    return requires
+
+
+def _required(cls: type) -> tuple[str, ...]:
+    return _requires(cls).packages if hasattr(cls, "requires") else ()
 
 
 def _print_text(report: DoctorReport) -> None:
