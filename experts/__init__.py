@@ -16,8 +16,10 @@ from experts.torch_experts import TorchExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton.permuted import GroupedGemmExperts
+from experts.triton.staged import StagedTritonExperts
 from modular_kernel.support import Planned
 
+# StagedTritonExperts is none of them: calls reach it as the staged twin of TritonExperts.
 COMPONENTS = (
     TorchExperts,
     TritonExperts,
@@ -61,6 +63,7 @@ __all__ = [
     "DeepGemmExperts",
     "GroupedGemmExperts",
     "NaiveBatchedExperts",
+    "StagedTritonExperts",
     "TorchExperts",
     "TritonExperts",
     "TritonOrDeepGemmExperts",
