@@ -17,6 +17,7 @@ from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton.permuted import GroupedGemmExperts
 from experts.triton.staged import StagedTritonExperts
+from experts.triton_kernels import TritonKernelsExperts
 from modular_kernel.support import Planned
 
 # StagedTritonExperts is none of them: calls reach it as the staged twin of TritonExperts.
@@ -33,6 +34,7 @@ COMPONENTS = (
     BatchedDeepGemmExperts,
     TritonOrDeepGemmExperts,
     BatchedTritonOrDeepGemmExperts,
+    TritonKernelsExperts,
 )
 
 _SM_100 = "its nvfp4 products need sm_100, on which nothing here was run yet"
@@ -41,11 +43,6 @@ PLANNED = (
         "FlashInferExperts",
         "experts",
         "no adapter to FlashInfer's cutlass_fused_moe; that takes no expert twice in a token",
-    ),
-    Planned(
-        "TritonKernelsExperts",
-        "experts",
-        "no adapter to triton_kernels' matmul, of which there are three interfaces",
     ),
     Planned("CutlassExpertsFP4", "experts", _SM_100),
     Planned("BatchedCutlassExpertsFP4", "experts", _SM_100),
@@ -66,5 +63,6 @@ __all__ = [
     "StagedTritonExperts",
     "TorchExperts",
     "TritonExperts",
+    "TritonKernelsExperts",
     "TritonOrDeepGemmExperts",
 ]

@@ -15,7 +15,9 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.errors import UnknownPartError
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
-ALL = frozenset({"triton", "deep_gemm", "nvidia_cutlass_dsl", "tvm_ffi", "deep_ep", "deep_ep_cpp"})
+ALL = frozenset(
+    "triton deep_gemm triton_kernels nvidia_cutlass_dsl tvm_ffi deep_ep deep_ep_cpp".split()
+)
 H200 = Machine("cuda", (9, 0), ALL, name="NVIDIA H200")
 B200 = Machine("cuda", (10, 0), ALL, name="NVIDIA B200")
 A100 = Machine("cuda", (8, 0), ALL, name="NVIDIA A100")
@@ -29,6 +31,7 @@ ROWS, BATCHED_ROWS, CUTE = (
     "CutlassExpertsFP8",
 )
 DG, BATCHED_DG = "DeepGemmExperts", "BatchedDeepGemmExperts"
+TK = "TritonKernelsExperts"
 EITHER, BATCHED_EITHER = "TritonOrDeepGemmExperts", "BatchedTritonOrDeepGemmExperts"
 SWIGLU = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
 
@@ -115,6 +118,15 @@ TABLE: tuple[Row, ...] = (
      "capacity_multiple"),
     (LOCAL, BATCHED_EITHER, {"intermediate": 80}, H200, ""),
     (LOCAL, BATCHED_EITHER, {"dtype": "float16"}, H200, "dtype"),
+    (NO_EP, TK, {}, H200, ""),
+    (NO_EP, TK, {}, B200, ""),
+    (NO_EP, TK, {}, A100, "arch"),
+    (NO_EP, TK, {}, BARE, "package"),
+    (NO_EP, TK, {"hidden": 2880, "intermediate": 2880}, H200, ""),
+    (NO_EP, TK, {"hidden": 204}, H200, "hidden"),
+    (NO_EP, TK, {"quant": "mxfp4_w4a16"}, H200, "quant"),
+    (NO_EP, TK, {"bias": True}, H200, "bias"),
+    (LOCAL, TK, {}, H200, "format reduce"),
 )
 # fmt: on
 

@@ -14,6 +14,7 @@ from experts import (
     BatchedTritonOrDeepGemmExperts,
     CutlassRowwiseExpertsFP8,
     DeepGemmExperts,
+    TritonKernelsExperts,
     TritonOrDeepGemmExperts,
 )
 from modular_kernel.machine import torch_twins
@@ -25,6 +26,7 @@ if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
 
 import deep_gemm_2  # noqa: E402
+import triton_kernels_3_5  # noqa: E402
 from scaled_grouped_mm import scaled_grouped_mm  # noqa: E402
 
 CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
@@ -65,6 +67,11 @@ class BatchedTritonOrDeepGemm(BatchedTritonOrDeepGemmExperts):
     with_library = BatchedDeepGemm
 
 
+class TritonKernels(TritonKernelsExperts):
+    requires = here(TritonKernelsExperts.requires)
+    load_library = staticmethod(lambda: triton_kernels_3_5)
+
+
 @contextmanager
 def libraries():
     """Every stand-in in its library's place; our own operations by their twins in torch."""
@@ -90,4 +97,5 @@ PARTS = (
     "BatchedDeepGemm",
     "TritonOrDeepGemm",
     "BatchedTritonOrDeepGemm",
+    "TritonKernels",
 )

@@ -26,6 +26,7 @@ PARTS = {
     "BatchedDeepGemmExperts": (BATCHED, ("none", BLOCK)),
     "TritonOrDeepGemmExperts": (NO_EP, ("none", BLOCK)),
     "BatchedTritonOrDeepGemmExperts": (BATCHED, ("none", BLOCK)),
+    "TritonKernelsExperts": (NO_EP, ("none",)),
 }
 BASE = Problem(tokens=33, hidden=256, intermediate=384, experts=5, top_k=2)
 CASES: tuple[tuple[dict[str, Any], str], ...] = (
