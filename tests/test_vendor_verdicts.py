@@ -15,9 +15,8 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.errors import UnknownPartError
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
-ALL = frozenset(
-    "triton deep_gemm triton_kernels nvidia_cutlass_dsl tvm_ffi deep_ep deep_ep_cpp".split()
-)
+LIBRARIES = ("deep_gemm", "triton_kernels", "nvidia_cutlass_dsl", "deep_ep", "deep_ep_cpp")
+ALL = frozenset({"triton", "tvm_ffi", *LIBRARIES})
 H200 = Machine("cuda", (9, 0), ALL, name="NVIDIA H200")
 B200 = Machine("cuda", (10, 0), ALL, name="NVIDIA B200")
 A100 = Machine("cuda", (8, 0), ALL, name="NVIDIA A100")
