@@ -93,11 +93,11 @@ def ragged(
     starts: torch.Tensor,
     tiles: TileMaps,
     out: torch.Tensor,
-) -> None:
-    """out (R, N) = rows (R, K) times each one's expert's weights (e, N, K), in bfloat16.
+) -> torch.Tensor:
+    """Return the product of rows (R, K) and each one's expert's weights (e, N, K), in bfloat16.
 
-    Expert i has the rows from starts[i] on, (e + 1,) int32; rows behind the last one stay as they
-    are. Weights whose values lie side by side neither along K nor along N are copied.
+    It is in `out` (R, N), unless the library chose otherwise. Expert i has the rows from starts[i]
+    on, (e + 1,) int32; rows behind the last one stay as they are. Weights whose values lie side by side neither along K nor along N are copied.
     """
     if 1 not in weights.stride()[1:]:
         weights = weights.contiguous()
@@ -109,4 +109,7 @@ def ragged(
         {size: tiles.maps[place] for place, size in enumerate(SIZES)},
     )
     routing = library.RoutingData(None, tiles.counts, experts, 1, data)
-    library.matmul_ogs(rows, weights.transpose(1, 2), None, routing, y=out[None])
+    made: torch.Tensor = library.matmul_ogs(
+        rows, weights.transpose(1, 2), None, routing, y=out[None]
+    )
+    return made

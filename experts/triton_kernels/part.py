@@ -94,8 +94,7 @@ class TritonKernelsExperts(SortedRowsExperts):
     ) -> torch.Tensor:
         assert out is not None
         assert isinstance(order, TiledOrder)
-        ragged(self._library, rows[0], weights[0], order.starts, order.tiles, out)
-        return out
+        return ragged(self._library, rows[0], weights[0], order.starts, order.tiles, out)
 
 
 def _name_without_memory() -> None:
