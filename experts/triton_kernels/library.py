@@ -96,8 +96,9 @@ def ragged(
 ) -> torch.Tensor:
     """Return the product of rows (R, K) and each one's expert's weights (e, N, K), in bfloat16.
 
-    It is in `out` (R, N), unless the library chose otherwise. Expert i has the rows from starts[i]
-    on, (e + 1,) int32; rows behind the last one stay as they are. Weights whose values lie side by side neither along K nor along N are copied.
+    It is in `out` (R, N), or where the library chose. Expert i has the rows from starts[i] on,
+    (e + 1,) int32; rows behind the last one stay as they are. Weights whose values lie side by side
+    neither along K nor along N are copied.
     """
     if 1 not in weights.stride()[1:]:
         weights = weights.contiguous()
