@@ -357,6 +357,7 @@ class Machine:
 
     device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
     packages: importable optional packages.  interpreter: Triton kernels run on the CPU.
+    others: (name, why) of optional packages that are found, but are not those of that name.
     """
 
     device: Literal["cuda", "cpu"] = "cpu"
@@ -364,6 +365,7 @@ class Machine:
     packages: frozenset[str] = frozenset()
     interpreter: bool = False
     name: str = ""
+    others: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "machine ")

@@ -138,12 +138,20 @@ def judged(
     return found
 
 
+def explained(verdict: "Verdict") -> tuple[str, ...]:
+    """Return what calls of a valid pair take, where its experts choose."""
+    from modular_kernel.catalog import load_catalog
+
+    return load_catalog().experts(verdict.experts).explained(verdict.problem)
+
+
 def _record(verdict: "Verdict") -> dict[str, object]:
     return {
         "prepare_finalize": verdict.prepare_finalize,
         "experts": verdict.experts,
         "ok": verdict.ok,
         "rejections": verdict.rejections,
+        "explained": explained(verdict) if verdict.ok else (),
         "problem": verdict.problem,
         "machine": verdict.machine,
     }
@@ -163,6 +171,8 @@ def _print_verdict(verdict: "Verdict") -> None:
     where = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
         output.line(f"{verdict.pairing}: valid for {where}")
+        for line in explained(verdict):
+            output.line(f"  {line}")
         return
     count = counted(len(verdict.rejections), "reason")
     output.line(f"{verdict.pairing}: refused for {where}, {count}")

@@ -77,6 +77,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         world_sizes=(2, 8),
         asynchronous=True,
         received_by_library=True,
+        capacity_unit=_TOKENS_MULTIPLE,
     )
 
     @classmethod

@@ -166,9 +166,11 @@ def graph_replay(trial: Trial) -> Findings:
 
 
 def no_allocation(trial: Trial) -> Findings:
-    """On a GPU: a call of a plan allocates nothing, unless a library receives its rows."""
-    part = load_catalog().prepare_finalize(trial.case.prepare_finalize)
-    if not trial.capturable or part.requires.received_by_library:
+    """On a GPU: a call of a plan allocates nothing, unless a part says that its library does."""
+    catalog, case = load_catalog(), trial.case
+    part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
+    allocates = part.requires.received_by_library or experts.requires.library_allocates
+    if not trial.capturable or allocates:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
     i, x_TH = trial.first.inputs, trial.first.x_TH()
