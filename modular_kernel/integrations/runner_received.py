@@ -67,7 +67,7 @@ def _experts(
     """Return the part for a problem; IncompatibleError with every reason if it is refused."""
     dispatch = _STANDS_FOR[part.requires.activation_format]
     machine = this_machine(device="cpu" if device == "cpu" else None)
-    verdict = judge(dispatch, part, problem, machine)
+    verdict = judge(dispatch, part, problem, machine)  # type: ignore[type-abstract]
     if not verdict.ok:
         raise IncompatibleError(verdict.pairing, verdict.rejections)
     return part(problem)
