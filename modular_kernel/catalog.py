@@ -257,14 +257,26 @@ def check(
     problem: Problem,
     machine: Machine | None = None,
 ) -> Verdict:
-    """Judge a pairing by names or classes. machine: None means this one."""
+    """Judge a pairing by names or classes. machine: None means this one.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> hopper = Machine("cuda", (9, 0), frozenset({"triton"}))
+    >>> verdict = check("BatchedPrepareAndFinalize", "TritonExperts", problem, hopper)
+    >>> verdict.ok, [rejection.rule for rejection in verdict.rejections]
+    (False, ['format', 'reduce'])
+    """
     catalog = load_catalog()
     pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     return judge(pf, ex, problem, this_machine() if machine is None else machine)
 
 
 def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
-    """Judge every PrepareAndFinalize with every experts part."""
+    """Judge every PrepareAndFinalize with every experts part.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> [verdict.pairing for verdict in check_all(problem, Machine("cpu")) if verdict.ok][0]
+    'MoEPrepareAndFinalizeNoEP x TorchExperts'
+    """
     catalog = load_catalog()
     machine = this_machine() if machine is None else machine
     expect("problem", problem, Problem)  # where there is no part to judge it with, too
@@ -288,6 +300,11 @@ def make_kernel(
     """Build both parts and compose them; IncompatibleError with every reason if refused.
 
     group: the process group where ranks take part. The rest as FusedMoEModularKernel.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> parts = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
+    >>> make_kernel(*parts, problem, machine=Machine("cpu"))
+    <MoEPrepareAndFinalizeNoEP x TorchExperts, T64-H256-I192-E4-K2-bfloat16 on cpu>
     """
     expect("checked", checked, bool)
     expect("poison", poison, bool)

@@ -36,7 +36,7 @@ def same(trial: Trial, sample: Sample, got: torch.Tensor, want: torch.Tensor) ->
 
 
 def numeric(trial: Trial) -> Findings:
-    """The first call is right."""
+    """Check that the first call is right."""
     yield from trial.first.compare(trial.eager).problems
 
 
@@ -88,7 +88,7 @@ def numeric_planned(trial: Trial) -> Findings:
 
 
 def plan_reused(trial: Trial) -> Findings:
-    """A plan keeps nothing of its last call: it computes, bit for bit, what the kernel does."""
+    """Check that a plan keeps nothing of its last call: it gives the kernel's bits."""
     yield from same(trial, trial.first, trial.planned.output, trial.eager)
 
 
@@ -101,7 +101,7 @@ def out_given(trial: Trial) -> Findings:
 
 
 def interleaved(trial: Trial) -> Findings:
-    """A call in flight is not disturbed by one that starts later and finishes first."""
+    """Check that no call in flight is disturbed by one that starts later and finishes first."""
     yield from same(trial, trial.first, trial.interleaved[0], trial.eager)
 
 
@@ -122,7 +122,7 @@ def numeric_strided(trial: Trial) -> Findings:
 
 
 def plan_shrunk(trial: Trial) -> Findings:
-    """A plan serves fewer tokens than it did before as the kernel does, bit for bit."""
+    """Check that a plan serves fewer tokens than before as the kernel does, bit for bit."""
     yield from same(trial, trial.other, trial.planned_other, trial.interleaved[1])
 
 
