@@ -103,4 +103,5 @@ def _experts_of(
             return name
         if all(rejection.rule != "format" for rejection in verdict.rejections):
             reasons += verdict.rejections
-    raise IncompatibleError(f"{prepare_finalize.__name__} with any experts", tuple(dict.fromkeys(reasons)))
+    pairing = f"{prepare_finalize.__name__} with any experts"
+    raise IncompatibleError(pairing, tuple(dict.fromkeys(reasons)))
