@@ -13,6 +13,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
+from modular_kernel.cli.ranks import ranks_asked
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
 from modular_kernel.errors import ConfigurationError
@@ -112,6 +113,9 @@ def bench(
 
     Exits with 1 if a row is wrong or failed, or if the pair named is refused; 2 is bad usage.
     """
+    if ranks_asked(None) > 1:
+        got, need = f"a launcher's world of {ranks_asked(None)} ranks", "one process"
+        raise ConfigurationError("mk bench", got=got, need=f"{need}: ranks have mk exchange")
     cells_of = _Cells(options, method)
     _check_files(files)
     if files.load is not None:
