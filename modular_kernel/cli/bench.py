@@ -13,9 +13,9 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
-from modular_kernel.cli.ranks import ranks_asked
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
+from modular_kernel.cli.ranks import ranks_asked
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 

@@ -187,9 +187,7 @@ def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
     return host.pool.run(record_rank, job, timeout=_RANK_SECONDS)
 
 
-def _read(
-    job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host
-) -> "Profile":
+def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host) -> "Profile":
     """Read the traces back, check and merge them, and return the profile that they make."""
     from modular_kernel.profiling.chrome import merged, read_trace
     from modular_kernel.profiling.report import profile_of

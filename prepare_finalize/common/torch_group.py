@@ -342,7 +342,9 @@ def _whereabouts(hosts: Hosts, peers: Sequence[int]) -> str:
         there = [peer for peer in peers if hosts.index_W[peer] == host]
         whole = "all of" if len(there) == len(hosts.ranks_on(host)) else "on"
         ranks = ", ".join(map(str, there))
-        said.append(f"rank{'s' if len(there) > 1 else ''} {ranks}: {whole} host {hosts.names[host]}")
+        said.append(
+            f"rank{'s' if len(there) > 1 else ''} {ranks}: {whole} host {hosts.names[host]}"
+        )
     return "; ".join(said)
 
 

@@ -78,8 +78,9 @@ class SymmetricGroup:
     """Symmetric memory of one process group, and the deadline of waits on its flags.
 
     group: a ProcessGroup of torch.distributed (None: the default one); what shares the memory
-    refuses ranks of several hosts. Making a manager is collective. deadline_s: the longest a kernel may wait for other ranks; None: MK_DEADLINE_S, or
-    10 s. device: "cpu" or "cuda"; None takes what the group serves, a GPU first.
+    refuses ranks of several hosts. Making a manager is collective. deadline_s: the longest a kernel
+    may wait for other ranks; None: MK_DEADLINE_S, or 10 s. device: "cpu" or "cuda"; None takes what
+    the group serves, a GPU first. hosts: of the ranks.
 
     failed, status: what kernels write when a wait ends at its deadline, see kernels/signals.py.
     CommunicationError where ranks stay away or mean something else.
@@ -126,7 +127,7 @@ class SymmetricGroup:
         return hosts
 
     def _meeting(self) -> Meeting:
-        """Rounds over the group's store, at a new place; CommunicationError without an answer."""
+        """Open rounds over the group's store; CommunicationError without an answer."""
         try:
             store = store_at_new_place(self._group, self.deadline_s)
         except RuntimeError as error:  # the store's host is gone

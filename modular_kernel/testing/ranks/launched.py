@@ -100,7 +100,7 @@ class LaunchedRanks:
         silent = [rank for rank in range(self.world_size) if rank not in answers]
         if silent:
             after = " after another rank failed" if texts else ""
-            self._lost = {rank: f"{SILENT}{after}" for rank in silent}
+            self._lost = dict.fromkeys(silent, f"{SILENT}{after}")
             texts |= self._lost
         if texts:
             self._generation += 1
