@@ -203,6 +203,12 @@ def _world_size(p: Pairing) -> Violations:
         yield Rejection("world_size", (p.pf_name, "problem"), str(world), need)
 
 
+def _hosts(p: Pairing) -> Violations:
+    hosts = p.problem.parallel.hosts
+    if p.pf.one_host and hosts > 1:
+        yield Rejection("hosts", (p.pf_name, "problem"), f"{hosts} hosts", "one host")
+
+
 def _placement(p: Pairing) -> Violations:
     world, experts = p.problem.parallel.world_size, p.problem.experts
     if not p.pf.linear_placement:
@@ -385,6 +391,7 @@ RULES: dict[str, RuleFunction] = {
     "max_experts": _max_experts,
     "addressing": _addressing,
     "world_size": _world_size,
+    "hosts": _hosts,
     "placement": _placement,
     "capacity": _capacity,
     "capacity_multiple": _capacity_multiple,

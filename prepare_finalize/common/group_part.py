@@ -31,6 +31,7 @@ from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.tokens import one_scale_for_all, quantises
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.connect import place_in
+from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Manager(Protocol):
 
     rank: int
     world_size: int
+    hosts: Hosts
 
     def __init__(self, group: object | None = None) -> None: ...
 
@@ -86,6 +88,17 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         self._owns_manager = not given
         self.manager = place if given else self.manager_class(group)
         self._tables: dict[torch.device, PlacementTables] = {}
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        """ConfigurationError where the ranks' hosts are not as the part or the problem needs."""
+        per_host = self.problem.parallel.ranks_per_host
+        part, one_host = type(self).__name__, self.requires.one_host
+        try:
+            check_hosts(self.manager.hosts, part=part, one_host=one_host, ranks_per_host=per_host)
+        except ConfigurationError:
+            self.destroy()
+            raise
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:

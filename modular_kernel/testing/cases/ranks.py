@@ -143,6 +143,19 @@ class RankSelection:
     refused: tuple[tuple[RankCase, Verdict], ...]
     instead: tuple[tuple[RankCase, RankCase], ...] = ()
 
+    def on_hosts(self, ranks_per_host: int, machine: Machine) -> "RankSelection":
+        """Return the selection for ranks on several hosts, judged again."""
+        cases, refused = [], list(self.refused)
+        for case in self.cases:
+            parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
+            there = replace(case, problem=replace(case.problem, parallel=parallel))
+            verdict = there.verdict(machine)
+            if verdict.ok:
+                cases.append(there)
+            else:
+                refused.insert(0, (there, verdict))
+        return RankSelection(tuple(cases), tuple(refused), self.instead)
+
 
 @dataclass(frozen=True)
 class Variant:
