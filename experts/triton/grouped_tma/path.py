@@ -42,7 +42,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether rows start where TMA fetches them, on sm_90."""
-        return config.serves(problem, device)
+        return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
