@@ -52,7 +52,7 @@ class Shrunk:
 
 
 def arguments_of(shrunk: Shrunk | None) -> Mapping[str, object]:
-    """Return `Shrunk.arguments`; none for a call without adapters, whose kernel has no such loop."""
+    """Return `Shrunk.arguments`; none for a call without adapters, whose kernel has no loop."""
     return {} if shrunk is None else shrunk.arguments()
 
 

@@ -136,7 +136,7 @@ class AlignedPath(Path):
                 )
 
     def _adapters(self, call: PathCall, aligned: Aligned) -> PairAdapters | None:
-        """What adapters add to both products; None for a call without adapters."""
+        """Return what adapters add to both products; None for a call without adapters."""
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None

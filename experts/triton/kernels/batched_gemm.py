@@ -29,7 +29,8 @@ def batched_gemm_kernel(
 
     a is (e, capacity, depth) and out (e, capacity, columns), both contiguous, and a's scales have
     strides of expert, row and group; rows from the count on are neither read nor written. b as in
-    grouped_gemm_kernel, and LORA too; slots are (e, capacity), u has a row for each. Grid (tiles of one expert, e).
+    grouped_gemm_kernel, and LORA too: slots are (e, capacity), u has a row for each. Grid (tiles
+    of one expert, e).
     """
     expert = tl.program_id(1).to(tl.int64)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
