@@ -64,6 +64,10 @@ class QuantScheme:
 
         Options: block=NxK (block schemes), group=G and zero_points=true (integer group schemes),
         static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).
+
+        >>> scheme = QuantScheme.parse("int4_w4a16_group:group=64,zero_points=true")
+        >>> scheme.weight, scheme.group, scheme.packed
+        ('uint4', (64,), True)
         """
         if isinstance(text, QuantScheme):
             return text._checked()
@@ -128,6 +132,9 @@ _SCHEMES = (
     QuantScheme("fp8_w8a8_tensor", "float8_e4m3fn", "float8_e4m3fn", "tensor"),
     QuantScheme("fp8_w8a8_channel", "float8_e4m3fn", "float8_e4m3fn", "channel"),
     QuantScheme("fp8_w8a8_block", "float8_e4m3fn", "float8_e4m3fn", "block", (128, 128)),
+    QuantScheme("fp8_w8a16_tensor", "float8_e4m3fn", "none", "tensor"),
+    QuantScheme("fp8_w8a16_channel", "float8_e4m3fn", "none", "channel"),
+    QuantScheme("fp8_w8a16_block", "float8_e4m3fn", "none", "block", (128, 128)),
     QuantScheme("int8_w8a8_channel", "int8", "int8", "channel"),
     QuantScheme("int8_w8a8_block", "int8", "int8", "block", (128, 128)),
     QuantScheme("int8_w8a16_channel", "int8", "none", "channel"),

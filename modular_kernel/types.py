@@ -228,6 +228,12 @@ class Problem:
 
     dtype and activation may also be given by name. ConfigurationError for a field that is not of
     the type or in the range declared here, or that contradicts another.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> problem.w1_rows, problem.output_shape
+    (384, (64, 256))
+    >>> print(problem.with_tokens(8))
+    T8-H256-I192-E4-K2-bfloat16
     """
 
     tokens: Size

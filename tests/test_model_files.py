@@ -326,6 +326,9 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         group(BLOCK, F8 | {"strategy": "group", "group_size": 128, "dynamic": True}),
         "fp8_w8a8_block",
     ),
+    "ct fp8 weights by tensor": (group(F8 | {"strategy": "tensor"}), "fp8_w8a16_tensor"),
+    "ct fp8 weights by channel": (group(F8 | {"strategy": "channel"}), "fp8_w8a16_channel"),
+    "ct fp8 weights by block": (group(BLOCK), "fp8_w8a16_block"),
     "ct int8": (
         group(I8 | {"strategy": "channel"}, I8 | TOKEN),
         "int8_w8a8_channel",
@@ -379,7 +382,7 @@ UNKNOWN: dict[str, dict[str, object]] = {
         "quant_method": "compressed-tensors",
         "config_groups": {"a": {"weights": F8, "targets": ["re:.*self_attn.*"]}},
     },
-    "ct fp8 weights alone": group(F8 | {"strategy": "channel"}),
+    "ct fp8 weights by group": group(F8 | {"strategy": "group", "group_size": 128}),
     "ct fp8 static by token": group(F8 | {"strategy": "channel"}, F8 | TOKEN | {"dynamic": False}),
     "ct block by another group": group(
         BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}

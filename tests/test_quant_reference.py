@@ -24,6 +24,9 @@ FULL = (
     "int8_w8a8_block:block=16x32",
 )
 WEIGHT_ONLY = (
+    "fp8_w8a16_tensor",
+    "fp8_w8a16_channel",
+    "fp8_w8a16_block:block=32x16",
     "int8_w8a16_channel",
     "int8_w8a16_group:group=32",
     "int8_w8a16_group:group=32,zero_points=true",

@@ -43,6 +43,10 @@ SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
         ((3, 48, 40), (3, 2, 3), None, (3, 40, 24), (3, 2, 2), None), ((FP8,), FULL)),
     "fp8_w8a8_block": (
         ((3, 48, 40), (3, 1, 1), None, (3, 40, 24), (3, 1, 1), None), ((FP8,), FULL)),
+    "fp8_w8a16_tensor": (((3, 48, 40), (3,), None, (3, 40, 24), (3,), None), ((FP8,), HALF)),
+    "fp8_w8a16_channel": (((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((FP8,), HALF)),
+    "fp8_w8a16_block:block=32x16": (
+        ((3, 48, 40), (3, 2, 3), None, (3, 40, 24), (3, 2, 2), None), ((FP8,), HALF)),
     "int8_w8a8_channel": (
         ((3, 48, 40), (3, 48), None, (3, 40, 24), (3, 40), None), ((torch.int8,), FULL)),
     "int8_w8a8_block:block=16x32": (

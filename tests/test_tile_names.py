@@ -107,7 +107,7 @@ def test_every_problem_has_names(quant: str, dtype: str) -> None:
     assert ConfigKey.of(problem, "NVIDIA H200").file_name == names[0]
     keys = [ConfigKey.parse(name) for name in names]
     assert {key.experts for key in keys} == {8}
-    known = {"", "float32", "fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16"}
+    known = {"", "float32", "fp8_w8a8", "fp8_w8a16", "int8_w8a8", "int8_w8a16", "int4_w4a16"}
     assert {key.dtype for key in keys} <= known | {"mxfp4_w4a16", "nvfp4_w4a4"}
 
 

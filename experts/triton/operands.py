@@ -18,6 +18,9 @@ SCHEMES = frozenset(
         "fp8_w8a8_tensor",
         "fp8_w8a8_channel",
         "fp8_w8a8_block",
+        "fp8_w8a16_tensor",
+        "fp8_w8a16_channel",
+        "fp8_w8a16_block",
         "int8_w8a8_channel",
         "int8_w8a8_block",
         "int8_w8a16_channel",
@@ -142,9 +145,9 @@ def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
 
 def word_format(scheme: QuantScheme) -> str:
     """Return what kernels call the format of quantised weights."""
-    if scheme.weight != "float4_e2m1":
-        return "integer"
-    return "e2m1_repacked" if scheme.repacked else "e2m1"
+    if scheme.weight == "float4_e2m1":
+        return "e2m1_repacked" if scheme.repacked else "e2m1"
+    return "float8" if scheme.weight == "float8_e4m3fn" else "integer"
 
 
 def fit_block_k(block_k: int, group_k: int) -> int:

@@ -147,7 +147,7 @@ def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
             Stored("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
             Stored("weight_scale", "scale", (_N, Dim("K", 32)), (torch.uint8,)),
         )
-    if scheme.quantises_activations or scheme.weight not in ("uint4", "uint8", "int8"):
+    if scheme.quantises_activations or scheme.weight == "float8_e4m3fn":
         return _modelopt(scheme)
     per_word = 8 if scheme.weight == "uint4" else 4
     shape = Stored("weight_shape", "shape", (), (torch.int64, _INT32), optional=True)

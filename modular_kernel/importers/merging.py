@@ -179,7 +179,7 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
     scheme = format.scheme
     if scheme.weight == "float4_e2m1":
         return _mxfp4(tensors["weight_packed"], tensors["weight_scale"])
-    if scheme.quantises_activations:
+    if scheme.quantises_activations or scheme.weight == "float8_e4m3fn":
         return _read_scaled(format, tensors, dtype)
     packed, scale = tensors["weight_packed"], tensors["weight_scale"]
     if scheme.granularity == "channel":  # stored plus 128: the sign bit the other way round

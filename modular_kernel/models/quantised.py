@@ -29,6 +29,9 @@ _PACKINGS = {
     "fp8_w8a8_tensor": _WHOLE,
     "fp8_w8a8_channel": _WHOLE,
     "fp8_w8a8_block": _WHOLE,
+    "fp8_w8a16_tensor": _WHOLE,
+    "fp8_w8a16_channel": _WHOLE,
+    "fp8_w8a16_block": _WHOLE,
     "int8_w8a8_channel": _WHOLE,
     "int8_w8a16_channel": ("pack-quantized",),
     "int8_w8a16_group": ("pack-quantized",),
@@ -84,11 +87,11 @@ def _fp8(path: str, given: Given) -> str:
     return _blocks(path, "weight_block_size", block)
 
 
-def _blocks(path: str, name: str, block: Any) -> str:
+def _blocks(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") -> str:
     whole = isinstance(block, list) and len(block) == 2
     if not whole or not all(type(n) is int and 1 <= n <= _MOST for n in block):
         raise _bad(path, f"{name} = {_short(block)}", "two whole numbers")
-    return f"fp8_w8a8_block:block={block[0]}x{block[1]}"
+    return f"{scheme}:block={block[0]}x{block[1]}"
 
 
 def _gptq(path: str, given: Given) -> str:
@@ -179,10 +182,14 @@ def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None
             return "mxfp4_w4a16"
         both = _is(weights, group_size=16) and _is(inputs, num_bits=4, type="float", group_size=16)
         return "nvfp4_w4a4" if both else None
-    if not _is(weights, num_bits=8) or not _is(inputs, num_bits=8, type="float"):
+    if not _is(weights, num_bits=8):
         return None
-    strategy = (weights.get("strategy"), (inputs or {}).get("strategy"))
-    dynamic = (inputs or {}).get("dynamic")
+    if inputs is None:
+        return _fp8_alone(path, weights)
+    if not _is(inputs, num_bits=8, type="float"):
+        return None
+    strategy = (weights.get("strategy"), inputs.get("strategy"))
+    dynamic = inputs.get("dynamic")
     if strategy == ("tensor", "tensor") and isinstance(dynamic, bool):
         return "fp8_w8a8_tensor" if dynamic else "fp8_w8a8_tensor:static=true"
     if strategy == ("channel", "token") and dynamic is True:
@@ -192,6 +199,15 @@ def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None
         scheme = _blocks(path, "block_structure", block)
         return scheme if _is(inputs, group_size=block[1]) else None  # type: ignore[index]
     return None
+
+
+def _fp8_alone(path: str, weights: Given) -> str | None:
+    """Return the scheme of float8 weights whose activations stay as they are."""
+    strategy = weights.get("strategy")
+    if strategy == "block":
+        block = weights.get("block_structure")
+        return _blocks(path, "block_structure", block, "fp8_w8a16_block")
+    return f"fp8_w8a16_{strategy}" if strategy in ("tensor", "channel") else None
 
 
 def _int_scheme(path: str, weights: Given, inputs: Given | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Adapters in Triton products: bits of rows without one, ranks beyond a block, slots out of range."""
+"""Adapters in Triton products: rows without one, ranks beyond a block, slots out of range."""
 
 from dataclasses import replace
 

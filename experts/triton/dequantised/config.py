@@ -19,7 +19,8 @@ NAME = "dequantised"
 
 _TRIED: Rows = {128: (32, 1 << 62)}
 # Mean rows of an expert from which the path pays, by how slowly the aligned path unpacks. Measured
-# on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss.
+# on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss;
+# fp8 was not: it takes the number of int8 by channel, whose values are as simple.
 _LEAST_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
@@ -27,6 +28,9 @@ _LEAST_ROWS = {
     "mxfp4_w4a16:repacked": 72,
     "int8_w8a16_group": 64,
     "int8_w8a16_channel": 128,
+    "fp8_w8a16_tensor": 128,
+    "fp8_w8a16_channel": 128,
+    "fp8_w8a16_block": 128,
 }
 _MOST_BYTES = 1 << 30  # of dequantised weights at a time, unless one expert has more
 

@@ -117,7 +117,7 @@ class DequantisedPath(GroupedTmaPath):
         rows, depth = product.w.shape[1], product.depth
         values = workspace.take("dequantised", (self._values,))[: count * rows * depth]
         w_eNK = values.view(count, rows, depth)
-        _, group = scale_group(product.scheme, depth)
+        group_n, group = scale_group(product.scheme, depth)
         step = math.gcd(group, _WIDEST_STEP) if group else _WIDEST_STEP
         steps = min(_WIDEST // step, next_power_of_2(-(-depth // step)))
         block_rows = _BLOCK // (step * steps)
@@ -136,10 +136,12 @@ class DequantisedPath(GroupedTmaPath):
             rows=rows,
             depth=depth,
             scale_groups=scale.shape[2] if scale.dim() == 3 else 1,
+            scale_rows=scale.shape[1] if scale.dim() > 1 else 1,
             FORMAT=word_format(product.scheme),
             PACKED=product.scheme.packed,
             HAS_ZERO=zero is not None,
             MIDDLE=float(MIDDLE.get(product.scheme.weight, 0)),
+            GROUP_N=group_n if scale.dim() > 1 else 0,
             GROUP_K=group,
             STEP=step,
             STEPS=steps,

@@ -63,7 +63,7 @@ def product_tile(
                 zero_ptr + (row // ZERO_ROWS) * stride_bzn,
                 zero_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
                 (row % ZERO_ROWS) * 4, (up_rows % ZERO_ROWS) * 4, stride_bzk, column_mask,
-                GATED, FORMAT, GROUP_K, MIDDLE, HAS_ZERO, PACKED, EVEN_K, PRECISION,
+                GATED, FORMAT, GROUP_K, MIDDLE, HAS_ZERO, PACKED, ONE_SCALE, EVEN_K, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
     return gate, up

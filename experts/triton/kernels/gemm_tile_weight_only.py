@@ -68,8 +68,8 @@ def _step(
     a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The unscaled product of one step, float32. Packed: even and odd k are two products, unless
-    they are repacked."""
+    """Return the unscaled product of one step, float32. Packed: even and odd k are two products,
+    unless they are repacked."""
     dtype: tl.constexpr = a.dtype
     if FORMAT == "e2m1_repacked":
         result = tl.dot(a, _repacked_values(codes, dtype), input_precision=PRECISION)
@@ -83,6 +83,8 @@ def _step(
             high = _four_bit_integers(codes >> 4, zero, dtype)
         result = tl.dot(even, low, input_precision=PRECISION)
         result = tl.dot(odd, high, result, input_precision=PRECISION)
+    elif FORMAT == "float8":
+        result = tl.dot(a, codes.to(dtype), input_precision=PRECISION)
     else:
         b = (codes.to(tl.int32) - zero).to(dtype)
         result = tl.dot(a, b, input_precision=PRECISION)
@@ -90,9 +92,12 @@ def _step(
 
 
 @triton.jit
-def _load_scale(ptrs, mask, FORMAT: tl.constexpr):
-    """(BLOCK_N,) float32 scales; of e2m1, from E8M0 exponents."""
-    scale = tl.load(ptrs, mask=mask, other=0)
+def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
+    """(BLOCK_N,) float32 scales, or (1,) if ONE_SCALE; of e2m1, from E8M0 exponents."""
+    if ONE_SCALE:
+        scale = tl.load(ptrs + tl.arange(0, 1))
+    else:
+        scale = tl.load(ptrs, mask=mask, other=0)
     if is_e2m1(FORMAT):
         result = tl.exp2(scale.to(tl.float32) - 127.0)
     else:
@@ -119,15 +124,15 @@ def multiply_tile_weight_only(
     scale_ptrs, up_scale_ptrs, stride_bsk,
     zero_ptrs, up_zero_ptrs, zero_shift, up_zero_shift, stride_bzk, column_mask,
     GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, MIDDLE: tl.constexpr,
-    HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As multiply_tile, for weights that are dequantised on the way; float32 (gate, up).
 
     GROUP_K: the depth one scale covers, a multiple of BLOCK_K, or 0 for all of it. Weights enter
-    the product as whole numbers (or e2m1 values), and the scale multiplies the step's product.
-    b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED. *scale_ptrs, *zero_ptrs and
-    *zero_shift are (BLOCK_N,).
+    the product as whole numbers (float8 or e2m1 values), and the scale multiplies the step's
+    product. b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED. *scale_ptrs, *zero_ptrs
+    and *zero_shift are (BLOCK_N,), *scale_ptrs one pointer each if ONE_SCALE.
     """
     WIDTH: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)
@@ -146,13 +151,13 @@ def multiply_tile_weight_only(
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         group = start // GROUP_K if GROUP_K > 0 else 0
-        codes = tl.load(b_ptrs, mask=b_mask, other=0)
-        scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT)
+        codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
+        scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
         zero = _load_zero(zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, MIDDLE)
         gate += scale[None, :] * _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
         if GATED:
-            codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0)
-            scale = _load_scale(up_scale_ptrs + group * stride_bsk, column_mask, FORMAT)
+            codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
+            scale = _load_scale(up_scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
             zero = _load_zero(
                 up_zero_ptrs + group * stride_bzk, up_zero_shift, column_mask, HAS_ZERO, MIDDLE
             )

@@ -48,7 +48,7 @@ def scaled_twice(args: Arguments) -> Arguments:
 
 
 def beyond_rank(args: Arguments) -> Arguments:
-    """What lies beyond an adapter's rank is not zero."""
+    """Put other values than zero beyond an adapter's rank."""
     for name in ("lora_a13", "lora_a2", "lora_b13", "lora_b2"):
         args = _changed(args, name, lambda m: torch.where(m == 0, 0.25, m))
     return args
@@ -67,7 +67,7 @@ def gate_for_up(args: Arguments) -> Arguments:
 
 
 def one_a(args: Arguments) -> Arguments:
-    """A of gate's rows makes up's u too."""
+    """Make up's u by gate's rows of A."""
 
     def changed(a_LeRH: torch.Tensor) -> torch.Tensor:
         return a_LeRH[:, :, : a_LeRH.shape[2] // 2].repeat(1, 1, 2, 1)
@@ -76,7 +76,7 @@ def one_a(args: Arguments) -> Arguments:
 
 
 def next_expert_s(args: Arguments) -> Arguments:
-    """An expert's A of the second product is its neighbour's."""
+    """Give each expert its neighbour's A of the second product."""
     return _changed(args, "lora_a2", lambda a: a.roll(1, 1))
 
 

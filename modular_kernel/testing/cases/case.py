@@ -48,7 +48,7 @@ class Case:
 
 
 def command(case: Case) -> str:
-    """The line that proves this case alone, here or on another machine."""
+    """Return the line that proves this case alone, here or on another machine."""
     problem = case.problem
     options: dict[str, object] = {
         "pf-type": case.prepare_finalize,

@@ -114,7 +114,7 @@ def make_inputs(
     strided: bool = False,
     manner: Manner = ORDINARY,
 ) -> Inputs:
-    """Inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
+    """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
     strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids and
     the biases' other dtype, where the problem allows each; otherwise contiguous and int32, or as
@@ -169,7 +169,7 @@ def _placer(device: torch.device, shift: int = 0) -> Place:
 
 
 def fenced(values: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """A contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
+    """Return a contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
 
     shift: elements by which it begins later than aligned memory would.
     """
@@ -197,7 +197,7 @@ def _fence_value(dtype: torch.dtype) -> float:
 
 
 def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
-    """A strided view, its whole storage put in its place."""
+    """Return an equal view of a storage that is put in its place as a whole."""
     if values.is_contiguous():
         return place(values)
     whole = values.new_empty(0).set_(values.untyped_storage())

@@ -19,6 +19,7 @@ _SCHEMES = (
     "fp8_w8a8_tensor:static=true",
     "fp8_w8a8_channel",
     "fp8_w8a8_block:block=48x64",
+    "fp8_w8a16_channel",
     "int8_w8a8_channel",
     "int8_w8a16_group:group=64",
     "int4_w4a16_group:group=64",

@@ -21,7 +21,7 @@ _OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
 def part_of(
     whole: Inputs, tokens: slice, problem: Problem, device: torch.device, *, strided: bool
 ) -> Inputs:
-    """What one rank passes: `tokens` of the whole world's, and the weights that it holds.
+    """Return what one rank passes: `tokens` of the whole world's, and the weights that it holds.
 
     problem: the rank's. whole, strided: as `make_inputs` made it, and was told. Each tensor is a
     fenced copy, laid out as the whole's.
@@ -62,7 +62,7 @@ def _rows(weights: ExpertWeights, experts: Sequence[int]) -> dict[str, torch.Ten
 
 
 def _of_experts(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rank's part of a tensor; the experts of adapters come second, 1 where they share one."""
+    """Return the rank's part; experts of adapters come second, 1 where they share one."""
     if name not in ADAPTER_TENSORS:
         return _take(values, index)
     return values if values.shape[1] == 1 else values[:, index]

@@ -51,6 +51,7 @@ def _quantised(base: Problem) -> Iterator[Variant]:
     yield replace(few, quant="fp8_w8a8_tensor", bias=True), "uniform"
     yield replace(chunked, quant="fp8_w8a8_channel", top_k=8), "skips"
     yield replace(few, quant="fp8_w8a8_block:block=48x64"), "duplicates"
+    yield replace(few, quant="fp8_w8a16_block:block=48x64", activation=_OAI), "skips"
     yield replace(few, quant="int8_w8a8_channel", intermediate=40), "out_of_range"
     yield replace(chunked, quant="int8_w8a8_block:block=32x32"), "uniform"
     yield replace(few, quant="int8_w8a16_channel", dtype=_FP16), "zipf"

@@ -28,7 +28,7 @@ _JITTERS = 3
 
 
 def one_rounding(trial: Trial) -> Iterator[str]:
-    """The part rounds where it says, and nowhere else."""
+    """Check that the part rounds where it says, and nowhere else."""
     if not _has_twin(trial):
         return
     shares, own, said = [], [], list[Roundings]()
@@ -94,7 +94,7 @@ def twin_of(
     roundings: list[Roundings],
     jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """What the call of `sample` has to return, but for the order of sums."""
+    """Return what the call of `sample` has to return, but for the order of sums."""
     i, parts = sample.whole_pristine, [sample.empty_output()[:0]]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for some, each in zip(chunks, roundings, strict=True):

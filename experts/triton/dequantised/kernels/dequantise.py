@@ -16,7 +16,7 @@ _E2M1_UNIT: tl.constexpr = tl.constexpr(2.0**126)
 
 @triton.jit
 def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
-    """(ROWS, GROUPS, stored) to float32 (ROWS, GROUPS, STEP): q, or e2m1 values, exactly.
+    """(ROWS, GROUPS, stored) to float32 (ROWS, GROUPS, STEP): integers or small floats, exactly.
 
     e2m1 codes moved to the top of float32's fields read as the value times 2^-126, subnormals
     included.
@@ -36,6 +36,8 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
             values = bits.to(tl.float32, bitcast=True) * _E2M1_UNIT
         else:
             values = code.to(tl.float32)
+    elif FORMAT == "float8":
+        values = codes.to(tl.float32)
     else:
         values = codes.to(tl.int32).to(tl.float32)
     return values
@@ -44,16 +46,18 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
 @triton.jit
 def dequantise_kernel(
     w_ptr, scale_ptr, zero_ptr, starts_ptr, out_ptr, first_expert, rows, depth, scale_groups,
-    FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO: tl.constexpr, MIDDLE: tl.constexpr,
-    GROUP_K: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    scale_rows, FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO: tl.constexpr,
+    MIDDLE: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    STEP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if it has rows.
 
     Program (block of rows, block of the depth, e) writes ROWS rows by STEPS * STEP of the depth.
     starts_ptr: first row of each expert, and how many there are (ops.sort). w: (experts, rows,
     depth) stored values, two to a byte if PACKED, int32 words of eight if repacked. scale:
-    (experts, rows, scale_groups), one for GROUP_K of the depth, a multiple of STEP, or for all of
-    it where that is 0. zero: as scale, or two rows to a byte if PACKED. All contiguous.
+    (experts, scale_rows, scale_groups), one for GROUP_N rows and GROUP_K of the depth, a multiple
+    of STEP, or for all of either where that is 0. zero: (experts, rows, scale_groups), or two rows
+    to a byte if PACKED. All contiguous.
     """
     expert = first_expert + tl.program_id(2)
     if tl.load(starts_ptr + expert) < tl.load(starts_ptr + expert + 1):
@@ -65,12 +69,16 @@ def dequantise_kernel(
         row_in = row < rows
         at_row = expert.to(tl.int64) * rows + row
         mask = row_in & (stored < depth // EACH)
-        codes = tl.load(w_ptr + at_row * (depth // EACH) + stored, mask=mask, other=0)
+        codes = tl.load(w_ptr + at_row * (depth // EACH) + stored, mask=mask, other=0.0)
         values = _values(codes, FORMAT, PACKED)
         group = start // GROUP_K if GROUP_K > 0 else start * 0
         group_in = row_in & (start < depth)
-        scale = tl.load(scale_ptr + at_row * scale_groups + group, mask=group_in, other=0)
-        if FORMAT == "integer":
+        scale_row = row // GROUP_N if GROUP_N > 0 else row * 0
+        scale_at = (expert.to(tl.int64) * scale_rows + scale_row) * scale_groups + group
+        scale = tl.load(scale_ptr + scale_at, mask=group_in, other=0)
+        if FORMAT == "float8":
+            scale = scale.to(tl.float32)
+        elif FORMAT == "integer":
             scale = scale.to(tl.float32)
             if HAS_ZERO and PACKED:
                 pair = expert.to(tl.int64) * (rows // 2) + row // 2
@@ -94,7 +102,7 @@ def tiles_of_experts_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """The tiles (ops.sort) of `experts` experts from first_expert on, numbered from 0, to `out`.
+    """Write the tiles (ops.sort) of `experts` experts from first_expert on, from 0, to `out`.
 
     Program i copies FILL of them; the first one says how many there are. BINS: a power of two, at
     least first_expert + experts.

@@ -108,7 +108,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def word(value: Any) -> str:
-    """A value in a few characters."""
+    """Return a value in a few characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"
     short = isinstance(value, str | int | float | type(None))
@@ -121,7 +121,7 @@ def _value(name: str, rng: Random) -> Any:
 
 
 def problem_fields(rng: Random) -> FuzzOutcome:
-    """A valid problem with junk in one to three fields, then judged by everything that judges."""
+    """Judge a valid problem with junk in one to three fields by everything that judges."""
     base = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(base, FuzzOutcome):
         return base
@@ -138,7 +138,7 @@ def problem_fields(rng: Random) -> FuzzOutcome:
 
 
 def _used(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
-    """A problem that was accepted can be printed, compared, judged and composed."""
+    """Check that a problem that was accepted can be printed, compared, judged and composed."""
     prepare, experts = draw_parts(rng)
 
     def use() -> object:

@@ -305,6 +305,22 @@ KINDS: dict[str, Kind] = {
         "fp8_w8a8_block",
         _W8A8,
     ),
+    "compressed fp8 weights, tensor": Kind(
+        _compressed_config("float-quantized", _floats("tensor", False)),
+        fp8_tensor(static=False, shape=(1,)),
+        "fp8_w8a16_tensor",
+        5e-2,  # the half of w1 with the smaller scale is rounded again
+    ),
+    "compressed fp8 weights, channel": Kind(
+        _compressed_config("naive-quantized", _floats("channel", False)),
+        fp8_channel(),
+        "fp8_w8a16_channel",
+    ),
+    "compressed fp8 weights, block": Kind(
+        _compressed_config("float-quantized", _floats("block", False, block_structure=[128, 128])),
+        fp8_block(torch.bfloat16, "weight_scale"),
+        "fp8_w8a16_block",
+    ),
     "compressed int8": Kind(
         _compressed_config("int-quantized", _ints(8, None), _INT8_TOKEN),
         int8_channel,
