@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ def without_adapters(trial: Trial) -> Iterator[str]:
     if case.problem.adapters is None or not trial.deterministic or not case.problem.tokens:
         return
     if slots_T is None:
-        names = dict.fromkeys(ADAPTER_TENSORS)
+        names: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
         plain = replace(case, problem=replace(case.problem, lora="none"))
         kernel, weights = trial.build(plain, trial.machine, True), replace(i.weights, **names)
         routing = replace(i.routing, adapters_T=None)
