@@ -28,7 +28,7 @@ class Routing:
     skip. An expert may appear twice in a row: both pairs count. The weight of a pair that is
     skipped here (-1, no expert's id, or an expert that is elsewhere) is not read: it may be NaN.
     adapters_T: (T,) int32, the slot of each token's adapter, -1 for none; "none" for a call whose
-    tokens all have none, which launches what the layer without adapters does. None only where the
+    tokens all have none, which takes the paths of the layer without adapters. None only where the
     problem has no adapters.
     """
 

@@ -209,7 +209,7 @@ class _Cells:
 
     def problem(self, name: str) -> "Problem":
         """Return the unquantised problem of a model or of the sizes given."""
-        return replace(self.options, quant="none", model=name or None).problem()
+        return replace(self.options, quant="none", model=name or None).measured()
 
     def cells(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
