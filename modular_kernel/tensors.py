@@ -42,6 +42,7 @@ class ExpertWeights:
     expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere; any
         other value skips too, and is a WeightsError in checked mode.
     *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised.
+    *_global_scale: of nvfp4, one of each matrix: (e, 2) of gate and up, (e, 1) of any other.
     """
 
     w1: torch.Tensor
@@ -55,6 +56,8 @@ class ExpertWeights:
     w2_zero_point: torch.Tensor | None = None
     a1_scale: torch.Tensor | None = None
     a2_scale: torch.Tensor | None = None
+    w1_global_scale: torch.Tensor | None = None
+    w2_global_scale: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

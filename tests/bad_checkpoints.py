@@ -233,38 +233,16 @@ BAD: dict[str, Case] = {
         ConfigurationError,
         "quant_method = 'bitnet', need one of fp8",
     ),
-    "nvfp4 of modelopt": (
+    "nvfp4 of modelopt by 32": (
         config(
             quantization_config={
                 "quant_method": "modelopt",
                 "quant_algo": "NVFP4",
-                "group_size": 16,
+                "group_size": 32,
             }
         ),
         ConfigurationError,
-        "need another format: NVFP4",
-    ),
-    "nvfp4 of compressed-tensors": (
-        config(
-            quantization_config={
-                "quant_method": "compressed-tensors",
-                "format": "nvfp4-pack-quantized",
-                "config_groups": {
-                    "group_0": {
-                        "targets": ["Linear"],
-                        "weights": {
-                            "num_bits": 4,
-                            "type": "float",
-                            "strategy": "tensor_group",
-                            "group_size": 16,
-                        },
-                        "input_activations": {"num_bits": 4, "type": "float", "group_size": 16},
-                    }
-                },
-            }
-        ),
-        ConfigurationError,
-        "need another format: NVFP4",
+        "group_size = 32, need one of 16",
     ),
     "AWQ packed the other way": (
         config(

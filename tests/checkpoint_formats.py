@@ -220,6 +220,27 @@ def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> 
     return Stored({"weight_packed": packed, "weight_scale": scale}, values)
 
 
+def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool) -> Make:
+    """Of codes, e4m3 scales of 16, and a float32 scale that multiplies the numbers, or divides."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        codes = torch.randint(0, 16, (rows, depth), generator=g)
+        scale = (_uniform((rows, -(-depth // 16)), g) * 100).to(FP8)
+        factor = _uniform((1,), g) * gain / (300 * depth**0.5)
+        factor = (1 / factor if divides else factor).float()
+        number = 1 / factor.to(F64) if divides else factor.to(F64)
+        values = E2M1[codes] * spread(scale.float(), rows, depth, 1, 16) * number
+        tensors = {
+            weight: (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
+            "weight_scale": scale,
+            whole: factor if divides else factor.reshape(()),
+            inputs: torch.tensor([0.01]),
+        }
+        return Stored(tensors, values)
+
+    return make
+
+
 # ----------------------------------------------------------------------- quantization_configs
 
 
@@ -251,6 +272,13 @@ _INT8_TOKEN = {
     "symmetric": True,
     "strategy": "token",
     "dynamic": True,
+}
+_FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
 }
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -354,6 +382,16 @@ KINDS: dict[str, Kind] = {
         ),
         mxfp4_compressed,
         "mxfp4_w4a16",
+    ),
+    "compressed nvfp4": Kind(
+        _compressed_config("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
+        nvfp4("weight_packed", "weight_global_scale", "input_global_scale", divides=True),
+        "nvfp4_w4a16",
+    ),
+    "modelopt nvfp4": Kind(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
+        "nvfp4_w4a16",
     ),
     "awq": Kind(_AWQ, awq(64), "int4_w4a16_group:group=64,zero_points=true"),
     "awq, symmetric": Kind(

@@ -334,10 +334,11 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         "int8_w8a8_channel",
     ),
     "ct int8 weights": (group(I8 | {"strategy": "channel"}), "int8_w8a16_channel"),
-    "ct nvfp4": (group(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a4"),
+    "ct nvfp4": (group(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a16"),
+    "ct nvfp4 weights alone": (group(F4), "nvfp4_w4a16"),
     "ct mxfp4": (group(F4 | {"strategy": "group", "group_size": 32}), "mxfp4_w4a16"),
     "modelopt fp8": (OPT | {"quant_algo": "FP8"}, "fp8_w8a8_tensor:static=true"),
-    "modelopt nvfp4": (OPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a4"),
+    "modelopt nvfp4": (OPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a16"),
 }
 
 
@@ -390,7 +391,7 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "ct int4 by channel": group(I4 | {"strategy": "channel", "symmetric": True}),
     "ct int4 w4a8": group(I4 | {"symmetric": True}, I8 | TOKEN),
     "ct int4 without symmetric": group(I4),
-    "ct nvfp4 weights alone": group(F4),
+    "ct nvfp4 and 8 bits": group(F4, F8 | TOKEN),
     "experts left out": FP8 | {"modules_to_not_convert": ["lm_head", "mlp.experts"]},
     "every mlp left out": FP8 | {"ignored_layers": ["mlp"]},
     "experts left out by a star": FP8 | {"modules_to_not_convert": ["model.layers.*.mlp.experts*"]},

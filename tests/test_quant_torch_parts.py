@@ -46,6 +46,7 @@ TEXTS = (
     "int4_w4a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=70",
     "mxfp4_w4a16",
+    "nvfp4_w4a16",
 )
 FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).quantises_activations)
 each_scheme = pytest.mark.parametrize("text", TEXTS)

@@ -16,7 +16,7 @@ from modular_kernel.importers.files import Tensors
 from modular_kernel.importers.formats import Format
 from modular_kernel.importers.layouts import ExpertLayout, LayerPlaces, ProjectionPlace
 from modular_kernel.importers.merging import piece
-from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored
+from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Range, Stored
 from modular_kernel.printable import counted
 
 _MOST_MISSING = 10_000  # after which no other is looked for
@@ -130,7 +130,7 @@ class LayerSource:
         rows = (place.first + rows[0], place.first + rows[1])
         found = {}
         for stored in self.format.stored:
-            skipped = stored.role in ("shape", "a_scale") or (stored.role == "order" and not order)
+            skipped = stored.role in (*UNREAD, "a_scale") or (stored.role == "order" and not order)
             key = None if skipped else self.key(place, stored)
             if key is not None:
                 found[stored.name] = self._read(key, place, stored, rows, columns)

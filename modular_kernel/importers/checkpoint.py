@@ -245,6 +245,9 @@ class _Share:
         for number, matrix in enumerate(merged):
             begin = number * self._width + rows[0]
             _copy(whole, name, slot, matrix, self.fine, begin)
+            if matrix.global_scale is not None:  # gate_up in one has one for both
+                there = slice(None) if len(merged) == 1 else number
+                whole[f"{name}_global_scale"][slot, there] = matrix.global_scale
 
     def _merged(self, read: Sequence[Mapping[str, torch.Tensor]]) -> list[Matrix]:
         """Merge projections; each by itself, and so a view where nothing has to be unpacked."""

@@ -39,12 +39,14 @@ class Matrix:
 
     w, scale, zero_point: as `ExpertWeights` has them of w1 or w2. a_scale: (...) float32, the
     largest of the projections' static activation scales; a layer takes the largest of its experts.
+    global_scale: (..., projections) float32, what multiplies each matrix of nvfp4.
     """
 
     w: torch.Tensor
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
     a_scale: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
 
 
 def merge(
@@ -108,6 +110,7 @@ def stack(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matri
         _joined([each.scale for each in made], along),
         _joined([each.zero_point for each in made], -2),
         _largest(made),
+        _joined([each.global_scale for each in made], -1),
     )
 
 
@@ -177,6 +180,8 @@ def _check_scale(scale: torch.Tensor, bad: torch.Tensor, need: str) -> None:
 
 def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     scheme = format.scheme
+    if scheme.matrix_scales:
+        return _nvfp4(format, tensors)
     if scheme.weight == "float4_e2m1":
         return _mxfp4(tensors["weight_packed"], tensors["weight_scale"])
     if scheme.quantises_activations or scheme.weight == "float8_e4m3fn":
@@ -194,6 +199,25 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
         bits=4 if scheme.packed else 8,
     )
     return _of_groups(format, made, dtype)
+
+
+def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
+    """Read nvfp4: compressed-tensors' scale of a matrix divides, modelopt's multiplies."""
+    by_role = {each.role: tensors.get(each.name) for each in format.stored}
+    w, scale, whole = by_role["w"], by_role["scale"], by_role["global_scale"]
+    assert w is not None
+    assert scale is not None
+    assert whole is not None
+    _check_scale(scale.float(), scale.float().isnan(), "numbers")
+    factor = 1 / whole if format.method == "compressed-tensors" else whole
+    _check_scale(whole, ~(factor.isfinite() & (factor >= 0)), "a scale of a matrix from 0 on")
+    return Matrix(w, scale, global_scale=factor.reshape(*w.shape[:-2], -1))
+
+
+def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.scheme.matrix_scales:
+        return _nvfp4(format, tensors)
+    return _read_scaled(format, tensors, dtype)
 
 
 def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -261,7 +285,7 @@ def _joined(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor | No
 _READ: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "none": _read_plain,
     "fp8": _read_scaled,
-    "modelopt": _read_scaled,
+    "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
     "awq": _read_awq,
     "gptq": _read_gptq,

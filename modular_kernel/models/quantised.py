@@ -5,7 +5,7 @@ that no scheme of this toolkit is, is a ConfigurationError, and so are experts l
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,7 +37,7 @@ _PACKINGS = {
     "int8_w8a16_group": ("pack-quantized",),
     "int4_w4a16_group": ("pack-quantized",),
     "mxfp4_w4a16": ("mxfp4-pack-quantized",),
-    "nvfp4_w4a4": ("nvfp4-pack-quantized",),
+    "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
 Given = dict[str, Any]
@@ -70,6 +70,13 @@ def scheme_of(path: str, config: Given) -> str | None:
         "modelopt_fp4": _modelopt,
     }[method]
     return read(path, {"expert_dtype": config.get("expert_dtype")} | given)
+
+
+def quantises_inputs(given: Mapping[str, Any]) -> bool:
+    """Tell whether a quantization_config that `scheme_of` knows rounds activations too."""
+    if given["quant_method"] != "compressed-tensors":
+        return str(given.get("quant_algo")) == "NVFP4"
+    return any(one.get("input_activations") for one in given["config_groups"].values())
 
 
 def _fp8(path: str, given: Given) -> str:
@@ -130,7 +137,7 @@ def _modelopt(path: str, given: Given) -> str:
     schemes = {
         "FP8": "fp8_w8a8_tensor:static=true",
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
-        "NVFP4": "nvfp4_w4a4",
+        "NVFP4": "nvfp4_w4a16",
     }
     algorithm = str(_one_of(path, given, "quant_algo", tuple(schemes)))
     if algorithm == "NVFP4" and given.get("group_size") is not None:
@@ -180,8 +187,8 @@ def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None
     if _is(weights, num_bits=4) and weights.get("strategy") in ("group", "tensor_group"):
         if _is(weights, group_size=32) and inputs is None:
             return "mxfp4_w4a16"
-        both = _is(weights, group_size=16) and _is(inputs, num_bits=4, type="float", group_size=16)
-        return "nvfp4_w4a4" if both else None
+        known = inputs is None or _is(inputs, num_bits=4, type="float", group_size=16)
+        return "nvfp4_w4a16" if _is(weights, group_size=16) and known else None
     if not _is(weights, num_bits=8):
         return None
     if inputs is None:

@@ -20,12 +20,13 @@ NAME = "dequantised"
 _TRIED: Rows = {128: (32, 1 << 62)}
 # Mean rows of an expert from which the path pays, by how slowly the aligned path unpacks. Measured
 # on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss;
-# fp8 was not: it takes the number of int8 by channel, whose values are as simple.
+# fp8 and nvfp4 were not: they take the numbers of int8 by channel and of mxfp4, the nearest.
 _LEAST_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
     "mxfp4_w4a16": 72,
     "mxfp4_w4a16:repacked": 72,
+    "nvfp4_w4a16": 72,
     "int8_w8a16_group": 64,
     "int8_w8a16_channel": 128,
     "fp8_w8a16_tensor": 128,

@@ -26,7 +26,8 @@ def product_tile(
     rows further its up values are, up_offset: how many elements.
     MODE "plain": no scales. "w8a8": both operands 8 bits. "weight_only": weights are dequantised.
     One weight scale covers GROUP_N rows and GROUP_K of the depth (0: all of it); ONE_SCALE: every
-    gate row of a tile has the same, and every up row.
+    gate row of a tile has the same, and every up row. FORMAT "nvfp4": zero_ptr points at the
+    float32 scale of the gate matrix (or of the only one), and up's behind it.
     """
     # Few rows: the weights take the side of a product that needs 64. Float32 knows no such sides,
     # and with 64 rows only plain products gain (H200, triton 3.6, 2026-11-20).
@@ -66,4 +67,8 @@ def product_tile(
                 GATED, FORMAT, GROUP_K, MIDDLE, HAS_ZERO, PACKED, ONE_SCALE, EVEN_K, PRECISION,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            if FORMAT == "nvfp4":
+                gate *= tl.load(zero_ptr)
+                if GATED:
+                    up *= tl.load(zero_ptr + 1)
     return gate, up

@@ -92,6 +92,22 @@ def _step(
 
 
 @triton.jit
+def _nvfp4_step(
+    a, codes, scale_ptrs, mask, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The product of one step with each weight times the scale of its group: exact in 16 bits.
+
+    scale_ptrs, mask: (BLOCK_K / 2, BLOCK_N), of the group of each byte of two weights.
+    """
+    dtype: tl.constexpr = a.dtype
+    scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(dtype)
+    even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
+    result = tl.dot(even, _e2m1(codes & 15, dtype) * scale, input_precision=PRECISION)
+    return tl.dot(odd, _e2m1(codes >> 4, dtype) * scale, result, input_precision=PRECISION)
+
+
+@triton.jit
 def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
     """(BLOCK_N,) float32 scales, or (1,) if ONE_SCALE; of e2m1, from E8M0 exponents."""
     if ONE_SCALE:
@@ -129,6 +145,8 @@ def multiply_tile_weight_only(
 ):  # fmt: skip
     """As multiply_tile, for weights that are dequantised on the way; float32 (gate, up).
 
+    Those of nvfp4 still lack the scales of matrices.
+
     GROUP_K: the depth one scale covers, a multiple of BLOCK_K, or 0 for all of it. Weights enter
     the product as whole numbers (float8 or e2m1 values), and the scale multiplies the step's
     product. b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED. *scale_ptrs, *zero_ptrs
@@ -150,19 +168,36 @@ def multiply_tile_weight_only(
             # which rules out wide asynchronous copies.
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
-        group = start // GROUP_K if GROUP_K > 0 else 0
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
-        zero = _load_zero(zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, MIDDLE)
-        gate += scale[None, :] * _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
-        if GATED:
-            codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
-            scale = _load_scale(up_scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
-            zero = _load_zero(
-                up_zero_ptrs + group * stride_bzk, up_zero_shift, column_mask, HAS_ZERO, MIDDLE
+        if FORMAT == "nvfp4":
+            at = ((start // WIDTH + row) // (GROUP_K // WIDTH))[:, None] * stride_bsk
+            gate += _nvfp4_step(
+                a, codes, scale_ptrs[None, :] + at, b_mask, PRECISION, BLOCK_M, BLOCK_K
             )
-            part = _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
-            up += scale[None, :] * part
+            if GATED:
+                codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
+                up += _nvfp4_step(
+                    a, codes, up_scale_ptrs[None, :] + at, b_mask, PRECISION, BLOCK_M, BLOCK_K
+                )
+        else:
+            group = start // GROUP_K if GROUP_K > 0 else 0
+            scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
+            zero = _load_zero(
+                zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, MIDDLE
+            )
+            gate += scale[None, :] * _step(
+                a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K
+            )
+            if GATED:
+                codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
+                scale = _load_scale(
+                    up_scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE
+                )
+                zero = _load_zero(
+                    up_zero_ptrs + group * stride_bzk, up_zero_shift, column_mask, HAS_ZERO, MIDDLE
+                )
+                part = _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
+                up += scale[None, :] * part
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += (BLOCK_K // WIDTH) * stride_bk
     return gate, up

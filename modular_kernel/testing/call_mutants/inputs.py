@@ -276,6 +276,19 @@ def shift_zero_points(args: Arguments) -> Arguments:
     return args
 
 
+def swap_matrix_scales(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w1_global_scale", _field(args, "w1_global_scale").roll(1, 1))
+
+
+def shift_matrix_scales(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w2_global_scale", _field(args, "w2_global_scale").roll(1, 0))
+
+
+def _field(args: Arguments, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = getattr(args.weights, name)
+    return tensor.contiguous()
+
+
 def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
     """The two halves of every byte exchanged."""
     for name in names:

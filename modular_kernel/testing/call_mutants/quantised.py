@@ -64,6 +64,20 @@ SCALE_MUTANTS: tuple[CallMutant, ...] = (
         arguments=partial(given.swap_nibbles, names=("w1", "w2")),
     ),
     CallMutant(
+        "matrix_scales_swapped",
+        "the scales of the gate and the up matrix are exchanged",
+        when.both(when.routed, lambda p: p.scheme.matrix_scales and p.act.gated),
+        quantised=True,
+        arguments=given.swap_matrix_scales,
+    ),
+    CallMutant(
+        "matrix_scale_of_next_expert",
+        "each expert's second matrix has the scale of another one's",
+        when.both(when.routed, lambda p: p.scheme.matrix_scales and p.e > 1),
+        quantised=True,
+        arguments=given.shift_matrix_scales,
+    ),
+    CallMutant(
         "given_scale_wrong",
         "a static activation scale is far too small",
         when.both(when.routed, lambda p: p.scheme.static),
