@@ -10,6 +10,8 @@ Hardware divides by an approximate reciprocal there, so that a scale may be one 
 
 import torch
 
+from modular_kernel.scale_tiles import pack_pairs
+
 GROUP = 16
 LARGEST = 6.0  # of e2m1
 LARGEST_SCALE = 448.0  # of e4m3
@@ -62,3 +64,23 @@ def matrix_of_rows(rows: int, matrices: int, *, interleaved: bool) -> torch.Tens
     """Return which of `matrices` each row is of: one below the other, or row by row in turn."""
     row = torch.arange(rows)
     return row % matrices if interleaved else row // (rows // matrices)
+
+
+def quantise_matrices(
+    w_eNK: torch.Tensor, matrices: int, *, interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantise (e, N, K): packed codes, scales of groups, and (e, matrices) of matrices.
+
+    The latter reach to the largest of each matrix's weights, whose rows lie as `matrix_of_rows`.
+    """
+    e, rows = w_eNK.shape[:2]
+    most = w_eNK.abs().amax(2)
+    if interleaved:
+        largest = most.reshape(e, rows // matrices, matrices).amax(1)
+    else:
+        largest = most.reshape(e, matrices, rows // matrices).amax(2)
+    reach = largest.new_tensor(LARGEST * LARGEST_SCALE)
+    whole = torch.where(largest > 0, largest / reach, 1.0)
+    of_row = matrix_of_rows(rows, matrices, interleaved=interleaved).to(w_eNK.device)
+    codes, scale = quantise(w_eNK, (1 / whole)[:, of_row, None])
+    return pack_pairs(codes, 2), scale, whole

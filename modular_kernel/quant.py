@@ -70,6 +70,7 @@ SCALE_FIELDS = (
     "a2_scale",
     "w1_global_scale",
     "w2_global_scale",
+    "w1_order",
 )
 
 
@@ -114,6 +115,9 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     rows = "2I" if problem.act.gated else "I"
     specs = _matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
     specs |= _matrix_specs("w2", problem, (problem.hidden, problem.intermediate), ("H", "I"))
+    if scheme.act_order:
+        shape = (problem.e, problem.hidden)
+        specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
     if scheme.static:
         one = TensorSpec((1,), (torch.float32,), "(1,)")
         specs |= {"a1_scale": one, "a2_scale": one}
@@ -207,7 +211,10 @@ def _check(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.devi
 def values_of(
     weights: ExpertWeights, name: str, problem: Problem, experts: slice = slice(None)
 ) -> torch.Tensor:
-    """float32 (e, N, K) of w1 or w2 of some experts, from all the fields that it has."""
+    """float32 (e, N, K) of w1 or w2 of some experts, from all the fields that it has.
+
+    Columns of w1 are in the order of x; those of w2 as they lie.
+    """
 
     def field(end: str) -> torch.Tensor | None:
         tensor: torch.Tensor | None = getattr(weights, f"{name}{end}")
@@ -217,6 +224,9 @@ def values_of(
     assert w_eNK is not None
     assert scale is not None
     values = dequantise(w_eNK, scale, field("_zero_point"), problem.scheme)
+    if name == "w1" and weights.w1_order is not None:
+        order = weights.w1_order[experts].long()[:, None].expand_as(values)
+        values = torch.empty_like(values).scatter_(2, order, values)
     whole = field("_global_scale")
     if whole is None:
         return values
@@ -290,11 +300,13 @@ def quantise_weights(
         if scale_dtype not in allowed:
             need = " or ".join(map(dtype_name, allowed))
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
+        if scheme.act_order and name == "w1":
+            w_eNK, fields["w1_order"] = _by_size(w_eNK)
         parts = (name, f"{name}_scale", f"{name}_zero_point")
         if scheme.matrix_scales:
             parts = (name, f"{name}_scale", f"{name}_global_scale")
             quantise: _Quantise = partial(
-                _quantise_nvfp4,
+                nvfp4.quantise_matrices,
                 matrices=matrices_of(name, problem),
                 interleaved=problem.act.interleaved,
             )
@@ -304,6 +316,12 @@ def quantise_weights(
     quantised = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantised(quantised, problem, weights.w1.device)
     return quantised
+
+
+def _by_size(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return columns by their largest weights, and which each was, (e, K) int32."""
+    order = w_eNK.abs().amax(1).argsort(dim=1, descending=True, stable=True)
+    return w_eNK.gather(2, order[:, None].expand_as(w_eNK)), order.int()
 
 
 def _quantise_in_pieces(w_eNK: torch.Tensor, quantise: _Quantise) -> list[torch.Tensor | None]:
@@ -369,20 +387,3 @@ def _quantise_mxfp4(
     scaled = w_eNK / spread(from_e8m0(scale), scheme, *w_eNK.shape[1:])
     packed = pack_pairs(nvfp4.e2m1_codes(scaled), 2)
     return repacked.repack(packed) if scheme.repacked else packed, scale, None
-
-
-def _quantise_nvfp4(
-    w_eNK: torch.Tensor, matrices: int, *, interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return packed codes, scales of groups, and those of matrices, which reach to the largest."""
-    e, rows = w_eNK.shape[:2]
-    most = w_eNK.abs().amax(2)
-    if interleaved:
-        largest = most.reshape(e, rows // matrices, matrices).amax(1)
-    else:
-        largest = most.reshape(e, matrices, rows // matrices).amax(2)
-    reach = largest.new_tensor(nvfp4.LARGEST * nvfp4.LARGEST_SCALE)
-    whole = torch.where(largest > 0, largest / reach, 1.0)
-    of_row = nvfp4.matrix_of_rows(rows, matrices, interleaved=interleaved).to(w_eNK.device)
-    codes, scale = nvfp4.quantise(w_eNK, (1 / whole)[:, of_row, None])
-    return pack_pairs(codes, 2), scale, whole

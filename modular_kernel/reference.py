@@ -202,7 +202,10 @@ def _moe(
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     for expert, (token, slot) in enumerate(pairs):
         w1 = rules.weight(_matrix(weights, "w1", expert, problem, dtype))
-        h = rules.product(operand(x_TKH[token, slot]), operand(w1))
+        x_RH = x_TKH[token, slot]
+        if weights.w1_order is not None:
+            x_RH = x_RH[:, weights.w1_order[expert].long()]
+        h = rules.product(operand(x_RH), operand(w1))
         if on_input and behind:
             h = h * router[token, slot, None]
         if weights.b1 is not None:

@@ -42,6 +42,8 @@ class ExpertWeights:
     expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere; any
         other value skips too, and is a WeightsError in checked mode.
     *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised.
+    w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies; any
+        other value reads 0. Each column once: `load_experts` makes it so.
     *_global_scale: of nvfp4, one of each matrix: (e, 2) of gate and up, (e, 1) of any other.
     """
 
@@ -58,6 +60,7 @@ class ExpertWeights:
     a2_scale: torch.Tensor | None = None
     w1_global_scale: torch.Tensor | None = None
     w2_global_scale: torch.Tensor | None = None
+    w1_order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,15 @@ def fill(name: str, value: float) -> Callable[[Tensors], None]:
     return change
 
 
+def turn(name: str) -> Callable[[Tensors], None]:
+    """Let columns be in each other's groups, of which each has as many."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{AT}.{name}"] = tensors[f"{AT}.{name}"].flip(0)
+
+    return change
+
+
 def config(**more: Any) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         own = write(folder).config | more
@@ -215,18 +224,15 @@ BAD: dict[str, Case] = {
         ConfigurationError,
         "No such file",
     ),
-    "act-order": (
-        config(
-            quantization_config={
-                "quant_method": "gptq",
-                "bits": 4,
-                "group_size": 64,
-                "sym": True,
-                "desc_act": True,
-            }
-        ),
-        ConfigurationError,
-        "desc_act = True.*act-order",
+    "groups of act-order of other sizes": (
+        changed(fill("1.w3.g_idx", 1.0), "gptq, act-order"),
+        WeightsError,
+        rf"{AT}.1.w1: g_idx: got groups of other sizes, need 64 of 128 columns",
+    ),
+    "gate and up in other orders": (
+        changed(turn("2.w3.g_idx"), "gptq, act-order"),
+        WeightsError,
+        rf"{AT}.2.w1: g_idx: got orders of columns of gate and up that differ",
     ),
     "an unknown format": (
         config(quantization_config={"quant_method": "bitnet"}),

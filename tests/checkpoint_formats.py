@@ -5,6 +5,7 @@ its format says, in float64. Everything is packed here by hand, value by value, 
 descriptions; nothing of `modular_kernel.importers` is used.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -199,6 +200,36 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Mak
         return Stored(tensors, values)
 
     return make
+
+
+def ordered(make: Make, name: str, group: int, values: str) -> Make:
+    """As `make`, but that columns are in groups at random, as those of gate and up alike."""
+    made: Counter[Any] = Counter()
+
+    def shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        stored, number = make(rows, depth, g, gain), made[rows, depth, gain]
+        made[rows, depth, gain] += 1  # the first of gate, the first of up, ...
+        own = torch.Generator().manual_seed(number)
+        place = torch.randperm(depth, generator=own)  # of each sorted column
+        tensors = dict(stored.tensors)
+        tensors[name] = torch.empty(depth, dtype=torch.int32)
+        tensors[name][place] = torch.arange(depth, dtype=torch.int32) // group
+        codes = torch.empty(rows, depth, dtype=torch.int64)
+        bits = 4 if tensors[values].numel() * 8 == codes.numel() else 8
+        along = 0 if name == "g_idx" else 1
+        unpacked = torch.stack(
+            [tensors[values].long() >> (bits * i) & (1 << bits) - 1 for i in range(32 // bits)],
+            along + 1,
+        ).flatten(along, along + 1)
+        # Equal columns of a group keep their order when they are sorted again.
+        first = torch.argsort(tensors[name], stable=True)
+        codes[:, first] = unpacked.T if along == 0 else unpacked
+        tensors[values] = words(codes.T if along == 0 else codes, along, bits)
+        numbers = torch.empty_like(stored.values)
+        numbers[:, first] = stored.values
+        return Stored(tensors, numbers)
+
+    return shuffled
 
 
 def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
@@ -410,4 +441,29 @@ KINDS: dict[str, Kind] = {
     ),
     "gptq int8": Kind(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
     "mxfp4": Kind({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
+}
+
+# Columns that lie otherwise than their groups (act-order); only `load_experts` takes them.
+_PACKED4 = _compressed_config("pack-quantized", _ints(4, 32) | {"actorder": "group"})
+ORDERED: dict[str, Kind] = {
+    "gptq, act-order": Kind(
+        _GPTQ | {"desc_act": True},
+        ordered(gptq(4, 64), "g_idx", 64, "qweight"),
+        "int4_w4a16_act_order:group=64",
+    ),
+    "gptq, act-order, zero points": Kind(
+        _GPTQ | {"desc_act": True, "sym": False},
+        ordered(gptq(4, 64, symmetric=False), "g_idx", 64, "qweight"),
+        "int4_w4a16_act_order:group=64,zero_points=true",
+    ),
+    "gptq int8, act-order": Kind(
+        _GPTQ | {"bits": 8, "desc_act": True, "sym": False},
+        ordered(gptq(8, 64, symmetric=False), "g_idx", 64, "qweight"),
+        "int8_w8a16_act_order:group=64,zero_points=true",
+    ),
+    "compressed int4, act-order": Kind(
+        _PACKED4,
+        ordered(compressed(4, 32), "weight_g_idx", 32, "weight_packed"),
+        "int4_w4a16_act_order:group=32",
+    ),
 }

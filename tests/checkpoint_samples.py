@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_formats import F64, KINDS, Kind, Stored
+from checkpoint_formats import F64, KINDS, ORDERED, Kind, Stored
 from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
@@ -329,7 +329,7 @@ def write(
     shards: files, of which more than one have an index. change: alters tensors before they are
     written, by their names.
     """
-    published, of = FAMILIES[family], KINDS[kind]
+    published, of = FAMILIES[family], (KINDS | ORDERED)[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ from modular_kernel.quant import values_of, weight_specs
 from modular_kernel.scale_tiles import unpack_pairs
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "packed.safetensors")
-# The kind of `checkpoint_formats` whose quantization_config such a checkpoint has.
-CONFIGS = {
-    "compressed_nvfp4": "compressed nvfp4",
-    "modelopt_nvfp4": "modelopt nvfp4",
-    "compressed_int4": "compressed int4",
-    "compressed_int4_zeros": "compressed int4, zero points",
+_GPTQ = KINDS["gptq v2"].config | {"group_size": 32, "desc_act": True}  # type: ignore[operator]
+# The quantization_config that such a checkpoint has; groups are of 32 columns.
+CONFIGS: dict[str, Any] = {
+    "compressed_nvfp4": KINDS["compressed nvfp4"].config,
+    "modelopt_nvfp4": KINDS["modelopt nvfp4"].config,
+    "compressed_int4": KINDS["compressed int4"].config,
+    "compressed_int4_zeros": KINDS["compressed int4, zero points"].config,
+    "gptq_order": _GPTQ | {"sym": True},
+    "gptq_order_zeros": _GPTQ,
+    "gptq_order_int8": _GPTQ | {"bits": 8},
 }
 NVFP4 = ("compressed_nvfp4", "modelopt_nvfp4")
 
@@ -41,7 +46,7 @@ def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
     tensors = golden(kind)
     want = tensors.pop("unpacked")
     tensors.pop("original", None)
-    format = format_of(KINDS[CONFIGS[kind]].config)
+    format = format_of(CONFIGS[kind])
     if format.scheme.weight == "uint4":  # groups of 32 in the file
         format = format.with_scheme(replace(format.scheme, group=(32,)))
     made = merge(format, [tensors], torch.bfloat16)
@@ -53,8 +58,12 @@ def test_packed_weights_are_what_the_packer_unpacks(kind: str) -> None:
     for name, spec in weight_specs(problem).items():
         assert name.startswith("w1") or given[name].shape == spec.shape
     got = values_of(weights, "w2", problem)[0]
-    assert torch.equal(got.to(torch.bfloat16), want.to(torch.bfloat16))
-    if want.dtype is torch.float32:
+    if made.order is not None:
+        assert made.order.tolist() != list(range(96))
+        got = torch.empty_like(got).index_copy_(1, made.order.long(), got)
+    rounded = torch.float16 if "gptq" in kind else torch.bfloat16
+    assert torch.equal(got.to(rounded), want.to(rounded))
+    if rounded is torch.bfloat16 and want.dtype is torch.float32:
         torch.testing.assert_close(got, want, rtol=2.0**-22, atol=0)
 
 

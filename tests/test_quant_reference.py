@@ -33,6 +33,8 @@ WEIGHT_ONLY = (
     "int4_w4a16_group:group=32",
     "int4_w4a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=48",
+    "int8_w8a16_act_order:group=32",
+    "int4_w4a16_act_order:group=32,zero_points=true",
     "mxfp4_w4a16",
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",

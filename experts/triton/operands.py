@@ -26,6 +26,8 @@ SCHEMES = frozenset(
         "int8_w8a16_channel",
         "int8_w8a16_group",
         "int4_w4a16_group",
+        "int8_w8a16_act_order",
+        "int4_w4a16_act_order",
         "mxfp4_w4a16",
         "nvfp4_w4a16",
     }
@@ -41,7 +43,8 @@ class Product:
     """One of the two products: its weights, bias, output width and activation.
 
     w: (e, rows, depth), any strides, two values a byte if packed. global_scale: (e, 2) of gate and
-    up rows, (e, 1) of others, or None. columns: output values per row.
+    up rows, (e, 1) of others, or None. order: (e, depth), which column of the rows each weight
+    multiplies; None is its own. columns: output values per row.
     step, up_row: column n uses weight row n * step, and n * step + up_row for its up value.
     """
 
@@ -49,6 +52,7 @@ class Product:
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
     global_scale: torch.Tensor | None
+    order: torch.Tensor | None
     bias: torch.Tensor | None
     scheme: QuantScheme
     columns: int
@@ -82,6 +86,9 @@ class Product:
             "stride_bk": self.w.stride(2),
             "stride_bias": 0 if self.bias is None else self.bias.stride(0),
             **self._weight_scales(),
+            "order_ptr": self.w if self.order is None else self.order,
+            "stride_oe": 0 if self.order is None else self.order.stride(0),
+            "HAS_ORDER": self.order is not None,
             **_row_scales(a_scale, self.w),
             "ROW_STEP": self.step,
             "HAS_BIAS": self.bias is not None,
@@ -208,6 +215,7 @@ def first_product(weights: ExpertWeights, problem: Problem) -> Product:
         scale=weights.w1_scale,
         zero_point=weights.w1_zero_point,
         global_scale=weights.w1_global_scale,
+        order=weights.w1_order,
         bias=weights.b1,
         scheme=problem.scheme,
         columns=problem.intermediate,
@@ -224,6 +232,7 @@ def second_product(weights: ExpertWeights, problem: Problem) -> Product:
         scale=weights.w2_scale,
         zero_point=weights.w2_zero_point,
         global_scale=weights.w2_global_scale,
+        order=None,
         bias=weights.b2,
         scheme=problem.scheme,
         columns=problem.hidden,

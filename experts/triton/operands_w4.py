@@ -17,8 +17,10 @@ _LEAST_DEPTH = 32  # four lanes of one word each
 def fills_words(problem: Problem) -> bool:
     """Return whether 16-bit rows meet 4-bit weights whose depths words of eight fill."""
     scheme = problem.scheme
-    if not scheme.packed or scheme.matrix_scales or problem.dtype is torch.float32:
+    if not scheme.packed or scheme.matrix_scales or scheme.act_order:
         return False  # words would cross the groups of nvfp4: four of a lane's step are 32 values
+    if problem.dtype is torch.float32:
+        return False
     return all(
         k % _LEAST_DEPTH == 0 and product_depth(scheme, k) >= _LEAST_DEPTH
         for k in (problem.hidden, problem.intermediate)

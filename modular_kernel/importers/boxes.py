@@ -125,10 +125,10 @@ class LayerSource:
     ) -> dict[str, torch.Tensor]:
         """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them.
 
-        order: read the order of columns too, and check it: once for all rows.
+        order: read the order of columns too, and check it: once for all rows, but for act-order.
         """
         rows = (place.first + rows[0], place.first + rows[1])
-        found = {}
+        found, order = {}, order or self.format.scheme.act_order
         for stored in self.format.stored:
             skipped = stored.role in (*UNREAD, "a_scale") or (stored.role == "order" and not order)
             key = None if skipped else self.key(place, stored)

@@ -59,7 +59,7 @@ def format_of(given: object, *, path: str = "config.json") -> Format:
     """Name the format of a quantization_config; None is an unquantised checkpoint.
 
     path: of the file, for messages. ConfigurationError for what is not known, or has no recipe
-    here: act-order, AWQ of other than 4 bits.
+    here: AWQ of other than 4 bits.
     """
     if given is None:
         return Format("none", QuantScheme.parse("none"))
@@ -89,6 +89,9 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     expect("intermediate", intermediate, Count)
     expect("tp: ranks", world, Count)
     scheme, (share, rest) = format.scheme, divmod(intermediate, world)
+    if scheme.act_order and world > 1:
+        need = "1: groups of act-order have columns of every share"
+        raise ConfigurationError("tp: ranks", got=world, need=need)
     if rest:
         need = f"a multiple of the {world} tensor-parallel ranks"
         raise ConfigurationError("intermediate", got=intermediate, need=need)
@@ -178,7 +181,8 @@ def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
     if scheme.zero_points:
         zeros = (Dim("N", per_word, whole=True), groups)
         found.append(Stored("weight_zero_point", "zero_point", zeros, (_INT32,)))
-    return (*found, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=True))
+    optional = not scheme.act_order
+    return (*found, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
 
 
 def _awq(scheme: QuantScheme) -> tuple[Stored, ...]:
@@ -197,7 +201,7 @@ def _gptq(scheme: QuantScheme) -> tuple[Stored, ...]:
         Stored("qweight", "w", (Dim("K", per_word, whole=True), _N), (_INT32,)),
         Stored("scales", "scale", (groups, _N), _SCALES),
         Stored("qzeros", "zero_point", zeros, (_INT32,), optional=not scheme.zero_points),
-        Stored("g_idx", "order", (_K,), (_INT32, torch.int64), optional=True),
+        Stored("g_idx", "order", (_K,), (_INT32, torch.int64), optional=not scheme.act_order),
     )
 
 

@@ -154,6 +154,9 @@ class ExpertLoader:
         self.bias, self.transposed = bias, transposed
         if transposed and self.format.scheme.quantised:
             raise ConfigurationError("transposed", got=str(self.format), need="no quantisation")
+        if self.format.scheme.act_order:
+            need = "columns in order; `load_experts` takes others"
+            raise ConfigurationError("quant_config", got=str(self.format), need=need)
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
         self._check_halves()
         self._fine = self.format.with_scheme(self.scheme)

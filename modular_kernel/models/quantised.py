@@ -103,10 +103,14 @@ def _blocks(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") ->
 
 def _gptq(path: str, given: Given) -> str:
     _one_of(path, given, "checkpoint_format", ("gptq", "gptq_v2", None))
-    if _one_of(path, given, "desc_act", (False, True, None)):
-        raise _bad(path, "desc_act = True", "columns in their order (no part takes act-order)")
     symmetric = _one_of(path, given, "sym", (True, False))
-    return _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+    found = _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+    act_order = _one_of(path, given, "desc_act", (False, True, None))
+    return _act_order(found) if act_order else found
+
+
+def _act_order(scheme: str) -> str:
+    return scheme.replace("_group:", "_act_order:")
 
 
 def _awq(path: str, given: Given) -> str:
@@ -162,15 +166,18 @@ def _compressed(path: str, given: Given) -> str:
         need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
         raise _bad(path, f"weights {_short(weights)}, input_activations {_short(inputs)}", need)
     _check_packing(path, given, mine[0], found)
-    return found
+    return _act_order(found) if weights.get("actorder") == "group" else found
 
 
 def _check_packing(path: str, given: Given, group: Given, scheme: str) -> None:
-    """Raise the error of a layout in files that is none of the scheme's, or of act-order."""
+    """Raise the error of a layout in files that is none of the scheme's."""
     stated = group if group.get("format") is not None else given
     name = scheme.partition(":")[0]
     _one_of(path, stated, "format", (*_PACKINGS[name], None))
-    _one_of(path, group["weights"], "actorder", ("static", "weight", False, None))
+    orders = ("static", "weight", False, None)  # columns lie in their order
+    if name in ("int4_w4a16_group", "int8_w8a16_group"):
+        orders = ("group", *orders)
+    _one_of(path, group["weights"], "actorder", orders)
     sparsity = given.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)):
         raise _bad(path, f"sparsity_config = {_short(sparsity)}", "dense weights")

@@ -45,11 +45,12 @@ def plain(problem: Problem) -> Problem:
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`.
 
-    Weights alone are quantised. fp16 has too few exponents for every weight that a scale gives.
+    Weights alone are quantised, and their columns lie as x has them. fp16 has too few exponents for
+    every weight that a scale gives.
     """
     scheme = problem.scheme
     weights_alone = scheme.quantised and not scheme.quantises_activations
-    if not weights_alone or problem.dtype is not torch.bfloat16:
+    if not weights_alone or scheme.act_order or problem.dtype is not torch.bfloat16:
         return False
     return grouped.serves(plain(problem), device)
 

@@ -139,9 +139,11 @@ def multiply_tile_weight_only(
     a_ptrs, a_mask, b_ptrs, up_offset, stride_ak, stride_bk, depth,
     scale_ptrs, up_scale_ptrs, stride_bsk,
     zero_ptrs, up_zero_ptrs, zero_shift, up_zero_shift, stride_bzk, column_mask,
+    order_ptr,
     GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, MIDDLE: tl.constexpr,
     HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As multiply_tile, for weights that are dequantised on the way; float32 (gate, up).
 
@@ -150,11 +152,13 @@ def multiply_tile_weight_only(
     GROUP_K: the depth one scale covers, a multiple of BLOCK_K, or 0 for all of it. Weights enter
     the product as whole numbers (float8 or e2m1 values), and the scale multiplies the step's
     product. b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED. *scale_ptrs, *zero_ptrs
-    and *zero_shift are (BLOCK_N,), *scale_ptrs one pointer each if ONE_SCALE.
+    and *zero_shift are (BLOCK_N,), *scale_ptrs one pointer each if ONE_SCALE. HAS_ORDER: column k
+    of weights multiplies column order_ptr[k] of the rows.
     """
     WIDTH: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)
     row = tl.arange(0, BLOCK_K // WIDTH)
+    a_rows = a_ptrs
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + row[:, None] * stride_bk
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -167,7 +171,13 @@ def multiply_tile_weight_only(
             # In bytes: a bound on start + 2 * row would be unknown to the compiler byte by byte,
             # which rules out wide asynchronous copies.
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
-        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
+        if HAS_ORDER:
+            column = tl.load(order_ptr + start + k, mask=start + k < depth, other=-1)
+            known = (column >= 0) & (column < depth)
+            ordered = a_rows + column[None, :].to(tl.int64) * stride_ak
+            a = tl.load(ordered, mask=a_mask & known[None, :], other=0.0)
+        else:
+            a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if FORMAT == "nvfp4":
             at = ((start // WIDTH + row) // (GROUP_K // WIDTH))[:, None] * stride_bsk

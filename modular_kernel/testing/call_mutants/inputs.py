@@ -289,6 +289,16 @@ def _field(args: Arguments, name: str) -> torch.Tensor:
     return tensor.contiguous()
 
 
+def ignore_order(args: Arguments) -> Arguments:
+    order = _field(args, "w1_order")
+    plain = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
+    return _replace_weight(args, "w1_order", plain.expand_as(order).contiguous())
+
+
+def shift_order(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w1_order", _field(args, "w1_order").roll(1, 0))
+
+
 def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
     """The two halves of every byte exchanged."""
     for name in names:

@@ -78,6 +78,20 @@ SCALE_MUTANTS: tuple[CallMutant, ...] = (
         arguments=given.shift_matrix_scales,
     ),
     CallMutant(
+        "order_ignored",
+        "columns of w1 multiply columns of x as they lie",
+        when.both(when.routed, lambda p: p.scheme.act_order),
+        quantised=True,
+        arguments=given.ignore_order,
+    ),
+    CallMutant(
+        "order_of_next_expert",
+        "each expert has the order of columns of another one",
+        when.both(when.routed, lambda p: p.scheme.act_order and p.e > 1),
+        quantised=True,
+        arguments=given.shift_order,
+    ),
+    CallMutant(
         "given_scale_wrong",
         "a static activation scale is far too small",
         when.both(when.routed, lambda p: p.scheme.static),

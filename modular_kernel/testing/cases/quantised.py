@@ -28,6 +28,8 @@ SCHEMES = (
     "int8_w8a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=64",
     "int4_w4a16_group:group=32,zero_points=true",
+    "int8_w8a16_act_order:group=64",
+    "int4_w4a16_act_order:group=32,zero_points=true",
     "mxfp4_w4a16",
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",

@@ -304,6 +304,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         "mxfp4_w4a16",
         "nvfp4_w4a16",
         "fp8_w8a16_block:block=48x64",
+        "int4_w4a16_act_order:group=32",
     ):
         yield _variant(wide, quant=quant)
     for fault in SCENES:
