@@ -92,9 +92,11 @@ test-compile: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/compile $(ARGS)
 
 # What takes time is measured when nothing else runs: tests marked `alone` come after the others.
+# Tests of a machine without a GPU run where none is in sight.
 test-gpu: $(READY)
 	env -u TRITON_INTERPRET $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not alone" tests --ignore=tests/compile $(ARGS)
 	env -u TRITON_INTERPRET $(PY) -m pytest -m alone tests/gpu $(ARGS)
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m cpu tests $(ARGS)
 
 # The oldest triton is that of `make test`. One half after the other: each is for two processors.
 test-triton: $(NEWEST_READY)

@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 setup(
     name="modular-kernel",
-    version="0.1.0",
+    version="0.2.0",
     description="Compose fused mixture-of-experts layers from interchangeable, proven parts.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
@@ -81,6 +81,7 @@ setup(
         ],
         "dev": [
             "codespell>=2.4",
+            "pre-commit>=4.0",
             "ruff>=0.17",
             "mypy>=2.4",
             "import-linter>=2.16",

@@ -25,7 +25,7 @@ def main() -> None:
     w1 = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN) / HIDDEN**0.5
     w2 = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / INTERMEDIATE**0.5
     x_TH = torch.randn(TOKENS, HIDDEN)
-    logits = torch.randn(TOKENS, EXPERTS) - torch.arange(EXPERTS)  # the first ones are hot
+    logits = torch.randn(TOKENS, EXPERTS) - 2 * torch.arange(EXPERTS)  # the first ones are hot
 
     def layer(rank: int, ranks: int, placement: Placement) -> FusedMoE:
         made = FusedMoE(

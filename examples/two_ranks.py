@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 import modular_kernel as mk
+from modular_kernel.catalog import this_machine
 
 RANKS, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 2, 6, 32, 48, 8, 2
 
@@ -37,6 +38,7 @@ def run(rank: int, store: str) -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     backend = "nccl" if on_gpus else "gloo"
+    machine = this_machine(device="cuda" if on_gpus else "cpu")  # also where there is one GPU
     dist.init_process_group(backend, f"file://{store}", rank=rank, world_size=RANKS)
 
     weights, x_TH, routing = whole_layer(device)
@@ -48,7 +50,7 @@ def run(rank: int, store: str) -> None:
         top_k=TOP_K,
         dtype=torch.float32,
     )
-    reference = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", alone)
+    reference = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", alone, machine=machine)
     expected_TH = reference(x_TH, weights, routing)
 
     problem = mk.Problem(
@@ -61,7 +63,11 @@ def run(rank: int, store: str) -> None:
         parallel=mk.Parallel(world_size=RANKS, placement="linear", rank=rank),
     )
     kernel = mk.make_kernel(
-        "TorchAll2AllPrepareAndFinalize", "TorchExperts", problem, group=dist.group.WORLD
+        "TorchAll2AllPrepareAndFinalize",
+        "TorchExperts",
+        problem,
+        machine=machine,
+        group=dist.group.WORLD,
     )
     held = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
     own = slice(rank * TOKENS, (rank + 1) * TOKENS)

@@ -6,7 +6,9 @@ from experts.torch_experts import TorchExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton.permuted import GroupedGemmExperts
+from experts.triton.staged import StagedTritonExperts
 
+# StagedTritonExperts is none of them: calls reach it as the staged twin of TritonExperts.
 COMPONENTS = (
     TorchExperts,
     TritonExperts,
@@ -22,6 +24,7 @@ __all__ = [
     "CutlassExpertsFP8",
     "GroupedGemmExperts",
     "NaiveBatchedExperts",
+    "StagedTritonExperts",
     "TorchExperts",
     "TritonExperts",
 ]

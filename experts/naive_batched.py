@@ -32,6 +32,7 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
         keep_topk=True,
         weight_on_input=False,
         schemes=SCHEMES,
+        lora=True,
     )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
@@ -62,8 +63,14 @@ class NaiveBatchedExperts(PermuteExpertsUnpermute):
             scale = tokens.scale
             if scale is not None and scale.dim() == 3:
                 scale = scale[expert, :count]
-            if count:
-                entries.append(ExpertTokens(expert, tokens.x_eCH[expert, :count], scale))
+            if not count:
+                continue
+            slots_R = plain_RH = None
+            if tokens.adapters_eC is not None:
+                slots_R, plain_RH = tokens.adapters_eC[expert, :count], tokens.plain_eCH[expert]
+                plain_RH = plain_RH[:count]
+            x_RH = tokens.x_eCH[expert, :count]
+            entries.append(ExpertTokens(expert, x_RH, scale, None, slots_R, plain_RH))
         results = expert_mlps(entries, weights, self.problem)
         with stages.stage(stages.GEMM2):  # its rows, copied to their places
             for entry, rows in zip(entries, results, strict=True):

@@ -35,6 +35,7 @@ class TorchExperts(PermuteExpertsUnpermute):
         chunking=True,
         invalid_rows=Rows.ZERO,
         schemes=SCHEMES,
+        lora=True,
     )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
@@ -64,6 +65,7 @@ class TorchExperts(PermuteExpertsUnpermute):
             ids_TK = local_ids(tokens.routing, weights.w1.shape[0])
         on_input = self.problem.apply_router_weight_on_input
         router_TK = tokens.routing.topk_weights_TK if on_input else None
+        slots_T = tokens.routing.adapters_T
         entries, places = [], []
         with stages.stage(stages.PERMUTE):
             for expert in range(weights.w1.shape[0]):
@@ -74,7 +76,9 @@ class TorchExperts(PermuteExpertsUnpermute):
                 if scale is not None and scale.dim() == 2:
                     scale = scale[token]
                 row_weights = None if router_TK is None else router_TK[token, slot]
-                entries.append(ExpertTokens(expert, tokens.x_TH[token], scale, row_weights))
+                adapters = () if slots_T is None else (slots_T[token], tokens.plain_TH[token])
+                x_RH = tokens.x_TH[token]
+                entries.append(ExpertTokens(expert, x_RH, scale, row_weights, *adapters))
                 places.append((token, slot))
         results = expert_mlps(entries, weights, self.problem)
         with stages.stage(stages.UNPERMUTE):

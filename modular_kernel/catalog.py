@@ -7,7 +7,7 @@ impure shell (`load_catalog`); everything else is pure.
 
 import difflib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Literal, TypeVar
@@ -31,6 +31,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
 from modular_kernel.printable import printable
 from modular_kernel.rules import judge
+from modular_kernel.runner import missing_halves
 from modular_kernel.settings import read_settings
 from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
 from modular_kernel.types import Machine, Problem, Reduce
@@ -199,11 +200,20 @@ def _part(cls: type, offer: Offer) -> Part:
 
 @cache
 def load_catalog() -> Catalog:
-    """Return the parts of every installed package; they are read once per process."""
+    """Return the parts of every installed package; they are read once per process.
+
+    Stages of backends that were registered without their counterparts are among what is broken.
+    """
     found = sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
     # An editable and a built copy of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in found}
-    return build_catalog(_offer(entry) for entry in unique.values())
+    catalog = build_catalog(_offer(entry) for entry in unique.values())
+    return replace(catalog, broken=(*catalog.broken, *broken_halves()))
+
+
+def broken_halves() -> tuple[Broken, ...]:
+    """Return stages of backends that were registered without what has to go with them."""
+    return tuple(Broken(half.name, half.origin, half.lacks) for half in missing_halves())
 
 
 def _offer(entry: EntryPoint) -> Offer:
@@ -247,14 +257,26 @@ def check(
     problem: Problem,
     machine: Machine | None = None,
 ) -> Verdict:
-    """Judge a pairing by names or classes. machine: None means this one."""
+    """Judge a pairing by names or classes. machine: None means this one.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> hopper = Machine("cuda", (9, 0), frozenset({"triton"}))
+    >>> verdict = check("BatchedPrepareAndFinalize", "TritonExperts", problem, hopper)
+    >>> verdict.ok, [rejection.rule for rejection in verdict.rejections]
+    (False, ['format', 'reduce'])
+    """
     catalog = load_catalog()
     pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     return judge(pf, ex, problem, this_machine() if machine is None else machine)
 
 
 def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
-    """Judge every PrepareAndFinalize with every experts part."""
+    """Judge every PrepareAndFinalize with every experts part.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> [verdict.pairing for verdict in check_all(problem, Machine("cpu")) if verdict.ok][0]
+    'MoEPrepareAndFinalizeNoEP x TorchExperts'
+    """
     catalog = load_catalog()
     machine = this_machine() if machine is None else machine
     expect("problem", problem, Problem)  # where there is no part to judge it with, too
@@ -278,6 +300,11 @@ def make_kernel(
     """Build both parts and compose them; IncompatibleError with every reason if refused.
 
     group: the process group where ranks take part. The rest as FusedMoEModularKernel.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> parts = "MoEPrepareAndFinalizeNoEP", "TorchExperts"
+    >>> make_kernel(*parts, problem, machine=Machine("cpu"))
+    <MoEPrepareAndFinalizeNoEP x TorchExperts, T64-H256-I192-E4-K2-bfloat16 on cpu>
     """
     expect("checked", checked, bool)
     expect("poison", poison, bool)

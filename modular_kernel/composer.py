@@ -12,7 +12,10 @@ Inputs = tuple[torch.Tensor, ExpertWeights, Routing]
 
 
 def random_inputs(problem: Problem, device: torch.device) -> Inputs:
-    """Draw inputs for timing: normal values, weights scaled by 1/sqrt(fan-in), uniform routing."""
+    """Draw inputs for timing: normal values, weights scaled by 1/sqrt(fan-in), uniform routing.
+
+    Adapters have their full rank; tokens name them in turn, beginning with none.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
@@ -38,6 +41,12 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
     values, ids = logits.topk(k, dim=-1)
     ids = (ids % problem.experts).to(problem.ids_dtype or torch.int32)
     routing = Routing(values.softmax(-1).float().contiguous(), ids.contiguous())
+    if (spec := problem.adapters) is not None:
+        shapes = spec.shapes(e, problem.w1_rows, h, i)
+        matrices = {name: normal(*s, std=s[-1] ** -0.5) for name, s in shapes.items()}
+        slots_T = torch.arange(problem.tokens, device=device) % (spec.adapters + 1) - 1
+        weights = replace(weights, **matrices)
+        routing = replace(routing, adapters_T=slots_T.to(torch.int32))
     return normal(problem.tokens, h), weights, routing
 
 

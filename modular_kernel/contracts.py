@@ -208,6 +208,8 @@ class PermuteExpertsUnpermute(Judged, ABC):
     """Permute, GEMM 1, activation, GEMM 2, unpermute; possibly weight and reduce."""
 
     requires: ClassVar[ExpertsRequirements]
+    # The part of stages that this one, fused, must equal: the harness compares the two.
+    twin: ClassVar["type[PermuteExpertsUnpermute] | None"] = None
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem

@@ -118,6 +118,7 @@ class Execution:
             validate.check_apart(written, x_TH, weights, routing, inplace=inplace)
         if self.checked:
             validate.check_ids(routing, self.problem)
+            validate.check_adapter_slots(routing, self.problem)
             validate.check_expert_map(weights, self.problem)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:

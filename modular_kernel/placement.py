@@ -49,7 +49,11 @@ class Placement:
 
     @classmethod
     def linear(cls, experts: int, world_size: int) -> "Placement":
-        """Place blocks in the order of ranks; the first experts % world_size hold one more."""
+        """Place blocks in the order of ranks; the first experts % world_size hold one more.
+
+        >>> Placement.linear(6, 4).slots
+        ((0, 1), (2, 3), (4,), (5,))
+        """
         _check_sizes(experts, world_size)
         each, more = divmod(experts, world_size)
         starts = [rank * each + min(rank, more) for rank in range(world_size + 1)]
@@ -57,7 +61,11 @@ class Placement:
 
     @classmethod
     def round_robin(cls, experts: int, world_size: int) -> "Placement":
-        """Place expert i on rank i % world_size."""
+        """Place expert i on rank i % world_size.
+
+        >>> Placement.round_robin(6, 4).slots
+        ((0, 4), (1, 5), (2,), (3,))
+        """
         _check_sizes(experts, world_size)
         ranks = range(world_size)
         return cls(tuple(tuple(range(rank, experts, world_size)) for rank in ranks))
@@ -84,7 +92,11 @@ class Placement:
         return cls(tuple(tuple(taken[s] for s in range(len(taken))) for taken in slots))
 
     def with_copies(self, copies: Mapping[int, Sequence[int]]) -> "Placement":
-        """Also hold expert i on each rank of copies[i], behind what is there."""
+        """Also hold expert i on each rank of copies[i], behind what is there.
+
+        >>> Placement.linear(4, 2).with_copies({0: [1]}).slots
+        ((0, 1), (2, 3, 0))
+        """
         slots = [list(held) for held in self.slots]
         for expert, ranks in copies.items():
             for rank in ranks:

@@ -93,6 +93,7 @@ class Plan:
         """Make a call in its turn."""
         try:
             validate.check_dense(x_TH, routing, out)
+            validate.check_adapters_given(routing, self.problem)
         except Exception as error:
             self.kernel.prepare_finalize.refuse(error)
             raise
@@ -139,7 +140,7 @@ class Plan:
         That is memory that was freed, or that is written and read, or somebody who watches the
         stages or launches.
 
-        tensors: x, weights and ids of the routing, and the output if that is not x.
+        tensors: x, those of the routing, and the output if that is not x.
         """
         if 0 in pointers:
             return False
@@ -152,7 +153,7 @@ class Plan:
             spans = (*map(replay.span, read), *bound.spans)
             if any(start < its_stop and its_start < stop for its_start, its_stop in spans):
                 return False
-        elif self._own.holds(pointers[:3]):
+        elif self._own.holds(pointers[: len(tensors) - 1]):
             return False
         return not (stages.profiling() or recorded.watched())
 
@@ -203,6 +204,8 @@ class Plan:
         same = x_TH.shape == output.shape and x_TH.is_contiguous()
         same &= x_TH.data_ptr() == output.data_ptr() and all(p.requires.inplace for p in parts)
         read = {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+        if routing.slots_T is not None:
+            read["adapters"] = routing.slots_T
         for name, tensor in (read if same else {"x": x_TH, **read}).items():
             if tensor.numel() and self._own.holds([tensor.data_ptr()]):
                 need = "memory of its own: a copy, or another plan's output"
@@ -274,7 +277,9 @@ class _Outputs(threading.local):
 
 def _tensors(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return a call's tensors besides its weights, each once."""
-    tensors = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
+    tensors: tuple[torch.Tensor, ...] = (x_TH, routing.topk_weights_TK, routing.topk_ids_TK)
+    if (slots_T := routing.slots_T) is not None:
+        tensors = (*tensors, slots_T)
     return tensors if out is x_TH else (*tensors, out)
 
 

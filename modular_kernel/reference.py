@@ -15,6 +15,7 @@ from math import prod
 import torch
 
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.reference_adapters import Adapters
 from modular_kernel.roundings import Roundings
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -200,23 +201,32 @@ def _moe(
         x_TKH = rules.x(x)[:, None].expand(-1, ids.shape[1], -1)
     pairs = [(ids == expert).nonzero(as_tuple=True) for expert in range(weights.w1.shape[0])]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
+    adapters = Adapters(
+        weights, routing, product=rules.product, operand=rules.operand, rounded=rounded
+    )
     for expert, (token, slot) in enumerate(pairs):
         w1 = rules.weight(_matrix(weights, "w1", expert, problem, dtype))
         x_RH = x_TKH[token, slot]
         if weights.w1_order is not None:
             x_RH = x_RH[:, weights.w1_order[expert].long()]
         h = rules.product(operand(x_RH), operand(w1))
+        plain = x[token]
+        if on_input and not behind:
+            plain = rounded(plain * router[token, slot, None])
+        h = h + adapters.of_w1(plain, token, expert, problem.act)
         if on_input and behind:
             h = h * router[token, slot, None]
         if weights.b1 is not None:
             h = h + weights.b1[expert].to(dtype)
         h_TKI[token, slot] = rounded(activation(rules.gate_up(h), problem.act))
+    plain_TKI = h_TKI
     # Rows of skipped pairs are zero: they change no largest value.
     h_TKI = rules.h(h_TKI.flatten(0, 1)).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
     for expert, (token, slot) in enumerate(pairs):
         w2 = rules.weight(_matrix(weights, "w2", expert, problem, dtype))
         y = rules.product(operand(h_TKI[token, slot]), operand(w2))
+        y = y + adapters.of_w2(plain_TKI[token, slot], token, expert)
         if weights.b2 is not None:
             y = y + weights.b2[expert].to(dtype)
         rows_TKH[token, slot] = rules.rows(y)

@@ -318,6 +318,19 @@ def _asynchronous(p: Pairing) -> Violations:
         yield Rejection("asynchronous", (p.pf_name, "problem"), got, need)
 
 
+def _lora(p: Pairing) -> Violations:
+    """Both parts carry adapters: their slots beside the tokens, their deltas in the products."""
+    if p.problem.adapters is None:
+        return
+    for name, req in p.each():
+        if not req.lora:
+            moves = isinstance(req, PrepareFinalizeRequirements)
+            hint = "tokens lose their slots on the way" if moves else "products without deltas"
+            yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
+    if p.problem.scheme.act_order:  # h lies as w2's columns do, which no adapter was trained on
+        yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")
+
+
 RuleFunction = Callable[[Pairing], Violations]
 
 RULES: dict[str, RuleFunction] = {
@@ -356,7 +369,7 @@ RULES: dict[str, RuleFunction] = {
     "deterministic": _property("deterministic", lambda p: p.deterministic, "deterministic"),
     "batch_invariant": _batch_invariant,
     "asynchronous": _asynchronous,
-    "lora": _property("lora", lambda problem: problem.lora, "lora"),
+    "lora": _lora,
 }
 
 

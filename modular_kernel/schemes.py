@@ -75,6 +75,10 @@ class QuantScheme:
 
         Options: block=NxK (block schemes), group=G and zero_points=true (integer schemes),
         static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).
+
+        >>> scheme = QuantScheme.parse("int4_w4a16_group:group=64,zero_points=true")
+        >>> scheme.weight, scheme.group, scheme.packed
+        ('uint4', (64,), True)
         """
         if isinstance(text, QuantScheme):
             return text._checked()

@@ -39,7 +39,8 @@ class Requirements:
     first and, if given, one of the second. graph_capturable: no sync, no allocation, no shape
     that depends on data. deterministic: bitwise equal output for equal input. batch_invariant: if
     the problem asks for it, a token's bits are those that it has in a call of its own (what
-    reducers do for a part counts as the part's).
+    reducers do for a part counts as the part's). lora: it carries adapters: their slots travel
+    with the tokens, or their deltas are added in both products.
     """
 
     activation_format: ActivationFormat

@@ -11,6 +11,7 @@ A name ends in its shape: `x_TH` is (T, H), `w1_eNH` is (e, N, H). -1 is the onl
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch.compiler import is_compiling
@@ -26,10 +27,28 @@ class Routing:
     topk_weights_TK: (T, K) float32.  topk_ids_TK: (T, K) int32 or int64, global expert ids, -1 to
     skip. An expert may appear twice in a row: both pairs count. The weight of a pair that is
     skipped here (-1, no expert's id, or an expert that is elsewhere) is not read: it may be NaN.
+    adapters_T: (T,) int32, the slot of each token's adapter, -1 for none; "none" for a call whose
+    tokens all have none, which launches what the layer without adapters does. None only where the
+    problem has no adapters.
     """
 
     topk_weights_TK: torch.Tensor
     topk_ids_TK: torch.Tensor
+    adapters_T: torch.Tensor | Literal["none"] | None = None
+
+    @property
+    def slots_T(self) -> torch.Tensor | None:
+        """The tokens' slots of adapters; None if no token has an adapter."""
+        return self.adapters_T if isinstance(self.adapters_T, torch.Tensor) else None
+
+    def of(self, tokens: torch.Tensor | slice) -> "Routing":
+        """Return the routing of some tokens: a slice, or a tensor that indexes them."""
+        slots_T = self.slots_T
+        return Routing(
+            self.topk_weights_TK[tokens],
+            self.topk_ids_TK[tokens],
+            self.adapters_T if slots_T is None else slots_T[tokens],
+        )
 
 
 @dataclass(frozen=True)
@@ -43,8 +62,15 @@ class ExpertWeights:
         other value skips too, and is a WeightsError in checked mode.
     *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised.
     w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies; any
-        other value reads 0. Each column once: `load_experts` makes it so.
+        other value reads 0. Each column once: `load_experts` makes it so, and puts w1's rows
+        where w2's columns lie.
     *_global_scale: of nvfp4, one of each matrix: (e, 2) of gate and up, (e, 1) of any other.
+    lora_*: of L adapters, in the problem's dtype, whatever the scheme; None if it has no adapters.
+        lora_a13: (L, e, 2R, H), gate's R rows, then up's; (L, e, R, H) where both share them, or
+            without a gate. lora_b13: (L, e, N, R), rows as w1's.
+        lora_a2: (L, e, R, I). lora_b2: (L, e, H, R). e is 1 for lora_a13 and lora_b2 where the
+            experts share them. An adapter's scaling is in its B; what lies beyond its rank is zero
+            in A and B, and all values are finite. Any strides, but the last dimension contiguous.
     """
 
     w1: torch.Tensor
@@ -61,6 +87,10 @@ class ExpertWeights:
     w1_global_scale: torch.Tensor | None = None
     w2_global_scale: torch.Tensor | None = None
     w1_order: torch.Tensor | None = None
+    lora_a13: torch.Tensor | None = None
+    lora_b13: torch.Tensor | None = None
+    lora_a2: torch.Tensor | None = None
+    lora_b2: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +101,7 @@ class DispatchedRouting:
     topk_ids_TK int32 or int64 in `space`; expert_map turns global ids into local ones.
     num_experts: ids are valid in [0, num_experts).
     invalid_ids: int32 (1,), incremented by the number of ids outside [-1, num_experts).
+    adapters_T: int32 slot of each row's adapter, -1 for none; None if no row has one.
     """
 
     topk_weights_TK: torch.Tensor | None
@@ -79,6 +110,7 @@ class DispatchedRouting:
     num_experts: int
     expert_map: torch.Tensor | None
     invalid_ids: torch.Tensor
+    adapters_T: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,11 +119,13 @@ class ContiguousTokens:
 
     scale: None if unquantised, else float32: (1,) for one of all tokens, (T, 1) for one of each
     token, (T, ceil(H / g)) for one of each g values of a token; a value is x * scale.
+    unquantised_TH: (T, H) beside quantised rows where adapters read them, in the problem's dtype.
     """
 
     x_TH: torch.Tensor
     routing: DispatchedRouting
     scale: torch.Tensor | None = None
+    unquantised_TH: torch.Tensor | None = None
 
     def rows(self, start: int, stop: int) -> "ContiguousTokens":
         """Return tokens [start, stop)."""
@@ -100,11 +134,22 @@ class ContiguousTokens:
             self.routing,
             topk_weights_TK=None if weights_TK is None else weights_TK[start:stop],
             topk_ids_TK=self.routing.topk_ids_TK[start:stop],
+            adapters_T=_part(self.routing.adapters_T, start, stop),
         )
         scale = self.scale
         if scale is not None and scale.dim() == 2:  # else one scale for all tokens
             scale = scale[start:stop]
-        return ContiguousTokens(self.x_TH[start:stop], part, scale)
+        plain_TH = _part(self.unquantised_TH, start, stop)
+        return ContiguousTokens(self.x_TH[start:stop], part, scale, plain_TH)
+
+    @property
+    def plain_TH(self) -> torch.Tensor:
+        """(T, H) tokens as adapters read them: not quantised."""
+        return self.x_TH if self.unquantised_TH is None else self.unquantised_TH
+
+
+def _part(rows: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
+    return None if rows is None else rows[start:stop]
 
 
 @dataclass(frozen=True)
@@ -114,11 +159,20 @@ class BatchedTokens:
     Rows c < counts_e[i] of expert i are tokens; the other rows are undefined and never read, and
     so are their scales. scale: None if unquantised, else float32 of any strides: (1,) for one of
     all tokens, (e, C, 1) for one of each row, (e, C, ceil(H / g)) for one of each g values of it.
+    adapters_eC: (e, C) int32 slot of each row's adapter, -1 for none; None if no row has one.
+    unquantised_eCH: as of ContiguousTokens.
     """
 
     x_eCH: torch.Tensor
     counts_e: torch.Tensor
     scale: torch.Tensor | None = None
+    adapters_eC: torch.Tensor | None = None
+    unquantised_eCH: torch.Tensor | None = None
+
+    @property
+    def plain_eCH(self) -> torch.Tensor:
+        """(e, C, H) rows as adapters read them: not quantised."""
+        return self.x_eCH if self.unquantised_eCH is None else self.unquantised_eCH
 
 
 Dispatched = ContiguousTokens | BatchedTokens

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import torch
 
+from modular_kernel.adapters import NO_ADAPTERS, AdapterSpec
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import MOST, Between, Count, OneOf, check_fields, expect, shown
 from modular_kernel.placement import Experts, Placement
@@ -217,14 +218,22 @@ class Problem:
     inplace: the result overwrites x and is the same tensor.
     fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
     chunk_tokens: split calls into pieces of at most this many tokens; None never splits.
-    graph, deterministic, asynchronous, lora: properties the pairing must have.
+    graph, deterministic, asynchronous: properties the pairing must have.
     batch_invariant: a token's bits must not depend on the other tokens of its call, their number
         or order, on chunks, or on `tokens`.
+    lora: "none", or the adapters whose weights are given and that a call's tokens may name:
+        "adapters=L,rank=R[,a13=shared][,outer=shared]" (modular_kernel.adapters).
 
     dtype: torch.float32, torch.float16 or torch.bfloat16.
 
     dtype and activation may also be given by name. ConfigurationError for a field that is not of
     the type or in the range declared here, or that contradicts another.
+
+    >>> problem = Problem(tokens=64, hidden=256, intermediate=192, experts=4, top_k=2)
+    >>> problem.w1_rows, problem.output_shape
+    (384, (64, 256))
+    >>> print(problem.with_tokens(8))
+    T8-H256-I192-E4-K2-bfloat16
     """
 
     tokens: Size
@@ -249,14 +258,18 @@ class Problem:
     deterministic: bool = False
     batch_invariant: bool = False
     asynchronous: bool = False
-    lora: bool = False
+    lora: AdapterSpec | str = NO_ADAPTERS
     parallel: Parallel = field(default_factory=Parallel)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", parse_dtype(self.dtype))
         object.__setattr__(self, "activation", ActivationSpec.parse(self.activation))
         object.__setattr__(self, "quant", str(QuantScheme.parse(self.quant)))
+        object.__setattr__(self, "lora", str(AdapterSpec.parse(self.lora) or NO_ADAPTERS))
         check_fields(self)
+        if self.adapters is not None and self.adapters.a13_shared and not self.act.gated:
+            need = "a gated activation, or A of w1 without shared"
+            raise ConfigurationError("lora a13=shared", got=self.act.kind, need=need)
         if self.local_experts is not None and self.local_experts > self.experts:
             need = f"1 to experts = {self.experts}"
             raise ConfigurationError("local_experts", got=self.local_experts, need=need)
@@ -275,6 +288,11 @@ class Problem:
     def scheme(self) -> QuantScheme:
         """The quantisation that `quant` names."""
         return QuantScheme.parse(self.quant)
+
+    @cached_property
+    def adapters(self) -> AdapterSpec | None:
+        """The adapters that `lora` names; None if there are none."""
+        return AdapterSpec.parse(self.lora)
 
     @cached_property
     def e(self) -> int:

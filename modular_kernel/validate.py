@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from modular_kernel.adapters import NO_ADAPTERS
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
@@ -28,6 +29,13 @@ from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import Combine, Problem, dtype_name
 
 _ID_DTYPES = (torch.int32, torch.int64)
+# Of each tensor of adapters, its shape in the letters of `modular_kernel.tensors`.
+ADAPTER_TENSORS = {
+    "lora_a13": "(L, e or 1, 2R or R, H)",
+    "lora_b13": "(L, e, N, R)",
+    "lora_a2": "(L, e, R, I)",
+    "lora_b2": "(L, e or 1, H, R)",
+}
 
 
 def _memory(what: str, tensor: torch.Tensor) -> None:
@@ -65,8 +73,26 @@ def check_dense(x_TH: object, routing: Routing, out: object) -> None:
         raise RoutingError("routing", got=type(routing).__name__, need="a Routing")
     dense("topk_weights", routing.topk_weights_TK)
     dense("topk_ids", routing.topk_ids_TK)
+    adapters: object = routing.adapters_T
+    if isinstance(adapters, str) and adapters != NO_ADAPTERS:
+        raise RoutingError("adapters", got=repr(adapters[:80]), need='a tensor, "none" or None')
+    if not (adapters is None or isinstance(adapters, str)):
+        dense("adapters", adapters)
     if out is not None:
         dense("out", out)
+
+
+def check_adapters_given(routing: Routing, problem: Problem) -> None:
+    """Check that a routing names adapters exactly where the problem has some.
+
+    A call of tokens without adapters must say so: one that was lost on the way would not.
+    """
+    given = routing.adapters_T is not None
+    if given != (problem.adapters is not None):
+        got, need = "None", f'(T,) int32 slots of lora={problem.lora}, or "none"'
+        if given:
+            got, need = "slots", "None: the problem has no adapters"
+        raise RoutingError("adapters", got=got, need=need)
 
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
@@ -74,6 +100,8 @@ def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None)
     _memory("x", x_TH)
     _memory("topk_weights", routing.topk_weights_TK)
     _memory("topk_ids", routing.topk_ids_TK)
+    if routing.slots_T is not None:
+        _memory("adapters", routing.slots_T)
     if out is not None:
         _memory("out", out)
 
@@ -132,6 +160,13 @@ def check_routing(
     only = ids_dtype or problem.ids_dtype  # the same, where both are given
     allowed = _ID_DTYPES if only is None else (only,)
     _dtype("topk_ids", routing.topk_ids_TK, *allowed)
+    check_adapters_given(routing, problem)
+    if (slots_T := routing.slots_T) is not None:
+        _shape("adapters", slots_T, (x_TH.shape[0],), "(T,)")
+        _dtype("adapters", slots_T, torch.int32)
+        _device("adapters", slots_T, x_TH.device)
+        if not slots_T.is_contiguous():
+            raise LayoutError("adapters", got=f"strides {slots_T.stride()}", need="contiguous (T,)")
 
 
 def check_ids(routing: Routing, problem: Problem) -> None:
@@ -147,6 +182,21 @@ def check_ids(routing: Routing, problem: Problem) -> None:
             f"{counted(int(bad.sum()), 'id')}, the first {int(ids[tuple(where)])} at {tuple(where)}"
         )
         raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {problem.experts - 1}")
+
+
+def check_adapter_slots(routing: Routing, problem: Problem) -> None:
+    """Raise RoutingError unless every adapter's slot is in [-1, L).
+
+    For checked mode. Synchronises with the device.
+    """
+    slots_T, spec = routing.slots_T, problem.adapters
+    if slots_T is None or spec is None:
+        return
+    bad = (slots_T < -1) | (slots_T >= spec.adapters)
+    if bool(bad.any()):
+        first = int(bad.nonzero()[0])
+        got = f"{counted(int(bad.sum()), 'slot')}, the first {int(slots_T[first])} of token {first}"
+        raise RoutingError("adapters", got=got, need=f"-1 or 0 to {spec.adapters - 1}")
 
 
 def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
@@ -193,6 +243,29 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     _optional("expert_map", weights.expert_map, problem.expert_map, shape, x_TH, (torch.int32,))
     _device("w1", weights.w1, x_TH.device)
     _device("w2", weights.w2, x_TH.device)
+    _check_adapters(weights, x_TH, problem)
+
+
+def _check_adapters(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
+    """Check the adapters' matrices; the last dimension is contiguous, others have any stride."""
+    spec = problem.adapters
+    if spec is None:
+        given = [name for name in ADAPTER_TENSORS if getattr(weights, name) is not None]
+        if given:
+            need = "none: the problem has no adapters"
+            raise WeightsError("adapters", got=", ".join(given), need=need)
+        return
+    sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
+    for name, shape in spec.shapes(*sizes).items():
+        tensor: torch.Tensor | None = getattr(weights, name)
+        if tensor is None:
+            raise WeightsError(name, got="None", need=f"{shape}, of lora={problem.lora}")
+        _shape(name, tensor, shape, ADAPTER_TENSORS[name])
+        _dtype(name, tensor, problem.dtype)
+        _device(name, tensor, x_TH.device)
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            got = f"strides {tensor.stride()}"
+            raise LayoutError(name, got=got, need="its last dimension contiguous")
 
 
 def _no_scales(weights: ExpertWeights) -> None:
@@ -252,6 +325,7 @@ def check_apart(
     what = "x of an inplace call" if inplace else "out"
     read: dict[str, torch.Tensor | None] = {} if inplace else {"x": x_TH}
     read |= {"topk_weights": routing.topk_weights_TK, "topk_ids": routing.topk_ids_TK}
+    read["adapters"] = routing.slots_T
     read |= vars(weights)
     for name, tensor in read.items():
         if tensor is not None and overlap(written, tensor):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_samples import Tensors, write
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -15,6 +14,7 @@ from modular_kernel.errors import (
     ShapeError,
     WeightsError,
 )
+from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 AT = "model.layers.0.block_sparse_moe.experts"
 FILE = "model.safetensors"

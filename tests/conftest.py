@@ -53,6 +53,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path.is_relative_to(other) else None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave tests of a machine without a GPU to a process that sees none (`make test-gpu`)."""
+    if not torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cpu"):
+            item.add_marker(pytest.mark.skip(reason="of a machine without a GPU: `-m cpu`"))
+
+
 def pytest_report_header() -> list[str]:
     from shares import tree_hash
 

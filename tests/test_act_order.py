@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_formats import ORDERED
-from checkpoint_samples import write
 from test_checkpoint_numbers import error, numbers
 
 import modular_kernel as mk
@@ -18,6 +16,8 @@ from modular_kernel.importers.formats import format_of
 from modular_kernel.importers.groups import column_order
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of
+from modular_kernel.testing.checkpoints.formats import ORDERED
+from modular_kernel.testing.checkpoints.samples import write
 
 CPU = torch.device("cpu")
 INT4 = "int4_w4a16_act_order:group=32,zero_points=true"

@@ -46,7 +46,7 @@ PROBLEM_CHANGES: dict[str, Any] = {
     "deterministic": True,
     "batch_invariant": True,
     "asynchronous": True,
-    "lora": True,
+    "lora": "adapters=2,rank=8",
     "parallel": Parallel(2),
 }
 

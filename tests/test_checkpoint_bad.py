@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from bad_checkpoints import BAD, FILE, W1
-from checkpoint_samples import write
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError, InputError, WeightsError
 from modular_kernel.importers import files as files_module
+from modular_kernel.testing.checkpoints.samples import write
 
 # What no header shows.
 OF_VALUES = (

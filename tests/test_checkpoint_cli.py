@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from checkpoint_samples import write
 from run_mk import run_mk
 from safetensors.torch import load_file, save_file
 
 from modular_kernel.importers.examine import inspect
+from modular_kernel.testing.checkpoints.samples import write
 
 PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_formats import KINDS
-from checkpoint_samples import FAMILIES as SAMPLES
-from checkpoint_samples import write
 from safetensors.torch import load_file, save_file
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.importers.layouts import LAYOUTS
 from modular_kernel.models.families import FAMILIES
+from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
+from modular_kernel.testing.checkpoints.samples import write
 
 # Of the classes that transformers saves; the table's other lines are those of its key mapping.
 SAVED = (

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_formats import KINDS
-from checkpoint_samples import Sample, Tensors, write
 
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.importers.checkpoint import LoadedExperts
 from modular_kernel.quant import values_of
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum", "modelopt")
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")

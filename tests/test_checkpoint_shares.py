@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_formats import KINDS, fp8_block
-from checkpoint_samples import Sample, write
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_checkpoint_numbers import PAIR, PUBLISHERS, numbers
@@ -21,6 +19,8 @@ from modular_kernel.importers import checkpoint
 from modular_kernel.importers.checkpoint import LoadedExperts
 from modular_kernel.importers.files import Tensors
 from modular_kernel.placement import Placement
+from modular_kernel.testing.checkpoints.formats import KINDS, fp8_block
+from modular_kernel.testing.checkpoints.samples import Sample, write
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
 # Where a scale covers all of a row of activations, a share of the row has its own; one of all

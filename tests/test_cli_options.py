@@ -150,7 +150,7 @@ SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
         ("--deterministic", {"deterministic": True}),
         ("--batch-invariant", {"batch_invariant": True}),
         ("--asynchronous", {"asynchronous": True}),
-        ("--lora", {"lora": True}),
+        ("--lora adapters=2,rank=8", {"lora": "adapters=2,rank=8"}),
     ],
 )
 def test_every_option_reaches_the_problem(

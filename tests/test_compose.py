@@ -198,8 +198,8 @@ def test_where_kernels_are_interpreted_nothing_is_timed(tmp_path: Path) -> None:
 
 def test_no_valid_pairing_raises_with_every_reason(folder: Path) -> None:
     with pytest.raises(IncompatibleError) as caught:
-        compose(replace(PROBLEM, lora=True), CPU)
-    assert {r.rule for r in caught.value.rejections} >= {"lora"}
+        compose(replace(PROBLEM, graph=True), CPU)
+    assert {r.rule for r in caught.value.rejections} >= {"graph"}
 
 
 def test_a_composed_layer_computes_what_its_pairings_do(folder: Path, clock: dict) -> None:
@@ -325,7 +325,7 @@ def test_the_verb_chooses_explains_and_reuses(
 
 
 def test_the_verb_refuses(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    code, out, _ = ended(capsys, *SMALL, "--lora", "--json")
+    code, out, _ = ended(capsys, *SMALL, "--graph", "--json")
     assert code == 1
     assert json.loads(out)["ok"] is False
     code, _, err = ended(capsys, *SMALL, "--replicated")

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_formats import KINDS
-from checkpoint_samples import write
 from safetensors.torch import load_file
 
 import modular_kernel as mk
@@ -18,6 +16,8 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.importers import fit, format_of, from_compressed_tensors, merge
+from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.samples import write
 
 AT = "model.layers.0.block_sparse_moe.experts"
 Projection = dict[str, torch.Tensor]

@@ -46,6 +46,8 @@ from modular_kernel.testing.stress.fuzz.targets import TARGETS, Target, outcome_
 from modular_kernel.types import Machine, Problem
 from prepare_finalize import MoEPrepareAndFinalizeNoEP
 
+pytestmark = pytest.mark.cpu
+
 PLAIN, INTERPRETED = 1880, 120
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_formats import KINDS
-from checkpoint_samples import Sample, write
 from safetensors.torch import load_file
 
 from modular_kernel.errors import (
@@ -21,6 +19,8 @@ from modular_kernel.errors import (
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.samples import Sample, write
 from modular_kernel.types import ActivationSpec
 
 E, H, I, K, T = 4, 128, 256, 2, 6  # noqa: E741 (intermediate)

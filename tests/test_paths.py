@@ -178,6 +178,7 @@ def test_a_new_path_is_a_folder_and_a_line(tmp_path: Path) -> None:
         env={
             "PYTHONPATH": str(tmp_path),
             "TRITON_INTERPRET": "1",
+            "CUDA_VISIBLE_DEVICES": "",
             "PATH": "",
             "HOME": str(tmp_path),
         },

@@ -67,6 +67,7 @@ OPEN: dict[str, Any] = {
     "machine": Machine("cuda", (9, 0), frozenset({"triton"})),
 }
 CPU = Machine("cpu")
+LORA = "adapters=2,rank=8"
 
 
 @dataclass(frozen=True)
@@ -238,8 +239,11 @@ CASES = (
          (("problem",),), "copies of an expert", "one rank", ALONE | {"pf.localises_ids": True}),
     Case("asynchronous", "pf.asynchronous", False, True, PF_P, "no prepare_no_receive",
          "prepare_no_receive", {"problem.asynchronous": True}),
-    Case("lora", "ex.lora", False, True, EX_P, "not lora", "lora", {"problem.lora": True}),
-    Case("lora", "pf.lora", False, True, PF_P, "not lora", "lora", {"problem.lora": True}),
+    Case("lora", "ex.lora", False, True, EX_P, LORA, "no adapters", {"problem.lora": LORA}),
+    Case("lora", "pf.lora", False, True, PF_P, LORA, "no adapters", {"problem.lora": LORA}),
+    Case("lora", "problem.quant", "int4_w4a16_act_order", "int4_w4a16_group", (("problem",),),
+         "int4_w4a16_act_order", "columns in their order",
+         {"problem.lora": LORA, "ex.schemes": {"int4_w4a16_act_order", "int4_w4a16_group"}}),
 )
 # fmt: on
 TABLE = {rule: [case for case in CASES if case.rule == rule] for rule in {c.rule for c in CASES}}

@@ -40,6 +40,7 @@ print(json.dumps([{s.name: str(s) for s in states()}, lines]))
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # programs are a CPU's
     monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
 
 

@@ -195,25 +195,35 @@ def test_demo_fails_where_a_row_fails(monkeypatch, capsys) -> None:
     monkeypatch.setattr(demo, "_rates", lambda *_: rates)
 
     good = demo.DemoRow("m", "float32", "a x b", 1.0, 1.0, 64, 64, 0.0)
+    layer = demo.CheckpointRow("m", "awq", "int4_w4a16_group", "a x b", 1e-2, 1e-2, 64, 0.0)
     bad = (
-        [replace(good, difference=1.1)],
-        [good, replace(good, equal_tokens=63)],
-        [replace(good, difference=float("nan"))],
-        [replace(good, pairing="")],
-        [],
+        ([replace(good, difference=1.1)], [layer]),
+        ([good, replace(good, equal_tokens=63)], [layer]),
+        ([replace(good, difference=float("nan"))], [layer]),
+        ([replace(good, pairing="")], [layer]),
+        ([good], [layer, replace(layer, pairing="a x c", error=1.1e-2)]),
+        ([good], [replace(layer, error=float("nan"))]),
+        ([good], []),
+        ([], [layer]),
     )
-    for rows in bad:
+    for rows, packed in bad:
         monkeypatch.setattr(demo, "_rows", lambda *a, rows=rows, **k: iter(rows))
+        monkeypatch.setattr(demo, "_packed", lambda *a, packed=packed, **k: iter(packed))
         with pytest.raises(typer.Exit) as ended:
             demo.demo()
         assert ended.value.exit_code == 1
-        assert ("FAILED" in capsys.readouterr().out) is bool(rows)
-    monkeypatch.setattr(demo, "_rows", lambda *a, **k: iter([good]))
+        assert ("FAILED" in capsys.readouterr().out) is bool(rows and packed)
+    pairings = [" x ".join(pair) for pair in demo.PAIRINGS]
+    shown_rows = [replace(good, pairing=pairing) for pairing in pairings]
+    packed = [replace(layer, pairing=pairing) for pairing in pairings[:2]]
+    monkeypatch.setattr(demo, "_rows", lambda *a, **k: iter(shown_rows))
+    monkeypatch.setattr(demo, "_packed", lambda *a, **k: iter(packed))
     capsys.readouterr()
     demo.demo()
     shown = capsys.readouterr().out
-    assert "1 of 1 runs agree with transformers' own experts" in shown
-    assert "64 of 64 greedily decoded tokens are equal" in shown
+    assert "4 of 4 runs agree with transformers' own experts" in shown
+    assert "2 of 2 packed layers agree with float64" in shown
+    assert "256 of 256 greedily decoded tokens are equal" in shown
     assert f"transformers' eager {2000:,}" in shown
     assert [line.split()[:2] for line in shown.splitlines()[-3:]] == [
         ["mk", "check"],
@@ -235,5 +245,8 @@ def test_demo_runs_in_one_dtype() -> None:
     assert {row["model"] for row in told["rows"]} == set(MODELS)
     assert all(row["ok"] for row in told["rows"])
     assert {row["dtype"] for row in told["rows"]} == {"bfloat16"}
+    assert {row["model"] for row in told["checkpoints"]} == set(MODELS)
+    assert len({row["quant"].partition(":")[0] for row in told["checkpoints"]}) == 3
+    assert all(row["ok"] for row in told["checkpoints"])
     assert len(told["tokens_per_second"]) == 2
     assert all(rate > 0 for rate in told["tokens_per_second"].values())

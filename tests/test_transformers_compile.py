@@ -13,6 +13,7 @@ import modular_kernel as mk
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
+from traced import in_one_graph
 from transformers.integrations.moe import use_experts_implementation
 
 from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
@@ -72,6 +73,7 @@ def operators(graph: torch.fx.Graph) -> list[str]:
 # -------------------------------------------------------------------------------------- models
 
 
+@in_one_graph
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_model_is_one_graph_and_computes_what_eager_does(name) -> None:
     """Of 17, 9 and 5 tokens: the second count makes a graph of any count."""
@@ -110,6 +112,7 @@ def test_a_graph_breaks_at_a_call_where_torch_cannot_trace_it(monkeypatch) -> No
             torch.compile(module, backend="eager", fullgraph=True)(x, ids, weights)
 
 
+@in_one_graph
 def test_a_compiled_model_generates_the_same_tokens_with_a_static_cache() -> None:
     model = small_model("mixtral", "float32", DEVICE)
     prompt = torch.arange(7, device=DEVICE)[None]
@@ -135,6 +138,7 @@ def test_opcheck_passes() -> None:
     torch.library.opcheck(experts_op.experts, arguments)
 
 
+@in_one_graph
 def test_inductor_computes_the_same() -> None:
     module, given = experts(), inputs(9)
 
@@ -146,6 +150,7 @@ def test_inductor_computes_the_same() -> None:
         assert torch.equal(torch.compile(layer, fullgraph=True)(*given), want)
 
 
+@in_one_graph
 def test_another_limit_is_another_graph() -> None:
     module, given = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
@@ -155,6 +160,7 @@ def test_another_limit_is_another_graph() -> None:
             assert torch.equal(compiled(*given), module(*given))
 
 
+@in_one_graph
 def test_another_act_fn_is_another_graph() -> None:
     model = small_model("mixtral", "float32", DEVICE)
     module = next(each for each in model.modules() if hasattr(type(each), "_apply_gate"))
@@ -170,6 +176,7 @@ def test_another_act_fn_is_another_graph() -> None:
     assert not torch.equal(found[0], found[1])
 
 
+@in_one_graph
 def test_dynamic_shapes_take_another_top_k() -> None:
     module = experts()
     compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
@@ -181,6 +188,7 @@ def test_dynamic_shapes_take_another_top_k() -> None:
             assert torch.equal(compiled(x_TH, ids_TK, weights_TK), module(x_TH, ids_TK, weights_TK))
 
 
+@in_one_graph
 def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
     module, given = experts(), inputs(6)
     compiled = torch.compile(module, fullgraph=True, backend="eager")
@@ -193,6 +201,7 @@ def test_weights_that_move_or_change_are_seen_by_a_graph() -> None:
         assert torch.equal(after, module(*given))
 
 
+@in_one_graph
 @pytest.mark.parametrize("strict", [True, False])
 def test_an_exported_program_runs_in_another_process_with_other_tokens(strict, tmp_path) -> None:
     module = experts()

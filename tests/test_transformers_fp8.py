@@ -11,6 +11,7 @@ import modular_kernel as mk
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
+from traced import TRACES
 from transformers.integrations.finegrained_fp8 import (
     ALL_FP8_EXPERTS_FUNCTIONS,
     FP8Experts,
@@ -173,7 +174,7 @@ def test_a_graph_takes_them_as_one_operator(case) -> None:
     module, given = made(case), inputs(9)
     module.config._experts_implementation = register()
     with torch.no_grad():
-        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(module, fullgraph=TRACES, backend="aot_eager")
         assert torch.equal(compiled(*given), module(*given))
 
 
@@ -185,7 +186,7 @@ def test_gradients_of_inputs_and_router_weights(case, compiled) -> None:
     run = module
     if compiled:
         torch.compiler.reset()
-        run = torch.compile(module, fullgraph=True, backend="aot_eager")
+        run = torch.compile(module, fullgraph=TRACES, backend="aot_eager")
     given = x.requires_grad_(), scores.requires_grad_()
     weight = torch.randn(13, H, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     (run(x, ids, scores) * weight).sum().backward()

@@ -9,6 +9,8 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
+from traced import in_one_graph
+
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.integrations.transformers import register, registration
@@ -88,6 +90,7 @@ def test_weights_that_are_computed_from_trained_ones_are_asked() -> None:
     assert_same(*found)
 
 
+@in_one_graph
 def test_compiled_training_steps_are_one_graph() -> None:
     torch.compiler.reset()
     model = model_of("mixtral", register()).train()

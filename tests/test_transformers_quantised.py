@@ -15,15 +15,16 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
-import checkpoint_samples
-from checkpoint_formats import KINDS, ORDERED, Stored
 from safetensors.torch import load_file, save_file
+from traced import TRACES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError, InputError, UnsupportedError
 from modular_kernel.integrations.transformers import from_pretrained, register
 from modular_kernel.integrations.transformers.modules import dispatched
+from modular_kernel.testing.checkpoints import samples as checkpoint_samples
+from modular_kernel.testing.checkpoints.formats import KINDS, ORDERED, Stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
@@ -146,7 +147,7 @@ def test_whole_models_run_compiled_and_generate(name, kind, tmp_path) -> None:
     ids = torch.arange(9, device=DEVICE)[None]
     with torch.no_grad():
         eager = model(input_ids=ids, use_cache=False).logits
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        compiled = torch.compile(model, fullgraph=TRACES, backend="eager")
         assert torch.equal(compiled(input_ids=ids, use_cache=False).logits, eager)
         exact = written.exact(input_ids=ids, use_cache=False).logits
     assert (eager.double() - exact).norm() / exact.norm() <= 0.1

@@ -26,6 +26,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.cpu
 def test_two_ranks_compute_what_one_process_does(tmp_path) -> None:
     for name in ("mixtral", "gpt_oss"):
         small_model(name, "float32", "cpu").save_pretrained(tmp_path / name)

@@ -11,6 +11,8 @@ import torch
 if find_spec("transformers") is None:
     pytest.skip("the extra is not installed", allow_module_level=True)
 
+from traced import TRACES
+
 from modular_kernel.cli.demo_models import small_model
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.integrations.transformers import register, registration, report, serve
@@ -97,7 +99,7 @@ def test_modules_that_transformers_does_not_dispatch_are_served(case) -> None:
         got = first(module(*arguments))
         assert registration(name).kernels
         assert (got.double() - want).norm() <= 2e-6 * want.norm()
-        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        compiled = torch.compile(module, fullgraph=TRACES, backend="eager")
         torch.compiler.reset()
         assert torch.equal(first(compiled(*arguments)), got)
         model.config._experts_implementation = "eager"

@@ -67,10 +67,12 @@ def test_what_is_declared_is_what_happens(
         assert found is not None
         return replace(found, **change)
 
+    if problem is _FP8 and machine.device == "cuda":
+        pytest.skip("not judged: tensor cores add products of fp8 with fewer bits")
     monkeypatch.setattr(experts, "roundings", wrong)
     failures = _failures(prepare, experts, problem, machine)
     assert failures
-    assert all(failure.startswith("one_rounding: ") for failure in failures)
+    assert [line for line in failures if not line.startswith("one_rounding: ")] == []
 
 
 def test_rounded_partial_sums_are_found(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +107,7 @@ def test_rounded_router_weights_are_found_in_every_pairing(
     assert mutant.occurs(case, machine)
     failures = prove(case, machine, mutant.build).failures
     assert failures
-    assert all(failure.startswith("one_rounding: ") for failure in failures)
+    assert [line for line in failures if not line.startswith("one_rounding: ")] == []
 
 
 def test_a_twin_that_rounds_as_the_recipe_does_is_the_recipe() -> None:

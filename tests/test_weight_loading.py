@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_formats import KINDS
-from checkpoint_samples import write
 from safetensors.torch import load_file
 
 import modular_kernel as mk
@@ -21,6 +19,8 @@ from modular_kernel.layers.weight_loading import (
     destination,
     make_expert_params_mapping,
 )
+from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.samples import write
 
 FULL = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
 

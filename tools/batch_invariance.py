@@ -45,7 +45,7 @@ def table() -> str:
 
 
 def price() -> str:
-    """Launches of TritonExperts, and its GEMM 1's tile, registers and shared memory."""
+    """Return launches of TritonExperts, and its GEMM 1's tile, registers and shared memory."""
     packages = importable({"triton", *packages_of(load_catalog())})
     machine = Machine("cuda", (9, 0), packages, name="NVIDIA H200")
     layer = Problem(tokens=1, hidden=1024, intermediate=512, experts=8, top_k=2)
@@ -64,7 +64,7 @@ def price() -> str:
 
 
 def _costs(records: list[CompileRecord]) -> tuple[object, ...]:
-    """Launches; then of GEMM 1 its kernel, rows of a tile, registers and shared bytes."""
+    """Return launches; then of GEMM 1 its kernel, rows of a tile, registers and shared bytes."""
     first = next(r for r in records if "gemm" in r.kernel or "_up_" in r.kernel)
     block_m = first.config.get("BLOCK_M", "")
     return len(records), f"`{first.kernel}`", block_m, first.registers, first.shared

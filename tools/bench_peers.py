@@ -43,7 +43,9 @@ class LayerPeer(Layer):
         return None
 
     def stored(self, problem, weights):
-        """The weights as the layer's scheme has them; channel scales are (e, rows, 1) there."""
+        """Return the weights as the layer's scheme has them; channel scales are (e, rows, 1)
+        there.
+        """
         made = quantised(weights, replace(problem, quant=self.quant))
         if self.quant == "fp8_w8a8_channel":
             return made.w1, made.w2, made.w1_scale[..., None], made.w2_scale[..., None]

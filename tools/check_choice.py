@@ -92,7 +92,7 @@ def _shape(name, quant, args, end):
 
 
 def _exhaustive(name, choice, end):
-    """A row for each bucket of a choice: every valid pairing timed anew, all by turns."""
+    """Return a row for each bucket of a choice: every valid pairing timed anew, all by turns."""
     rows, problem, team = [], choice.problem, Alone()
     with torch.no_grad():
         weights = make_weights(problem, torch.device(choice.machine.device))

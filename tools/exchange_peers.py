@@ -65,14 +65,14 @@ class TransportPeer(Transport):
         self.weights = given.routing.topk_weights_TK
 
     def rows_given(self):
-        """What the library is given."""
+        """Return what the library is given."""
         if self.quantising:
             quantise_rows(self.x, self.cell.scheme, out=self.made)
             return self.made.q_RK, self.made.scale
         return self.rows
 
     def keep(self, made):
-        """The experts' output at one address: a captured combine reads there."""
+        """Put the experts' output at one address: a captured combine reads there."""
         old = getattr(self, "y", None)
         if old is not None and old.shape == made.shape:
             old.copy_(made)

@@ -81,7 +81,9 @@ class TimedCell:
         return len(self.choices) > 1
 
     def record(self, seconds: Mapping[MoEConfig, float]) -> Row:
-        """A row of the record: microseconds by where tiles come from, none where all are alike."""
+        """Return a row of the record: microseconds by where tiles come from, none where all are
+        alike.
+        """
         kinds = ("tuned", "neighbours", "regimes")
         times = {kind: seconds.get(getattr(self, kind)) for kind in kinds}
         us = {kind: round(s * 1e6, 2) for kind, s in times.items() if s is not None}
@@ -197,8 +199,9 @@ def results(rows: Iterable[Row]) -> list[TimedResult]:
 
 
 def report(found: Sequence[TimedResult], **said: object) -> list[str]:
-    """A document in Markdown. said: what its first lines name beside the number of cells: measured
-    (when, and with what), timed (cells with different tiles) and record (a file's name)."""
+    """Return a document in Markdown. said: what its first lines name beside the number of cells:
+    measured (when, and with what), timed (cells with different tiles) and record (a file's
+    name)."""
     quants = list(dict.fromkeys(result.quant for result in found))
     lines = [
         *_INTRO.format(bound=BOUND, cells=len(found), **said).splitlines(),

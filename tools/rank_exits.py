@@ -41,7 +41,7 @@ class Start:
     codes: dict[int, int | str] = field(default_factory=dict)
 
     def said(self, rank):
-        """The file of what a rank wrote."""
+        """Return the file of what a rank wrote."""
         return self.folder / f"said-{self.number}-{rank}"
 
     def look(self):
@@ -57,7 +57,7 @@ class Start:
                 del self.left[pid]
 
     def findings(self):
-        """A line for each rank that did not end well."""
+        """Yield a line for each rank that did not end well."""
         for rank, code in sorted(self.codes.items()):
             if code != 0:
                 text = self.said(rank).read_text(errors="replace").strip()
@@ -65,7 +65,7 @@ class Start:
 
 
 def forked(start):
-    """The processes of a start; None here, and its rank in each of them."""
+    """Return the processes of a start; None here, and its rank in each of them."""
     for rank in range(WORLD):
         pid = os.fork()
         if pid == 0:
@@ -75,7 +75,7 @@ def forked(start):
 
 
 def live(start, rank):
-    """A rank's life but for its end; what must still be there then."""
+    """Live a rank's life but for its end; what must still be there then."""
     file = os.open(start.said(rank), os.O_CREAT | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)

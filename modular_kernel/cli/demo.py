@@ -1,5 +1,7 @@
 """`mk demo`: small models of four families, with transformers' own experts and with ours.
 
+Then quantised checkpoints of the same families, from disk: `demo_checkpoints`.
+
 How right is right? All logits are compared with those of a float64 copy of the model, of the same
 weights and the same routing. Ours may be at most twice as far from them as transformers' own
 experts are in the same dtype, plus one rounding of the largest logit.
@@ -18,8 +20,9 @@ import typer
 
 from modular_kernel.cli import output
 from modular_kernel.cli.check import judged, matrix_record
+from modular_kernel.cli.demo_checkpoints import checkpoint_rows
 from modular_kernel.cli.demo_models import EAGER, SMALL_MODELS, Model, small_model, transformers
-from modular_kernel.cli.demo_output import DemoRow, print_demo
+from modular_kernel.cli.demo_output import CheckpointRow, DemoRow, print_demo
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.errors import ConfigurationError
@@ -101,7 +104,9 @@ def demo(
 
     The models are Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, randomly initialised; nothing is
     downloaded. Logits are compared in each dtype, greedily decoded tokens in float32, where
-    rounding does not decide between tokens. Exits with 1 if any row fails.
+    rounding does not decide between tokens. Then tiny quantised checkpoints of the same families
+    are written to a temporary folder, loaded packed, and compared with float64. Exits with 1 if any
+    row fails.
     """
     machine = _machine(device)
     from modular_kernel.catalog import load_catalog
@@ -109,19 +114,29 @@ def demo(
 
     dtypes = [dtype_name(parse_dtype(dtype))] if dtype else ["float32", "bfloat16"]
     began = time.perf_counter()
-    rows = list(_rows(machine, dtypes, quiet=as_json == output.STDOUT))
+    quiet = as_json == output.STDOUT
+    rows = list(_rows(machine, dtypes, quiet=quiet))
+    packed = list(_packed(machine, quiet=quiet))
     seconds = time.perf_counter() - began
     rates = _rates(dtypes[-1], machine) if rows else {}
     problem = ProblemOptions().problem()
 
     verdicts = judged(load_catalog(), None, None, problem, machine)
-    records = [{**output.plain(row), "ok": row.ok} for row in rows]  # type: ignore[dict-item]
-    matrix = matrix_record(verdicts, problem, machine)
-
-    record = {"machine": machine, "rows": records, "tokens_per_second": rates, "matrix": matrix}
-    output.answer(record, as_json, lambda: print_demo(rows, seconds, rates, verdicts))
-    if not rows or not all(row.ok for row in rows):
+    record = {
+        "machine": machine,
+        "rows": [_record(row) for row in rows],
+        "checkpoints": [_record(row) for row in packed],
+        "tokens_per_second": rates,
+        "matrix": matrix_record(verdicts, problem, machine),
+    }
+    output.answer(record, as_json, lambda: print_demo(rows, packed, seconds, rates, verdicts))
+    right = [row.ok for row in rows] + [row.ok for row in packed]
+    if not rows or not packed or not all(right):
         raise typer.Exit(1)
+
+
+def _record(row: DemoRow | CheckpointRow) -> dict[str, object]:
+    return {**output.plain(row), "ok": row.ok}  # type: ignore[dict-item]
 
 
 def _machine(device: str | None) -> "Machine":
@@ -157,6 +172,15 @@ def _rows(machine: "Machine", dtypes: list[str], *, quiet: bool) -> Iterator[Dem
                 if not quiet:
                     output.note(f"{name} {dtype} on {row.pairing}: {row.seconds:.1f} s")
                 yield row
+
+
+def _packed(machine: "Machine", *, quiet: bool) -> Iterator[CheckpointRow]:
+    """Run the checkpoints on the pairings without batches, which take every scheme among them."""
+    pairings = [pair for pair in PAIRINGS[:2] if _available(*pair, machine)]
+    for row in checkpoint_rows(pairings, machine.device):
+        if not quiet:
+            output.note(f"{row.model} {row.stored} on {row.pairing}: {row.seconds:.1f} s")
+        yield row
 
 
 def _rates(dtype: str, machine: "Machine") -> dict[str, float]:

@@ -40,15 +40,39 @@ class DemoRow:
         return close and same and self.pairing != ""
 
 
+@dataclass(frozen=True)
+class CheckpointRow:
+    """One quantised checkpoint on one pairing.
+
+    stored: its format on disk. quant: the scheme that it was loaded as. error, bound: of the
+    layer's result, relative to float64. bytes_read: of its tensors.
+    """
+
+    model: str
+    stored: str
+    quant: str
+    pairing: str
+    error: float
+    bound: float
+    bytes_read: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+
 def print_demo(
     rows: Sequence[DemoRow],
+    packed: Sequence[CheckpointRow],
     seconds: float,
     rates: Mapping[str, float],
     verdicts: "Sequence[Verdict]",
 ) -> None:
     """Print the demo's results.
 
-    seconds: that all rows took. rates: tokens per second of one model, by experts implementation.
+    packed: of checkpoints. seconds: that all rows took. rates: tokens per second of one model, by
+    experts implementation.
     """
     models = tuple(dict.fromkeys(row.model for row in rows))
     pairings = dict.fromkeys(row.pairing or "no kernel ran" for row in rows)
@@ -63,6 +87,7 @@ def print_demo(
             tokens = f"{row.equal_tokens} of {row.decoded_tokens} tokens equal"
             error = f"logit error {row.difference:.2e}, bound {row.bound:.2e}"
             output.line(f"FAILED: {row.model} {row.dtype} on {row.pairing}: {error}; {tokens}")
+    _print_packed(packed)
     good = sum(row.ok for row in rows)
     equal = sum(row.equal_tokens or 0 for row in rows)
     decoded = sum(row.decoded_tokens for row in rows)
@@ -70,6 +95,8 @@ def print_demo(
     output.line(
         f"{good} of {len(rows)} runs agree with transformers' own experts, in {seconds:.0f} s{told}"
     )
+    exact = sum(row.ok for row in packed)
+    output.line(f"{exact} of {len(packed)} packed layers agree with float64")
     if rates:
         speeds = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
         output.line(f"tokens per second of a small mixtral: {speeds}")
@@ -82,10 +109,29 @@ def print_demo(
         output.line(f"  {command:37} {what}")
 
 
+def _print_packed(rows: Sequence[CheckpointRow]) -> None:
+    """Print a grid of checkpoints and pairings."""
+    checkpoints = dict.fromkeys((row.model, row.stored) for row in rows)
+    cells = []
+    for pairing in dict.fromkeys(row.pairing for row in rows):
+        own = {(row.model, row.stored): row for row in rows if row.pairing == pairing}
+        shown = [_share(own[at].ok, own[at].error, own[at].bound) for at in checkpoints]
+        cells.append((pairing.rpartition(" x ")[2], *shown))
+    names = (f"{model} {stored.removeprefix(f'{model[:5]} ')}" for model, stored in checkpoints)
+    output.table(("packed, from disk", *names), cells)
+    for row in rows:
+        if not row.ok:
+            error = f"relative error {row.error:.2e}, bound {row.bound:.2e}"
+            output.line(f"FAILED: {row.model} {row.stored} on {row.pairing}: {error}")
+
+
+def _share(ok: bool, error: float, bound: float) -> str:
+    return f"ok {error / bound if bound else 0.0:.2f}" if ok else "FAILED"
+
+
 def _cell(rows: Sequence[DemoRow]) -> str:
     """Say ok, and how much of its bound the largest error takes; or FAILED."""
     if not rows:
         return "-"
-    if not all(row.ok for row in rows):
-        return "FAILED"
-    return f"ok {max(row.difference / row.bound if row.bound else 0.0 for row in rows):.2f}"
+    worst = max(rows, key=lambda row: row.difference / row.bound if row.bound else 0.0)
+    return _share(all(row.ok for row in rows), worst.difference, worst.bound)

@@ -88,7 +88,10 @@ class ProblemOptions:
         bool, _option("A token's bits must not depend on other tokens.", "--batch-invariant")
     ] = False
     asynchronous: Annotated[bool, _option("Must dispatch async.", "--asynchronous")] = False
-    lora: Annotated[bool, _option("Must take LoRA adapters.", "--lora")] = False
+    lora: Annotated[
+        str | None,
+        _option("LoRA adapters: adapters=L,rank=R[,a13=shared][,outer=shared].  [default: none]"),
+    ] = None
 
     def problem(self) -> "Problem":
         """Return the problem these options describe.

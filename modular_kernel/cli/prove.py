@@ -30,6 +30,9 @@ class OneCase:
     seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
     layout: Annotated[str, typer.Option(help="With --one: how tensors lie in memory.")] = "plain"
     values: Annotated[str, typer.Option(help="With --one: what x and routing hold.")] = "ordinary"
+    named: Annotated[
+        str, typer.Option(help="With --one and --lora: mixed, sequences, nobody or without.")
+    ] = "mixed"
     own_scales: Annotated[
         bool, typer.Option("--own-scales", help="With --one: scales in the problem's dtype.")
     ] = False
@@ -171,7 +174,7 @@ def _single_case(
     if replay.routing not in ROUTINGS:
         need = f"one of {', '.join(ROUTINGS)}"
         raise ConfigurationError("--routing", got=repr(replay.routing), need=need)
-    manner = Manner(replay.layout, replay.values, replay.own_scales)
+    manner = Manner(replay.layout, replay.values, replay.own_scales, replay.named)
     problem, turns = options.problem(), replay.by_turns
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
     if (options.world_size or 1) > 1:

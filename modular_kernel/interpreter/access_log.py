@@ -49,3 +49,6 @@ class AccessLog:
         """`program` is about to acquire and release there, in one atomic operation each."""
         if self._races is not None:
             self._races.order(pointers[lanes], program)
+
+
+watch = AccessLog()  # of this process: one launch runs at a time

@@ -55,6 +55,12 @@ def rebalance(
     the heaviest copy goes to the rank that has the least, and so on (longest processing time
     first). old: what stays on its rank stays in its slot, where a slot of that number is left.
     ConfigurationError where there are fewer slots than experts.
+
+    >>> placement = rebalance([90, 10, 20, 40], slots=[3, 3])
+    >>> placement.slots
+    ((0, 2, 3), (0, 3, 1))
+    >>> rank_loads([90, 10, 20, 40], placement)
+    (85.0, 75.0)
     """
     _check_load(load)
     sizes = tuple(slots) if hasattr(slots, "__iter__") else slots
@@ -84,6 +90,9 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     A source on the target's own rank is taken where there is one, else that of a rank that has
     sent the least so far. Sources are slots of `old`: read them all before any is written.
     ConfigurationError where the two have other experts or ranks.
+
+    >>> moves(Placement.linear(4, 2), Placement.round_robin(4, 2))
+    (Move(expert=2, source=(1, 0), target=(0, 1)), Move(expert=1, source=(0, 1), target=(1, 0)))
     """
     if (old.experts, old.world_size) != (new.experts, new.world_size):
         got = f"{new.experts} experts on {new.world_size} ranks"

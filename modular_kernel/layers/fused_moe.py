@@ -10,6 +10,7 @@ size made once (`warm_up`), it can be captured in a CUDA graph.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,45 +110,33 @@ class FusedMoE(ExpertParameters):
         device: torch.device | str | None = None,
         prefix: str = "",
     ) -> None:
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            expect(name, size, Count)
+        expect("hidden_size", hidden_size, Count)
+        expect("intermediate_size", intermediate_size, Count)
         expect("layer_id", layer_id, int | None)
         expect("router", router, Router | RouterSpec | None)
         expect("parallel", parallel, LayerParallel | None)
         expect("shared_experts", shared_experts, Callable | None)
-        for name, flag in (("reduce_results", reduce_results), ("shared_partial", shared_partial)):
-            expect(name, flag, bool)
+        expect("reduce_results", reduce_results, bool)
+        expect("shared_partial", shared_partial, bool)
         if experts is not None:
             load_catalog().experts(experts)
         prepare_finalize, parallel = prepare_finalize or NO_EP, parallel or LayerParallel()
         over_ranks, (ep_rank, ep_size) = _over_ranks(prepare_finalize), parallel.ep
-        if placement is None:
-            placement = Placement.linear(num_experts, ep_size)
-        _check_placement(placement, num_experts, ep_size, over_ranks=over_ranks)
+        placement = _placed(placement, num_experts, ep_size, over_ranks=over_ranks)
         away = ep_size > 1 and not over_ranks
         act = ActivationSpec.parse(activation)
-        loader = None
-        if not isinstance(quant_config, str):
-            share = Share(
-                num_experts,
-                hidden_size,
-                intermediate_size,
-                parallel.ep,
-                parallel.tp,
-                placement,
-                act.gated,
-            )
-            loader = ExpertLoader(share, format_of(quant_config), bias=bias)
-            quant_config = str(loader.scheme)
+        sizes = num_experts, hidden_size, intermediate_size
+        held = partial(Share, *sizes, parallel.ep, parallel.tp, placement, act.gated)
+        loader, quant = _loader_of(quant_config, held, bias=bias)
         problem = Problem(
             tokens=max_tokens or 1,
             hidden=hidden_size,
-            intermediate=_share(intermediate_size, parallel.tp[1], quant_config),
+            intermediate=_share(intermediate_size, parallel.tp[1], quant),
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if away else None,
             top_k=top_k_of(top_k, router, num_experts),
             dtype=parse_dtype(params_dtype or torch.get_default_dtype()),
-            quant=quant_config,
+            quant=quant,
             activation=act,
             bias=bias,
             expert_map=away,
@@ -360,17 +349,36 @@ def _share(intermediate: int, ranks: int, quant: str) -> int:
     return share
 
 
+def _loader_of(
+    quant_config: str | Mapping[str, object] | None, held: Callable[[], Share], *, bias: bool
+) -> tuple[ExpertLoader | None, str]:
+    """Return what loads the tensors of a checkpoint, and their scheme.
+
+    held: what this rank has of the layer. A scheme by its name says nothing of a checkpoint: None.
+    """
+    if isinstance(quant_config, str):
+        return None, quant_config
+    loader = ExpertLoader(held(), format_of(quant_config), bias=bias)
+    return loader, str(loader.scheme)
+
+
 def _over_ranks(part: PrepareFinalize) -> bool:
     return load_catalog().prepare_finalize(part).requires.world_sizes[0] > 1
 
 
-def _check_placement(placement: Placement, experts: int, ranks: int, *, over_ranks: bool) -> None:
+def _placed(
+    placement: Placement | None, experts: int, ranks: int, *, over_ranks: bool
+) -> Placement:
+    """Return the placement, blocks for None; ConfigurationError if it is not of this layer."""
+    if placement is None:
+        return Placement.linear(experts, ranks)
     if (placement.experts, placement.world_size) != (experts, ranks):
         got = f"{placement.experts} experts on {placement.world_size} ranks"
         raise ConfigurationError("placement", got=got, need=f"{experts} on {ranks}")
     if placement.has_copies and not over_ranks:
         need = "a prepare/finalize part over ranks, which gives each pair to one copy"
         raise ConfigurationError("placement", got="copies", need=need)
+    return placement
 
 
 def _name(part: object) -> str:

@@ -67,7 +67,7 @@ def answer_to(cell: LayerCase, given: Input, weights: ExpertWeights, scheme: Qua
     tokens, device = cell.problem.tokens, given.x_TH.device
     rows = torch.linspace(0, tokens - 1, min(tokens, _ROWS), device=device).long()
     x_TH = given.x_TH[rows]
-    routing = Routing(given.routing.topk_weights_TK[rows], given.routing.topk_ids_TK[rows])
+    routing = given.routing.of(rows)
     few, problem = _touched(weights, routing, cell.problem.with_tokens(len(rows)))
     exact = oracle(x_TH, few, routing, problem)
     problem = replace(problem, quant=str(scheme))

@@ -20,13 +20,16 @@ class ExpertTokens:
 
     x_RH: (R, H) in the problem's dtype, or quantised with scale (R, 1), (R, G) or (1,).
     row_weights_R: (R,) float32, multiplies GEMM 1 before its bias (the router weight on the
-    input).
+    input). slots_R: (R,) slot of each row's adapter, -1 for none; plain_RH: (R, H) rows that
+    adapters read, not quantised. None where no row has one.
     """
 
     expert: int
     x_RH: torch.Tensor
     scale: torch.Tensor | None = None
     row_weights_R: torch.Tensor | None = None
+    slots_R: torch.Tensor | None = None
+    plain_RH: torch.Tensor | None = None
 
 
 def expert_mlps(
@@ -36,17 +39,19 @@ def expert_mlps(
 
     Each product, with the router weight and the bias behind it, is rounded once to the problem's
     dtype or not at all before the activation, which is computed in float32. Schemes that quantise
-    activations quantise h by its rows, or by all rows of `tokens` together.
+    activations quantise h by its rows, or by all rows of `tokens` together. Rows with an adapter
+    have its delta added before a product is rounded; what it reads is not quantised.
     """
     with stages.stage(stages.GEMM1):
         hidden = [_hidden(rows, weights, problem) for rows in tokens]
+    plain = hidden
     if hidden and problem.scheme.quantises_activations:
         with stages.stage(stages.QUANTISE):
             hidden = _as_quantised(hidden, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
-            _output(rows.expert, h_RI, weights, problem)
-            for rows, h_RI in zip(tokens, hidden, strict=True)
+            _output(rows, h_RI, plain_RI, weights, problem)
+            for rows, h_RI, plain_RI in zip(tokens, hidden, plain, strict=True)
         ]
 
 
@@ -64,7 +69,9 @@ def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> tor
     if rows.scale is not None:
         x_RH = dequantise_rows(x_RH, rows.scale, problem.scheme)
     alone = weights.b1 is None and rows.row_weights_R is None
-    h_RN = _product(x_RH, _matrix(weights, "w1", rows.expert, problem), alone=alone)
+    w1_NH = _matrix(weights, "w1", rows.expert, problem)
+    deltas = _deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
+    h_RN = _product(x_RH, w1_NH, deltas, alone=alone)
     if rows.row_weights_R is not None:
         h_RN = h_RN * rows.row_weights_R[:, None]
     if weights.b1 is not None:
@@ -73,12 +80,18 @@ def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> tor
 
 
 def _output(
-    expert: int, h_RI: torch.Tensor, weights: ExpertWeights, problem: Problem
+    rows: ExpertTokens,
+    h_RI: torch.Tensor,
+    plain_RI: torch.Tensor,
+    weights: ExpertWeights,
+    problem: Problem,
 ) -> torch.Tensor:
-    """(R, I) -> (R, H): GEMM 2."""
-    y_RH = _product(h_RI, _matrix(weights, "w2", expert, problem), alone=weights.b2 is None)
+    """(R, I) -> (R, H): GEMM 2. plain_RI: as h was before it was quantised."""
+    w2_HI = _matrix(weights, "w2", rows.expert, problem)
+    deltas = _deltas(rows, plain_RI, weights.lora_a2, weights.lora_b2, problem)
+    y_RH = _product(h_RI, w2_HI, deltas, alone=weights.b2 is None)
     if weights.b2 is not None:
-        y_RH = y_RH + weights.b2[expert].float()
+        y_RH = y_RH + weights.b2[rows.expert].float()
     return y_RH.to(problem.dtype)
 
 
@@ -106,9 +119,47 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
     return values if scheme.quantises_activations else values.to(problem.dtype)
 
 
-def _product(a: torch.Tensor, matrix: torch.Tensor, *, alone: bool) -> torch.Tensor:
-    """Return a @ matrix.T.
+Deltas = list[tuple[torch.Tensor, torch.Tensor]]  # some rows, (r,) bool, and what they add: (r, N)
 
-    It is in their dtype if nothing is added to it, else in float32, not yet rounded.
+
+def _deltas(
+    rows: ExpertTokens,
+    plain_RK: torch.Tensor | None,
+    a_LeRK: torch.Tensor | None,
+    b_LeNR: torch.Tensor | None,
+    problem: Problem,
+) -> Deltas:
+    """B (A x) in float32 of the rows of each adapter that occurs; A x in the problem's dtype."""
+    slots_R = rows.slots_R
+    if slots_R is None or plain_RK is None or a_LeRK is None or b_LeNR is None:
+        return []
+    found: Deltas = []
+    for slot in sorted(set(slots_R.tolist())):
+        if not 0 <= slot < len(a_LeRK):
+            continue
+        mine = slots_R == slot
+        a_RK, b_NR = (m[slot, rows.expert % m.shape[1]].float() for m in (a_LeRK, b_LeNR))
+        u_RR = (plain_RK[mine].float() @ a_RK.T).to(problem.dtype).float()
+        if a_RK.shape[0] == b_NR.shape[1]:
+            found.append((mine, u_RR @ b_NR.T))
+            continue
+        delta, rank = u_RR.new_empty(len(u_RR), len(b_NR)), b_NR.shape[1]
+        interleaved, half = problem.act.interleaved, len(b_NR) // 2
+        gates = slice(0, None, 2) if interleaved else slice(0, half)
+        ups = slice(1, None, 2) if interleaved else slice(half, None)
+        delta[:, gates] = u_RR[:, :rank] @ b_NR[gates].T
+        delta[:, ups] = u_RR[:, rank:] @ b_NR[ups].T
+        found.append((mine, delta))
+    return found
+
+
+def _product(a: torch.Tensor, matrix: torch.Tensor, deltas: Deltas, *, alone: bool) -> torch.Tensor:
+    """Return a @ matrix.T, with the deltas of some rows added in float32.
+
+    It is in their dtype if nothing else is added to it, else in float32, not yet rounded. Rows
+    without a delta have the bits that they have without any.
     """
-    return a @ matrix.T if alone else a.float() @ matrix.float().T
+    product = a @ matrix.T if alone else a.float() @ matrix.float().T
+    for mine, delta in deltas:
+        product[mine] = (a[mine].float() @ matrix.float().T + delta).to(product.dtype)
+    return product

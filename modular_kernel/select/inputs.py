@@ -164,7 +164,7 @@ def _truth(problem: Problem, given: Input) -> SelectTruth:
     x_TH, routing = given
     device = x_TH.device
     rows = torch.linspace(0, len(x_TH) - 1, min(len(x_TH), _ROWS), device=device).long()
-    some = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
+    some = routing.of(rows)
     ids = sorted(set(some.topk_ids_TK.flatten().tolist()))
     one = _as_one_rank(problem)
     if one.expert_map:  # the other experts are elsewhere, and their pairs no affair of ours

@@ -99,8 +99,7 @@ class Situations:
     def at(self, tokens: int) -> TuneSituation:
         problem = self.problem.with_tokens(tokens)
         x_TH, routing = self._longest
-        weights_TK, ids_TK = routing.topk_weights_TK[:tokens], routing.topk_ids_TK[:tokens]
-        first = (x_TH[:tokens], Routing(weights_TK, ids_TK))
+        first = (x_TH[:tokens], routing.of(slice(tokens)))
         calls = _MOST_CALLS if tokens <= _FEW_TOKENS else 2
         inputs = (first, *(self._drawn(tokens, index) for index in range(1, calls)))
         flush = self._stays_in_cache(problem, first[1])
@@ -114,7 +113,7 @@ class Situations:
 
     def _true(self, rows: torch.Tensor) -> TuneTruth:
         x_TH, routing = self._longest
-        few = Routing(routing.topk_weights_TK[rows], routing.topk_ids_TK[rows])
+        few = routing.of(rows)
         problem = self.problem.with_tokens(len(rows))
         exact = oracle(x_TH[rows], self.weights, few, problem)
         return TuneTruth(rows, exact, recipe(x_TH[rows], self.weights, few, problem))

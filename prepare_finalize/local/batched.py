@@ -66,6 +66,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         can_defer_quant=False,
         graph_capturable=True,
         batch_invariant=True,
+        lora=True,
     )
 
     @classmethod
@@ -86,6 +87,10 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         elif scheme.quantises_activations and not scheme.static:
             shape = (problem.e, *scale_shape(scheme, tokens, problem.hidden))
             quantised["batched_scale"] = BufferSpec(shape, torch.float32)
+        if problem.adapters is not None:
+            quantised["batched_adapters"] = BufferSpec((problem.e, tokens), torch.int32)
+            if scheme.quantises_activations:
+                quantised["batched_plain_x"] = BufferSpec(rows, problem.dtype)
         return {
             **quantised,
             "batched_x": BufferSpec(rows, dtype),
@@ -113,6 +118,9 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         router_TK = routing.topk_weights_TK
         on_input = problem.apply_router_weight_on_input
         handle = BatchedHandle(row_of_pair_TK, None if on_input else router_TK)
+        input_weights = router_TK if on_input else None
+        with stages.stage(stages.PERMUTE):
+            slots_eC, plain_eCH = _slots(x_TH, routing, row_of_pair_TK, input_weights, buffers)
         x_eCH = buffers["batched_x"]
         rows_RH = x_eCH.flatten(0, 1)
         scale = buffers.get("batched_scale")
@@ -121,19 +129,18 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 quantised = self._quantised(x_TH, dispatched, router_TK, call)
             with stages.stage(stages.PERMUTE):
                 permute_tokens(quantised.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
-            return BatchedTokens(x_eCH, counts_e, quantised.scale), handle
-        input_weights = router_TK if on_input else None
+            return BatchedTokens(x_eCH, counts_e, quantised.scale, slots_eC, plain_eCH), handle
         if not scheme.quantises_activations:
             with stages.stage(stages.PERMUTE):
                 permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
-            return BatchedTokens(x_eCH, counts_e), handle
+            return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle
         if scale is None:
             scale = weights.a1_scale
         assert scale is not None, "a static scheme's weights have one"
         out = Quantised(rows_RH, scale if scheme.static else scale.flatten(0, 1))
         with stages.stage(stages.PERMUTE_QUANTISED):
             permute_and_quantise(x_TH, row_of_pair_TK, input_weights, scheme, out=out)
-        return BatchedTokens(x_eCH, counts_e, scale), handle
+        return BatchedTokens(x_eCH, counts_e, scale, slots_eC, plain_eCH), handle
 
     def _quantised(
         self,
@@ -188,6 +195,25 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         sums = reduce.kind is Reduce.NAIVE_BATCHED
         with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
             reduce.apply(rows, out)
+
+
+def _slots(
+    x_TH: torch.Tensor,
+    routing: Routing,
+    row_of_pair_TK: torch.Tensor,
+    input_weights: torch.Tensor | None,
+    buffers: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the slots of the rows' adapters, and, where x is quantised, what adapters read."""
+    slots_T = routing.slots_T
+    if slots_T is None:
+        return None, None
+    slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
+    permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
+    if plain_eCH is not None:
+        plain_RH = plain_eCH.flatten(0, 1)
+        permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=plain_RH)
+    return slots_eC, plain_eCH
 
 
 def _one_scale_for_all(scheme: QuantScheme) -> bool:

@@ -45,6 +45,7 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
         dispatch_schemes=ACTIVATION_SCHEMES,
         graph_capturable=True,
         batch_invariant=True,
+        lora=True,
     )
 
     @classmethod
@@ -67,11 +68,13 @@ class MoEPrepareAndFinalizeNoEP(PrepareAndFinalize):
             num_experts=self.problem.experts,
             expert_map=weights.expert_map,
             invalid_ids=call.invalid_ids,
+            adapters_T=routing.slots_T,
         )
         on_input = self.problem.apply_router_weight_on_input
         handle = NoEPHandle(None if on_input else routing.topk_weights_TK, dispatched)
         rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
-        return ContiguousTokens(rows, dispatched, scale), handle
+        plain_TH = None if routing.slots_T is None else x_TH
+        return ContiguousTokens(rows, dispatched, scale, plain_TH), handle
 
     def finalize(
         self,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from experts import TorchExperts
-from modular_kernel.interpreter.patch import watch
+from modular_kernel.interpreter.access_log import watch
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.testing import Case, prove

@@ -22,7 +22,7 @@ from experts.triton.grouped.segments import MGroupedGemms
 from experts.triton.launch_config import MoEConfig
 from experts.triton.path import Path, PathCall
 from modular_kernel.composer import random_inputs
-from modular_kernel.interpreter.patch import watch
+from modular_kernel.interpreter.access_log import watch
 from modular_kernel.interpreter.races import Access
 from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
 from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchedRouting

@@ -269,7 +269,7 @@ class BlockGemm:
         self, tiled_mma, s_a, s_b, s_rows, s_parts, s_out, full, empty, o_atom, o_tma, out,
         out_scale, tiles, max_tiles, num_m, pairs, turns, steps, rank, group, thread,
     ):  # fmt: skip
-        """A multiplying warpgroup: rows group * 64 and on of every tile of this block."""
+        """Be a multiplying warpgroup: rows group * 64 and on of every tile of this block."""
         warp = thread // 32
         # Through a shuffle, so that nobody computes it again in the loop.
         lane = cute.arch.shuffle_sync(thread % 32, thread % 32)
@@ -341,7 +341,7 @@ class BlockGemm:
 
     @cute.jit
     def add_scaled(self, sums, part, p: cutlass.Constexpr, scales):
-        """sums[:, p] += part * scale, one row after the other: so a scale stays at hand."""
+        """Do sums[:, p] += part * scale, one row after the other: so a scale stays at hand."""
         for half in cutlass.range_constexpr(2):
             for i in cutlass.range_constexpr(VALUES):
                 if cutlass.const_expr((i // 2) % 2 == half):

@@ -96,17 +96,23 @@ class AlignedPath(Path):
 
     def run(self, call: PathCall) -> None:
         """Align, multiply, quantise, multiply, sum."""
-        problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
-        num_tokens, top_k = routing.topk_ids_TK.shape
-        pairs = num_tokens * top_k
+        self.write(self.rows(self.aligned(call), call), call)
+
+    def aligned(self, call: PathCall) -> Aligned:
+        """Sort the call's pairs into blocks of one expert each."""
         with stages.stage(stages.SORT):
-            aligned = align(
-                routing,
+            return align(
+                call.tokens.routing,
                 block_size=call.config.gemm1.block_m,
-                num_local=problem.e,
-                workspace=workspace,
+                num_local=self.problem.e,
+                workspace=call.workspace,
                 ignore_invalid=self._sums,
             )
+
+    def rows(self, aligned: Aligned, call: PathCall) -> torch.Tensor:
+        """(P, H), both products: call.output itself where top-k is kept."""
+        problem, routing, workspace = self.problem, call.tokens.routing, call.workspace
+        pairs = routing.topk_ids_TK.numel()
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
         with stages.stage(stages.GATHER_GEMM1):
@@ -120,16 +126,22 @@ class AlignedPath(Path):
         with stages.stage(stages.GEMM2_SCATTER):
             product = second_product(call.weights, problem)
             self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None)
-        if self._sums:
-            with stages.stage(stages.REDUCE):
-                weight_and_sum(
-                    rows_PH.view(num_tokens, top_k, problem.hidden),
-                    None if problem.apply_router_weight_on_input else routing.topk_weights_TK,
-                    scale=problem.routed_scaling_factor,
-                    out=call.output,
-                    routing=routing,
-                    num_local=problem.e,
-                )
+        return rows_PH
+
+    def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
+        """Write every element of call.output, which the rows are unless they are summed."""
+        if not self._sums:
+            return
+        problem, routing = self.problem, call.tokens.routing
+        with stages.stage(stages.REDUCE):
+            weight_and_sum(
+                rows_PH.view(*routing.topk_ids_TK.shape, problem.hidden),
+                None if problem.apply_router_weight_on_input else routing.topk_weights_TK,
+                scale=problem.routed_scaling_factor,
+                out=call.output,
+                routing=routing,
+                num_local=problem.e,
+            )
 
     def _quantised(
         self, h_PI: torch.Tensor, call: PathCall

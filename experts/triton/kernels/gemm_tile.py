@@ -18,7 +18,7 @@ def grouped_tile_order(pid, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def zero_sum(dtype: tl.constexpr, SWAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What add_product adds to at first: (BLOCK_M, BLOCK_N), or its transpose if SWAP."""
+    """Return what add_product adds to at first: (BLOCK_M, BLOCK_N), or its transpose if SWAP."""
     if SWAP:
         result = tl.zeros((BLOCK_N, BLOCK_M), dtype)
     else:
@@ -44,7 +44,7 @@ def add_product(total, a, b, PRECISION: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def by_rows(total, SWAP: tl.constexpr):
-    """A sum of add_product as (BLOCK_M, BLOCK_N)."""
+    """Return a sum of add_product as (BLOCK_M, BLOCK_N)."""
     return tl.trans(total) if SWAP else total
 
 

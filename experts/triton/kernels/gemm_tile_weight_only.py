@@ -68,8 +68,8 @@ def _step(
     a, codes, zero, FORMAT: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The unscaled product of one step, float32. Packed: even and odd k are two products, unless
-    they are repacked."""
+    """Return the unscaled product of one step, float32. Packed: even and odd k are two products,
+    unless they are repacked."""
     dtype: tl.constexpr = a.dtype
     if FORMAT == "e2m1_repacked":
         result = tl.dot(a, _repacked_values(codes, dtype), input_precision=PRECISION)
@@ -96,7 +96,7 @@ def _nvfp4_step(
     a, codes, scale_ptrs, mask, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The product of one step with each weight times the scale of its group: exact in 16 bits.
+    """Multiply one step by weights times the scales of their groups: exact in 16 bits.
 
     scale_ptrs, mask: (BLOCK_K / 2, BLOCK_N), of the group of each byte of two weights.
     """

@@ -48,7 +48,7 @@ def times(rows, stride):
 def in_word_order(
     values, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """(STEPS, ROWS, DEPTH) in order of k to the order in which `unpack_words` gives weights.
+    """Bring (STEPS, ROWS, DEPTH) in order of k to the order in which `unpack_words` gives weights.
 
     Words go (lane of four, register), values by the bits of k: a warp's four lanes along the depth
     of a product each take whole words. Last come the two halves of a register.
@@ -85,7 +85,7 @@ def first_of_eight(DEPTH: tl.constexpr):
 def rows_in_word_order(
     a, FORMAT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr
 ):
-    """(STEPS, DEPTH / 32, ROWS, 32) read at `word_order_offsets` to (STEPS, DEPTH, ROWS)."""
+    """Bring (STEPS, DEPTH / 32, ROWS, 32) read at `word_order_offsets` to (STEPS, DEPTH, ROWS)."""
     lanes = tl.reshape(a, (STEPS, DEPTH // 32, ROWS, 4, 8))
     rows = tl.reshape(tl.permute(lanes, (0, 2, 3, 1, 4)), (STEPS, ROWS, DEPTH))
     return tl.permute(in_word_order(rows, FORMAT, STEPS, ROWS, DEPTH), (0, 2, 1))

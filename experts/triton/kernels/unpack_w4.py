@@ -87,7 +87,7 @@ def is_e2m1(form: str) -> bool:
 # range, so that the rows they meet are `boosted` first, by two to these powers.
 @triton.constexpr_function
 def boost_of(form: str, odd: int) -> float:
-    """The factor of a value of x in bf16, for an even or an odd k."""
+    """Return the factor of a value of x in bf16, for an even or an odd k."""
     return 2.0**48 if is_e2m1(form) else 2.0 ** (64 - 4 * odd)
 
 
@@ -124,8 +124,8 @@ def _plain(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _halves(pair, dtype: tl.constexpr):
-    """The values in the lower and the upper half of an int32. The compiler sees that they were
-    one, and makes them one again where a product takes them so."""
+    """Return the values in the lower and the upper half of an int32. The compiler sees that they
+    were one, and makes them one again where a product takes them so."""
     low = pair.to(tl.int16).to(dtype, bitcast=True)
     return low, (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
 

@@ -11,7 +11,7 @@ def _joined(
     ids, ids_row, weights_row, here, k,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The weights of all pairs that name a lane's expert; and whether one in front of it does.
+    """Return the weights of all pairs that name a lane's expert, and whether one before it does.
 
     Every lane reads its whole row: lines that are on their way anyhow, where lanes that compared
     themselves with each other would have to be laid out anew.

@@ -33,7 +33,7 @@ def _live_rows(
     segment, places, count, capacity, live_ptr, map_ptr, num_experts, num_local,
     SOURCE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """Indices of rows, and which of them stand for a token."""
+    """Return indices of rows, and which of them stand for a token."""
     rows = segment * capacity + places.to(tl.int64)
     live = places < count
     if SOURCE == "pairs":

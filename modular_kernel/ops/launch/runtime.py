@@ -12,6 +12,7 @@ HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in importable({"ml_dtypes"})
 
 if HAS_INTERPRETER:
     from modular_kernel.interpreter import patch
+    from modular_kernel.interpreter.access_log import watch
 
 
 def make_honest() -> None:
@@ -46,7 +47,7 @@ def watched_races() -> Iterator[list[str]]:
     It stays empty unless kernels are interpreted.
     """
     if HAS_INTERPRETER and patch.active():
-        with patch.watch.races() as found:
+        with watch.races() as found:
             yield found
     else:
         yield []

@@ -37,7 +37,7 @@ def weighted(problem: Problem, routing: str) -> bool:
 
 
 def scaled(problem: Problem, routing: str) -> bool:
-    """The scaling factor counts, and is not 1."""
+    """Return whether the scaling factor counts, and is not 1."""
     plain = problem.routed_scaling_factor == 1 or problem.combine is Combine.TOPK_UNWEIGHTED
     return routed(problem, routing) and not plain
 
@@ -53,7 +53,7 @@ def activation_kinds(*kinds: str, exact: bool = False) -> Applies:
 
 
 def clamped(problem: Problem, routing: str) -> bool:
-    """A limit that acts on many values of the inputs."""
+    """Return a limit that acts on many values of the inputs."""
     return routed(problem, routing) and (problem.act.limit or 9) <= 2
 
 

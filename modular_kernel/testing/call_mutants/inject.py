@@ -105,7 +105,7 @@ class CallMutant:
     def build(
         self, case: Case, machine: Machine, poison: bool, group: object | None = None
     ) -> FusedMoEModularKernel:
-        """The case's kernel with this defect in it. group: where ranks take part."""
+        """Return the case's kernel with this defect in it. group: where ranks take part."""
         catalog = load_catalog()
         told = self.problem(case.problem) if self.problem else case.problem
         pf = catalog.prepare_finalize(case.prepare_finalize)(told, group)

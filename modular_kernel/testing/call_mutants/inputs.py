@@ -13,7 +13,7 @@ from modular_kernel.types import ActivationSpec, Problem
 
 
 def with_activation(problem: Problem, **changes: object) -> Problem:
-    """The problem with some of the activation's fields changed."""
+    """Return the problem with some of the activation's fields changed."""
     act = problem.act
     spec = {
         "kind": act.kind,
@@ -36,7 +36,7 @@ def other_gelu(problem: Problem) -> Problem:
 
 
 def other_clamp(problem: Problem) -> Problem:
-    """The limit before silu instead of after it, or the other way round."""
+    """Apply the limit before silu instead of after it, or the other way round."""
     after = problem.act.kind == "swiglu_clamp_after"
     return with_activation(problem, kind="swiglu_clamp_before" if after else "swiglu_clamp_after")
 
@@ -65,7 +65,7 @@ def local_ids(args: Arguments) -> torch.Tensor:
 
 
 def drop_busiest_expert(args: Arguments) -> Arguments:
-    """The expert that is here and serves the most pairs gets none."""
+    """Take all pairs from the expert here that serves the most."""
     local = local_ids(args)
     if not bool((local >= 0).any()):
         return args
@@ -112,7 +112,7 @@ def drop_duplicates(args: Arguments) -> Arguments:
 
 
 def misread_int64(args: Arguments) -> Arguments:
-    """The low and high words of int64 ids taken for ids."""
+    """Take the low and high words of int64 ids for ids."""
     ids = args.routing.topk_ids_TK
     if ids.dtype != torch.int64:
         return args
@@ -168,12 +168,12 @@ def swap_gate_and_up(args: Arguments) -> Arguments:
 
 
 def lose_h(args: Arguments) -> Arguments:
-    """A contraction of GEMM 1 that ends one value early."""
+    """End the contraction of GEMM 1 one value early."""
     return _replace_weight(args, "w1", _without_last(args.weights.w1))
 
 
 def lose_i(args: Arguments) -> Arguments:
-    """A contraction of GEMM 2 that ends one value early."""
+    """End the contraction of GEMM 2 one value early."""
     return _replace_weight(args, "w2", _without_last(args.weights.w2))
 
 
@@ -195,7 +195,7 @@ def weigh_bias(args: Arguments) -> Arguments:
 
 
 def ignore_strides(args: Arguments) -> Arguments:
-    """The weight matrices read as if they were contiguous."""
+    """Read the weight matrices as if they were contiguous."""
     weights = replace(args.weights, w1=_dense(args.weights.w1), w2=_dense(args.weights.w2))
     return replace(args, weights=weights)
 
@@ -222,7 +222,7 @@ def _replace_weight(args: Arguments, name: str, tensor: torch.Tensor) -> Argumen
 
 
 def reuse_tokens(args: Arguments) -> Arguments:
-    """The rows of x that the last call had, where it had any."""
+    """Take the rows of x that the last call had, where it had any."""
     last = args.memory.get("x")
     args.memory["x"] = args.x_TH.clone()
     if last is None:
@@ -234,7 +234,7 @@ def reuse_tokens(args: Arguments) -> Arguments:
 
 
 def reuse_routing(args: Arguments) -> Arguments:
-    """The first routing seen for that many tokens, as if sorting it were cached by shape."""
+    """Take the first routing seen for that many tokens, as if its sort were cached by shape."""
     tokens = len(args.x_TH)
     routing = args.memory.setdefault(f"routing of {tokens}", args.routing)
     return replace(args, routing=routing)
@@ -257,7 +257,7 @@ def synchronise(args: Arguments) -> Arguments:
 
 
 def freeze_routing(args: Arguments) -> Arguments:
-    """A graph that is captured keeps the ids of the call before."""
+    """Keep the ids of the call before in a graph that is captured."""
     if not torch.cuda.is_current_stream_capturing():
         args.memory["ids"] = args.routing.topk_ids_TK.clone()
     return _route(args, args.memory["ids"])
@@ -300,7 +300,7 @@ def shift_order(args: Arguments) -> Arguments:
 
 
 def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
-    """The two halves of every byte exchanged."""
+    """Exchange the two halves of every byte."""
     for name in names:
         packed = getattr(args.weights, name)
         args = _replace_weight(args, name, (packed >> 4) | (packed << 4))
@@ -308,6 +308,6 @@ def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
 
 
 def shrink_given_scale(args: Arguments) -> Arguments:
-    """A static activation scale that is too small for most values, which then saturate."""
+    """Use a static activation scale that is too small for most values, which then saturate."""
     assert args.weights.a2_scale is not None
     return _replace_weight(args, "a2_scale", args.weights.a2_scale / 64)

@@ -19,7 +19,7 @@ def reuse_output(call: Started) -> None:
 
 
 def receive_the_latest(arrived: Arrival, memory: Memory) -> "Latest":
-    """The dispatch kept on the part, not in the handle: a later call replaces it."""
+    """Keep the dispatch on the part, not in the handle: a later call replaces it."""
     memory["arrived"] = arrived
     return Latest(memory)
 
@@ -36,7 +36,7 @@ class Latest:
 
 
 def flip_every_other_call(call: Started) -> None:
-    """The last bit of one value changes from call to call."""
+    """Change the last bit of one value from call to call."""
     memory, out = call.given.memory, call.out
     memory["calls"] = memory.get("calls", 0) + 1
     if memory["calls"] % 2 == 0:
@@ -45,7 +45,7 @@ def flip_every_other_call(call: Started) -> None:
 
 
 def flip_in_even_calls(call: Started) -> None:
-    """The last bit of one value changes with the number of tokens."""
+    """Change the last bit of one value with the number of tokens."""
     if len(call.out) % 2 == 0:
         kind = torch.int32 if call.out.element_size() == 4 else torch.int16
         call.out.view(-1)[:1].view(kind).bitwise_xor_(1)
@@ -74,7 +74,7 @@ def leave_skipped_rows(output: torch.Tensor, tokens: Dispatched) -> None:
 
 
 def shift_handle(handle: Handle, name: str) -> Handle:
-    """A tensor of the handle, one token off."""
+    """Take a tensor of the handle one token off."""
     shifted = {name: getattr(handle, name).roll(1, 0)}
     return replace(handle, **shifted)
 

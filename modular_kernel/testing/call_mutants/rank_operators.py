@@ -39,7 +39,9 @@ class RankMutant:
 def build_mutant(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """A rank's kernel with the defect of that name; `partial(build_mutant, name)` is a build."""
+    """Return a rank's kernel with the defect of that name; `partial(build_mutant, name)` is a
+    build.
+    """
     (mutant,) = (mutant for mutant in RANK_MUTANTS if mutant.name == name)
     with nullcontext() if mutant.waits is None else deadline(mutant.waits):
         return mutant.make(case.problem).build(case, machine, poison, group)
@@ -48,7 +50,8 @@ def build_mutant(
 def build_on_last_rank(
     name: str, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """A rank's kernel; the last rank's has the defect of that name from the battery of one rank.
+    """Return a rank's kernel; the last rank's has the defect of that name from the battery of one
+    rank.
 
     Only one that does not change what the parts are told: ranks would notice that they differ.
     """
@@ -188,7 +191,7 @@ def _keep_rows(_problem: Problem) -> dict[str, Any]:
     kept: list[Dispatched] = []
 
     def dispatched(tokens: Dispatched) -> Dispatched:
-        """The rows of the call before, as far as there are some."""
+        """Return the rows of the call before, as far as there are some."""
         kept.append(_copied(tokens))
         if len(kept) < 2:
             return tokens

@@ -74,7 +74,7 @@ def sensitivity(
 
 
 def first_of(failures: Iterable[str]) -> str | None:
-    """The first failure, if there is one."""
+    """Return the first failure, if there is one."""
     return next(iter(failures), None)
 
 

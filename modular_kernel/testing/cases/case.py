@@ -36,6 +36,7 @@ class Case:
         options = {
             "layout": (self.manner.layout, ORDINARY.layout),
             "values": (self.manner.values, ORDINARY.values),
+            "named": (self.manner.named, ORDINARY.named),
             "own-scales": (self.manner.own_scales, False),
             "by-turns": (self.by_turns, False),
         }
@@ -47,7 +48,7 @@ class Case:
 
 
 def command(case: Case) -> str:
-    """The line that proves this case alone, here or on another machine."""
+    """Return the line that proves this case alone, here or on another machine."""
     problem = case.problem
     options: dict[str, object] = {
         "pf-type": case.prepare_finalize,
@@ -84,6 +85,7 @@ def _unusual(problem: Problem) -> dict[str, object]:
         "fp32-precision": (problem.fp32_precision, "ieee"),
         "chunk-tokens": (problem.chunk_tokens, None),
         "graph": (problem.graph, False),
+        "lora": (problem.lora, "none"),
         "batch-invariant": (problem.batch_invariant, False),
         "world-size": (problem.parallel.world_size, 1),
     }

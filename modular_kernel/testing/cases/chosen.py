@@ -22,7 +22,7 @@ Chosen = tuple[Problem, str, Manner]
 
 
 def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Case, ...]:
-    """The chosen cases that a pairing takes on a machine."""
+    """Return the chosen cases that a pairing takes on a machine."""
     # Interpreted products of twice such a depth take as long again: there the shorter rows do.
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())

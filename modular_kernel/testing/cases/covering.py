@@ -46,7 +46,7 @@ class Space:
     cost: Callable[[Row], float]
 
     def numbers(self, row: Row) -> tuple[int, ...]:
-        """The number of each value of `row`, counted over all axes."""
+        """Return the number of each value of `row`, counted over all axes."""
         return tuple(map(add, self.starts, row))
 
     @cached_property
@@ -75,7 +75,7 @@ class Space:
         )
 
     def words(self, number: int) -> str:
-        """A value by its number: "axis=value"."""
+        """Return a value by its number: "axis=value"."""
         for axis, start in zip(self.axes, self.starts, strict=True):
             if start <= number < start + len(axis.values):
                 return f"{axis.name}={axis.values[number - start]}"
@@ -91,8 +91,8 @@ class Space:
             yield from ((a, b) for a in one for b in other)
 
     def covered(self, row: Row) -> frozenset[Pair]:
-        """The pairs that a valid row proves: all of its own; if nothing is computed in it, those
-        of the values that are the reason, so far as values are."""
+        """Return the pairs that a valid row proves: all of its own; if nothing is computed in it,
+        those of the values that are the reason, so far as values are."""
         numbers = self.numbers(row)
         if self.live(row):
             return frozenset(combinations(numbers, 2))
@@ -212,11 +212,13 @@ class _Drawing:
         return impossible
 
     def ordinary(self) -> Row | None:
-        """A valid row of ordinary values, but for those that have to be others."""
+        """Return a valid row of ordinary values, but for those that have to be others."""
         return self._mended((0,) * self.count, frozenset())
 
     def _homes(self, ordinary: Row) -> dict[int, Row]:
-        """A valid row for each value that has one, as near to the ordinary row as is found."""
+        """Return a valid row for each value that has one, as near to the ordinary row as is
+        found.
+        """
         homes = {}
         for axis, start in enumerate(self.starts):
             for value in range(len(self.space.axes[axis].values)):
@@ -228,7 +230,7 @@ class _Drawing:
     def _holding(
         self, ordinary: Row, homes: Sequence[Row | None], axes: list[int], values: list[int]
     ) -> Row | None:
-        """A valid row with two values, live if one is found near."""
+        """Return a valid row with two values, live if one is found near."""
         found = None
         for near in (ordinary, *homes):
             assert near is not None
@@ -279,7 +281,9 @@ class _Drawing:
     # ------------------------------------------------------------------------------ drawing rows
 
     def _best(self, pair: Pair) -> Row:
-        """The row with `pair` that covers most for its cost; some row with it in any case."""
+        """Return the row with `pair` that covers most for its cost; some row with it in any
+        case.
+        """
         best, worth = self.holds[pair], 0.0
         found = 0
         for _ in range(_CANDIDATES + _TRIES):
@@ -303,8 +307,9 @@ class _Drawing:
         return sum((self.open[number] & chosen).bit_count() for number in proving)
 
     def _candidate(self, pair: Pair) -> Row:
-        """A row with `pair` whose values can stand beside each other two by two, each of those that
-        meet most new ones; where they differ in cost, for the cost of what is chosen so far."""
+        """Return a row with `pair` whose values can stand beside each other two by two, each of
+        those that meet most new ones; where they differ in cost, for the cost of what is chosen so
+        far."""
         row = [0] * self.count  # ordinary values where none is chosen yet
         fixed = {self.axis_of[number]: number for number in pair}
         for axis, number in fixed.items():
@@ -318,7 +323,9 @@ class _Drawing:
         return tuple(row)
 
     def _chosen(self, axis: int, row: list[int], bits: int) -> tuple[int, int]:
-        """A value of `axis` for a row whose chosen values are `bits`: its index, its number."""
+        """Return a value of `axis` for a row whose chosen values are `bits`: its index, its
+        number.
+        """
         start, dear = self.starts[axis], self.space.axes[axis].dear
         cost, rolled = self.space.cost, self.dice.random
         best, worth = 0, -1.0

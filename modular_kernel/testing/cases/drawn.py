@@ -96,7 +96,9 @@ def _activation(kind: str, interleaved: bool) -> ActivationSpec:
 
 
 def problem_of(row: dict[str, Any]) -> Problem:
-    """The problem that a row of values by axis says; ConfigurationError if there is none such."""
+    """Return the problem that a row of values by axis says; ConfigurationError if there is none
+    such.
+    """
     experts, tokens = row["experts"], row["tokens"]
     here = {"half_mapped": (experts + 1) // 2, "one_mapped": 1}
     dtype, precision = row["numbers"]
@@ -125,7 +127,7 @@ def problem_of(row: dict[str, Any]) -> Problem:
 
 
 def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
-    """The case that a row of values by axis says."""
+    """Return the case that a row of values by axis says."""
     manner = Manner(row["layout"], row["values"], row["own_scales"])
     return Case(
         prepare_finalize,
@@ -162,7 +164,7 @@ _problem_part: Callable[[Row], Row] = itemgetter(
 
 
 def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
-    """The rows of AXES, judged for a pairing on a machine."""
+    """Return the rows of AXES, judged for a pairing on a machine."""
     catalog = load_catalog()
     pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
@@ -187,7 +189,7 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
 
 
 def _values(row: Row) -> dict[str, Any]:
-    """The value of each axis by its name."""
+    """Return the value of each axis by its name."""
     return {axis.name: axis.values[i] for axis, i in zip(AXES, row, strict=True)}
 
 
@@ -195,12 +197,12 @@ _PLACES = {axis.name: place for place, axis in enumerate(AXES)}
 
 
 def _part(*names: str) -> Callable[[Row], Row]:
-    """A function that gives some axes' part of a row."""
+    """Return a function that gives some axes' part of a row."""
     return itemgetter(*(_PLACES[name] for name in names))
 
 
 def _said(part: Row, *names: str) -> tuple[Any, ...]:
-    """The values of such a part."""
+    """Return the values of such a part."""
     return tuple(AXES[_PLACES[name]].values[i] for name, i in zip(names, part, strict=True))
 
 
@@ -262,6 +264,8 @@ def _calls(part: Row) -> float:
 
 @cache
 def draw(prepare_finalize: str, experts: str, machine: Machine) -> tuple[Array, tuple[Case, ...]]:
-    """The covering array of a pairing on a machine, and the case of each row, in its order."""
+    """Return the covering array of a pairing on a machine, and the case of each row, in its
+    order.
+    """
     array = covering_array(space_of(prepare_finalize, experts, machine))
     return array, tuple(case_of(prepare_finalize, experts, _values(row)) for row in array.rows)

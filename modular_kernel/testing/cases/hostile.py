@@ -1,5 +1,7 @@
 """Values that real layers meet now and then: zeros, other signs, huge and broken tokens."""
 
+from dataclasses import replace
+
 import torch
 
 from modular_kernel.tensors import Routing
@@ -83,4 +85,4 @@ def hostile_routing(
         unused |= expert_map[ids.clamp(0, problem.experts - 1)] < 0
     flat[unused] = torch.nan
     flat[unused & (torch.arange(len(flat)) % 2 == 1)] = -7
-    return Routing(weights_TK, routing.topk_ids_TK)
+    return replace(routing, topk_weights_TK=weights_TK)

@@ -22,8 +22,10 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import activation
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
 from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
 from modular_kernel.types import ActivationSpec, Problem
+from modular_kernel.validate import ADAPTER_TENSORS
 
 ROUTINGS = (
     "uniform",  # distinct experts, each as likely as the others
@@ -57,16 +59,18 @@ _UNUSED_WEIGHT = 7.0  # on pairs without an expert: finite, and far too large to
 @dataclass(frozen=True)
 class Manner:
     """What a problem leaves open. layout: one of LAYOUTS. values: one of VALUES. own_scales: the
-    scales of weights have the problem's dtype, where the scheme lets them."""
+    scales of weights have the problem's dtype, where the scheme lets them. named: one of NAMED."""
 
     layout: str = "plain"
     values: str = "ordinary"
     own_scales: bool = False
+    named: str = "mixed"
 
     def __post_init__(self) -> None:
         for what, got, known in (
             ("layout", self.layout, LAYOUTS),
             ("values", self.values, VALUES),
+            ("named", self.named, NAMED),
         ):
             if got not in known:
                 raise ConfigurationError(what, got=got, need=f"one of {', '.join(known)}")
@@ -95,7 +99,8 @@ class Inputs:
             "expert_map": w.expert_map,
             "topk_weights": r.topk_weights_TK,
             "topk_ids": r.topk_ids_TK,
-            **{name: getattr(w, name) for name in _SCALES},
+            "adapters": r.slots_T,
+            **{name: getattr(w, name) for name in (*_SCALES, *ADAPTER_TENSORS)},
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -109,7 +114,7 @@ def make_inputs(
     strided: bool = False,
     manner: Manner = ORDINARY,
 ) -> Inputs:
-    """Inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
+    """Make inputs for `problem.tokens` tokens; equal arguments give equal bits on every machine.
 
     strided: weights as transposed views, x with gaps between rows (unless inplace), int64 ids and
     the biases' other dtype, where the problem allows each; otherwise contiguous and int32, or as
@@ -126,10 +131,17 @@ def make_inputs(
     x_TH = torch.randn(problem.tokens, problem.hidden, generator=generator)
     x_TH = hostile_x(x_TH, problem, manner.values).to(problem.dtype)
     gaps = strided or manner.layout in ("transposed", "spaced")
+    weights = _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner)
+    slots_T = slots(problem, manner.named, generator)
+    matrices = adapters_of(problem, slots_T, generator, spaced=strided or manner.layout == "spaced")
     return Inputs(
         with_gaps(x_TH, place) if gaps and not problem.inplace else place(x_TH),
-        _expert_weights(problem, expert_map, generator, place, strided=strided, manner=manner),
-        Routing(place(router.topk_weights_TK), place(router.topk_ids_TK.to(ids_dtype))),
+        replace(weights, **{name: _placed(t, place) for name, t in matrices.items()}),
+        Routing(
+            place(router.topk_weights_TK),
+            place(router.topk_ids_TK.to(ids_dtype)),
+            place(slots_T) if isinstance(slots_T, torch.Tensor) else slots_T,
+        ),
     )
 
 
@@ -157,7 +169,7 @@ def _placer(device: torch.device, shift: int = 0) -> Place:
 
 
 def fenced(values: torch.Tensor, shift: int = 0) -> torch.Tensor:
-    """A contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
+    """Return a contiguous copy whose memory continues with NaN (or a huge integer) on both sides.
 
     shift: elements by which it begins later than aligned memory would.
     """
@@ -182,6 +194,14 @@ def fences_intact(tensor: torch.Tensor) -> bool:
 
 def _fence_value(dtype: torch.dtype) -> float:
     return math.nan if dtype.is_floating_point else min(_INT_FENCE, torch.iinfo(dtype).max)
+
+
+def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
+    """A strided view, its whole storage put in its place."""
+    if values.is_contiguous():
+        return place(values)
+    whole = values.new_empty(0).set_(values.untyped_storage())
+    return place(whole).as_strided(values.shape, values.stride())
 
 
 def with_gaps(x_TH: torch.Tensor, place: Place) -> torch.Tensor:

@@ -94,7 +94,7 @@ def cases_for(
 
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
-    """The cases of `axes(BASE)` for a pairing, judged on `machine`."""
+    """Return the cases of `axes(BASE)` for a pairing, judged on `machine`."""
     found = (Case(prepare_finalize, experts, p, routing) for p, routing in axes(BASE))
     return _judged(found, machine)
 
@@ -129,7 +129,7 @@ def _any_case(prepare_finalize: str, experts: str, machine: Machine, level: Leve
 
 
 def axes(base: Problem) -> tuple[Variant, ...]:
-    """`base` plus one change for each axis, plus small products over axes that interact."""
+    """Return `base`, one change for each axis, and small products over axes that interact."""
     groups: tuple[Iterable[Variant], ...] = (
         [(base, "uniform")],
         _tokens(base),
@@ -150,7 +150,7 @@ def axes(base: Problem) -> tuple[Variant, ...]:
 
 
 def _change(base: Problem, routing: str = "uniform", **changes: Any) -> Variant:
-    """`base` with some fields changed, whatever their types."""
+    """Return `base` with some fields changed, whatever their types."""
     return replace(base, **changes), routing
 
 

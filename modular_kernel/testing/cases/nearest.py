@@ -68,7 +68,7 @@ def neighbours(variant: Case, verdict: Verdict, world_size: int) -> Iterator[Cas
 
 
 def difference(before: Problem, after: Problem) -> str:
-    """What of the layer a fitted case changed: "hidden 48 -> 2048, experts 5 -> 6"."""
+    """Return what of the layer a fitted case changed: "hidden 48 -> 2048, experts 5 -> 6"."""
     names = ("hidden", "intermediate", "experts", "dtype")
     changed = [(n, getattr(before, n), getattr(after, n)) for n in names]
     shown = [f"{n} {old} -> {new}" for n, old, new in changed if old != new]

@@ -20,7 +20,7 @@ _OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
 def part_of(
     whole: Inputs, tokens: slice, problem: Problem, device: torch.device, *, strided: bool
 ) -> Inputs:
-    """What one rank passes: `tokens` of the whole world's, and the weights that it holds.
+    """Return what one rank passes: `tokens` of the whole world's, and the weights that it holds.
 
     problem: the rank's. whole, strided: as `make_inputs` made it, and was told. Each tensor is a
     fenced copy, laid out as the whole's.

@@ -42,7 +42,9 @@ PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {
 
 
 def parse_placement(text: str, experts: int, world_size: int) -> Placement:
-    """A name of PLACEMENTS, or the experts of every rank: "0,2/1,3". ConfigurationError else."""
+    """Return a name of PLACEMENTS, or the experts of every rank: "0,2/1,3". ConfigurationError
+    else.
+    """
     if text in PLACEMENTS:
         return PLACEMENTS[text](experts, world_size)
     try:
@@ -53,7 +55,7 @@ def parse_placement(text: str, experts: int, world_size: int) -> Placement:
 
 
 def placement_name(placement: Placement) -> str:
-    """The text that `parse_placement` turns into this placement; a name if it has one."""
+    """Return the text that `parse_placement` turns into this placement; a name if it has one."""
     experts, world_size = placement.experts, placement.world_size
     for name, place in PLACEMENTS.items():
         if experts >= world_size > 1 and placement == place(experts, world_size):
@@ -105,13 +107,13 @@ class RankCase(Case):
         return replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
 
     def of_rank(self, rank: int) -> Case:
-        """What one rank is to do."""
+        """Return what one rank is to do."""
         problem = replace(self.problem, parallel=replace(self.problem.parallel, rank=rank))
         pair = self.prepare_finalize, self.experts
         return Case(*pair, problem, self.routing, self.seed, self.manner)
 
     def verdict(self, machine: Machine) -> Verdict:
-        """The first rank's that is refused, or rank 0's."""
+        """Return the first rank's that is refused, or rank 0's."""
         cases = [self.of_rank(rank) for rank in range(self.world_size)]
         verdicts = [check(c.prepare_finalize, c.experts, c.problem, machine) for c in cases]
         return next((verdict for verdict in verdicts if not verdict.ok), verdicts[0])
@@ -327,6 +329,9 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     yield Variant(wide, "linear", (2, 5), "uniform", manner=peaks)
     long = replace(few, hidden=_LONG_ROWS, intermediate=16, quant="fp8_w8a8_channel")
     yield Variant(long, "linear", (2, 1), "uniform", manner=peaks)
+    # The only token of all ranks is zero: so is what their one scale is made from.
+    nothing = replace(few, intermediate=16, bias=True, quant="fp8_w8a8_tensor")
+    yield Variant(nothing, "linear", (1, 0), "uniform", manner=Manner(values="zero_rows"))
     linear = ActivationSpec.parse("swiglu_oai:alpha=1.702,limit=1.0")
     for quant in ("fp8_w8a8_channel", "fp8_w8a8_tensor"):
         small = replace(few, intermediate=16, activation=linear, quant=quant)

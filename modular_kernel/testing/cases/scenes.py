@@ -31,5 +31,5 @@ def counts_calls(part: type[PrepareAndFinalize]) -> bool:
 
 
 def manager_class(part: type[PrepareAndFinalize]) -> Any:
-    """What makes a manager of a process group for a part; None where it has none."""
+    """Return what makes a manager of a process group for a part; None where it has none."""
     return getattr(part, "manager_class", None)

@@ -91,7 +91,7 @@ Bar = Callable[[int], AbstractContextManager[Callable[[], None]]]
 
 
 def problems() -> tuple[Problem, ...]:
-    """Representative problems: every tile regime in every dtype, every flag of every kernel."""
+    """Return problems that reach every tile regime in every dtype, every flag of every kernel."""
     # Without an alignment; then 2, 16, 40 and 256 rows an expert.
     half = [replace(_BASE, tokens=t) for t in (1, 4, 32, 80, 512)]
     # Many pairs: they are counted in launches of their own.
@@ -141,7 +141,7 @@ def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int =
 
 
 def launched(target: str) -> Cases:
-    """What each case launches for `target`, one after the other."""
+    """Yield what each case launches for `target`, one after the other."""
     for step in _steps(_machine(target), target):
         yield from step()
 
@@ -152,7 +152,7 @@ def _called(steps: list[Callable[[], Cases]], target: str) -> Iterator[list[Comp
 
 
 def _judged(cases: Cases, target: str) -> list[CompiledRow]:
-    """What is wrong with each kernel, told where it was compiled: counting takes as long."""
+    """Return what is wrong with each kernel, told where it was compiled: counting takes as long."""
     return [
         CompiledRow(case, record, check(record, _expected(record, target)))
         for case, records in cases
@@ -161,7 +161,7 @@ def _judged(cases: Cases, target: str) -> list[CompiledRow]:
 
 
 def _shared(target: str, steps: int, workers: int) -> Iterator[list[CompiledRow]]:
-    """What the steps yield, in their order; each process takes the next that nobody has."""
+    """Yield what the steps yield, in their order; each process takes the next that nobody has."""
     context = get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=hide_gpus) as pool:
         yield from pool.map(_step, [target] * steps, range(steps))
@@ -187,7 +187,7 @@ def _no_bar(total: int) -> Iterator[Callable[[], None]]:
 
 
 def _machine(target: str) -> Machine:
-    """A GPU of that kind with whatever is installed here."""
+    """Return a GPU of that kind with whatever is installed here."""
     arch = int(target.removeprefix("sm_"))
     packages = importable({"triton", *packages_of(load_catalog())})
     return Machine("cuda", (arch // 10, arch % 10), packages)
@@ -212,7 +212,7 @@ def _steps(machine: Machine, target: str) -> list[Callable[[], Cases]]:
 
 
 def _compile_problem(problem: Problem, machine: Machine, target: str) -> Cases:
-    """What every pairing of a Triton part launches for `problem`."""
+    """Yield what every pairing of a Triton part launches for `problem`."""
     for verdict in check_all(problem, machine):
         experts = load_catalog().experts(verdict.experts)
         if not verdict.ok or "triton" not in experts.requires.packages:
@@ -242,7 +242,7 @@ def compile_call(kernel: FusedMoEModularKernel, target: str) -> list[CompileReco
 
 
 def _activate() -> None:
-    """The activation as an operation of its own, which no part launches."""
+    """Launch the activation as an operation of its own, which no part does."""
     rows, intermediate = 4, _BASE.intermediate
     out = torch.empty(rows, intermediate, dtype=_BASE.dtype, device=_META)
     for kind in GATED + UNGATED:
@@ -267,7 +267,7 @@ def _pairs(top_k: int) -> Pairs:
 
 
 def _number() -> None:
-    """The numbers of a library's rows, whose parts need ranks; alone and with quantisation."""
+    """Launch the numbering of a library's rows, whose parts need ranks; also with quantisation."""
     for top_k in (1, 3, 8):
         number_pairs(_pairs(top_k))
     x = torch.empty(4, _BASE.hidden, dtype=_BASE.dtype, device=_META)
@@ -298,7 +298,7 @@ def _zero_rows() -> None:
 
 
 def _route() -> None:
-    """The router, which stands above the parts."""
+    """Launch the router, which stands above the parts."""
     for spec, experts in (
         (RouterSpec(2), 8),
         (RouterSpec(4, order="topk_first"), 128),
@@ -318,16 +318,22 @@ def _meta(inputs: Inputs) -> Inputs:
     x_TH, weights, routing = inputs
     tensors = {f.name: getattr(weights, f.name) for f in fields(weights)}
     moved: dict[str, Any] = {name: t if t is None else t.to(_META) for name, t in tensors.items()}
-    ids_TK = routing.topk_ids_TK.to(_META)
+    ids_TK, slots_T = routing.topk_ids_TK.to(_META), routing.slots_T
     return (
         x_TH.to(_META),
         ExpertWeights(**moved),
-        Routing(routing.topk_weights_TK.to(_META), ids_TK),
+        Routing(
+            routing.topk_weights_TK.to(_META),
+            ids_TK,
+            routing.adapters_T if slots_T is None else slots_T.to(_META),
+        ),
     )
 
 
 def _expected(record: CompileRecord, target: str) -> str | None:
-    """The instruction a product must use: warpgroup products from 64 rows or weights, on Hopper."""
+    """Return the instruction a product must use: warpgroup products from 64 rows or weights, on
+    Hopper.
+    """
     block_m = record.config.get("BLOCK_M")
     if not isinstance(block_m, int):
         return None

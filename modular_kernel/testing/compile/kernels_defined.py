@@ -56,7 +56,9 @@ def _packages_of_kernels(top: str) -> Iterator[str]:
 def _modules(
     module: ModuleType, targets: tuple[str, ...]
 ) -> Iterator[tuple[ModuleType, tuple[str, ...]]]:
-    """A module and those below it, each with the TARGETS of the nearest package that has some."""
+    """Yield a module and those below it, each with the TARGETS of the nearest package that has
+    some.
+    """
     targets = tuple(getattr(module, "TARGETS", targets))
     yield module, targets
     for info in pkgutil.iter_modules(getattr(module, "__path__", ())):

@@ -195,7 +195,7 @@ class NoDevice:
 def _recording(
     launch: Callable[..., Foreign], driver: NoDevice, records: list[CompileRecord]
 ) -> Callable[..., Foreign]:
-    """A replacement for `JITFunction.run`, which is `launch`, that compiles and records."""
+    """Return a replacement for `JITFunction.run`, which is `launch`, that compiles and records."""
 
     def run(
         self: Foreign, *args: Foreign, grid: Foreign, warmup: bool, **kwargs: Foreign
@@ -230,7 +230,9 @@ def _stand_in(arg: Foreign) -> Foreign:
 def _constants(
     kernel: Foreign, args: tuple[Foreign, ...], kwargs: dict[str, Foreign]
 ) -> dict[str, object]:
-    """The constexpr parameters of `kernel` with the values of this launch, defaults included."""
+    """Return the constexpr parameters of `kernel` with the values of this launch, defaults
+    included.
+    """
     names = {param.name for param in kernel.params}
     named = {name: value for name, value in kwargs.items() if name in names}
     bound = kernel.signature.bind(*args, **named)
@@ -280,7 +282,7 @@ def _pointed_at(signature: Mapping[str, Foreign]) -> dict[str, str]:
 
 @cache
 def _resources(cubin: bytes) -> tuple[int, int, int]:
-    """Registers, stack bytes and local bytes of a thread, by the tool triton brings."""
+    """Return registers, stack bytes and local bytes of a thread, by the tool triton brings."""
     text = _said(triton.knobs.nvidia.cuobjdump.path, "-res-usage", cubin=cubin)
     usage = [tuple(map(int, numbers)) for numbers in _RESOURCES.findall(text)]
     registers, stack, spill = (max(column) for column in zip(*usage, strict=True))
@@ -297,7 +299,7 @@ def _count(cubin: bytes) -> Mapping[str, int]:
 
 
 def _said(*command: str, cubin: bytes) -> str:
-    """What a tool says of a kernel."""
+    """Return what a tool says of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)

@@ -86,7 +86,7 @@ def choices(base: EdgeSituation) -> Iterator[tuple[str, EdgeSituation]]:
 
 
 def lines(base: EdgeSituation) -> Iterator[Line]:
-    """The fields that count."""
+    """Yield the fields that count."""
     yield from _problem_lines(base)
     if base.machine.arch is not None:
         major, minor = base.machine.arch
@@ -102,7 +102,7 @@ def lines(base: EdgeSituation) -> Iterator[Line]:
 
 
 def _changed(base: EdgeSituation, of: str, **values: object) -> EdgeSituation | None:
-    """`base` with other values in one record; None if they are none that it may hold."""
+    """Return `base` with other values in one record; None if they are none that it may hold."""
     try:
         return replace(base, **{of: replace(getattr(base, of), **values)})
     except ConfigurationError:
@@ -120,6 +120,7 @@ def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterato
     own = {
         "dtype": tuple(DTYPES.values()),
         "quant": _schemes(),
+        "lora": ("none", "adapters=3,rank=4"),
         "activation": _activations(),
         "ids_dtype": _IDS,
         "topk_indices_dtype": _IDS,
@@ -152,7 +153,7 @@ def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterato
 
 @cache
 def _packages() -> tuple[str, ...]:
-    """Packages whose presence could matter to some part."""
+    """Return packages whose presence could matter to some part."""
     from modular_kernel.catalog import load_catalog, packages_of
 
     return tuple(sorted(packages_of(load_catalog())))
@@ -178,7 +179,7 @@ def _activations() -> tuple[ActivationSpec, ...]:
 
 
 def _parallels(problem: Problem) -> Iterator[object]:
-    """The same ranks with experts placed otherwise."""
+    """Yield the same ranks with experts placed otherwise."""
     parallel, experts = problem.parallel, problem.experts
     if experts < parallel.world_size:
         return
@@ -190,7 +191,7 @@ def _parallels(problem: Problem) -> Iterator[object]:
 
 
 def _elsewhere(base: EdgeSituation) -> Iterator[EdgeSituation]:
-    """The same software on the other kind of device."""
+    """Yield the same software on the other kind of device."""
     machine = base.machine
     if machine.device == "cuda":
         cpu = replace(machine, device="cpu", arch=None)
@@ -230,7 +231,7 @@ def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
 def _declared_lines(
     base: EdgeSituation, of: str, name: str, kind: Any, value: object
 ) -> Iterator[Line]:
-    """A declared number, or each of a declared pair of them; None is no bound."""
+    """Yield a declared number, or each of a declared pair of them; None is no bound."""
     field = f"{of}.{name}"
 
     def at(number: int) -> EdgeSituation | None:

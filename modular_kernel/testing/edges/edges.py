@@ -123,7 +123,9 @@ def edges_of(
 def _valid(
     pf: type[PrepareAndFinalize], experts: type[PermuteExpertsUnpermute], machine: Machine
 ) -> EdgeSituation | None:
-    """A small problem that the pairing takes, here or else on a GPU; None if none is found."""
+    """Return a small problem that the pairing takes, here or else on a GPU; None if none is
+    found.
+    """
     packages = frozenset((*pf.requires.packages, *experts.requires.packages))
     arches = [req.min_arch for req in (pf.requires, experts.requires) if req.min_arch is not None]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
@@ -172,13 +174,13 @@ def _around(
 
 
 def _place(one: EdgeSituation, name: str) -> tuple[object, str]:
-    """The record of a field, and the field's name in it."""
+    """Return the record of a field, and the field's name in it."""
     of, _, field_name = name.partition(".")
     return getattr(one, of), field_name
 
 
 def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
-    """(passing, failing) where the judgement turns: at the next value, and, far away, on the
+    """Yield (passing, failing) where the judgement turns: at the next value, and, far away, on the
     lattice of the least step that is accepted."""
 
     def passes(number: int) -> bool:
@@ -203,7 +205,9 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
 
 
 def _last(start: int, step: int, passes: Callable[[int], bool]) -> int:
-    """The last value on the way from `start` by `step` that passes, and whose next does not."""
+    """Return the last value on the way from `start` by `step` that passes, and whose next does
+    not.
+    """
     good, bad = 0, 1
     while passes(start + step * bad):
         good, bad = bad, 2 * bad
@@ -249,8 +253,8 @@ def _sited() -> Iterator[dict[int, Site]]:
 
 
 def case_of(edge: Edge) -> Case | None:
-    """The case that proves an edge's passing side, a RankCase where ranks take part; None where the
-    parts declare otherwise than they do by themselves."""
+    """Return the case that proves an edge's passing side, a RankCase where ranks take part; None
+    where the parts declare otherwise than they do by themselves."""
     one = edge.passing
     if not one.as_declared:
         return None

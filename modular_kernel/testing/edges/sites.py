@@ -32,12 +32,16 @@ def _sites(asked: Iterable[object]) -> Iterator[Site]:
                 yield function.__code__.co_filename, first + node.lineno - 1
 
 
+def _frozen(function: FunctionType) -> bool:
+    return function.__code__.co_filename.startswith("<frozen ")
+
+
 def _reached(asked: Iterable[object]) -> set[FunctionType]:
-    """These functions, and those that they name."""
+    """Return these functions, and those that they name; Python's frozen modules have no source."""
     found, left = set[FunctionType](), list(asked)
     while left:
         one = left.pop()
-        if isinstance(one, FunctionType) and one not in found:
+        if isinstance(one, FunctionType) and one not in found and not _frozen(one):
             found.add(one)
             left += [one.__globals__.get(name) for name in _names(one.__code__)]
     return found

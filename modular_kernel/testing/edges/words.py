@@ -12,7 +12,8 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def contradiction(got: str, need: str, values: tuple[int, int] | None, field: str) -> str:
-    """What is wrong with a refusal `got` of `need`; "" if nothing is, or its words are no test.
+    """Return what is wrong with a refusal `got` of `need`; "" if nothing is, or its words are no
+    test.
 
     values: of the field that the edge is in, passing and failing, if it counts. What a declaration
     says is the need, what problem and machine say was got.
@@ -37,7 +38,7 @@ def contradiction(got: str, need: str, values: tuple[int, int] | None, field: st
 
 
 def _shown(number: int, words: str) -> str:
-    """A number as these words have it: 90 is 9.0 where they name a compute capability."""
+    """Return a number as these words have it: 90 is 9.0 where they name a compute capability."""
     first = _NUMBER.search(words)
     dotted = first is not None and "." in first.group()
     return f"{number // 10}.{number % 10}" if dotted else str(number)

@@ -10,7 +10,7 @@ from modular_kernel.testing.mutation.source import Mutant
 # Words of a statement that speaks of a GPU or of what is only done on one.
 _GPU = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
-    r"|after_predecessor|overlap\(|inline_asm"
+    r"|after_predecessor|overlap\(|inline_asm|== \"cuda\""
 )
 # What depends on the release of triton that is installed.
 _RELEASE = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")
@@ -36,7 +36,9 @@ def apart(mutant: Mutant) -> str | None:
 
 @lru_cache(maxsize=64)
 def _assembling(text: str) -> frozenset[int]:
-    """The lines of host functions that write assembler, which the interpreter does not read."""
+    """Return the lines of host functions that write assembler, which the interpreter does not
+    read.
+    """
     lines = text.splitlines()
     found = set[int]()
     for node in ast.parse(text).body:

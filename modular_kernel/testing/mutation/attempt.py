@@ -2,10 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.testing.cases.lists import Case
@@ -15,6 +16,11 @@ from modular_kernel.testing.mutation.one_process import OneProcess
 from modular_kernel.testing.mutation.runs import Level, Pair
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.steps import Listing
+
+T = TypeVar("T")
+
+# Of a case's fields, what is no axis of its own.
+_NOT_AXES = frozenset({"problem", "seed"})
 
 
 class Where(Protocol):
@@ -51,15 +57,13 @@ class Killers:
 
     def ordered(self, mutant: Mutant, cases: Sequence[Covered]) -> list[Covered]:
         """Cheap ones and known killers first, and before all others those that between them execute
-        every line of the module: what is said of a rare branch shows in the cases that take it."""
+        every line of the module, then those that between them have every value of every axis: what
+        is said of a rare branch, or of a large problem, shows in the cases that take it."""
         cheap = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
-        file, seen = str(mutant.path), set[int]()
-        first, rest = list[Covered](), list[Covered]()
-        for covered in cheap:
-            lines = covered.lines.get(file, frozenset())
-            (rest if lines <= seen else first).append(covered)
-            seen |= lines
-        return first + rest
+        file = str(mutant.path)
+        first, others = _spanning(cheap, lambda covered: covered.lines.get(file, frozenset()))
+        second, rest = _spanning(others, lambda covered: axes(covered.case))
+        return first + second + rest
 
     def note(self, mutant: Mutant, case: Case) -> None:
         self._kills[mutant.module, case] += 1
@@ -73,6 +77,28 @@ class Killers:
             need = "cases that pass before anything is changed"
             raise ConfigurationError("--mutate", got=f"{case}: {failure}", need=need)
         self._sound.add(case)
+
+
+def _spanning(
+    cases: Sequence[Covered], has: Callable[[Covered], frozenset[T]]
+) -> tuple[list[Covered], list[Covered]]:
+    """Cases that have something which none before them has; and the others."""
+    seen = set[T]()
+    first, rest = list[Covered](), list[Covered]()
+    for covered in cases:
+        (rest if has(covered) <= seen else first).append(covered)
+        seen |= has(covered)
+    return first, rest
+
+
+@lru_cache(maxsize=8192)
+def axes(case: Case) -> frozenset[tuple[str, str]]:
+    """Every axis with its value in the case; of sizes, how many bits they have."""
+    told = {**vars(case.problem), **vars(case), "pairs": case.problem.tokens * case.problem.top_k}
+    sizes = {name: value.bit_length() for name, value in told.items() if type(value) is int}
+    return frozenset(
+        (name, str(value)) for name, value in (told | sizes).items() if name not in _NOT_AXES
+    )
 
 
 def attempt(

@@ -66,7 +66,7 @@ def compare_bits(
 
 
 def executing(mutant: Mutant, coverage: Coverage) -> tuple[Covered, ...]:
-    """The cases that execute a mutant; all, where only the import of its module does."""
+    """Return the cases that execute a mutant; all, where only the import of its module does."""
     return coverage.executing(mutant) or (coverage.cases if coverage.loads(mutant) else ())
 
 

@@ -88,7 +88,7 @@ class Child:
 
 
 def _run(work: Callable[[Tell], None], writer: int) -> NoReturn:
-    """The whole life of the child."""
+    """Live the whole life of the child."""
     status = 1
     try:
         confine()

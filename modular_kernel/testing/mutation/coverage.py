@@ -56,7 +56,7 @@ class Coverage:
 
 
 def joined(coverages: Iterable[Coverage]) -> Coverage:
-    """The coverage of several lists of cases as one."""
+    """Return the coverage of several lists of cases as one."""
     loading: dict[str, frozenset[int]] = {}
     cases, ended = list[Covered](), ""
     for each in coverages:
@@ -67,7 +67,7 @@ def joined(coverages: Iterable[Coverage]) -> Coverage:
 
 
 def united(each: Iterable[Mapping[str, Collection[int]]]) -> dict[str, frozenset[int]]:
-    """The lines of some maps from files, put together."""
+    """Return the lines of some maps from files, put together."""
     found: dict[str, frozenset[int]] = {}
     for lines in each:
         for file, numbers in lines.items():
@@ -117,8 +117,8 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
 
 @contextmanager
 def watched(files: set[str]) -> Iterator[tuple[Seen, Seen]]:
-    """Filled with every line of `files` that is executed within it, by any thread started there;
-    and, apart, with those that are while one of `files` is imported.
+    """Yield two records that fill with lines of `files`: those executed within it, by any thread
+    started there, and, apart, those executed while one of `files` is imported.
 
     A module is imported once, in whatever case needs it first: that says nothing of this case.
     """

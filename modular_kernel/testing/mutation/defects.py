@@ -21,7 +21,7 @@ class Defect:
 
 
 def read_defects(path: Path, root: Path) -> tuple[Defect, ...]:
-    """The defects of a list, for the checkout at `root`.
+    """Return the defects of a list, for the checkout at `root`.
 
     Raises ConfigurationError for an entry whose file or piece is not there, or there twice.
     """
@@ -45,7 +45,7 @@ def _defect(entry: dict[str, str], root: Path) -> Defect:
 
 
 def _lines(source: Source, first: int, last: int) -> tuple[int, int]:
-    """The lines of the statements in which lines [first, last] are."""
+    """Return the lines of the statements in which lines [first, last] are."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
             begins, ends = node.lineno, last_line(node)

@@ -78,7 +78,7 @@ class Follower:
             )
 
     def ended(self, ended: Ended) -> Fate:
-        """What became of it, now that nothing more is said."""
+        """Return what became of it, now that nothing more is said."""
         if self.fate is not None:
             return self.fate
         if ended.how == "done":

@@ -49,7 +49,7 @@ SPEED = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "eviction_p
 
 
 def compare(source: Source, node: ast.AST) -> Edits:
-    """A mask or a guard off by one, or the wrong way round."""
+    """Yield a mask or a guard off by one, or the wrong way round."""
     assert isinstance(node, ast.Compare)
     left = node.left
     for operator, right in zip(node.ops, node.comparators, strict=True):
@@ -79,7 +79,10 @@ def binary(source: Source, node: ast.AST) -> Edits:
     if isinstance(node.op, ast.BitAnd | ast.BitOr):
         yield Edit("operand lost", start, end, right)
     if isinstance(node.op, ast.FloorDiv):
-        yield Edit("tail", start, end, f"-(-({left}) // ({right}))")
+        # Kernels divide towards 0, where the negative of -a // b is a // b.
+        up = f"({left} + ({right}) - 1) // ({right})"
+        up = up if source.in_kernel(node) else f"-(-({left}) // ({right}))"
+        yield Edit("tail", start, end, up)
 
 
 def boolean(source: Source, node: ast.AST) -> Edits:
@@ -92,7 +95,7 @@ def boolean(source: Source, node: ast.AST) -> Edits:
 
 
 def unary(source: Source, node: ast.AST) -> Edits:
-    """A sign or a negation lost; -1, the id of a skipped pair, taken for 0."""
+    """Yield a sign or a negation lost; -1, the id of a skipped pair, taken for 0."""
     assert isinstance(node, ast.UnaryOp)
     operand = source.of(node.operand)
     if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
@@ -103,7 +106,7 @@ def unary(source: Source, node: ast.AST) -> Edits:
 
 
 def constant(source: Source, node: ast.AST) -> Edits:
-    """A number off by one or a factor, a flag the other way, another precision."""
+    """Yield a number off by one or a factor, a flag the other way, another precision."""
     assert isinstance(node, ast.Constant)
     value = node.value
     if isinstance(value, bool):
@@ -118,8 +121,17 @@ def constant(source: Source, node: ast.AST) -> Edits:
         yield source.replaced("precision", node, repr(_WORDS[value]))
 
 
+def duration(source: Source, node: ast.expr) -> Edits:
+    """Seconds forgotten, or milliseconds taken for seconds: no run tells a little more or less."""
+    assert isinstance(node, ast.Constant)
+    yield source.replaced("constant", node, "0.0")
+    yield source.replaced("constant", node, repr(node.value * 1000.0))
+
+
 def name(source: Source, node: ast.AST) -> Edits:
-    """An operand's neighbour: w2 for w1, I for H; an accumulator or an offset of fewer bits."""
+    """Yield an operand's neighbour: w2 for w1, I for H; an accumulator or an offset of fewer
+    bits.
+    """
     if isinstance(node, ast.Attribute):
         word, place = node.attr, source.end(node) - len(node.attr.encode())
     else:
@@ -196,19 +208,19 @@ def _range(source: Source, node: ast.Call, called: str) -> Edits:
 
 
 def ternary(source: Source, node: ast.AST) -> Edits:
-    """The other branch."""
+    """Yield the other branch."""
     assert isinstance(node, ast.IfExp)
     yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
 
 
 def branch(source: Source, node: ast.AST) -> Edits:
-    """The other branch of a statement."""
+    """Yield the other branch of a statement."""
     assert isinstance(node, ast.If | ast.While)
     yield source.replaced("branch", node.test, f"not ({source.of(node.test)})")
 
 
 def slice_(source: Source, node: ast.AST) -> Edits:
-    """A slice one row short."""
+    """Yield a slice one row short."""
     assert isinstance(node, ast.Slice)
     for bound, sign in ((node.lower, "+"), (node.upper, "-")):
         if bound is not None and not isinstance(bound, ast.Constant):
@@ -216,7 +228,9 @@ def slice_(source: Source, node: ast.AST) -> Edits:
 
 
 def statement(source: Source, node: ast.AST) -> Edits:
-    """A step forgotten: a store, a barrier, an update of an accumulator or a pointer, a rule."""
+    """Yield a step forgotten: a store, a barrier, an update of an accumulator or a pointer, a
+    rule.
+    """
     assert isinstance(node, ast.Expr | ast.AugAssign)
     if isinstance(node, ast.AugAssign) or isinstance(
         node.value, ast.Call | ast.Yield | ast.YieldFrom
@@ -264,7 +278,7 @@ def _past_comma(source: Source, keyword: ast.keyword) -> int:
 
 
 def _called(node: ast.Call) -> str:
-    """The last word of what is called."""
+    """Return the last word of what is called."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""

@@ -66,7 +66,7 @@ class Ranks:
         self.end()
 
     def end(self) -> None:
-        """The next run gets fresh ranks."""
+        """End these ranks: the next run gets fresh ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -91,7 +91,7 @@ class Ranks:
         return self._asked(rank_runs.refused, tuple(cases), self.this_machine())
 
     def _asked(self, task: Callable[..., R], *arguments: object) -> R:
-        """What rank 0 answers. RuntimeError with what it raised."""
+        """Return what rank 0 answers. RuntimeError with what it raised."""
         try:
             return self.start().run(task, *arguments)[0]
         except RankError as error:
@@ -196,12 +196,13 @@ class OverRanks:
 
 
 def together(digests: Collection[str]) -> str:
-    """What every rank computed, as one text."""
+    """Return what every rank computed, as one text."""
     return " ".join(digests)
 
 
 def _finding(failure: str) -> str:
-    """What a proof over ranks fails by, as one in one process says it: the check comes first.
+    """Return what a proof over ranks fails by, as one in one process says it: the check comes
+    first.
 
     RanksEnded where it is not a finding.
     """

@@ -111,8 +111,8 @@ def watched_digest(
     waits: float,
     files: Collection[str],
 ) -> tuple[str, float, Lines, Lines]:
-    """The digest, how many seconds it took, and the lines of `files` that it executed; and, apart,
-    those that an import of one of them did."""
+    """Return the digest, how many seconds it took, and the lines of `files` that it executed; and,
+    apart, those that an import of one of them did."""
     start = time.perf_counter()
     with watched(set(files)) as (lines, loaded):
         found = digest(rank, world_size, group, case, machine, waits)
@@ -122,8 +122,8 @@ def watched_digest(
 def build(
     waits: float, case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """A rank's kernel whose exchanges take `waits` seconds at most; `partial(build, waits)` is a
-    RankBuild."""
+    """Return a rank's kernel whose exchanges take `waits` seconds at most; `partial(build, waits)`
+    is a RankBuild."""
     with deadline(waits):
         return over_ranks.build_kernel(case, machine, poison, group)
 

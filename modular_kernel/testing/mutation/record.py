@@ -46,12 +46,12 @@ def record_of(score: Score) -> Record:
 
 
 def killers(killed: tuple[Fate, ...]) -> dict[str, int]:
-    """What killed how many: a check's name, or "hang", "crash" or "refused"."""
+    """Return what killed how many: a check's name, or "hang", "crash" or "refused"."""
     return dict(Counter(map(killer, killed)).most_common())
 
 
 def killer(fate: Fate) -> str:
-    """What killed it: a check's name, or "hang", "crash" or "refused"."""
+    """Return what killed it: a check's name, or "hang", "crash" or "refused"."""
     return fate.by.partition(":")[0] if fate.how == "killed" else fate.how
 
 
@@ -66,7 +66,7 @@ def died(record: Record, found: Survey) -> dict[str, str]:
 
 
 def reproducer(fate: Fate, found: Survey) -> str:
-    """The line that puts this mutant in again, before the same cases."""
+    """Return the line that puts this mutant in again, before the same cases."""
     words = ["mk", "test", "--mutate", found.part, "--only", fate.mutant.ident]
     if found.where.world_size > 1:
         words += ["--world-size", str(found.where.world_size)]

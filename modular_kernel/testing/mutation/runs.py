@@ -36,7 +36,7 @@ def refused(cases: Sequence[Case]) -> list[str]:
 
 
 def first_failure(case: Case, machine: Machine) -> tuple[str | None, float]:
-    """What the case fails by first, None if it is proven; and the seconds until then."""
+    """Return what the case fails by first, None if it is proven; and the seconds until then."""
     start = time.perf_counter()
     failure = _first(case, machine)
     return failure, time.perf_counter() - start

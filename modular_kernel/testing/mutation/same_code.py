@@ -74,7 +74,7 @@ def same_code(mutants: Sequence[Mutant], target: str = "sm_90") -> SameCode:
 
 
 def _marked(edit: Edit) -> str:
-    """What no kernel that has it compiles with; an operator stays one."""
+    """Return what no kernel that has it compiles with; an operator stays one."""
     try:
         ast.parse(edit.new)
     except SyntaxError:
@@ -93,13 +93,13 @@ def _in_a_kernel(mutant: Mutant) -> bool:
 
 
 def _other(without: Code, found: Code) -> set[tuple[str, str]]:
-    """The forms of `without` that are others in `found`, launch by launch."""
+    """Return the forms of `without` that are others in `found`, launch by launch."""
     assert [kernel for kernel, _ in without] == [kernel for kernel, _ in found]
     return {form for form, now in zip(without, found, strict=True) if form != now}
 
 
 def _compiled(mutants: Sequence[Mutant], modules: set[str], target: str, cache_folder: str) -> Code:
-    """What each launch of a kernel that uses one of `modules` compiles to."""
+    """Return what each launch of a kernel that uses one of `modules` compiles to."""
     # Where a line stands is no part of what it does.
     settings = {"TRITON_CACHE_DIR": cache_folder, "TRITON_DISABLE_LINE_INFO": "1"}
     done = subprocess.run(
@@ -141,7 +141,7 @@ def _main() -> None:
 
 @cache
 def _used_by(module: str) -> frozenset[str]:
-    """The module and all of ours that it imports, directly or through others."""
+    """Return the module and all of ours that it imports, directly or through others."""
     ours = {"modular_kernel", *part_packages()}
     reached, waiting = set[str](), [module]
     while waiting:

@@ -26,6 +26,7 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
     ("experts.triton.launch_config", "bounds configurations: every choice must give right numbers"),
     ("experts.triton.*.config", "bounds configurations: every choice must give right numbers"),
     ("modular_kernel.interpreter.patch", "the CPU's stand-in for a GPU, part of the harness"),
+    ("modular_kernel.interpreter.builder", "the CPU's stand-in for a GPU, part of the harness"),
     ("modular_kernel.interpreter.block_types", "the CPU's stand-in for a GPU, part of the harness"),
     ("modular_kernel.interpreter.dtypes", "the CPU's stand-in for a GPU, part of the harness"),
     ("modular_kernel.interpreter.bounds", "finds overruns, part of the harness"),
@@ -38,9 +39,10 @@ LEFT_OUT: tuple[tuple[str, str], ...] = (
 
 
 def modules_of(part: str, catalog: Catalog) -> dict[str, Path]:
-    """Module -> file of everything that makes `part`; ConfigurationError if no part has the name.
+    """Return module -> file of everything that makes `part`.
 
-    A part over ranks alone has modules, and no case in one process.
+    A part over ranks alone has modules, and no case in one process. ConfigurationError if no part
+    has the name.
     """
     found = [p for p in catalog.parts if p.name == part]
     if not found:
@@ -71,7 +73,7 @@ def _below(module: str, roots: Iterable[str]) -> bool:
 
 @cache
 def file_of(module: str) -> Path | None:
-    """The source file of a module, found without importing it; None if there is none."""
+    """Return the source file of a module, found without importing it; None if there is none."""
     root, *rest = module.split(".")
     package = sys.modules.get(root) or importlib.import_module(root)
     found = getattr(package, "__file__", None)
@@ -96,7 +98,7 @@ def imports_of(module: str) -> tuple[str, ...]:
 
 
 def known_imports() -> dict[str, tuple[str, ...]]:
-    """What `imports_of` has read so far, for another process to `learn`."""
+    """Return what `imports_of` has read so far, for another process to `learn`."""
     return dict(_IMPORTS)
 
 
@@ -127,7 +129,7 @@ def _imported(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[str]:
 
 
 def _base(node: ast.ImportFrom, module: str, *, is_package: bool) -> str:
-    """The absolute name of the package that a `from` names."""
+    """Return the absolute name of the package that a `from` names."""
     if not node.level:
         return node.module or ""
     above = module.split(".")

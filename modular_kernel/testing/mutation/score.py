@@ -46,7 +46,7 @@ class Survey:
         return tuple(m for m in self.mutants if self.runs(m) and apart(m) is None)
 
     def mutant(self, ident: str) -> Mutant:
-        """The mutant of that identity; ConfigurationError if there is none."""
+        """Return the mutant of that identity; ConfigurationError if there is none."""
         return mutant_of(self.mutants, self.part, ident)
 
     def runs(self, mutant: Mutant) -> bool:
@@ -127,7 +127,9 @@ def surveys(
 
 
 def _mine(part: str, pairs: Sequence[Pair], level: Level, world_size: int) -> tuple[Pair, ...]:
-    """The pairings of a part, of those given; ConfigurationError if it is in none of them."""
+    """Return the pairings of a part, of those given; ConfigurationError if it is in none of
+    them.
+    """
     if not pairs:
         return pairs_of(part, level, world_size=world_size)
     catalog = load_catalog()
@@ -147,7 +149,7 @@ def mutants_in(part: str, catalog: Catalog) -> tuple[Mutant, ...]:
 
 
 def mutant_of(mutants: Sequence[Mutant], part: str, ident: str) -> Mutant:
-    """The mutant of that identity; ConfigurationError if there is none."""
+    """Return the mutant of that identity; ConfigurationError if there is none."""
     found = next((m for m in mutants if m.ident == ident), None)
     if found is None:
         need = f"the identity of one of the {len(mutants)} mutants of {part}"
@@ -199,12 +201,12 @@ def drawn(mutants: Sequence[Mutant], count: int | None, seed: str) -> tuple[Muta
 
 
 def release() -> str:
-    """The seed of a release: its version."""
+    """Return the seed of a release: its version."""
     return version("modular-kernel")
 
 
 def _shared(before: Fate | None, found: Survey) -> Fate | None:
-    """The fate of a mutant that died before a case of this part, in the score of another."""
+    """Return the fate of a mutant that died before a case of this part, in the score of another."""
     if before is None or not before.killed or before.case is None:
         return None
     met = (covered.case for covered in found.coverage.executing(before.mutant))

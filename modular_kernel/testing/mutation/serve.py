@@ -38,7 +38,7 @@ def serve(*mutants: Mutant) -> None:
 
 
 def texts_of(mutants: Sequence[Mutant]) -> dict[str, tuple[str, str]]:
-    """Module -> its file and its text with every change; ConfigurationError if two overlap."""
+    """Return module -> its file and text with every change; ConfigurationError if two overlap."""
     found: dict[str, tuple[str, str]] = {}
     for module in dict.fromkeys(mutant.module for mutant in mutants):
         mine = [mutant for mutant in mutants if mutant.module == module]
@@ -77,7 +77,7 @@ def reattach() -> None:
 
 
 def part_packages() -> tuple[str, ...]:
-    """The import packages that offer parts."""
+    """Return the import packages that offer parts."""
     return tuple(dict.fromkeys(entry.value.split(":")[0] for entry in entry_points(group=GROUP)))
 
 

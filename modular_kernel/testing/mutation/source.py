@@ -45,6 +45,19 @@ class Source:
         of names that are assigned once, and read by nothing that an import executes."""
         return readers_of(self.tree)
 
+    def in_kernel(self, node: Placed) -> bool:
+        """Whether the node is in the body of a jit function."""
+        return any(node.lineno in body for body in self._kernels)
+
+    @cached_property
+    def _kernels(self) -> list[range]:
+        return [
+            range(each.body[0].lineno, (each.end_lineno or 0) + 1)
+            for each in self.tree.body
+            if isinstance(each, ast.FunctionDef)
+            and any("jit" in ast.unparse(made) for made in each.decorator_list)
+        ]
+
     def start(self, node: Placed) -> int:
         return self._starts[node.lineno - 1] + node.col_offset
 
@@ -57,19 +70,19 @@ class Source:
         return self.data[start:end].decode()
 
     def of(self, node: Placed) -> str:
-        """What the node is written as."""
+        """Return what the node is written as."""
         return self.text(self.start(node), self.end(node))
 
     def replaced(self, operator: str, node: Placed, new: str) -> Edit:
-        """The edit that writes `new` for the node."""
+        """Return the edit that writes `new` for the node."""
         return Edit(operator, self.start(node), self.end(node), new)
 
     def changed(self, edit: Edit) -> str:
-        """The whole text with one edit."""
+        """Return the whole text with one edit."""
         return (self.data[: edit.start] + edit.new.encode() + self.data[edit.end :]).decode()
 
     def line(self, offset: int) -> int:
-        """The line of a byte, from 1."""
+        """Return the line of a byte, from 1."""
         return self.data.count(b"\n", 0, offset) + 1
 
 
@@ -100,11 +113,11 @@ class Mutant:
         return ((self.first, self.last),) if self.readers is None else self.readers
 
     def text(self) -> str:
-        """The module's text with the change."""
+        """Return the module's text with the change."""
         return Source(self.module, self.path).changed(self.edit)
 
     def diff(self) -> str:
-        """The change as a unified diff without context."""
+        """Return the change as a unified diff without context."""
         old = self.path.read_text(encoding="utf-8").splitlines()
         name = self.module.replace(".", "/") + ".py"
         lines = difflib.unified_diff(old, self.text().splitlines(), name, name, n=0, lineterm="")
@@ -123,8 +136,10 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
         if isinstance(function, ast.FunctionDef):
             for statement in (inner for part in function.body for inner in ast.walk(part)):
                 if isinstance(statement, ast.stmt):
-                    for name in _read_by(statement):
-                        read.setdefault(name, []).append((statement.lineno, last_line(statement)))
+                    for name in names_in(statement):
+                        read.setdefault(name.id, []).append(
+                            (statement.lineno, last_line(statement))
+                        )
     outside = Counter(n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
     for function in (f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
         outside.subtract(n.id for part in function.body for n in ast.walk(part)
@@ -136,19 +151,19 @@ def readers_of(tree: ast.Module) -> dict[int, tuple[tuple[int, int], ...]]:
     }
 
 
-def _read_by(statement: ast.stmt) -> Iterator[str]:
-    """The names that a statement reads itself, without the statements in it."""
+def names_in(statement: ast.stmt) -> Iterator[ast.Name]:
+    """Yield the names in a statement itself, without the statements in it."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         for child in ast.iter_child_nodes(waiting.pop()):
             if isinstance(child, ast.Name):
-                yield child.id
+                yield child
             if not isinstance(child, ast.stmt):
                 waiting.append(child)
 
 
 def last_line(node: ast.stmt) -> int:
-    """The last line of a statement, or of its head if it has a body."""
+    """Return the last line of a statement, or of its head if it has a body."""
     last = node.end_lineno or node.lineno
     body: list[ast.stmt] = getattr(node, "body", [])
     return max(node.lineno, body[0].lineno - 1) if body else last

@@ -9,12 +9,24 @@ import ast
 import builtins
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
-from modular_kernel.testing.mutation.operators import OPERATORS, SPEED
-from modular_kernel.testing.mutation.source import Edit, Mutant, Placed, Source, last_line, named
+from modular_kernel.testing.mutation.operators import OPERATORS, SPEED, duration
+from modular_kernel.testing.mutation.source import (
+    Edit,
+    Mutant,
+    Placed,
+    Source,
+    last_line,
+    named,
+    names_in,
+)
 
 _SKIPPED = (ast.Import, ast.ImportFrom, ast.Assert, ast.Raise, ast.JoinedStr, ast.Global)
 _TEXTS = ("Error", "Rejection", "TypeVar", "cast", "rejection", "note", "warn")
+# What a step of a loop leaves for a later one, or for who reads the result.
+_LEAVES = (ast.AugAssign, ast.Yield, ast.YieldFrom, ast.Return, ast.Break)
+_GROWS = ("append", "extend", "insert")
 _TOLD = frozenset({"__str__", "__repr__"})
 
 Found = Iterator[tuple[Edit, int, int, str]]
@@ -69,15 +81,20 @@ def _own(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
     if type(node) in OPERATORS:
         yield from OPERATORS[type(node)](source, node)
     yield from _assignment(source, node, known)
+    if _is_duration(node):
+        yield from duration(source, node.value)
+        return
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.expr) and child is not getattr(node, "annotation", None):
-            yield from _expression(source, child)
+            for edit in _expression(source, child):
+                if edit.operator != "order" or not isinstance(node, ast.For) or _carries(node):
+                    yield edit
     for item in getattr(node, "items", []):
         yield from _expression(source, item.context_expr)
 
 
 def _assignment(source: Source, node: ast.stmt, known: set[str]) -> Iterator[Edit]:
-    """A value that stays as it was: a tile that is stale, a clamp that is forgotten."""
+    """Yield a value that stays as it was: a tile that is stale, a clamp that is forgotten."""
     if not isinstance(node, ast.Assign):
         return
     names = {t.id for target in node.targets for t in ast.walk(target) if isinstance(t, ast.Name)}
@@ -100,6 +117,36 @@ def _expression(source: Source, node: ast.AST) -> Iterator[Edit]:
                 yield from _expression(source, inner)
         elif not (isinstance(node, ast.UnaryOp) and isinstance(child, ast.Constant)):
             yield from _expression(source, child)
+
+
+def _carries(loop: ast.For) -> bool:
+    """Whether a step of the loop may read what an earlier one left: its order can count then."""
+    inner = [n for statement in loop.body for n in ast.walk(statement)]
+    if any(isinstance(n, _LEAVES) or _called_on(n) in _GROWS for n in inner):
+        return True
+    given = {n.id for n in inner if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    known = set[str]()
+    statements = [n for n in inner if isinstance(n, ast.stmt)]
+    for statement in sorted(statements, key=lambda n: (n.lineno, n.col_offset)):
+        names = list(names_in(statement))
+        if {n.id for n in names if isinstance(n.ctx, ast.Load)} & given - known:
+            return True
+        known |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    return False
+
+
+def _called_on(node: ast.AST) -> str:
+    called = node.func if isinstance(node, ast.Call) else None
+    return called.attr if isinstance(called, ast.Attribute) else ""
+
+
+def _is_duration(node: ast.stmt) -> TypeGuard[ast.Assign]:
+    """Whether a statement gives a name in _S, of seconds, a number."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and all(isinstance(t, ast.Name) and t.id.endswith("_S") for t in node.targets)
+    )
 
 
 def _is_text(node: ast.stmt) -> bool:

@@ -244,7 +244,9 @@ class RankPool:
                 self._raised_at[number], failures[number] = value
 
     def _by_time(self, failures: Mapping[int, str]) -> dict[int, str]:
-        """The first that raised first, whoever was heard first: others fail because of it."""
+        """Return the first that raised first, whoever was heard first: others fail because of
+        it.
+        """
         order = sorted(failures, key=lambda rank: self._raised_at.get(rank, math.inf))
         return {rank: failures[rank] for rank in order}
 
@@ -277,7 +279,7 @@ class RankPool:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def _recover(self, results: Mapping[int, Any], failures: Mapping[int, str]) -> None:
-        """The next run gets a group of its own, and processes that surely follow."""
+        """Give the next run a group of its own, and processes that surely follow."""
         self._generation += 1
         lost = [text for text in failures.values() if text.startswith((SILENT, DIED))]
         if lost or self.backend == "nccl":  # an aborted communicator may hold its process up
@@ -311,7 +313,7 @@ def _trace_path(folder: str, rank: int) -> Path:
 
 
 def _serve(place: _Place, pipe: Connection) -> None:
-    """The life of a rank: a task, an answer, and again."""
+    """Serve as a rank: a task, an answer, and again."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair, who ends us
     torch.set_num_threads(1)
     if place.backend == "gloo":

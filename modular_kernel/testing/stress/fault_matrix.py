@@ -166,7 +166,7 @@ def run_matrix(
 
 
 def _tried(scenario: Scenario, pool: RankPool) -> FaultResult:
-    """A pool that does not even start is a result too."""
+    """Return a result even of a pool that does not start."""
     try:
         return run_scenario(scenario, pool)
     except RankError as error:
@@ -182,8 +182,8 @@ def _not_begun(scenario: Scenario, world_size: int) -> FaultResult:
 
 
 def markdown(results: Sequence[FaultResult]) -> str:
-    """A line for each scenario: seconds to the error of each survivor, what they and rank 1 raise,
-    and what is not as it must be."""
+    """Return a line for each scenario: seconds to the error of each survivor, what they and rank 1
+    raise, and what is not as it must be."""
     head = ("part", "what happens to rank 1", "time to error", "the others raise",
             "rank 1 raises", "findings")  # fmt: skip
     lines = [_line(head), _line(["---"] * len(head))]
@@ -217,7 +217,7 @@ def summary(results: Sequence[FaultResult]) -> str:
 
 
 def as_json(results: Sequence[FaultResult]) -> list[dict[str, object]]:
-    """What `json.dumps` takes."""
+    """Return what `json.dumps` takes."""
     return [
         {
             "part": result.scenario.part,

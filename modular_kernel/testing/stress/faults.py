@@ -124,7 +124,7 @@ class Stage:
         return this_machine(device="cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
 
     def problem(self, **changes: Any) -> Problem:
-        """This rank's; its buffers are for one token more than any rank passes."""
+        """Return this rank's kernel; its buffers are for one token more than any rank passes."""
         parallel = Parallel(self.world_size, rank=self.rank)
         fields: dict[str, Any] = {**dict(self.scenario.layer), **changes}
         return Problem(tokens=max(self.tokens_W) + 1, parallel=parallel, **fields)
@@ -140,7 +140,7 @@ class Stage:
         return (tokens[0],) * self.world_size if self.replicated else tokens
 
     def inputs(self, problem: Problem, tokens_W: tuple[int, ...]) -> Inputs:
-        """This rank's tokens and the weights of its experts."""
+        """Return this rank's tokens and the weights of its experts."""
         total = tokens_W[0] if self.replicated else sum(tokens_W)
         whole = replace(problem, tokens=total, parallel=Parallel())
         start = 0 if self.replicated else sum(tokens_W[: self.rank])
@@ -150,7 +150,7 @@ class Stage:
         return part_of(made, rows, problem, device, strided=False)
 
     def experts(self, problem: Problem) -> str:
-        """The scenario's, or the first in the catalogue that pair."""
+        """Return the scenario's, or the first in the catalogue that pair."""
         if self.scenario.experts is not None:
             return self.scenario.experts
         plain = ("TorchExperts", "NaiveBatchedExperts")
@@ -165,7 +165,7 @@ class Stage:
         )
 
     def meet(self) -> None:
-        """What a busy machine delays is not to be blamed on a rank."""
+        """Meet first: what a busy machine delays is not to be blamed on a rank."""
         dist.barrier(self.group)
 
     def through(self) -> None:
@@ -191,7 +191,7 @@ def suffer(
     folder: str,
     pids: tuple[int, ...],
 ) -> RankReport:
-    """A rank's part in a scenario; what it raised, and when."""
+    """Play a rank's part in a scenario; return what it raised, and when."""
     stage = Stage(scenario, rank, world_size, group, folder, pids)
     report = _disagree(stage) if scenario.kind == "disagrees" else _break_down(stage)
     if scenario.kind == "killed":
@@ -200,7 +200,7 @@ def suffer(
 
 
 def _break_down(stage: Stage) -> RankReport:
-    """A good call, then up to two of which the victim breaks one."""
+    """Make a good call, then up to two of which the victim breaks one."""
     scenario, problem = stage.scenario, stage.problem()
     given = stage.inputs(problem, stage.tokens_W)
     stage.meet()
@@ -225,7 +225,7 @@ def _break_down(stage: Stage) -> RankReport:
 
 
 def _disagree(stage: Stage) -> RankReport:
-    """The victim means another layer."""
+    """Have the victim mean another layer."""
     other: dict[str, Any] = dict(stage.scenario.other) if stage.rank == VICTIM else {}
     experts = other.pop("experts_part", None)
     problem = stage.problem(**other)

@@ -97,7 +97,7 @@ class SoakReport:
 
 
 def soak(rank: int, world_size: int, group: Any, job: Soak) -> SoakReport:
-    """A rank's share, in a RankPool. Raises what a call raises, with the step it was at."""
+    """Run a rank's share, in a RankPool. Raises what a call raises, with the step it was at."""
     run = _Run(rank, world_size, group, job)
     try:
         return run.all_steps()
@@ -140,7 +140,7 @@ class _Run:
         self.ways = [mode for mode, count in odds.items() for _ in range(count)]
 
     def _captured(self) -> Scene:
-        """A scene whose call is in a graph."""
+        """Return a scene whose call is in a graph."""
         scene = self.source.scene()
         scene.out = torch.empty_like(scene.x_TH)
 
@@ -191,7 +191,7 @@ class _Run:
         )
 
     def _one(self, *, fresh: bool = False) -> None:
-        """A call; fresh: of a scene drawn anew, whose output is judged."""
+        """Make a call; fresh: of a scene drawn anew, whose output is judged."""
         self.step += 1
         self.mode = self.random.choice(self.ways)
         self.modes[self.mode] += 1

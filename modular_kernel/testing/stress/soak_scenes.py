@@ -36,7 +36,7 @@ class Scene:
     out: torch.Tensor | None = None
 
     def refill(self, new: "Scene") -> None:
-        """The values of another scene of the same sizes, at this one's addresses."""
+        """Take the values of another scene of the same sizes, at this one's addresses."""
         self.world = new.world
         self.x_TH.copy_(new.x_TH)
         self.routing.topk_weights_TK.copy_(new.routing.topk_weights_TK)
@@ -69,7 +69,7 @@ class Scenes:
         ).weights
 
     def scene(self, tokens_W: tuple[int, ...] | None = None) -> Scene:
-        """A new one; tokens_W: with these sizes."""
+        """Return a new one; tokens_W: with these sizes."""
         parallel, draw = self.problem.parallel, self.draw
         if tokens_W is None:
             most = self.problem.tokens

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import load_catalog, make_kernel
+from modular_kernel.testing.cases.hostile import apart
 from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
@@ -35,7 +36,7 @@ def same(trial: Trial, sample: Sample, got: torch.Tensor, want: torch.Tensor) ->
 
 
 def numeric(trial: Trial) -> Findings:
-    """The first call is right."""
+    """Check that the first call is right."""
     yield from trial.first.compare(trial.eager).problems
 
 
@@ -51,13 +52,43 @@ def races(trial: Trial) -> Findings:
     yield from trial.first_call.races
 
 
+def staged_twin(trial: Trial) -> Findings:
+    """A fused part equals the part of stages that it replaces, as far as roundings let two be.
+
+    Both may be as far from the oracle as `numeric` allows, so two right ones are not farther from
+    each other than two independent errors of that size add up to.
+    """
+    experts = type(trial.kernel.experts)
+    if experts.twin is None:
+        return
+    if experts.requires != experts.twin.requires:
+        yield f"declares other things than {experts.twin.__name__}"
+    kernel = make_kernel(
+        trial.case.prepare_finalize,
+        experts.twin,
+        trial.case.problem,
+        machine=trial.machine,
+        poison=True,
+    )
+    staged = call(kernel, trial.first)
+    if kernel.invalid_ids != trial.first_call.invalid_ids:
+        yield f"counted {trial.first_call.invalid_ids} invalid ids, {kernel.invalid_ids} by stages"
+    ordinary = apart(trial.case.manner.values, len(staged)) == 0
+    if trial.eager.shape == staged.shape and bool(ordinary.any()):
+        got, want = (rows[ordinary.to(rows.device)].double() for rows in (trial.eager, staged))
+        most = 2**0.5 * trial.first.compare(staged).bound
+        error, size = float((got - want).norm()), float(want.norm())
+        if not error <= most * size:
+            yield f"relative difference {error / (size or 1):.2e} from the stages > {most:.2e}"
+
+
 def numeric_planned(trial: Trial) -> Findings:
     """Other values in a plan: right too."""
     yield from trial.second.compare(trial.planned_second).problems
 
 
 def plan_reused(trial: Trial) -> Findings:
-    """A plan keeps nothing of its last call: it computes, bit for bit, what the kernel does."""
+    """Check that a plan keeps nothing of its last call: it gives the kernel's bits."""
     yield from same(trial, trial.first, trial.planned.output, trial.eager)
 
 
@@ -70,7 +101,7 @@ def out_given(trial: Trial) -> Findings:
 
 
 def interleaved(trial: Trial) -> Findings:
-    """A call in flight is not disturbed by one that starts later and finishes first."""
+    """Check that no call in flight is disturbed by one that starts later and finishes first."""
     yield from same(trial, trial.first, trial.interleaved[0], trial.eager)
 
 
@@ -91,7 +122,7 @@ def numeric_strided(trial: Trial) -> Findings:
 
 
 def plan_shrunk(trial: Trial) -> Findings:
-    """A plan serves fewer tokens than it did before as the kernel does, bit for bit."""
+    """Check that a plan serves fewer tokens than before as the kernel does, bit for bit."""
     yield from same(trial, trial.other, trial.planned_other, trial.interleaved[1])
 
 
@@ -156,6 +187,7 @@ def _allocations() -> int:
 CHECKS: tuple[Check, ...] = (
     numeric,
     one_rounding,
+    staged_twin,
     invalid_ids,
     races,
     numeric_planned,

@@ -80,7 +80,7 @@ def compare(
 
 
 def _wrong_kind(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
-    """What no number can make up for: shape and dtype."""
+    """Return what no number can make up for: shape and dtype."""
     tokens = out.shape[0] if out.dim() else 0
     middle = () if problem.combine is Combine.SUM else (problem.top_k,)
     need = (tokens, *middle, problem.hidden)

@@ -84,7 +84,9 @@ def _judged(
     fair: Fair,
     typical: float,
 ) -> tuple[str, ...]:
-    """What is wrong with tokens of one kind. typical: the relative error of ordinary ones."""
+    """Return what is wrong with tokens of one kind. typical: the relative error of ordinary
+    ones.
+    """
     finite = recipe.isfinite().flatten(1).all(1)
     given = out[finite], exact[finite], recipe[finite], problem
     found = list(compare(*given, **vars(fair)).problems)

@@ -7,7 +7,6 @@ import torch
 
 from modular_kernel.catalog import check
 from modular_kernel.kernel import FusedMoEModularKernel, Plan
-from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.inputs import Inputs
 from modular_kernel.testing.verify.trial import Trial
 
@@ -16,12 +15,11 @@ Calls = Callable[[torch.Tensor], torch.Tensor]
 
 
 def call_on(kernel: FusedMoEModularKernel | Plan, inputs: Inputs) -> Calls:
-    """Calls on some of the tokens of `inputs`, which stay as they are."""
+    """Call on some of the tokens of `inputs`, which stay as they are."""
 
     def on(tokens: torch.Tensor) -> torch.Tensor:
-        where, given = tokens.to(inputs.x_TH.device), inputs.routing
-        routing = Routing(given.topk_weights_TK[where], given.topk_ids_TK[where])
-        return kernel(inputs.x_TH[where], inputs.weights, routing).clone()
+        where = tokens.to(inputs.x_TH.device)
+        return kernel(inputs.x_TH[where], inputs.weights, inputs.routing.of(where)).clone()
 
     return on
 
@@ -32,7 +30,7 @@ def reversed_order(tokens: int) -> list[torch.Tensor]:
 
 
 def doubling_calls(tokens: int, most: int | None = None) -> list[torch.Tensor]:
-    """Calls of 1, 2, 4, ... tokens, all of them once: each has other neighbours and another number.
+    """Call on 1, 2, 4, ... tokens, all of them once: each has other neighbours, another number.
 
     most: of any rank, so that all ranks make as many calls; the last ones may have no tokens.
     """
@@ -44,7 +42,7 @@ def doubling_calls(tokens: int, most: int | None = None) -> list[torch.Tensor]:
 
 
 def gathered(call: Calls, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The rows of calls on `parts`, each in its token's place, in a tensor like `like`."""
+    """Return the rows of calls on `parts`, each in its token's place, in a tensor like `like`."""
     out = torch.empty_like(like)
     for part in parts:
         out[part.to(out.device)] = call(part)
@@ -90,7 +88,9 @@ def regrouped(trial: Trial) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def otherwise_split(trial: Trial) -> FusedMoEModularKernel | None:
-    """A kernel with chunks of a third of the tokens, or without the case's; None if refused."""
+    """Return a kernel with chunks of a third of the tokens, or without the case's; None if
+    refused.
+    """
     case, third = trial.case, -(-trial.case.problem.tokens // 3) or 1
     chunk = third if case.problem.chunk_tokens is None else None
     problem = replace(case.problem, chunk_tokens=chunk)
@@ -100,6 +100,6 @@ def otherwise_split(trial: Trial) -> FusedMoEModularKernel | None:
 
 
 def _changed(trial: Trial, **changes: int | None) -> FusedMoEModularKernel:
-    """The poisoned kernel of the case's problem with these changes."""
+    """Return the poisoned kernel of the case's problem with these changes."""
     problem = replace(trial.case.problem, **changes)  # type: ignore[arg-type]
     return trial.build(replace(trial.case, problem=problem), trial.machine, True)

@@ -71,7 +71,7 @@ def changed_rows(case: Case, machine: Machine) -> int:
 
 
 def as_markdown(found: list[InvarianceRow]) -> str:
-    """A table: a line for each experts part, without and with `batch_invariant`."""
+    """Return a table: a line for each experts part, without and with `batch_invariant`."""
     columns = list(dict.fromkeys(one.column for one in found))
     lines = [
         f"| experts | asked for | {' | '.join(columns)} |",

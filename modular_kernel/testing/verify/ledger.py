@@ -70,7 +70,7 @@ def read_ledger(path: Path) -> tuple[Promise, ...]:
 def broken_promises(
     ledger: Iterable[Promise], counts: Counter[tuple[str, str]], kind: str
 ) -> tuple[str, ...]:
-    """What the ledger demands for `kind` beyond `counts`, cases by pairing, one line each.
+    """Return what the ledger demands for `kind` beyond `counts`, cases by pairing, one line each.
 
     A pairing that has cases and no line is reported too: it would go unguarded.
     """
@@ -90,7 +90,9 @@ def broken_promises(
 
 
 def check_proofs(ledger: Iterable[Promise], proofs: Iterable[Proof]) -> tuple[str, ...]:
-    """What the ledger demands beyond the cases that `proofs` proved, for each kind they ran on."""
+    """Return what the ledger demands beyond the cases that `proofs` proved, for each kind they ran
+    on.
+    """
     counts: dict[str, Counter[tuple[str, str]]] = {}
     for proof in proofs:
         world_size = proof.case.problem.parallel.world_size

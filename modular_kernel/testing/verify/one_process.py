@@ -85,7 +85,7 @@ def _run(check: Check, trial: Trial) -> Iterator[str]:
 
 
 def raised(check: str, error: Exception) -> str:
-    """The finding that a check raised."""
+    """Return the finding that a check raised."""
     if isinstance(error, CorruptionError):
         return f"red_zones: {error}"
     return f"{check}: raised {type(error).__name__}: {error}"

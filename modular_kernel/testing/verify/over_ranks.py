@@ -12,9 +12,10 @@ once. On one rank the recipe rounds once, here it does so as often as a sum cros
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -118,7 +119,7 @@ class RankSample(Sample):
         return compare(out, self.exact, self.recipe, self.problem, fair=fair)
 
     def _reference(self, function: Reference, routing: Routing) -> torch.Tensor:
-        """`function` of all tokens and all experts."""
+        """Return `function` of all tokens and all experts."""
         return function(self.world.x_TH, self.world.weights, routing, self.whole_problem)
 
 
@@ -166,7 +167,18 @@ class RankTrial(Trial):
         """What each call of the case's scene said to this rank, and what it must say."""
         if not self.fault:
             return ()
-        return play(self.fault, Stage(self.case, self.machine, self.first, self.build))
+        return play(
+            self.fault, Stage(self.case, self.machine, self.first, self.build, self._meaning)
+        )
+
+    def _meaning(self, changes: Mapping[str, Any]) -> Inputs | None:
+        """This rank's tensors of the first call, where the layer has other properties."""
+        first = self.first
+        assert isinstance(first, RankSample)
+        other = replace(first.all, problem=replace(first.all.problem, **changes))
+        if not other.verdict(self.machine).ok:
+            return None
+        return RankSample(other, first.rank, first.device, counts=first.counts, salt=0).inputs
 
     @property
     def replayed(self) -> tuple[tuple[Sample, torch.Tensor], ...]:
@@ -205,7 +217,7 @@ class CheckError(Exception):
 def build_kernel(
     case: Case, machine: Machine, poison: bool, group: object
 ) -> FusedMoEModularKernel:
-    """The kernel of one rank that a case names."""
+    """Return the kernel of one rank that a case names."""
     return make_kernel(
         case.prepare_finalize,
         case.experts,
@@ -289,7 +301,7 @@ def prove_ranks(
 
 
 def machine_of(pool: RankPool) -> Machine:
-    """This machine as the pool's ranks use it."""
+    """Return this machine as the pool's ranks use it."""
     return this_machine(device="cpu" if pool.backend == "gloo" else "cuda")
 
 
@@ -299,7 +311,7 @@ def _share(report: RankReport) -> float:
 
 
 def _told(failure: str) -> list[str]:
-    """What a failed rank found before it raised, or how it ended."""
+    """Return what a failed rank found before it raised, or how it ended."""
     found = failure.partition(f"{CheckError.__name__}: ")[2]
     if found:
         return found.splitlines()

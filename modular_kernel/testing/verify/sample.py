@@ -96,7 +96,7 @@ class Sample:
         return fenced(self.pristine.x_TH) if self.problem.inplace else self.inputs.x_TH
 
     def empty_output(self) -> torch.Tensor:
-        """A fenced tensor for `out=`, full of NaN."""
+        """Return a fenced tensor for `out=`, full of NaN."""
         middle = () if self.problem.combine is Combine.SUM else (self.problem.top_k,)
         shape = (self.problem.tokens, *middle, self.problem.hidden)
         nan = torch.full(shape, torch.nan, dtype=self.problem.dtype, device=self.device)

@@ -1,7 +1,7 @@
 """One rank's place in a scene of ranks that do not mean the same call: see `scenes`."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from modular_kernel.testing.cases.scenes import manager_class
 from modular_kernel.types import Machine
 
 if TYPE_CHECKING:
+    from modular_kernel.testing.cases.inputs import Inputs
     from modular_kernel.testing.verify.sample import Sample
 
 VICTIM = 1  # the rank at fault
@@ -28,13 +29,15 @@ _DIGITS = re.compile(r"[0-9a-f]{8,}")
 class Stage:
     """One rank's place in a scene. sample: its share of a call that is right.
 
-    build: makes a kernel of a case over the group.
+    build: makes a kernel of a case over the group. meaning: its tensors where the layer has other
+    properties; None where the pairing refuses such a layer.
     """
 
     case: Case
     machine: Machine
     sample: "Sample"
     build: Callable[[Case, Machine, bool], FusedMoEModularKernel]
+    meaning: Callable[[Mapping[str, Any]], "Inputs | None"]
 
     @property
     def rank(self) -> int:
@@ -76,6 +79,18 @@ class Stage:
         names = self.case.prepare_finalize, self.case.experts
         return make_kernel(*names, problem, group=manager, machine=self.machine)
 
+    def other_problems(
+        self, others: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+        """Those of the changes with which the pairing is one; and the tensors of such a call."""
+        found = []
+        for changes in others:
+            i = self.meaning(changes)
+            if i is not None:
+                given = {"x_TH": i.x_TH, "weights": i.weights, "routing": i.routing}
+                found.append((changes, given))
+        return found
+
     def call(self, kernel: FusedMoEModularKernel, **changes: Any) -> torch.Tensor:
         """Call it; rank 1 with other tensors than its own."""
         i = self.sample.inputs
@@ -101,7 +116,7 @@ class Stage:
         return "; ".join(self.sample.compare(out).problems) or RIGHT
 
     def told(self, got: str, need: str, *, layer: int, call: int, step: int) -> str:
-        """What counts tell every rank: those that are not rank 1 are to look at it."""
+        """Return what counts tell every rank: those that are not rank 1 are to look at it."""
         peers = self.others if self.at_fault else (VICTIM,)
         return self.error("ranks of one call", got, need, (layer, call, step), peers, "counts")
 
@@ -131,7 +146,7 @@ class Stage:
 
 
 def said(call: Callable[[], str]) -> str:
-    """What a call says, or raises."""
+    """Return what a call says, or raises."""
     try:
         return call()
     except CommunicationError as error:
@@ -142,11 +157,11 @@ def said(call: Callable[[], str]) -> str:
 
 
 def in_words(error: CommunicationError) -> str:
-    """An error as text, layer and call too; without times and digests."""
+    """Return an error as text, layer and call too; without times and digests."""
     facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
     return _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}"))
 
 
 def manager_of(part: PrepareAndFinalize) -> Any:
-    """What a part exchanges through."""
+    """Return what a part exchanges through."""
     return part.manager  # type: ignore[attr-defined]

@@ -20,26 +20,41 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.scenes import counts_calls, manager_class
 from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
+from modular_kernel.types import ActivationSpec, Combine
 
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
 _SHORT_S = 0.5  # of one in which nobody makes an exchange
+_IN_TIME_S = 0.6  # how late a rank may be there
 _PATIENCE_S = 2.0  # beyond it, until nobody waits any more
 REMEMBERED = 64  # steps of which errors name layer and call
 _BROKE = "broke off its call: RuntimeError"
 _ONE_CALL = "one layer, call, pairing, step and order"
+
+# What ranks must share; one after another, rank 1 means another.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"routed_scaling_factor": 2.0},
+    {"intermediate": 48},
+    {"bias": True},
+    {"activation": ActivationSpec("gelu")},
+    {"apply_router_weight_on_input": True},
+    {"combine": Combine.TOPK_WEIGHTED},
+    {"dtype": torch.bfloat16},
+    {"quant": "int8_w8a16_channel"},
+)
 
 # What one call said, and what it must say.
 Lines = Iterator[tuple[str, str]]
 
 
 def misunderstood(on: Stage) -> Lines:
-    """A call that rank 1 refuses, another layer, another problem: all are told, and go on."""
+    """Play a call that rank 1 refuses, another layer, another problem: all are told, and go on."""
     first = on.kernel()
     if not counts_calls(on.part):
         yield from _other_memory(on, first)
         return
     second = on.beside(first)
     yield on.goes(first)
+    yield _misplaced(on, first)
     yield _elsewhere(on, first)
     yield _raising(on, first)
     yield (
@@ -57,23 +72,35 @@ def misunderstood(on: Stage) -> Lines:
         on.told(got, _ONE_CALL, layer=at[0], call=at[1], step=6),
     )
     yield on.goes(second)
-    scaled = on.beside(first, routed_scaling_factor=2.0)
     got = "another dtype, scheme, placement, activation or pairing"
-    yield said(lambda: on.judged(on.call(scaled))), on.told(got, _ONE_CALL, layer=3, call=1, step=8)
+    others = on.other_problems(OTHERS)
+    for number, (changes, given) in enumerate(others):
+        other = on.beside(first, **changes)
+        told = said(lambda: on.judged(on.call(other, **given)))  # noqa: B023
+        yield told, on.told(got, _ONE_CALL, layer=3 + number, call=1, step=8 + number)
+    layer, step = 3 + len(others), 8 + len(others)
     smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
     tokens = on.case.problem.tokens
     got = on.by_rank("tokens", tokens, tokens + 1)
     yield (
         said(lambda: on.judged(on.call(smaller))),
-        on.told(got, _ONE_CALL, layer=4, call=1, step=9),
+        on.told(got, _ONE_CALL, layer=layer, call=1, step=step),
     )
     if on.part.requires.replicated_input:
-        yield _unequal(on, first)
+        yield _unequal(on, first, step + 1)
     yield on.goes(first)
     yield journal(on, first, refused={2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}), RIGHT
     yield from _managed(on, first)
     first.prepare_finalize.destroy()
     yield said(lambda: on.judged(on.call(second))), "UnsupportedError"
+
+
+def _misplaced(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+    """Rank 1 takes itself for rank 0: it alone is told, before ranks exchange anything."""
+    if not on.at_fault:
+        return RIGHT, RIGHT
+    first = replace(on.case.problem.parallel, rank=0)
+    return said(lambda: str(on.beside(kernel, parallel=first))), "ConfigurationError"
 
 
 def _elsewhere(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
@@ -103,7 +130,7 @@ def _raising(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     return told, "RuntimeError" if on.at_fault else on.told(got, need, layer=1, call=2, step=3)
 
 
-def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
+def _unequal(on: Stage, kernel: FusedMoEModularKernel, step: int) -> tuple[str, str]:
     """Rank 1 passes fewer tokens than the others, of which all must pass as many."""
     i, tokens = on.sample.inputs, len(on.sample.inputs.x_TH)
     fewer = replace(
@@ -113,12 +140,12 @@ def _unequal(on: Stage, kernel: FusedMoEModularKernel) -> tuple[str, str]:
     )
     counts = (tokens - 1 if rank == VICTIM else tokens for rank in range(on.world_size))
     got = f"T = {', '.join(map(str, counts))} by rank"
-    must = on.told(got, "the same tokens on all", layer=1, call=3, step=10)
+    must = on.told(got, "the same tokens on all", layer=1, call=3, step=step)
     return said(lambda: on.judged(on.call(kernel, x_TH=i.x_TH[1:], routing=fewer))), must
 
 
 def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
-    """A manager of the caller's own, told what it otherwise finds out."""
+    """Make a manager of the caller's own, told what it otherwise finds out."""
     waits = manager_of(kernel.prepare_finalize).deadline_s
     options = {"deadline_s": waits, "device": on.machine.device, "history": 3}
     manager = manager_class(on.part)(None, **options)
@@ -156,6 +183,7 @@ def broken_off(on: Stage) -> Lines:
     finished, pending = on.begun(beside), on.begun(beside)
     yield said(lambda: on.judged(finished.finish())), RIGHT
     yield _broken(on, kernel, lambda: on.call(kernel), at=(1, 2, 4))
+    yield _last_record(on, kernel), RIGHT
     got = f"a manager that failed before: {'this rank ' if on.at_fault else ''}{_BROKE}"
     peers = () if on.at_fault else (VICTIM,)
     must = on.error("exchange between ranks", got, "a new one", (1, 2, 4), peers, "combine")
@@ -186,7 +214,7 @@ def _broken(
     *,
     at: tuple[int, int, int],
 ) -> tuple[str, str]:
-    """A call in which rank 1's experts raise. at: its layer, call and step."""
+    """Make a call in which rank 1's experts raise. at: its layer, call and step."""
     if on.at_fault:
         kernel.experts.apply = _breaks  # type: ignore[method-assign]
     start, waits = time.monotonic(), manager_of(kernel.prepare_finalize).deadline_s
@@ -201,13 +229,28 @@ def _broken(
     )
 
 
+def _last_record(on: Stage, kernel: FusedMoEModularKernel) -> str:
+    """What is wrong with the record of the exchange in which step 4 broke off; else "right"."""
+    lines = manager_of(kernel.prepare_finalize).last_calls.json_lines().splitlines()
+    record = json.loads(lines[-1])
+    told = record["phase"], record["step"], record["bytes"], record["state"]
+    if on.at_fault:
+        return RIGHT if told == ("combine", 4, 0, f"failed: {_BROKE}") else str(told)
+    return RIGHT if told[1] == 4 and told[3].startswith("failed: ") else str(told)
+
+
 def _breaks(*_: object, **__: object) -> None:
     raise RuntimeError("these experts are broken")
 
 
 def late(on: Stage) -> Lines:
-    """Rank 1 stays away for longer than the deadline: the others name it, and so does it them."""
+    """Rank 1 comes late, but in time: the others wait for it. Then it stays away for longer than
+    the deadline: they name it, and so does it them."""
     kernel, counts = on.waiting(DEADLINE_S), counts_calls(on.part)
+    yield on.goes(kernel)
+    dist.barrier()
+    if on.at_fault:
+        time.sleep(_IN_TIME_S)
     yield on.goes(kernel)
     dist.barrier()
     if on.at_fault:
@@ -217,14 +260,16 @@ def late(on: Stage) -> Lines:
     seconds = time.monotonic() - start
     if counts:
         why = "gave up: this rank came N s late" if on.at_fault else "no sign of life"
-        layer, phase = (1, 2, 2), "counts"
+        layer, phase = (1, 3, 3), "counts"
     else:
-        why = f"no flag of call 2 from rank(s) {VICTIM}"
-        layer, phase = (0, 0, 2), "dispatch"
+        why = f"no flag of call 3 from rank(s) {VICTIM}"
+        layer, phase = (0, 0, 3), "dispatch"
     peers = on.others if on.at_fault else (VICTIM,)
     if counts or not on.at_fault:
         must = on.error("exchange between ranks", why, "", layer, peers, phase)
         yield _before(told, "; after", ", need"), _before(must, ", need")
+        if counts:
+            yield _reason(told), RIGHT
         least = 0.0 if on.at_fault else DEADLINE_S - 0.1
         in_time = least <= seconds < 2 * _PATIENCE_S
         yield ("in time" if in_time else f"{seconds:.1f} s"), "in time"
@@ -234,6 +279,13 @@ def late(on: Stage) -> Lines:
         yield _before(again, "; after", ", need"), _before(must, ", need")
     dist.barrier()
     yield on.goes(on.kernel())
+
+
+def _reason(told: str) -> str:
+    """What is wrong with the reason that the library gave, which an error ends its `got` with."""
+    reason = told.partition("; after N s: ")[2].partition(", need")[0]
+    in_words = len(reason.split()) > 2 and not reason.startswith("[")
+    return RIGHT if in_words else f"no reason in words: {reason!r}"
 
 
 def stays_out(on: Stage) -> Lines:
@@ -255,7 +307,7 @@ def _before(text: str, *ends: str) -> str:
 
 
 def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -> str:
-    """What is wrong with the records that a manager keeps of its exchanges; else "right".
+    """Return what is wrong with the records that a manager keeps of its exchanges; else "right".
 
     refused: in which steps rank 1 refused its call, and with what.
     """

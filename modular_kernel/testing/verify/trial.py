@@ -18,7 +18,7 @@ Build = Callable[[Case, Machine, bool], FusedMoEModularKernel]  # (..., poison)
 
 
 def build_kernel(case: Case, machine: Machine, poison: bool) -> FusedMoEModularKernel:
-    """The kernel that a case names."""
+    """Return the kernel that a case names."""
     return make_kernel(
         case.prepare_finalize, case.experts, case.problem, machine=machine, poison=poison
     )
@@ -82,7 +82,7 @@ class Trial:
         return on_gpu and check(case.prepare_finalize, case.experts, graph, self.machine).ok
 
     def first_again(self) -> Sample:
-        """The first call's inputs, to be overwritten."""
+        """Return the first call's inputs, to be overwritten."""
         case = self.case
         return Sample(case, self.first.device, tokens=case.problem.tokens, salt=0)
 
@@ -157,11 +157,11 @@ class Trial:
 
 
 def call(kernel: FusedMoEModularKernel | Plan, sample: Sample) -> torch.Tensor:
-    """The output of one call, copied out of memory that the next call may use."""
+    """Return the output of one call, copied out of memory that the next call may use."""
     i = sample.inputs
     return kernel(sample.x_TH(), i.weights, i.routing).clone()
 
 
 def start(kernel: FusedMoEModularKernel, sample: Sample) -> Pending:
-    """A call up to its dispatch."""
+    """Return a call up to its dispatch."""
     return kernel.start(sample.x_TH(), sample.inputs.weights, sample.inputs.routing)

@@ -12,7 +12,6 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.roundings import Roundings
-from modular_kernel.tensors import Routing
 from modular_kernel.testing.cases.hostile import apart
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial
@@ -29,7 +28,7 @@ _JITTERS = 3
 
 
 def one_rounding(trial: Trial) -> Iterator[str]:
-    """The part rounds where it says, and nowhere else."""
+    """Check that the part rounds where it says, and nowhere else."""
     if not _has_twin(trial):
         return
     shares, own, said = [], [], list[Roundings]()
@@ -93,11 +92,11 @@ def twin_of(
     roundings: list[Roundings],
     jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """What the call of `sample` has to return, but for the order of sums."""
+    """Return what the call of `sample` has to return, but for the order of sums."""
     i, parts = sample.whole_pristine, [sample.empty_output()[:0]]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for some, each in zip(chunks, roundings, strict=True):
-        routing = Routing(i.routing.topk_weights_TK[some], i.routing.topk_ids_TK[some])
+        routing = i.routing.of(some)
         parts.append(
             reference.twin(
                 i.x_TH[some],

@@ -81,7 +81,7 @@ def _send_columns(
 
 @triton.jit
 def _largest_of(x_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest magnitude of a row."""
+    """Return the largest magnitude of a row."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, HIDDEN, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -95,7 +95,7 @@ def _send_scales(
     scale_ptr, scale_there_ptr, deltas_ptr, token, row, sent,
     SCALES: tl.constexpr, BLOCK_S: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """A row's scales that were computed before."""
+    """Return a row's scales that were computed before."""
     column = tl.arange(0, BLOCK_S)
     mask = column < SCALES
     scale = tl.load(scale_ptr + token * SCALES + column, mask=mask, other=0.0)

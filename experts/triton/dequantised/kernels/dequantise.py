@@ -109,7 +109,7 @@ def tiles_of_experts_kernel(
     tiles_ptr, starts_ptr, out_ptr, first_expert, experts, max_tiles,
     TILE_M: tl.constexpr, BINS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """The tiles (ops.sort) of `experts` experts from first_expert on, numbered from 0, to `out`.
+    """Write the tiles (ops.sort) of `experts` experts from first_expert on, from 0, to `out`.
 
     Program i copies FILL of them; the first one says how many there are. BINS: a power of two, at
     least first_expert + experts.

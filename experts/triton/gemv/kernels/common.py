@@ -31,7 +31,7 @@ def step_sums(
     MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Sums (S, N, K / VEC) of codes (S, N, K) times x (S, K), scaled where GROUP_K > 0.
+    """Return sums (S, N, K / VEC) of codes (S, N, K) times x (S, K), scaled where GROUP_K > 0.
 
     x_scale (S, K / VEC), scale_ptrs, zero_ptrs and mask, which keeps rows and depth that have no
     scales from being read: (S, N or 1, K / VEC).

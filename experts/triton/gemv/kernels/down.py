@@ -44,7 +44,7 @@ def _add_step(
     TYPE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP_K: tl.constexpr,
     S: tl.constexpr, N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """sums with the products of one step added. h (S, BLOCK_K), h_scale (S,), scale_mask
+    """Return sums with the products of one step added. h (S, BLOCK_K), h_scale (S,), scale_mask
     (S, rows with scales, 1)."""
     h = h.to(tl.float32)
     scales = tl.zeros((S, BLOCK_K // VEC), tl.float32)

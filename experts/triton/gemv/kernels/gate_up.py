@@ -12,7 +12,7 @@ from modular_kernel.ops.kernels.quantise import scale_of
 
 @triton.jit
 def _largest(x_ptr, rows, hidden, stride_xm, stride_xk, BLOCK_R: tl.constexpr):
-    """The largest magnitude of x's first rows."""
+    """Return the largest magnitude of x's first rows."""
     largest = tl.zeros((BLOCK_R,), tl.float32)
     column = tl.arange(0, BLOCK_R)
     for _ in range(rows):

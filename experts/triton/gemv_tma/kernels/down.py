@@ -36,7 +36,7 @@ def _load(
     num_experts, num_local, scale_rows, scale_groups,
     GROUPED: gl.constexpr, HAS_MAP: gl.constexpr, TOP_K: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp."""
+    """Be the loading warp."""
     EACH: gl.constexpr = ring.shape[0] // full.shape[0]
     EACH_ROWS: gl.constexpr = ROWS // SLOTS
     step = 0
@@ -113,7 +113,7 @@ def _compute(
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr, BLOCKS: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warpgroup."""
+    """Be the multiplying warpgroup."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, ACC)
     EACH_ROWS: gl.constexpr = ROWS // SLOTS
     # Weights are on their way; h is not there before this.

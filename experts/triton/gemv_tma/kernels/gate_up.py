@@ -54,7 +54,7 @@ def _load(
     GROUPED: gl.constexpr, TOP_K: gl.constexpr, HELD: gl.constexpr, HAS_MAP: gl.constexpr,
     STEP: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp."""
+    """Be the loading warp."""
     EACH: gl.constexpr = ring.shape[0] // full.shape[0]
     HALF: gl.constexpr = w_desc.block_type.shape[0]
     step = 0
@@ -139,7 +139,7 @@ def _compute(
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, QUANT: gl.constexpr,
     GROUPED: gl.constexpr, LARGEST: gl.constexpr, MIN_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """The multiplying warpgroup."""
+    """Be the multiplying warpgroup."""
     if gl.program_id(0) == 0:
         _count_invalid(ids_ptr, map_ptr, invalid_ptr, num_pairs, num_experts, num_local, HAS_MAP)
     vector = gl.arange(0, VECTORS, gl.SliceLayout(0, ACC))

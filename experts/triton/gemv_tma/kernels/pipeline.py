@@ -36,7 +36,7 @@ _MOST_HELD = gl.constexpr(28)  # pieces in registers: a thread has 8 values of e
 
 @gluon.constexpr_function
 def wide(rows):
-    """A thread has 8 values beside each other of each of `rows` vectors."""
+    """Give a thread 8 values beside each other of each of `rows` vectors."""
     return gl.BlockedLayout([rows, 8], [1, 32], [1, 4], [1, 0])
 
 
@@ -188,7 +188,7 @@ def _multiply_plain(ring, vectors, full, empty, step, depth):
 
 @gluon.jit
 def _weight_scales(ptrs, start, depth, mask, EACH: gl.constexpr):
-    """The scales (64,) of a stage's panels, 0 past the depth."""
+    """Return the scales (64,) of a stage's panels, 0 past the depth."""
     found = ()
     for p in gl.static_range(EACH):
         inside = start + p * PANEL < depth
@@ -254,7 +254,7 @@ def fetch_scales(ptr, count):
 def multiply(
     ring, vectors, scales, full, empty, step, depth, ptrs, mask, GROUPED: gl.constexpr
 ):  # fmt: skip
-    """Sums (64, 8), scaled if GROUPED, and the next step."""
+    """Return sums (64, 8), scaled if GROUPED, and the next step."""
     if GROUPED:
         sums, step = _multiply_scaled(
             ring, vectors, scales, full, empty, step, depth, ptrs, mask
@@ -266,7 +266,7 @@ def multiply(
 
 @gluon.jit
 def make_ring(dtype: gl.constexpr, STAGES: gl.constexpr, EACH: gl.constexpr):
-    """A ring of STAGES places of EACH panels, and the barriers of its full and empty places."""
+    """Make a ring of STAGES places of EACH panels, and barriers of its full and empty places."""
     ring = gl.allocate_shared_memory(dtype, [STAGES * EACH, ROWS, PANEL], SWIZZLED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

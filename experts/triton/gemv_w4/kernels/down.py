@@ -76,8 +76,8 @@ def _block(
     TOP_K: tl.constexpr, HAS_MAP: tl.constexpr, CHUNKS: tl.constexpr, HALVES: tl.constexpr,
     PARTS: tl.constexpr, TEAM: tl.constexpr,
 ):  # fmt: skip
-    """What part p multiplies in `step`: a block's pair, local expert, whether it is to be read, and
-    its first chunk, (4, 8, PARTS, 1). Of its own pair if there are TEAM parts for each, otherwise
+    """Return what part p multiplies in `step`: a block's pair, local expert, whether to read it,
+    and its first chunk, (4, 8, PARTS, 1). Of its own pair if there are TEAM parts for each, else
     block step * PARTS + p of all the token's pairs, one behind the other."""
     BLOCKS: tl.constexpr = blocks_along(DEPTH, CHUNKS * HALVES)
     part = tl.arange(0, PARTS)[None, None, :, None]

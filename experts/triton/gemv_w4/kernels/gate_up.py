@@ -48,7 +48,7 @@ def _load_x(
     x_ptr, stride, step, depth,
     GROUP_K: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The values of x that meet _load_block's words."""
+    """Return the values of x that meet _load_block's words."""
     part = tl.arange(0, PARTS)[None, None, :, None]
     chunk = (step * PARTS + part) * CHUNKS
     inside, slots = chunk * 128 < depth, slots_of_chunk(GROUP_K)

@@ -21,7 +21,7 @@ _COPY = gl.constexpr(16)  # bytes
 
 @gluon.jit
 def tokens_of(tokens_ptr, row, end, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The tokens of sorted rows `row` and on, in the rows of LAYOUT; -1 from `end` on."""
+    """Return the tokens of sorted rows `row` and on, in the rows of LAYOUT; -1 from `end` on."""
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     return gl.load(tokens_ptr + rows, mask=rows < end, other=-1)
 
@@ -80,7 +80,7 @@ def multiply_gathered(
     a_ring, b_ring, full, empty, turn, depth, ptrs, mask, x_ptr, stride_x, next_tokens, acc,
     COPIES: gl.constexpr, EVEN_K: gl.constexpr,
 ):  # fmt: skip
-    """A tile's product added to acc, the next turn, and pointers and mask of the next tile's rows.
+    """Add a tile's product to acc; return it, the next turn, pointers and mask of the next rows.
 
     ptrs: LEAD steps into this tile; those returned are LEAD steps into the next. A tile has LEAD
     steps or more. The tokens are looked at late: by then they have come.

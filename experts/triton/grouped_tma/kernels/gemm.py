@@ -45,8 +45,8 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
 
 @gluon.jit
 def _look_up(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
-    """A tile's expert, first row, the row past the expert's last, and column; no row past the
-    last tile. Asked for a tile or two before it is needed, so that nothing waits for it."""
+    """Return a tile's expert, first row, the row past the expert's last, and column; no row past
+    the last tile. Asked for a tile or two before it is needed, so that nothing waits for it."""
     inside = index < num_m * num_n
     m, n = tile_at(index, num_m, num_n, GROUP_M)
     tile_ptr = tiles_ptr + gl.where(inside, m, 0)
@@ -61,7 +61,7 @@ def _load(
     a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
     rows_b, right_rows, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHERED: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: fills ring places as they become empty."""
+    """Be the loading warp: fill ring places as they become empty."""
     STAGES: gl.constexpr = b_ring.shape[0]
     BLOCK_K: gl.constexpr = b_ring.shape[2]
     HALF: gl.constexpr = b_desc.block_type.shape[0]
@@ -93,7 +93,7 @@ def _load(
 
 @gluon.jit
 def _multiply_plain(a_ring, b_ring, full, empty, turn, depth, acc, PART: gl.constexpr):
-    """A tile's product added to acc, and the next turn."""
+    """Add a tile's product to acc; return it and the next turn."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     last = 0
@@ -114,7 +114,7 @@ def _multiply_plain(a_ring, b_ring, full, empty, turn, depth, acc, PART: gl.cons
 
 @gluon.jit
 def _halves(values):
-    """The left and the right half of the columns; they lie in the same threads."""
+    """Split the left and the right half of the columns; they lie in the same threads."""
     HALF: gl.constexpr = values.shape[1] // 2
     return values.reshape((values.shape[0], 2, HALF)).permute((0, 2, 1)).split()
 
@@ -213,7 +213,7 @@ def _compute(
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup: rows PART * 64 and on of every tile of this program."""
+    """Be a multiplying warpgroup: rows PART * 64 and on of every tile of this program."""
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_K: gl.constexpr = a_ring.shape[2]
     HALF: gl.constexpr = b_ring.shape[1] // 2

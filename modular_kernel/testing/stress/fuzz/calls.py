@@ -32,7 +32,7 @@ _MODES = ("call", "call", "plan", "twice", "start", "inference", "default64")
 
 
 def right_call(rng: Random) -> FuzzOutcome:
-    """A pairing that fits, valid inputs, and the number that must come out."""
+    """Call a pairing that fits with valid inputs: the right number must come out."""
     made = _kernel(rng)
     if isinstance(made, FuzzOutcome):
         return made
@@ -44,7 +44,7 @@ def right_call(rng: Random) -> FuzzOutcome:
 
 
 def changed_call(rng: Random) -> FuzzOutcome:
-    """The same with one thing changed."""
+    """Make the same call with one thing changed."""
     made = _kernel(rng)
     if isinstance(made, FuzzOutcome):
         return made
@@ -100,7 +100,7 @@ def nan_call(rng: Random) -> FuzzOutcome:
 
 
 def _kernel(rng: Random) -> tuple[FusedMoEModularKernel, str] | FuzzOutcome:
-    """A kernel and what it is, or how it was refused."""
+    """Return a kernel and what it is, or how it was refused."""
     prepare, experts = draw_parts(rng)
     problem = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(problem, FuzzOutcome):
@@ -113,7 +113,7 @@ def _kernel(rng: Random) -> tuple[FusedMoEModularKernel, str] | FuzzOutcome:
 def _judged(
     kernel: FusedMoEModularKernel, given: Given, mode: str, what: str, *, refusable: bool
 ) -> FuzzOutcome:
-    """The outcome of a call whose result is known. refusable: a typed error is as good."""
+    """Return the outcome of a call whose result is known. refusable: a typed error is as good."""
     # Of copies: an inplace call overwrites x.
     plain = replace(given, x_TH=given.x_TH.clone())
     oracle = Oracle(kernel.problem, plain.x_TH, plain.weights, plain.routing)
@@ -130,7 +130,7 @@ def _judged(
 
 
 def _watched(kernel: FusedMoEModularKernel) -> list[str]:
-    """Filled when a call passes its checks, after which no error of the caller may be raised."""
+    """Return a list that fills when a call passes its checks: no error of the caller from there."""
     started: list[str] = []
     plain = kernel.start_checked
 
@@ -145,7 +145,7 @@ def _watched(kernel: FusedMoEModularKernel) -> list[str]:
 def _called(
     kernel: FusedMoEModularKernel, given: Given, mode: str, started: list[str]
 ) -> torch.Tensor:
-    """The output of one call; of the second if a plan is called twice."""
+    """Return the output of one call; of the second if a plan is called twice."""
     arguments = (given.x_TH, given.weights, given.routing)
     if mode == "plan":
         return kernel.plan()(*arguments, out=given.out)

@@ -56,7 +56,9 @@ def _whole(name: str, value: Any) -> Change:
 
 
 def _negated(tensor: torch.Tensor) -> torch.Tensor:
-    """A lazily negated view, of dtypes whose values can be negated: the oracle reads them."""
+    """Return a lazily negated view, of dtypes whose values can be negated: the oracle reads
+    them.
+    """
     view = torch._neg_view(tensor)
     view.resolve_neg()
     return view
@@ -90,7 +92,7 @@ def _wider(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _surplus(given: Given, problem: Problem, rng: Random) -> Given | None:
-    """A tensor that the problem does not have."""
+    """Return a tensor that the problem does not have."""
     absent = [name for name, tensor in vars(given.weights).items() if tensor is None]
     return (
         replace(
@@ -187,7 +189,7 @@ MAY: tuple[tuple[str, Change], ...] = (
 
 
 def freed(given: Given, problem: Problem, rng: Random) -> Given | None:
-    """A tensor with values whose memory is gone."""
+    """Return a tensor with values whose memory is gone."""
     weights = given.weights
     if rng.random() < 0.5:
         return _weight(_freed)(given, problem, rng)
@@ -195,7 +197,7 @@ def freed(given: Given, problem: Problem, rng: Random) -> Given | None:
 
 
 def graded(given: Given, problem: Problem, rng: Random) -> Given | None:
-    """A floating tensor that requires grad."""
+    """Return a floating tensor that requires grad."""
     names = [
         name
         for name, tensor in vars(given.weights).items()

@@ -71,7 +71,7 @@ _FORMATS: tuple[tuple[str, dict[str, Any] | None, Callable[..., Tensors]], ...] 
 
 
 def checkpoints(rng: Random) -> FuzzOutcome:
-    """A checkpoint as it is, or with one thing changed in it: loaded right, or a typed error."""
+    """Load a checkpoint, as it is or with one thing changed: right, or a typed error."""
     quant, quantization, stored = rng.choice(_FORMATS)
     experts, width = rng.choice((2, 3, 4)), rng.choice((64, 128))
     problem = Problem(1, 64, width, experts, 2, dtype=torch.float32, quant=quant)
@@ -189,7 +189,7 @@ def _tensor_changed(rng: Random, tensors: Tensors) -> str:
 
 
 def _bytes_changed(rng: Random, content: bytes) -> tuple[bytes, str]:
-    """A file cut, longer, or with some bytes of its length and header others."""
+    """Return a file cut, longer, or with some bytes of its length and header others."""
     kind = rng.randrange(4)
     header = int.from_bytes(content[:8], "little") + 8
     if kind == 0:
@@ -215,7 +215,7 @@ def _header_changed(rng: Random, content: bytes) -> bytes:
 
 
 def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
-    """What is wrong with loaded weights. whole: all of them, where nothing was changed."""
+    """Return what is wrong with loaded weights. whole: all of them, where nothing was changed."""
     own, weights = found.partial(1)
     if own.scheme.quantised:
         check_weights_quantised(weights, own, weights.w1.device)

@@ -43,7 +43,9 @@ class Given:
 
 
 def draw_parts(rng: Random) -> tuple[str, str]:
-    """A PrepareAndFinalize and experts, which nearly always fit each other and this machine."""
+    """Return a PrepareAndFinalize and experts, which nearly always fit each other and this
+    machine.
+    """
     prepare, plain, triton = rng.choice(_PARTS)
     if rng.random() < 0.05:
         _, plain, triton = rng.choice(_PARTS)
@@ -52,7 +54,7 @@ def draw_parts(rng: Random) -> tuple[str, str]:
 
 
 def draw_problem(rng: Random) -> Problem:
-    """A small problem; some contradict themselves, which is an InputError."""
+    """Return a small problem; some contradict themselves, which is an InputError."""
     experts = rng.choice((1, 2, 3, 4, 5, 8, 9))
     mapped = rng.random() < 0.15
     combine = rng.choice((*[Combine.SUM] * 6, Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED))
@@ -83,7 +85,7 @@ def generator_of(rng: Random) -> torch.Generator:
 
 
 def draw_inputs(problem: Problem, rng: Random) -> Given:
-    """Valid inputs for at most `problem.tokens` tokens."""
+    """Draw valid inputs for at most `problem.tokens` tokens."""
     generator = generator_of(rng)
 
     def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = problem.dtype) -> torch.Tensor:
@@ -143,7 +145,7 @@ def _map(problem: Problem, rng: Random) -> torch.Tensor:
 
 
 def described(problem: Problem) -> str:
-    """The fields that are not the defaults."""
+    """Return the fields that are not the defaults."""
     plain = Problem(1, 1, 1, 1, 1)
     changed = {k: v for k, v in vars(problem).items() if v != getattr(plain, k)}
     named = {k: str(v) if isinstance(v, ActivationSpec) else v for k, v in changed.items()}

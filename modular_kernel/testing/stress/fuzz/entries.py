@@ -55,7 +55,7 @@ def entry_points(rng: Random) -> FuzzOutcome:
 
 
 def _judged(catalog: Any, rng: Random) -> str:
-    """What is wrong with the judgements of all pairings; none may raise."""
+    """Return what is wrong with the judgements of all pairings; none may raise."""
     problem, machine = draw_problem(rng), current_machine()
     for part in catalog.parts:
         unavailable(part.name, part.cls.requires, machine)
@@ -71,7 +71,7 @@ def _judged(catalog: Any, rng: Random) -> str:
 
 
 def _offer(rng: Random, place: int) -> tuple[Offer, str, tuple[str, ...]]:
-    """An entry point, what it is, and the names of its parts that nobody may use."""
+    """Return an entry point, what it is, and the names of its parts that nobody may use."""
     kind = rng.randrange(5)
     name = f"theirs{place}"
     origin = f"{name} ({name}:PARTS)"

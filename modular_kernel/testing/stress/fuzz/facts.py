@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from modular_kernel.adapters import AdapterSpec
 from modular_kernel.catalog import check, check_all, make_kernel
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.testing.stress.fuzz.draw import described, draw_parts, draw_problem
@@ -70,6 +71,19 @@ def _a_dtype(value: Any) -> bool:
     return value in (names if isinstance(value, str) else dtypes)
 
 
+def _is_lora(value: Any) -> bool:
+    """Tell whether the text says sizes in range; its options may still be said twice."""
+    if isinstance(value, AdapterSpec) or value == "none":
+        return True
+    words = value.split(",") if isinstance(value, str) else []
+    sizes = {key: text for key, _, text in (word.partition("=") for word in words)}
+    most = {"adapters": 65536, "rank": 256}
+    return all(
+        key in sizes and sizes[key].isdigit() and 0 < int(sizes[key]) <= top
+        for key, top in most.items()
+    )
+
+
 # What each field may be, written from the docstring of Problem: what it allows may still
 # contradict another field.
 FIELDS: dict[str, Callable[[Any], bool]] = {
@@ -82,8 +96,9 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "ids_dtype": _is(None, torch.int32, torch.int64),
     **{name: _is(True, False) for name in (
         "bias", "expert_map", "apply_router_weight_on_input", "inplace", "graph", "deterministic",
-        "batch_invariant", "asynchronous", "lora",
+        "batch_invariant", "asynchronous",
     )},
+    "lora": _is_lora,
     "routed_scaling_factor": _number,
     "combine": lambda v: isinstance(v, Combine),
     "fp32_precision": lambda v: isinstance(v, str) and v in ("ieee", "tf32"),
@@ -93,7 +108,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
 
 
 def word(value: Any) -> str:
-    """A value in a few characters."""
+    """Return a value in a few characters."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"
     short = isinstance(value, str | int | float | type(None))
@@ -106,7 +121,7 @@ def _value(name: str, rng: Random) -> Any:
 
 
 def problem_fields(rng: Random) -> FuzzOutcome:
-    """A valid problem with junk in one to three fields, then judged by everything that judges."""
+    """Judge a valid problem with junk in one to three fields by everything that judges."""
     base = attempt("a problem", lambda: draw_problem(rng))
     if isinstance(base, FuzzOutcome):
         return base
@@ -123,7 +138,7 @@ def problem_fields(rng: Random) -> FuzzOutcome:
 
 
 def _used(problem: Problem, what: str, rng: Random) -> FuzzOutcome:
-    """A problem that was accepted can be printed, compared, judged and composed."""
+    """Check that a problem that was accepted can be printed, compared, judged and composed."""
     prepare, experts = draw_parts(rng)
 
     def use() -> object:

@@ -22,7 +22,7 @@ _WORDS = ("NaN", "-Infinity", "1e999", "0x10", "[" * 2000, "'x'", "\x00", "{", "
 
 
 def stored_files(rng: Random) -> FuzzOutcome:
-    """A file as it is written, or with up to four things changed: read right, or a typed error."""
+    """Read a file, as written or with up to four things changed: right, or a typed error."""
     kind, value, read, check = rng.choice(_KINDS)
     changes = rng.choice((0, 1, 1, 1, 2, 4))
     value = json.loads(json.dumps(value))
@@ -138,7 +138,7 @@ def _choices(text: str) -> Any:
 
 
 def _choices_fault(records: Any) -> str:
-    """Times are finite, text moves no cursor, and what is written again is read the same."""
+    """Check that times are finite, text moves no cursor, and what is written is read the same."""
     for record in records:
         if not all(text.isprintable() for text in (*record.versions, *record.versions.values())):
             return "a version that is not printable"
@@ -174,7 +174,7 @@ def _model(text: str) -> Any:
 
 
 def _model_fault(facts: dict[str, Any]) -> str:
-    """The facts are a problem's; those that contradict each other are a typed error."""
+    """Check that the facts are a problem's; those that contradict each other: a typed error."""
     problem = Problem(tokens=1, **facts)
     return "" if problem.scheme.name and problem.experts >= problem.top_k else "sizes"
 

@@ -167,7 +167,7 @@ class Oracle:
         return y * factor, norm * abs(factor)
 
     def fault(self, found: torch.Tensor, *, rows: slice = slice(None)) -> str:
-        """What is wrong with `found`, in words; "" if nothing is. rows: which to look at."""
+        """Return what is wrong with `found`, in words; "" if nothing is. rows: which to look at."""
         if found.shape != self.expected.shape:
             return f"shape {tuple(found.shape)}, not {tuple(self.expected.shape)}"
         if found.dtype is not self.problem.dtype:

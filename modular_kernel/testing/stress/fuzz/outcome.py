@@ -30,7 +30,7 @@ def refused(error: Exception) -> str:
 
 
 def told(error: Exception) -> str:
-    """An exception in one line, with the place that raised it."""
+    """Return an exception in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "?"
     text = " ".join(str(error).split())
@@ -38,7 +38,7 @@ def told(error: Exception) -> str:
 
 
 def attempt(what: str, call: Callable[[], T]) -> T | FuzzOutcome:
-    """What `call` returns, or the outcome of its exception."""
+    """Return what `call` returns, or the outcome of its exception."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 (telling them apart is what this is for)

@@ -35,7 +35,7 @@ from modular_kernel.types import ActivationSpec, Combine, Problem
 
 
 def named(place: str) -> Any:
-    """What lies at "module:name"."""
+    """Return what lies at "module:name"."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
@@ -91,7 +91,7 @@ _WORDLESS = (
 
 
 def _fused_problem(rng: Random) -> Problem:
-    """A problem that fused_experts has words for."""
+    """Return a problem that fused_experts has words for."""
     problem = draw_problem(rng)
     if problem.scheme.name in _WORDLESS or problem.combine is Combine.TOPK_UNWEIGHTED:
         problem = replace(problem, quant="none", combine=Combine.SUM)
@@ -144,7 +144,7 @@ def _spoilt(
 
 
 def importers(rng: Random) -> FuzzOutcome:
-    """A random GPTQ or AWQ matrix gives the numbers it stands for; with junk, a typed error."""
+    """Read a random GPTQ or AWQ matrix as the numbers it stands for; junk is a typed error."""
     generator = generator_of(rng)
     awq = rng.random() < 0.4
     bits = 4 if awq else rng.choice((4, 8))

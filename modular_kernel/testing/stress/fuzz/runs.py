@@ -40,14 +40,14 @@ class FuzzReport:
     findings: list[FuzzFinding] = field(default_factory=list)
 
     def reproducer(self, finding: FuzzFinding) -> str:
-        """A command that runs this configuration alone."""
+        """Return a command that runs this configuration alone."""
         words = "python -m modular_kernel.testing.stress.fuzz"
         words += f" --seed {self.seed} --only {finding.number}"
         words += f" --target {self.only}" if self.only else ""
         return words + (" --interpreted" if self.interpreted else "")
 
     def lines(self) -> Iterator[str]:
-        """A line for each finding, then the numbers of each class."""
+        """Yield a line for each finding, then the numbers of each class."""
         for found in self.findings:
             yield f"{found.kind}: {found.target}: {found.what}"
             yield f"    {self.reproducer(found)}"
@@ -64,8 +64,8 @@ def run(
     only: str = "",
     deadline_s: float = 60.0,
 ) -> FuzzReport:
-    """The configurations of `numbers`. only: of the target of that name. deadline_s: seconds for
-    one of them."""
+    """Return the configurations of `numbers`. only: of the target of that name. deadline_s:
+    seconds for one of them."""
     report = FuzzReport(seed, interpreted, only)
     first = numbers.start
     while first < numbers.stop:
@@ -77,7 +77,9 @@ def _some(report: FuzzReport, numbers: range, deadline_s: float) -> int:
     """Run until the process ends; returns the number to go on from."""
     words = [sys.executable, "-m", _WORKER, report.seed, str(numbers.start), str(numbers.stop)]
     words += ["calls" if report.interpreted else "", report.only]
+    # Its tensors are a CPU's, so it sees no GPU.
     environment = environment_of_child(interpreted=report.interpreted)
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
     )

@@ -41,7 +41,7 @@ NAMES = tuple(target.__name__ for target, _ in TARGETS)
 def outcome_of(
     seed: str, number: int, *, calls_only: bool = False, only: str = ""
 ) -> tuple[str, FuzzOutcome]:
-    """The target's name and the outcome of configuration `number`.
+    """Return the target's name and the outcome of configuration `number`.
 
     calls_only: draw from those targets that launch something, as where kernels are interpreted.
     only: the name of the one target to draw from, "" for all.

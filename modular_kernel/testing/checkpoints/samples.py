@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_formats import F64, KINDS, ORDERED, Kind, Stored
 from safetensors.torch import save_file
+
+from modular_kernel.testing.checkpoints.formats import F64, KINDS, ORDERED, Kind, Stored
 
 Tensors = dict[str, torch.Tensor]
 PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -62,8 +63,9 @@ def each(block: str, names: tuple[str, ...] = PROJ) -> Names:
 def fused(block: str, *, transposed: bool = False) -> Names:
     def written(front: str, m: Matrices) -> Tensors:
         tensors = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
-        turn = (lambda t: t.mT.contiguous()) if transposed else (lambda t: t)
-        return {f"{front}{block}.{name}": turn(tensor) for name, tensor in tensors.items()}
+        if transposed:
+            tensors = {name: tensor.mT.contiguous() for name, tensor in tensors.items()}
+        return {f"{front}{block}.{name}": tensor for name, tensor in tensors.items()}
 
     return written
 
@@ -310,7 +312,7 @@ def matrices(
     return Matrices(gate, up, down, b1.bfloat16(), b2.bfloat16())
 
 
-def write(
+def write(  # noqa: PLR0913 (each is one question)
     folder: Path,
     family: str = "mixtral",
     kind: str = "bf16",
@@ -360,7 +362,8 @@ def save(folder: Path, tensors: Tensors, shards: int = 1) -> None:
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         some = {name: tensors[name] for name in names[shard::shards]}

@@ -1,0 +1,118 @@
+"""The backend "triton" by stages, over contiguous tokens: align, two products, weighted sum.
+
+What `TritonExperts` does on its aligned path, cut at the two places where other backends join. It
+is the staged twin of the fused operation ("none", "triton"), which is TritonExperts itself: for
+every number of tokens the same numbers, by one path instead of the fastest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from experts.assembled import experts_of
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.configs.select import choose_config, kinds_up_to
+from experts.triton.contiguous import TritonExperts
+from experts.triton.path import PathCall, room_for
+from modular_kernel.ops.align import Aligned
+from modular_kernel.runner import (
+    MoeRunnerCore,
+    NoState,
+    RunnerCall,
+    RunnerInput,
+    RunnerOutput,
+    register_core,
+    register_fused_func,
+    register_post_permute,
+    register_pre_permute,
+)
+from modular_kernel.tensors import ContiguousShape, ContiguousTokens, DispatchShape
+from modular_kernel.types import Problem
+from modular_kernel.workspace import BufferSpec
+
+BACKEND = "triton"
+_PATHS = (AlignedPath.name,)
+
+
+@dataclass(frozen=True)
+class TritonRunnerInput(RunnerInput):
+    """Tokens, their routing, and the pairs in blocks of one expert, as `Aligned` has them.
+
+    hidden_states: (T, H). topk_weights: (T, K) float32, None where they went on the input already.
+    topk_ids: (T, K). sorted_token_ids, expert_ids, num_tokens_post_padded: int32.
+    """
+
+    hidden_states: torch.Tensor
+    topk_weights: torch.Tensor | None
+    topk_ids: torch.Tensor
+    sorted_token_ids: torch.Tensor
+    expert_ids: torch.Tensor
+    num_tokens_post_padded: torch.Tensor
+
+    @property
+    def runner_backend(self) -> str:
+        """This backend."""
+        return BACKEND
+
+
+@dataclass(frozen=True)
+class TritonRunnerOutput(RunnerOutput):
+    """hidden_states: (T * K, H), a row for each pair, not weighted unless the input was."""
+
+    hidden_states: torch.Tensor
+
+    @property
+    def runner_backend(self) -> str:
+        """This backend."""
+        return BACKEND
+
+
+@register_core(BACKEND)
+class TritonRunnerCore(MoeRunnerCore[NoState]):
+    """Both products with the activation and, where the scheme has it, quantisation between."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._path = AlignedPath(problem)
+
+    def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
+        assert isinstance(shape, ContiguousShape)
+        kinds = kinds_up_to(self.problem, shape.tokens, _PATHS)
+        specs = (self._path.specs(most, block_m) for most, _, block_m in kinds)
+        return room_for(self.problem, shape, specs).buffers()
+
+    def run(self, runner_input: TritonRunnerInput, call: RunnerCall[NoState]) -> TritonRunnerOutput:
+        given = runner_input
+        aligned = Aligned(given.sorted_token_ids, given.expert_ids, given.num_tokens_post_padded)
+        return TritonRunnerOutput(self._path.rows(aligned, path_call(call)))
+
+
+@register_pre_permute("standard", BACKEND)
+def standard_to_triton(call: RunnerCall[NoState]) -> TritonRunnerInput:
+    """Sort pairs into blocks of one expert each."""
+    given = path_call(call)
+    aligned, routing = AlignedPath(call.problem).aligned(given), given.tokens.routing
+    return TritonRunnerInput(
+        given.tokens.x_TH, routing.topk_weights_TK, routing.topk_ids_TK, **vars(aligned)
+    )
+
+
+@register_post_permute(BACKEND, "standard")
+def triton_to_standard(result: TritonRunnerOutput, call: RunnerCall[NoState]) -> None:
+    """Weight and sum over top-k."""
+    AlignedPath(call.problem).write(result.hidden_states, path_call(call))
+
+
+def path_call(call: RunnerCall[NoState]) -> PathCall:
+    """Return the call as paths know it, with what it launches."""
+    assert isinstance(call.tokens, ContiguousTokens)
+    config = choose_config(call.problem, len(call.tokens.x_TH), _PATHS)
+    return PathCall(call.tokens, call.weights, call.workspace, call.output, config)
+
+
+StagedTritonExperts = experts_of(
+    "StagedTritonExperts", BACKEND, "standard",
+    **{n: v for n, v in vars(TritonExperts.requires).items() if n != "activation_format"},
+)  # fmt: skip
+register_fused_func("none", BACKEND, twin=StagedTritonExperts)(TritonExperts)

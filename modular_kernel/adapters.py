@@ -1,0 +1,101 @@
+"""Adapters (LoRA) of a layer: how many there may be, and how their matrices are shared.
+
+    AdapterSpec.parse("adapters=4,rank=32,a13=shared")
+
+Each expert's products become w1 x + B13 (A13 x), before the activation, and w2 h + B2 (A2 h), with
+the matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` for their layout.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.fields import Between, check_fields, shown
+
+NO_ADAPTERS = "none"
+MOST_ADAPTERS, MOST_RANK = 65536, 256
+_OPTION = re.compile(r"(adapters|rank)=(\d{1,9})|(a13|outer)=shared")
+_NEED = "none, or adapters=L,rank=R[,a13=shared][,outer=shared], each option once"
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """The slots of a layer for adapters.
+
+    adapters: L, slots that a token can name. rank: R, the largest rank of an adapter. a13_shared:
+    gate and up have one A, (R, H), instead of R rows each. outer_shared: all experts share the A
+    of w1 and the B of w2.
+    """
+
+    adapters: Annotated[int, Between(1, MOST_ADAPTERS)]
+    rank: Annotated[int, Between(1, MOST_RANK)]
+    a13_shared: bool = False
+    outer_shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "lora ")
+
+    @classmethod
+    def parse(cls, text: object) -> "AdapterSpec | None":
+        """Read what `str()` prints; None for "none". ConfigurationError for another text."""
+        if isinstance(text, AdapterSpec):
+            return text
+        if not isinstance(text, str):
+            raise ConfigurationError("lora", got=shown(text), need=_NEED)
+        if text == NO_ADAPTERS:
+            return None
+        words = text.split(",")
+        options = [_OPTION.fullmatch(word) for word in words]
+        keys = [match[1] or match[3] for match in options if match]
+        if not {"adapters", "rank"} <= set(keys) or len(set(keys)) < len(words):
+            raise ConfigurationError("lora", got=shown(text), need=_NEED)
+        sizes = {match[1]: int(match[2]) for match in options if match and match[1]}
+        return cls(sizes["adapters"], sizes["rank"], "a13" in keys, "outer" in keys)
+
+    def __str__(self) -> str:
+        shared = (("a13", self.a13_shared), ("outer", self.outer_shared))
+        options = "".join(f",{key}=shared" for key, given in shared if given)
+        return f"adapters={self.adapters},rank={self.rank}{options}"
+
+    def shapes(
+        self, experts: int, w1_rows: int, hidden: int, intermediate: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of ExpertWeights that adapters need, by its name.
+
+        experts: e, those on this rank. w1_rows: N, twice `intermediate` where there is a gate.
+        """
+        slots, rank = self.adapters, self.rank
+        outer = 1 if self.outer_shared else experts
+        halves = 1 if self.a13_shared or w1_rows == intermediate else 2
+        return {
+            "lora_a13": (slots, outer, halves * rank, hidden),
+            "lora_b13": (slots, experts, w1_rows, rank),
+            "lora_a2": (slots, experts, rank, intermediate),
+            "lora_b2": (slots, outer, hidden, rank),
+        }
+
+
+def adapters_of_sequences(
+    starts_S1: torch.Tensor, slots_S: torch.Tensor, tokens: int
+) -> torch.Tensor:
+    """Return `Routing.adapters_T`, (T,) int32, of tokens that lie sequence by sequence.
+
+    starts_S1: (S + 1,) integers, ascending from 0: sequence s has the tokens from starts[s] up to
+    starts[s + 1], none if these are equal. slots_S: (S,) integers, the slot of each sequence's
+    adapter, -1 for none. tokens: T; those behind the last sequence have no adapter. It neither
+    synchronises nor depends on values in its shapes, so it can be captured in a CUDA graph.
+    DtypeError or ShapeError for tensors that are not these.
+    """
+    for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
+        if tensor.is_floating_point() or tensor.dtype is torch.bool:
+            raise DtypeError(what, got=tensor.dtype, need="integers")
+    if slots_S.dim() != 1 or starts_S1.shape != (len(slots_S) + 1,):
+        got = f"{tuple(starts_S1.shape)} starts, {tuple(slots_S.shape)} slots"
+        raise ShapeError("sequences", got=got, need="(S + 1,) starts and (S,) slots")
+    token_T = torch.arange(tokens, device=starts_S1.device, dtype=starts_S1.dtype)
+    sequence_T = torch.searchsorted(starts_S1[1:].contiguous(), token_T, right=True)
+    nobody = slots_S.new_full((1,), -1)
+    return torch.cat([slots_S, nobody])[sequence_T].to(torch.int32)

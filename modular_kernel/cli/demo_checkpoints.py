@@ -1,0 +1,72 @@
+"""The quantised part of `mk demo`: tiny checkpoints, written to disk, loaded packed, and judged.
+
+How right is right? Codes and scales are drawn, so a checkpoint stands for exact numbers. A layer's
+relative error from their float64 result is at most 1e-2 where only weights are quantised, and 8e-2
+where activations are rounded to 8 bits too.
+"""
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modular_kernel.cli.demo_output import CheckpointRow
+
+if TYPE_CHECKING:
+    from modular_kernel.testing.checkpoints.samples import Sample
+
+# A family, and a format of modular_kernel.testing.checkpoints.formats in which it is published.
+CHECKPOINTS = (
+    ("mixtral", "awq"),
+    ("qwen3_moe", "qwen3 fp8"),
+    ("deepseek_v3", "compressed int4"),
+    ("gpt_oss", "mxfp4"),
+)
+_TOKENS = 13
+
+
+def checkpoint_rows(pairings: Sequence[tuple[str, str]], device: str) -> Iterator[CheckpointRow]:
+    """Write each checkpoint to a temporary folder, and run its experts on each pairing."""
+    from modular_kernel.testing.checkpoints.samples import write
+
+    with tempfile.TemporaryDirectory(prefix="mk-demo-") as folder:
+        for number, (family, kind) in enumerate(CHECKPOINTS):
+            sample = write(Path(folder) / str(number), family, kind)
+            for pair in pairings:
+                yield judged_layer(sample, family, kind, pair, device)
+
+
+def judged_layer(
+    sample: "Sample", family: str, kind: str, pair: tuple[str, str], device: str
+) -> CheckpointRow:
+    """Load the experts of layer 0 from the sample's folder, run them, and compare with its truth.
+
+    Raises what `load_experts` and `make_kernel` raise.
+    """
+    import torch
+
+    from modular_kernel.catalog import make_kernel
+    from modular_kernel.importers.checkpoint import load_experts
+    from modular_kernel.tensors import Routing
+
+    start = time.perf_counter()
+    loaded = load_experts(sample.folder, 0, device=device)
+    problem = loaded.problem(_TOKENS)
+    kernel = make_kernel(*pair, problem)
+    x_TH, weights_TK, ids_TK = sample.inputs(_TOKENS)
+    x_TH = x_TH.to(problem.dtype)
+    routing = Routing(weights_TK.to(device), ids_TK.to(device))
+    with torch.inference_mode():
+        found = kernel(x_TH.to(device), loaded.weights, routing).double().cpu()
+    exact = sample.truth(x_TH.double(), weights_TK, ids_TK)
+    return CheckpointRow(
+        model=family,
+        quant=str(problem.scheme),
+        stored=kind,
+        pairing=" x ".join(pair),
+        error=((found - exact).norm() / exact.norm()).item(),
+        bound=sample.kind.bound,
+        bytes_read=loaded.bytes_read,
+        seconds=time.perf_counter() - start,
+    )

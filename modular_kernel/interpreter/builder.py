@@ -1,0 +1,280 @@
+"""The interpreter's operations with a GPU's rounding: what `patch.install` puts in place.
+
+`HonestBuilder` is behind every `tl` operation but reductions, which are `HonestReduce`'s.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter as upstream
+
+from modular_kernel.interpreter.access_log import watch
+from modular_kernel.interpreter.dtypes import (
+    BF16,
+    BITS,
+    BOOL,
+    FLOAT32,
+    FLOAT64,
+    NARROW,
+    Array,
+    Foreign,
+    argmax,
+    argmin,
+    convert,
+    erf,
+    fused_multiply_add,
+    storage_of,
+    tf32,
+    toward_zero,
+    tree_sum,
+    widen,
+)
+from modular_kernel.interpreter.races import Access
+
+# Triton ships no annotations: a handle is what a builder passes around, numpy data with a triton
+# type; anything else of its own (tensors, types, enums, jit functions, cache policies) is foreign.
+Handle = Any
+
+
+def _handle(data: Array, kind: Foreign) -> Handle:
+    """Make a tensor handle of scalar type `kind`, or of int1 if `data` is a comparison's result."""
+    if data.dtype == BOOL:
+        return upstream.TensorHandle(data, tl.int1)
+    scalar = kind.scalar
+    return upstream.TensorHandle(convert(data, storage_of(scalar)), scalar)
+
+
+def _as_bits(handle: Handle) -> Handle:
+    """Return `handle` as C++ can move it: narrow floats as unsigned integers of their size."""
+    bits = BITS.get(handle.data.dtype)
+    if bits is None:
+        return handle
+    return upstream.TensorHandle(np.ascontiguousarray(handle.data).view(bits), handle.dtype)
+
+
+def honest_options(builder: Foreign) -> Foreign:
+    """Return options with assertions on, without the slow int64 twin of every int32 operation."""
+    return replace(builder.options, debug=True, sanitize_overflow=False)
+
+
+class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
+    """The builder behind every `tl` operation, with a GPU's rounding instead of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = honest_options(self)
+
+    # Constants.
+
+    def get_bf16(self, value: float) -> Handle:
+        return upstream.TensorHandle(np.array([value], dtype=BF16), tl.bfloat16)
+
+    def get_all_ones_value(self, kind: Foreign) -> Handle:
+        return upstream.TensorHandle(np.invert(np.zeros(1, storage_of(kind))), kind.scalar)
+
+    # Conversions.
+
+    def cast_impl(self, src: Handle, dst_type: Foreign) -> Handle:
+        return upstream.TensorHandle(convert(src.data, storage_of(dst_type)), dst_type.scalar)
+
+    def create_fp_to_fp(self, src: Handle, dst_type: Foreign, rounding_mode: Foreign) -> Handle:
+        data = convert(src.data, storage_of(dst_type))
+        if rounding_mode == upstream._ir.ROUNDING_MODE.RTZ:
+            data = toward_zero(widen(src.data), data)
+        return upstream.TensorHandle(data, dst_type.scalar)
+
+    # Elementwise: all operations that upstream writes as lambdas come through these three.
+
+    def unary_op(self, arg: Handle, op: Callable[..., Array]) -> Handle:
+        return _handle(op(widen(arg.data)), arg.dtype)
+
+    def binary_op(self, lhs: Handle, rhs: Handle, op: Callable[..., Array]) -> Handle:
+        left, right = widen(lhs.data), widen(rhs.data)
+        if left.dtype == BOOL and op in (np.add, np.subtract, np.multiply):
+            # int1 wraps like any integer; numpy's bool would saturate, or refuse to subtract.
+            return _handle((op(left.astype(np.int8), right.astype(np.int8)) & 1) != 0, tl.int1)
+        return _handle(op(left, right), lhs.dtype)
+
+    def ternary_op(
+        self, lhs: Handle, rhs: Handle, other: Handle, op: Callable[..., Array]
+    ) -> Handle:
+        return _handle(op(*(widen(arg.data) for arg in (lhs, rhs, other))), other.dtype)
+
+    def create_select(self, cond: Handle, lhs: Handle, rhs: Handle) -> Handle:
+        return _handle(np.where(cond.data, lhs.data, rhs.data), rhs.dtype)
+
+    def create_minnumf(self, lhs: Handle, rhs: Handle) -> Handle:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self, lhs: Handle, rhs: Handle) -> Handle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_clampf(self, arg: Handle, lo: Handle, hi: Handle, propagate_nans: Foreign) -> Handle:
+        if propagate_nans == upstream._ir.PROPAGATE_NAN.NONE:
+            return self.create_minnumf(self.create_maxnumf(arg, lo), hi)
+        return self.ternary_op(arg, lo, hi, np.clip)
+
+    def create_fma(self, x: Handle, y: Handle, z: Handle) -> Handle:
+        if z.data.dtype == FLOAT64:
+            return super().create_fma(x, y, z)
+        storage = storage_of(z.dtype)
+        return _handle(fused_multiply_add(x.data, y.data, z.data, storage), z.dtype)
+
+    def create_rsqrt(self, arg: Handle) -> Handle:
+        return self.unary_op(arg, lambda data: np.reciprocal(np.sqrt(data)))
+
+    def create_erf(self, arg: Handle) -> Handle:
+        return self.unary_op(arg, erf)
+
+    def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
+        # Before 3.8 upstream made its operands signed in place, for whoever used them next.
+        left, right = (x.data.astype(np.dtype(f"i{x.data.dtype.itemsize}")) for x in (lhs, rhs))
+        return _handle(np.right_shift(left, right), lhs.dtype)
+
+    # Tensors.
+
+    def create_dot(
+        self,
+        a: Handle,
+        b: Handle,
+        d: Handle,
+        input_precision: Foreign,
+        max_num_imprecise_acc: Foreign,
+    ) -> Handle:
+        x, y, accumulator = a.data, b.data, d.data
+        if x.dtype.kind in "iu":
+            # Through float64 for BLAS: exact, as products of bytes stay far below 2**53.
+            total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64)).astype(np.int64)
+            return _handle(total + accumulator, d.dtype)
+        if x.dtype == FLOAT32 and input_precision == upstream._ir.INPUT_PRECISION.TF32:
+            x, y = tf32(x), tf32(y)
+        # BLAS takes sums of float32 in an order that depends on a row's place, a GPU does not.
+        total = np.matmul(x.astype(FLOAT64), y.astype(FLOAT64))
+        total = total if x.dtype == FLOAT64 else total.astype(FLOAT32)
+        return _handle(total + accumulator, d.dtype)
+
+    def create_histogram(self, data: Handle, bins: int, mask: Handle | None) -> Handle:
+        values = data.data
+        valid = (values >= 0) & (values < bins)
+        if mask is not None:
+            valid &= mask.data
+        counts = np.bincount(values[valid].astype(np.int64), minlength=bins)
+        return _handle(counts.astype(np.int32), tl.int32)
+
+    # Memory. Every access comes through these.
+
+    def create_masked_load(
+        self,
+        ptrs: Handle,
+        mask: Foreign,
+        other: Handle | None,
+        *policy: Foreign,
+        **policies: Foreign,
+    ) -> Handle:
+        storage = storage_of(ptrs.get_element_ty())
+        lanes = mask if isinstance(mask, np.ndarray) else mask.data
+        volatile = policies.get("is_volatile", policy[-1] if policy else False)
+        access = Access.ATOMIC if volatile else Access.READ
+        watch.touch(access, ptrs.data, lanes, storage.itemsize, self._program)
+        if storage not in NARROW:
+            return super().create_masked_load(ptrs, mask, other, *policy, **policies)
+        if other is None:
+            fill = np.zeros(ptrs.data.shape, BITS[storage])
+        else:
+            fill = np.ascontiguousarray(convert(other.data, storage)).view(BITS[storage])
+        loaded = upstream._interpreter.load(ptrs.data, lanes, fill, BITS[storage])
+        return upstream.TensorHandle(loaded.view(storage), ptrs.get_element_ty())
+
+    def create_masked_store(
+        self, ptrs: Handle, value: Handle, mask: Foreign, *policy: Foreign, **policies: Foreign
+    ) -> Foreign:
+        lanes = mask if isinstance(mask, np.ndarray) else mask.data
+        nbytes = storage_of(ptrs.get_element_ty()).itemsize
+        watch.touch(Access.WRITE, ptrs.data, lanes, nbytes, self._program)
+        return super().create_masked_store(ptrs, _as_bits(value), mask, *policy, **policies)
+
+    def create_atomic_cas(
+        self, ptr: Handle, cmp: Handle, val: Handle, sem: Foreign, scope: Foreign
+    ) -> Handle:
+        self._touch_atomically(ptr, np.ones(ptr.data.shape, BOOL), val, sem)
+        old = super().create_atomic_cas(ptr, _as_bits(cmp), _as_bits(val), sem, scope)
+        return upstream.TensorHandle(old.data.view(cmp.data.dtype), cmp.dtype.scalar)
+
+    def create_atomic_rmw(
+        self, op: Foreign, ptr: Handle, val: Handle, mask: Handle, sem: Foreign, scope: Foreign
+    ) -> Handle:
+        self._touch_atomically(ptr, mask.data, val, sem)
+        if val.data.dtype not in NARROW:
+            return super().create_atomic_rmw(op, ptr, val, mask, sem, scope)
+        if op not in (upstream._ir.ATOMIC_OP.FADD, upstream._ir.ATOMIC_OP.ADD):
+            raise ValueError(f"atomic {op} of {val.dtype}: only add exists")
+        return upstream.TensorHandle(_atomic_add(ptr.data, val.data, mask.data), val.dtype.scalar)
+
+    def _touch_atomically(self, ptr: Handle, lanes: Array, value: Handle, sem: Foreign) -> None:
+        nbytes = value.data.dtype.itemsize
+        watch.touch(Access.ATOMIC, ptr.data, lanes, nbytes, self._program)
+        if sem == upstream._ir.MEM_SEMANTIC.ACQUIRE_RELEASE:
+            watch.order(ptr.data, lanes, self._program)
+
+    @property
+    def _program(self) -> int:
+        """The running one's number, in the order in which they run."""
+        (x, y, z), (_, rows, columns) = self.grid_idx, self.grid_dim
+        return int((x * rows + y) * columns + z)
+
+    # Assertions: written out, because `python -O` would drop upstream's `assert` statement.
+
+    def create_assert(self, condition: Handle, message: str) -> None:
+        if not condition.data.all():
+            raise AssertionError(message)
+
+
+def _atomic_add(ptrs: Array, values: Array, mask: Array) -> Array:
+    """Add one element after the other, each sum rounded; the old values, 0 where masked off."""
+    addresses, lanes = ptrs.ravel(), np.broadcast_to(mask, ptrs.shape).ravel()
+    addends = np.broadcast_to(values, ptrs.shape).ravel().astype(FLOAT32)
+    bits, old = BITS[values.dtype], np.zeros(addresses.shape, values.dtype)
+    one, nothing = np.ones(1, BOOL), np.zeros(1, bits)
+    for i in np.flatnonzero(lanes):
+        address = addresses[i : i + 1]
+        here = upstream._interpreter.load(address, one, nothing, bits).view(values.dtype)
+        old[i] = here[0]
+        total = convert(here.astype(FLOAT32) + addends[i], values.dtype)
+        upstream._interpreter.store(address, total.view(bits), one)
+    return old.reshape(ptrs.shape)
+
+
+def scaled_operand(value: Handle) -> Array:
+    """Return an operand of `tl.dot_scaled` that is not packed fp4, in float32: exact."""
+    data: Array = value.data.astype(FLOAT32)
+    return data
+
+
+_EXTREMA = (
+    ("_elementwise_max", np.fmax.reduce, None),
+    ("_elementwise_min", np.fmin.reduce, None),
+    ("_argmax_combine_tie_break_left", np.fmax.reduce, argmax),
+    ("_argmax_combine_tie_break_fast", np.fmax.reduce, argmax),
+    ("_argmin_combine_tie_break_left", np.fmin.reduce, argmin),
+    ("_argmin_combine_tie_break_fast", np.fmin.reduce, argmin),
+)
+
+
+class HonestReduce(upstream.ReduceOps):  # type: ignore[misc]
+    """Reductions whose numpy shortcut would differ from the GPU's, by rounding or by NaN."""
+
+    def apply_impl(self, input: tuple[Foreign, ...]) -> Foreign:
+        for name, value_of, index_of in _EXTREMA:
+            if self.combine_fn is getattr(tl.standard, name):
+                return self.min_max(input[0], value_of, index_of)
+        return super().apply_impl(input)
+
+    def sum(self, input: Foreign) -> Foreign:
+        data = input.handle.data
+        if data.dtype in NARROW or data.dtype == np.float16:
+            return self.to_tensor(tree_sum(data, self.axis, self.keep_dims), input.dtype)
+        total = np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=data.dtype)
+        return self.to_tensor(total, input.dtype)

@@ -1,0 +1,378 @@
+"""Backends by stages: pre-permute, core and post-permute; and fused operations in their place.
+
+    @register_core("toy")
+    class ToyCore(MoeRunnerCore[ToyState]): ...
+    @register_pre_permute("standard", "toy")
+    def standard_to_toy(call: RunnerCall[ToyState]) -> ToyInput: ...
+    @register_post_permute("toy", "standard")
+    def toy_to_standard(result: ToyOutput, call: RunnerCall[ToyState]) -> None: ...
+
+`experts.assembled.experts_of("ToyExperts", "toy", "standard", ...)` makes an experts part of them;
+a package offers that part as any other, and registers nothing else anywhere. A fused operation
+computes what the stages do in one go: it names the part that it replaces (its twin), and is
+verified to equal it.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import ConfigurationError, DuplicatePartError, UnknownPartError
+from modular_kernel.fields import expect
+from modular_kernel.fields import shown as shown_value
+from modular_kernel.tensors import Dispatched, DispatchShape, ExpertWeights
+from modular_kernel.types import ActivationFormat, Problem
+from modular_kernel.workspace import BufferSpec, Workspace
+
+# How a dispatch leaves tokens, in the field's names, and what that is here. "deepep_normal" are
+# received rows with local ids, "deepep_ll" rows expert by expert.
+FORMATS: Mapping[str, ActivationFormat] = {
+    "standard": ActivationFormat.STANDARD,
+    "deepep_normal": ActivationFormat.STANDARD,
+    "deepep_ll": ActivationFormat.BATCHED_EXPERTS,
+    "batched_experts": ActivationFormat.BATCHED_EXPERTS,
+}
+
+Key = tuple[str, str]
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass
+class NoState:
+    """State of a backend whose stages pass nothing on beside their results."""
+
+
+@dataclass(frozen=True)
+class RunnerCall(Generic[S]):
+    """One call: what its stages share. Nothing is kept on a stage between calls.
+
+    tokens: what arrived, read only. output: to be written by post-permute, of the shape that the
+    part declares. workspace: has the buffers that the core declares. state: made for this call
+    alone, of the type that the core names.
+    """
+
+    tokens: Dispatched
+    weights: ExpertWeights
+    problem: Problem
+    workspace: Workspace
+    output: torch.Tensor
+    state: S
+
+
+class RunnerInput(ABC):
+    """What pre-permute makes and the core of one backend takes."""
+
+    @property
+    @abstractmethod
+    def runner_backend(self) -> str:
+        """The backend whose core takes it."""
+
+
+class RunnerOutput(ABC):
+    """What the core of one backend makes and its post-permute takes."""
+
+    @property
+    @abstractmethod
+    def runner_backend(self) -> str:
+        """The backend whose core made it."""
+
+
+class MoeRunnerCore(ABC, Generic[S]):
+    """The products of a backend, between two permutes. state: the type of its calls' state."""
+
+    state: ClassVar[type[Any]] = NoState
+
+    def __init__(self, problem: Problem) -> None:
+        """Bind kernels or a library for `problem`."""
+        self.problem = problem
+
+    def workspace_shapes(self, shape: DispatchShape) -> Mapping[str, BufferSpec]:
+        """Return the buffers that the stages take from the workspace, by name; monotone."""
+        return {}
+
+    @abstractmethod
+    def run(self, runner_input: Any, call: RunnerCall[S]) -> RunnerOutput:
+        """Multiply, activate, multiply; the tokens' order is whatever pre-permute made it."""
+
+
+PrePermute = Callable[[RunnerCall[Any]], RunnerInput]
+PostPermute = Callable[[Any, RunnerCall[Any]], None]
+FusedFunction = Callable[[RunnerCall[Any]], None]
+Implementation = FusedFunction | type[PermuteExpertsUnpermute]
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """One operation in place of a backend's three stages.
+
+    run: writes call.output, or an experts part that does it all. twin: the staged part.
+    """
+
+    a2a_backend: str
+    runner_backend: str
+    run: Implementation
+    twin: type[PermuteExpertsUnpermute]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The three stages of one backend and dispatch format."""
+
+    backend: str
+    format: str
+    pre: PrePermute
+    core: type[MoeRunnerCore[Any]]
+    post: PostPermute
+
+
+@dataclass(frozen=True)
+class Half:
+    """Something registered that nothing can use: whose it is, and what it lacks."""
+
+    name: str
+    origin: str
+    lacks: str
+
+
+class _Pool(Generic[T]):
+    """What was registered under keys of two names; each key once."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.found: dict[Key, T] = {}
+        self._sources: dict[Key, object] = {}
+
+    def add(self, key: Key, value: T, source: object) -> None:
+        """Keep `value`; DuplicatePartError with both origins if the key is another's.
+
+        What a module registered is replaced when that module is imported again.
+        """
+        for name in key:
+            expect(f"{self.kind} name", name, str)
+            if not name:
+                raise ConfigurationError(f"{self.kind} name", got="''", need="a text")
+        other = self._sources.get(key)
+        if other is not None and not _again(other, source):
+            got = f"{origin_of(other)} and {origin_of(source)}"
+            raise DuplicatePartError(f"{self.kind} {shown(key)}", got=got, need="one origin")
+        self.found[key], self._sources[key] = value, source
+
+    def get(self, key: Key) -> T:
+        """Return what has the key; UnknownPartError that lists what exists."""
+        value = self.found.get(key)
+        if value is None:
+            there = ", ".join(shown(each) for each in sorted(self.found)) or "none is registered"
+            raise UnknownPartError(f"{self.kind}", got=shown(key), need=f"one of {there}")
+        return value
+
+    def origin(self, key: Key) -> str:
+        """Say where what has the key was written."""
+        return origin_of(self._sources[key])
+
+
+class FusedOpPool:
+    """Fused operations by (all2all backend, runner backend)."""
+
+    def __init__(self) -> None:
+        self.ops = _Pool[FusedOp]("fused operation")
+
+    def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
+        """Return the operation, None if there is none."""
+        return self.ops.found.get((a2a_backend, runner_backend))
+
+
+class PermuteMethodPool:
+    """Stages: pre by (format, backend), post by (backend, format), cores by (backend, "core")."""
+
+    def __init__(self) -> None:
+        self.pre = _Pool[PrePermute]("pre-permute")
+        self.post = _Pool[PostPermute]("post-permute")
+        self.cores = _Pool[type[MoeRunnerCore[Any]]]("core")
+
+    def stages_of(self, backend: str, format: str) -> Stages:
+        """Return the three stages; UnknownPartError for the first that is not registered."""
+        check_format(format)
+        pre = self.pre.get((format, backend))
+        core = self.cores.get((backend, "core"))
+        return Stages(backend, format, pre, core, self.post.get((backend, format)))
+
+    def halves(self) -> Iterable[Half]:
+        """Yield every stage without which, or with which alone, no part can be made."""
+        for format, backend in self.pre.found:
+            name, origin = f"{backend} {format}", self.pre.origin((format, backend))
+            if (backend, format) not in self.post.found:
+                yield Half(name, origin, f"a pre-permute without post-permute {backend, format}")
+            yield from self._without_core(name, origin, backend)
+        for backend, format in self.post.found:
+            name, origin = f"{backend} {format}", self.post.origin((backend, format))
+            if (format, backend) not in self.pre.found:
+                yield Half(name, origin, f"a post-permute without pre-permute {format, backend}")
+                yield from self._without_core(name, origin, backend)
+        permuted = {backend for _, backend in self.pre.found} | {b for b, _ in self.post.found}
+        for key in self.cores.found:
+            if key[0] not in permuted:
+                yield Half(key[0], self.cores.origin(key), f"a core without permutes of {key[0]!r}")
+
+    def _without_core(self, name: str, origin: str, backend: str) -> Iterable[Half]:
+        if (backend, "core") not in self.cores.found:
+            yield Half(name, origin, f"a permute without core {backend!r}")
+
+
+FUSED = FusedOpPool()
+PERMUTES = PermuteMethodPool()
+
+
+def register_pre_permute(
+    dispatch_format: str, runner_backend: str
+) -> Callable[[PrePermute], PrePermute]:
+    """Register what makes a backend's input of tokens that arrived in a format of FORMATS."""
+    check_format(dispatch_format)
+
+    def register(pre: PrePermute) -> PrePermute:
+        PERMUTES.pre.add((dispatch_format, runner_backend), pre, pre)
+        return pre
+
+    return register
+
+
+def register_post_permute(
+    runner_backend: str, combine_format: str
+) -> Callable[[PostPermute], PostPermute]:
+    """Register what writes the part's output from a backend's result; formats come in pairs."""
+    check_format(combine_format)
+
+    def register(post: PostPermute) -> PostPermute:
+        PERMUTES.post.add((runner_backend, combine_format), post, post)
+        return post
+
+    return register
+
+
+C = TypeVar("C", bound=type[MoeRunnerCore[Any]])
+
+
+def register_core(runner_backend: str) -> Callable[[C], C]:
+    """Register the class of a backend's core."""
+
+    def register(core: C) -> C:
+        _check_class(f"core {runner_backend!r}", core, MoeRunnerCore)
+        PERMUTES.cores.add((runner_backend, "core"), core, core)
+        return core
+
+    return register
+
+
+F = TypeVar("F", bound=Implementation)
+
+
+def register_fused_func(
+    a2a_backend: str, runner_backend: str, *, twin: type[PermuteExpertsUnpermute]
+) -> Callable[[F], F]:
+    """Register an operation for tokens that `a2a_backend` dispatched, in place of `twin`'s stages.
+
+    What is registered writes call.output, given a RunnerCall of the twin's core; or it is an
+    experts part itself, which has to declare what the twin declares: ConfigurationError else.
+    """
+    _check_class("twin", twin, PermuteExpertsUnpermute)
+
+    def register(run: F) -> F:
+        if isinstance(run, type):
+            _check_class("fused operation", run, PermuteExpertsUnpermute)
+            _check_declared(run, twin)
+        op = FusedOp(a2a_backend, runner_backend, run, twin)
+        FUSED.ops.add((a2a_backend, runner_backend), op, run)
+        return run
+
+    return register
+
+
+def _check_class(what: str, given: object, base: type) -> None:
+    if not isinstance(given, type) or not issubclass(given, base):
+        raise ConfigurationError(
+            what, got=shown_value(given), need=f"a subclass of {base.__name__}"
+        )
+
+
+def _check_declared(
+    part: type[PermuteExpertsUnpermute], twin: type[PermuteExpertsUnpermute]
+) -> None:
+    declared, need = vars(part.requires), vars(twin.requires)
+    differ = ", ".join(name for name, value in declared.items() if value != need.get(name))
+    if differ:
+        what = f"{part.__name__}.requires"
+        raise ConfigurationError(what, got=f"other {differ}", need=f"what {twin.__name__} declares")
+
+
+def stages_of(backend: str, format: str) -> Stages:
+    """Return a backend's stages; UnknownPartError for the first that is not registered."""
+    return PERMUTES.stages_of(backend, format)
+
+
+def fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
+    """Return a fused operation; UnknownPartError where none is registered."""
+    return FUSED.ops.get((a2a_backend, runner_backend))
+
+
+def missing_halves() -> tuple[Half, ...]:
+    """Return everything registered that no part can be made of, each with what it lacks."""
+    return tuple(dict.fromkeys(PERMUTES.halves()))
+
+
+def check_format(format: object) -> None:
+    """Raise the ConfigurationError of what is no format."""
+    expect("format", format, str)
+    if format not in FORMATS:
+        raise ConfigurationError("format", got=repr(format), need=f"one of {', '.join(FORMATS)}")
+
+
+def of_backend(what: str, value: object, kind: type, stages: Stages) -> None:
+    """Check what a stage returned: ConfigurationError if it is another backend's, or no `kind`."""
+    if not isinstance(value, kind):
+        got = type(value).__name__
+        raise ConfigurationError(f"{what} of {stages.backend!r}", got=got, need=kind.__name__)
+    backend = value.runner_backend  # type: ignore[attr-defined]
+    if backend != stages.backend:
+        what = f"{what} of {stages.backend!r}"
+        raise ConfigurationError(what, got=f"one of {backend!r}", need=f"one of {stages.backend!r}")
+
+
+def origin_of(source: Any) -> str:
+    """Say where a function or class was written, as module:name:line."""
+    code = _code(source)
+    line = "" if code is None else f":{code.co_firstlineno}"
+    name = getattr(source, "__qualname__", type(source).__name__)
+    return f"{getattr(source, '__module__', 'unknown')}:{name}{line}"
+
+
+def shown(key: Key) -> str:
+    """Show a key in a message."""
+    return f"({key[0]!r}, {key[1]!r})"
+
+
+def _code(source: Any) -> Any:
+    """Return the code of a function, or of what a class runs."""
+    if isinstance(source, type):
+        source = vars(source).get("run") or vars(source).get("apply")
+    return getattr(source, "__code__", None)
+
+
+def _again(old: Any, new: Any) -> bool:
+    """Tell whether `new` is the source of `old`, from a module that was imported once more."""
+    names = [(s.__module__, getattr(s, "__qualname__", "")) for s in (old, new)]
+    if old is new or names[0] != names[1]:
+        return old is new
+    codes = _code(old), _code(new)
+    if None in codes:
+        return True
+    return codes[0].co_firstlineno == codes[1].co_firstlineno or _globals(old) is not _globals(new)
+
+
+def _globals(source: Any) -> object:
+    if isinstance(source, type):
+        source = vars(source).get("run") or vars(source).get("apply")
+    return getattr(source, "__globals__", None)

@@ -1,0 +1,244 @@
+"""Adapters: their text and tensors, what is refused, and the exact rule beside merged weights."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel import reference
+from modular_kernel.adapters import AdapterSpec, adapters_of_sequences
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    InputError,
+    LayoutError,
+    RoutingError,
+    ShapeError,
+    WeightsError,
+)
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.testing.cases.inputs import Inputs, Manner, make_inputs
+from modular_kernel.types import Machine, Problem
+
+CPU = torch.device("cpu")
+PROBLEM = Problem(
+    tokens=9, hidden=32, intermediate=24, experts=4, top_k=2, dtype=torch.float32,
+    lora="adapters=3,rank=6",
+)  # fmt: skip
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+BATCHED = ("BatchedPrepareAndFinalize", "NaiveBatchedExperts")
+SHARED = ("", ",a13=shared", ",outer=shared", ",a13=shared,outer=shared")
+
+
+def run(pair: tuple[str, str], problem: Problem, i: Inputs, **options: Any) -> torch.Tensor:
+    kernel = mk.make_kernel(*pair, problem, machine=Machine(), **options)
+    return kernel(i.x_TH.clone(), i.weights, i.routing)
+
+
+def without(problem: Problem, i: Inputs) -> tuple[Problem, Inputs]:
+    """The same layer and call, without adapters."""
+    names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+    weights = replace(i.weights, **dict.fromkeys(names))
+    return replace(problem, lora="none"), Inputs(
+        i.x_TH, weights, replace(i.routing, adapters_T=None)
+    )
+
+
+@pytest.mark.parametrize("shared", SHARED)
+def test_text_is_what_parse_reads(shared: str) -> None:
+    text = f"adapters=4,rank=32{shared}"
+    assert str(AdapterSpec.parse(text)) == text
+    assert Problem(1, 8, 8, 2, 1, lora=text).lora == text
+    assert AdapterSpec.parse("none") is None
+    assert Problem(1, 8, 8, 2, 1).adapters is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "adapters=4", "rank=4", "adapters=4,rank=4,rank=4", "adapters=4,rank=4,a13=own",
+     "adapters=-1,rank=4", "adapters=4,rank=0", "adapters=4,rank=257", "adapters=0,rank=4",
+     "adapters=4;rank=4", True, None, 7],
+)  # fmt: skip
+def test_other_texts_are_refused(text: Any) -> None:
+    with pytest.raises(ConfigurationError, match="lora"):
+        Problem(1, 8, 8, 2, 1, lora=text)
+
+
+def test_one_a_for_gate_and_up_needs_a_gate() -> None:
+    with pytest.raises(ConfigurationError, match="a13=shared"):
+        replace(PROBLEM, activation="relu2", lora="adapters=1,rank=4,a13=shared")
+
+
+def merged(problem: Problem, weights: ExpertWeights, slot: int) -> ExpertWeights:
+    """float64 weights with one slot's B A added to them; written with einsum, not as the oracle."""
+    spec = problem.adapters
+    assert spec is not None
+    a13, b13, a2, b2 = (
+        getattr(weights, name)[slot].double()
+        for name in ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+    )
+    e, n = problem.e, problem.w1_rows
+    a13 = a13.expand(e, -1, -1)
+    rows = torch.arange(n)
+    up = rows % 2 if problem.act.interleaved else rows // problem.intermediate
+    if not problem.act.gated or spec.a13_shared:
+        up = torch.zeros_like(rows)
+    a_of_row = a13.unflatten(1, (-1, spec.rank))[:, up]  # (e, N, R, H)
+    w1 = weights.w1.double() + torch.einsum("enr,enrh->enh", b13, a_of_row)
+    w2 = weights.w2.double() + torch.einsum("ehr,eri->ehi", b2.expand(e, -1, -1), a2)
+    names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+    return replace(weights, w1=w1, w2=w2, **dict.fromkeys(names))
+
+
+_RULES = (
+    (3, 1, "silu"), (16, 2, "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"), (64, 4, "gelu"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shared", "rank", "top_k", "activation"),
+    [
+        *((shared, *rule) for shared in SHARED for rule in _RULES),
+        *((shared, 5, 2, "relu2") for shared in SHARED if "a13" not in shared),
+    ],
+)
+def test_the_oracle_is_that_of_merged_weights(
+    shared: str, rank: int, top_k: int, activation: str
+) -> None:
+    problem = replace(
+        PROBLEM, lora=f"adapters=3,rank={rank}{shared}", top_k=top_k, activation=activation,
+        bias=True,
+    )  # fmt: skip
+    i = make_inputs(problem, "skips", CPU)
+    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    slots_T = i.routing.slots_T
+    assert slots_T is not None
+    plain, base = without(problem, i)
+    want = reference.oracle(base.x_TH, base.weights, base.routing, plain)
+    assert not torch.equal(want, exact)
+    for slot in set(slots_T.tolist()) - {-1}:
+        its = merged(problem, i.weights, slot)
+        mine = slots_T == slot
+        want[mine] = reference.oracle(base.x_TH, its, base.routing, plain)[mine]
+    torch.testing.assert_close(exact, want, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("pair", [PAIR, BATCHED])
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "int4_w4a16_group:group=8"])
+def test_rows_without_an_adapter_have_the_bits_of_the_layer_without_any(
+    pair: tuple[str, str], quant: str
+) -> None:
+    problem = replace(PROBLEM, dtype=torch.bfloat16, quant=quant, tokens=17)
+    i = make_inputs(problem, "uniform", CPU)
+    slots_T = i.routing.slots_T
+    assert slots_T is not None
+    got, want = run(pair, problem, i), run(pair, *without(problem, i))
+    nobody = slots_T < 0
+    assert 0 < int(nobody.sum()) < 17
+    assert torch.equal(got[nobody], want[nobody])
+    assert bool((got[~nobody] != want[~nobody]).any(1).all())
+
+
+@pytest.mark.parametrize("named", ["nobody", "without"])
+@pytest.mark.parametrize("pair", [PAIR, BATCHED])
+def test_a_call_without_adapters_is_the_layer_without_any(
+    pair: tuple[str, str], named: str
+) -> None:
+    """Every slot is full of NaN then."""
+    i = make_inputs(PROBLEM, "uniform", CPU, manner=Manner(named=named))
+    assert bool(i.weights.lora_a13.isnan().all())  # type: ignore[union-attr]
+    assert torch.equal(run(pair, PROBLEM, i), run(pair, *without(PROBLEM, i)))
+
+
+def test_a_plan_takes_calls_with_and_without_adapters_by_turns() -> None:
+    kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
+    plan, i = kernel.plan(), make_inputs(PROBLEM, "uniform", CPU)
+    for adapters in (i.routing.adapters_T, "none", i.routing.adapters_T):
+        routing = replace(i.routing, adapters_T=adapters)
+        assert torch.equal(plan(i.x_TH, i.weights, routing), kernel(i.x_TH, i.weights, routing))
+        with pytest.raises(RoutingError, match="adapters: got None"):
+            plan(i.x_TH, i.weights, replace(routing, adapters_T=None))
+
+
+ALONE = "lora_a13"
+BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], str]] = [
+    ("lost on the way", {"adapters_T": None}, {}, RoutingError, "adapters: got None, need"),
+    ("another word", {"adapters_T": "all"}, {}, RoutingError, "adapters: got 'all'"),
+    ("int64", {"adapters_T": torch.zeros(9).long()}, {}, DtypeError, "adapters: got int64"),
+    ("too few", {"adapters_T": torch.zeros(8).int()}, {}, ShapeError, "adapters: got"),
+    ("a list", {"adapters_T": [0] * 9}, {}, DtypeError, "adapters: got list"),
+    ("gaps", {"adapters_T": torch.zeros(18).int()[::2]}, {}, LayoutError, "adapters: got"),
+    ("meta", {"adapters_T": torch.zeros(9, device="meta").int()}, {}, DeviceError, "adapters"),
+    ("missing", {}, {"lora_b2": None}, WeightsError, "lora_b2: got None"),
+    ("rank", {}, {"lora_a2": torch.zeros(3, 4, 5, 24)}, ShapeError, "lora_a2: got"),
+    ("one A", {}, {ALONE: torch.zeros(3, 4, 6, 32)}, ShapeError, "lora_a13: got"),
+    ("experts", {}, {"lora_b13": torch.zeros(3, 1, 48, 6)}, ShapeError, "lora_b13: got"),
+    ("slots", {}, {"lora_b2": torch.zeros(2, 4, 32, 6)}, ShapeError, "lora_b2: got"),
+    ("half", {}, {"lora_b2": torch.zeros(3, 4, 32, 6).half()}, DtypeError, "lora_b2: got float16"),
+    ("on meta", {}, {"lora_b2": torch.zeros(3, 4, 32, 6, device="meta")}, DeviceError, "lora_b2"),
+    ("columns", {}, {"lora_b2": torch.zeros(3, 4, 6, 32).mT}, LayoutError, "lora_b2: got strides"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("routing", "weights", "error", "words"), [b[1:] for b in BAD],
+                         ids=[b[0] for b in BAD])  # fmt: skip
+def test_bad_tensors_are_named_before_anything_runs(
+    routing: dict[str, Any], weights: dict[str, Any], error: type[InputError], words: str
+) -> None:
+    i = make_inputs(PROBLEM, "uniform", CPU)
+    kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
+    out = torch.full_like(i.x_TH, 7.0)
+    for layer in (kernel, kernel.plan()):
+        with pytest.raises(error) as caught:
+            layer(i.x_TH, replace(i.weights, **weights), replace(i.routing, **routing), out=out)
+        assert words in str(caught.value)
+    assert bool((out == 7).all())
+
+
+def test_a_layer_without_adapters_refuses_their_tensors() -> None:
+    i = make_inputs(PROBLEM, "uniform", CPU)
+    plain, base = without(PROBLEM, i)
+    with pytest.raises(WeightsError, match="lora_a13, lora_b13"):
+        run(PAIR, plain, Inputs(i.x_TH, i.weights, base.routing))
+    with pytest.raises(RoutingError, match="adapters: got slots"):
+        run(PAIR, plain, Inputs(i.x_TH, base.weights, i.routing))
+
+
+@pytest.mark.parametrize("bad", [3, -2])
+def test_checked_mode_names_a_slot_out_of_range(bad: int) -> None:
+    i = make_inputs(PROBLEM, "uniform", CPU)
+    assert i.routing.slots_T is not None
+    i.routing.slots_T[4] = bad
+    with pytest.raises(RoutingError, match=f"1 slot, the first {bad} of token 4"):
+        run(PAIR, PROBLEM, i, checked=True)
+    base_T = i.routing.slots_T.clone().clamp(min=-1)
+    base_T[4] = -1
+    alike = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T=base_T))
+    assert torch.equal(run(PAIR, PROBLEM, i), run(PAIR, PROBLEM, alike))
+
+
+def test_an_output_over_the_slots_is_refused() -> None:
+    i = make_inputs(replace(PROBLEM, hidden=32), "uniform", CPU)
+    memory = torch.zeros(9 * 32)
+    slots_T = memory.view(torch.int32)[:9]
+    slots_T.fill_(-1)
+    kernel = mk.make_kernel(*PAIR, PROBLEM, machine=Machine())
+    routing = replace(i.routing, adapters_T=slots_T)
+    with pytest.raises(ConfigurationError, match="memory of adapters"):
+        kernel(i.x_TH, i.weights, routing, out=memory.view(9, 32))
+
+
+def test_sequences_give_their_tokens_their_slots() -> None:
+    starts, slots = torch.tensor([0, 3, 3, 5]), torch.tensor([2, 0, -1])
+    got = adapters_of_sequences(starts, slots, 7)
+    assert got.dtype is torch.int32
+    assert got.tolist() == [2, 2, 2, -1, -1, -1, -1]
+    assert adapters_of_sequences(starts.int(), slots.int(), 4).tolist() == [2, 2, 2, -1]
+    assert adapters_of_sequences(torch.tensor([0]), slots[:0], 2).tolist() == [-1, -1]
+    with pytest.raises(ShapeError, match="sequences: got"):
+        adapters_of_sequences(starts[:-1], slots, 7)
+    with pytest.raises(DtypeError, match="slots of sequences"):
+        adapters_of_sequences(starts, slots.float(), 7)

@@ -1,0 +1,34 @@
+"""`mk demo`'s quantised checkpoints: a right layer is within its bound, a wrong one is not."""
+
+import pytest
+import torch
+
+from modular_kernel.cli.demo import PAIRINGS
+from modular_kernel.cli.demo_checkpoints import CHECKPOINTS, judged_layer
+from modular_kernel.testing.checkpoints.samples import Tensors, write
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def exchange_gate_and_up(tensors: Tensors) -> None:
+    """Whole modules, or every two rows where they alternate."""
+    for name in list(tensors):
+        for gate, up in ((".w1.", ".w3."), (".gate_proj.", ".up_proj.")):
+            if gate in name:
+                other = name.replace(gate, up)
+                tensors[name], tensors[other] = tensors[other], tensors[name]
+        if "gate_up_proj_" in name and "bias" not in name:
+            pairs = tensors[name].unflatten(1, (-1, 2))
+            tensors[name] = pairs.flip(2).flatten(1, 2).contiguous()
+
+
+@pytest.mark.parametrize("pair", PAIRINGS[:2], ids=" x ".join)
+@pytest.mark.parametrize(("family", "kind"), CHECKPOINTS)
+def test_a_checkpoint_is_right_and_one_with_gate_and_up_exchanged_is_not(
+    family, kind, pair, tmp_path
+) -> None:
+    good = judged_layer(write(tmp_path / "good", family, kind), family, kind, pair, DEVICE)
+    assert good.ok
+    assert good.error > 0
+    changed = write(tmp_path / "bad", family, kind, change=exchange_gate_and_up)
+    assert not judged_layer(changed, family, kind, pair, DEVICE).ok
