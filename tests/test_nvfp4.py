@@ -9,6 +9,9 @@ import pytest
 import torch
 
 import modular_kernel as mk
+from experts.triton.configs.select import override_config
+from experts.triton.launch_config import Device
+from experts.triton.paths import BY_NAME
 from modular_kernel import ExpertWeights, Problem, nvfp4
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import DtypeError, InputError, ShapeError, WeightsError
@@ -16,6 +19,7 @@ from modular_kernel.quant import check_weights_quantised, quantise_weights, valu
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Machine
 
+HALVES = (torch.bfloat16, torch.float16)
 CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
 BASE = Problem(tokens=16, hidden=256, intermediate=256, experts=2, top_k=1, quant="nvfp4_w4a16")
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -61,23 +65,27 @@ def test_every_code_with_every_scale() -> None:
     assert torch.equal(bits(got)[numbers], bits(wanted)[numbers])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_a_code_times_its_scale_is_exact_in_16_bits(dtype: torch.dtype) -> None:
     _, _, values = every_pair()
     numbers = (torch.arange(256) & 127) != NAN
     assert torch.equal(values.to(dtype).double()[numbers], values[numbers])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+_NO_EP = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+_BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
+
+
 @pytest.mark.parametrize(
-    ("prepare_finalize", "experts"),
+    ("pair", "path", "dtype"),
     [
-        ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
-        ("BatchedPrepareAndFinalize", "BatchedTritonExperts"),
+        *((_NO_EP, "aligned", dtype) for dtype in (*HALVES, torch.float32)),
+        *((_NO_EP, "aligned_w4", dtype) for dtype in HALVES),
+        *((_BATCHED, "", dtype) for dtype in (*HALVES, torch.float32)),
     ],
 )
 def test_kernels_know_every_code_with_every_scale(
-    prepare_finalize: str, experts: str, dtype: torch.dtype
+    pair: tuple[str, str], path: str, dtype: torch.dtype
 ) -> None:
     """Token t is 1 in column t alone, and w2 is the identity: y[t, n] = relu(w1[n, t])^2."""
     problem = replace(BASE, experts=1, dtype=dtype, activation="relu2")
@@ -102,8 +110,10 @@ def test_kernels_know_every_code_with_every_scale(
     )
     x = torch.eye(16, 256, dtype=dtype)
     routing = Routing(torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.int32))
-    kernel = mk.make_kernel(prepare_finalize, experts, problem, machine=this_machine(device="cpu"))
-    got = kernel(x, weights, routing)
+    device = Device("NVIDIA H200")
+    with override_config(BY_NAME[path].default_config(problem, 16, device) if path else None):
+        kernel = mk.make_kernel(*pair, problem, machine=this_machine(device="cpu"))
+        got = kernel(x, weights, routing)
     want = (values.float() * torch.tensor(G)).clamp(min=0).square().T.to(dtype)
     assert torch.equal(bits(got), bits(want))
 
@@ -215,16 +225,10 @@ def test_other_schemes_have_no_scales_of_matrices() -> None:
 
 
 @pytest.mark.parametrize("quant", ["nvfp4_w4a16", "fp8_w8a16_block"])
-@pytest.mark.parametrize(
-    ("prepare_finalize", "experts"),
-    [
-        ("MoEPrepareAndFinalizeNoEP", "TritonExperts"),
-        ("BatchedPrepareAndFinalize", "BatchedTritonExperts"),
-    ],
-)
-def test_a_gpu_without_float8_is_refused(prepare_finalize: str, experts: str, quant: str) -> None:
+@pytest.mark.parametrize("pair", [_NO_EP, _BATCHED])
+def test_a_gpu_without_float8_is_refused(pair: tuple[str, str], quant: str) -> None:
     problem = replace(BASE, quant=quant)
     for arch, rules in (((8, 0), ["arch"]), ((8, 9), []), ((9, 0), [])):
         machine = Machine("cuda", arch, frozenset({"triton"}))
-        verdict = mk.check(prepare_finalize, experts, problem, machine)
+        verdict = mk.check(*pair, problem, machine)
         assert [rejection.rule for rejection in verdict.rejections] == rules
