@@ -53,7 +53,7 @@ def races(trial: Trial) -> Findings:
 
 
 def staged_twin(trial: Trial) -> Findings:
-    """A fused part equals the part of stages that it replaces, as far as roundings let two be.
+    """Compare a fused part with the stages that it replaces, as far as roundings let two be.
 
     Both may be as far from the oracle as `numeric` allows, so two right ones are not farther from
     each other than two independent errors of that size add up to.

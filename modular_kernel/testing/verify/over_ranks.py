@@ -172,7 +172,7 @@ class RankTrial(Trial):
         )
 
     def _meaning(self, changes: Mapping[str, Any]) -> Inputs | None:
-        """This rank's tensors of the first call, where the layer has other properties."""
+        """Return this rank's tensors of the first call, where the layer has other properties."""
         first = self.first
         assert isinstance(first, RankSample)
         other = replace(first.all, problem=replace(first.all.problem, **changes))

@@ -230,7 +230,7 @@ def _broken(
 
 
 def _last_record(on: Stage, kernel: FusedMoEModularKernel) -> str:
-    """What is wrong with the record of the exchange in which step 4 broke off; else "right"."""
+    """Say what is wrong with the record of the exchange that step 4 broke off; else "right"."""
     lines = manager_of(kernel.prepare_finalize).last_calls.json_lines().splitlines()
     record = json.loads(lines[-1])
     told = record["phase"], record["step"], record["bytes"], record["state"]
@@ -282,7 +282,7 @@ def late(on: Stage) -> Lines:
 
 
 def _reason(told: str) -> str:
-    """What is wrong with the reason that the library gave, which an error ends its `got` with."""
+    """Say what is wrong with the reason of the library, which an error ends its `got` with."""
     reason = told.partition("; after N s: ")[2].partition(", need")[0]
     in_words = len(reason.split()) > 2 and not reason.startswith("[")
     return RIGHT if in_words else f"no reason in words: {reason!r}"
