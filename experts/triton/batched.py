@@ -11,8 +11,8 @@ from experts.triton.operands import (
     SCHEMES,
     Product,
     first_product,
-    group_rejections,
     second_product,
+    weight_rejections,
 )
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel import stages
@@ -69,7 +69,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return group_rejections(cls.__name__, problem)
+        return weight_rejections(cls.__name__, problem, machine)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)

@@ -8,7 +8,7 @@ import torch
 
 from experts.triton.configs.select import choose_config, kinds_up_to, on_device, this_store
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.operands import SCHEMES, group_rejections
+from experts.triton.operands import SCHEMES, weight_rejections
 from experts.triton.path import Path, PathCall, Rooms
 from experts.triton.paths import BY_NAME, PATHS
 from experts.triton.tuning.space import ConfigSpace
@@ -69,7 +69,7 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return group_rejections(cls.__name__, problem)
+        return weight_rejections(cls.__name__, problem, machine)
 
     @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:

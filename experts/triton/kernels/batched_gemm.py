@@ -14,12 +14,12 @@ def batched_gemm_kernel(
     capacity, columns, depth, up_row, up_offset, num_m,
     stride_ase, stride_asm, stride_ask,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
-    stride_bze, stride_bzn, stride_bzk, stride_bias,
+    stride_bze, stride_bzn, stride_bzk, stride_bias, order_ptr, stride_oe,
     ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
     stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
@@ -48,8 +48,9 @@ def batched_gemm_kernel(
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
         1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
+        order_ptr + expert * stride_oe,
         MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
-        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if LORA:
         slots = load_slots(slots_ptr, slot, row_mask, num_slots)

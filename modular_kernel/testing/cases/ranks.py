@@ -318,6 +318,9 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         "int8_w8a16_group:group=64",
         "int4_w4a16_group:group=32,zero_points=true",
         "mxfp4_w4a16",
+        "nvfp4_w4a16",
+        "fp8_w8a16_block:block=48x64",
+        "int4_w4a16_act_order:group=32",
     ):
         yield _variant(wide, quant=quant)
     yield from _adapters(base, world_size)

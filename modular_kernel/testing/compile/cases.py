@@ -52,6 +52,8 @@ _QUANT = (
     "int4_w4a16_group:zero_points=true",
     "mxfp4_w4a16",
     "mxfp4_w4a16:repacked=true",
+    "nvfp4_w4a16",
+    "int4_w4a16_act_order:group=64,zero_points=true",
 )
 _PACKED = ("int4_w4a16_group:zero_points=true", "mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
 _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
