@@ -22,13 +22,15 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def world(*words: str, ranks: int = 2, local: int = 1, **changes: str) -> list[tuple[int, str, str]]:
+def world(
+    *words: str, ranks: int = 2, local: int = 1, **changes: str
+) -> list[tuple[int, str, str]]:
     """Status, stdout and stderr of `mk` on each rank of a world, as a launcher starts it."""
     port = str(free_port())
     started = []
     for rank in range(ranks):
         environment = dict(
-            os.environ,
+            os.environ,  # noqa: TID251  a launcher's processes inherit it
             RANK=str(rank),
             WORLD_SIZE=str(ranks),
             LOCAL_RANK=str(rank % local),

@@ -184,7 +184,7 @@ class LaunchedRanks:
         heard: dict[int, Any] = {}
         pause = _FIRST_POLL_S
         try:
-            self._store.set(self._key(kind, self._run, self.rank), _pickled(mine))
+            self._store.set(self._key(kind, self._run, self.rank), _pickled(mine))  # type: ignore[arg-type]
             while len(heard) < self.world_size and time.monotonic() < until:
                 self._listen(kind, heard)
                 if any(not good for good, _, _ in heard.values()):
