@@ -16,6 +16,7 @@ from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
+from modular_kernel.cli.ranks import ranks_asked
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 
@@ -119,6 +120,9 @@ def bench(
 
     Exits with 1 if a row is wrong or failed, or if the pair named is refused; 2 is bad usage.
     """
+    if ranks_asked(None) > 1:
+        got, need = f"a launcher's world of {ranks_asked(None)} ranks", "one process"
+        raise ConfigurationError("mk bench", got=got, need=f"{need}: ranks have mk exchange")
     whole.check_alone()
     if whole.hf is not None:
         refuse_others((options, method, files), ("dtype", "as_json"))
@@ -205,7 +209,7 @@ class _Cells:
 
     def problem(self, name: str) -> "Problem":
         """Return the unquantised problem of a model or of the sizes given."""
-        return replace(self.options, quant="none", model=name or None).problem()
+        return replace(self.options, quant="none", model=name or None).measured()
 
     def cells(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
