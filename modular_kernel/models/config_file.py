@@ -143,7 +143,8 @@ def facts_of_config(path: Path, config: Config) -> dict[str, object]:
     if family.scaling:
         found["routed_scaling_factor"] = _scaling(path, config, family.scaling)
     found |= _dtype(path, config)
-    quant = scheme_of(str(path), config)
+    depth = max(sizes["hidden"], sizes["intermediate"])
+    quant = scheme_of(str(path), config, depth=depth)
     return found if quant is None else found | {"quant": quant}
 
 
