@@ -174,7 +174,7 @@ def _check_packing(path: str, given: Given, group: Given, scheme: str) -> None:
     stated = group if group.get("format") is not None else given
     name = scheme.partition(":")[0]
     _one_of(path, stated, "format", (*_PACKINGS[name], None))
-    orders = ("static", "weight", False, None)  # columns lie in their order
+    orders: tuple[object, ...] = ("static", "weight", False, None)  # columns in their order
     if name in ("int4_w4a16_group", "int8_w8a16_group"):
         orders = ("group", *orders)
     _one_of(path, group["weights"], "actorder", orders)
