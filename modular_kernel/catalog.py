@@ -111,6 +111,15 @@ class Catalog:
             claims.setdefault(part.name, []).append(part.origin)
         return {name: tuple(origins) for name, origins in claims.items() if len(origins) > 1}
 
+    def require_parts(self) -> None:
+        """Raise a ConfigurationError that says what to do where nothing offers parts."""
+        if not self.parts and not self.broken:
+            need = (
+                "an installed package that offers some: parts are found by entry points, and a "
+                "checkout has them after `pip install -e .` or `python setup.py egg_info` in it"
+            )
+            raise ConfigurationError("parts", got=f"no entry point of {GROUP}", need=need)
+
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
         """Return the class of that name; a class is passed through."""
         return self._get("prepare_finalize", part)
@@ -135,6 +144,7 @@ class Catalog:
         failed = [b for b in self.broken if wanted in (b.name, b.origin)]
         if failed:
             raise BrokenPartError(f"part {wanted!r}", got=failed[0].error, need="an import")
+        self.require_parts()
         meant = next((one for one in self.planned if one.name == wanted), None)
         if meant is not None:
             need = f"a part that is there; this one is planned: {meant.why}"
@@ -306,6 +316,7 @@ def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
     'MoEPrepareAndFinalizeNoEP x TorchExperts'
     """
     catalog = load_catalog()
+    catalog.require_parts()
     machine = this_machine() if machine is None else machine
     expect("problem", problem, Problem)  # where there is no part to judge it with, too
     return Verdicts(

@@ -203,6 +203,12 @@ def _world_size(p: Pairing) -> Violations:
         yield Rejection("world_size", (p.pf_name, "problem"), str(world), need)
 
 
+def _hosts(p: Pairing) -> Violations:
+    hosts = p.problem.parallel.hosts
+    if p.pf.one_host and hosts > 1:
+        yield Rejection("hosts", (p.pf_name, "problem"), f"{hosts} hosts", "one host")
+
+
 def _placement(p: Pairing) -> Violations:
     world, experts = p.problem.parallel.world_size, p.problem.experts
     if not p.pf.linear_placement:
@@ -360,6 +366,8 @@ def _lora(p: Pairing) -> Violations:
             moves = isinstance(req, PrepareFinalizeRequirements)
             hint = "tokens lose their slots on the way" if moves else "products without deltas"
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
+    if p.problem.scheme.act_order:  # h lies as w2's columns do, which no adapter was trained on
+        yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")
 
 
 RuleFunction = Callable[[Pairing], Violations]
@@ -385,6 +393,7 @@ RULES: dict[str, RuleFunction] = {
     "max_experts": _max_experts,
     "addressing": _addressing,
     "world_size": _world_size,
+    "hosts": _hosts,
     "placement": _placement,
     "capacity": _capacity,
     "capacity_multiple": _capacity_multiple,

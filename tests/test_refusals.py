@@ -259,6 +259,9 @@ CASES = (
          "prepare_no_receive", {"problem.asynchronous": True}),
     Case("lora", "ex.lora", False, True, EX_P, LORA, "no adapters", {"problem.lora": LORA}),
     Case("lora", "pf.lora", False, True, PF_P, LORA, "no adapters", {"problem.lora": LORA}),
+    Case("lora", "problem.quant", "int4_w4a16_act_order", "int4_w4a16_group", (("problem",),),
+         "int4_w4a16_act_order", "columns in their order",
+         {"problem.lora": LORA, "ex.schemes": {"int4_w4a16_act_order", "int4_w4a16_group"}}),
 )
 # fmt: on
 TABLE = {rule: [case for case in CASES if case.rule == rule] for rule in {c.rule for c in CASES}}

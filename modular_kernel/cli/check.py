@@ -10,6 +10,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import chosen_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.ranks import launched
 from modular_kernel.cli.tables import layout
 from modular_kernel.printable import counted
 
@@ -46,6 +47,7 @@ def check(
     Exits with 0 if the pair is valid (or, without a pair, if some pair is), with 1 if it is
     refused, with every reason, and with 2 on bad usage.
     """
+    options = launched(options)
     problem = options.problem()
     checkpoint = _checkpoint(options)
     if checkpoint is not None:

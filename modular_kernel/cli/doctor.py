@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson
+from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Broken
@@ -87,6 +88,10 @@ def doctor(as_json: AsJson = None) -> None:
         states=states(),
     )
     output.answer(report, as_json, lambda: _print_text(report))
+    try:
+        load_catalog().require_parts()
+    except ConfigurationError as error:
+        output.note(str(error))
 
 
 def _versions() -> dict[str, str | None]:

@@ -38,6 +38,7 @@ def list_parts(as_json: AsJson = None) -> None:
     from modular_kernel.catalog import load_catalog, this_machine
 
     catalog, machine = load_catalog(), this_machine()
+    catalog.require_parts()
     record = {
         "machine": machine,
         "parts": [_record(part, machine) for part in catalog.parts],

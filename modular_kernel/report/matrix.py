@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from modular_kernel.catalog import Part
+from modular_kernel.pages.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.report.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.report.judged import Matrix, RefusalReason, furnished, reasons
 from modular_kernel.rules import unavailable
 from modular_kernel.schemes import QUANT_SCHEMES

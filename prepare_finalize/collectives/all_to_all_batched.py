@@ -57,6 +57,8 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         specs = dict(super().workspace_shapes(tokens))
         if scheme.quantises_activations:
             dtype = STORAGE[scheme.activation]
+        if problem.adapters is not None:
+            specs["batched_adapters"] = BufferSpec((e, rows), torch.int32)
         if self._rows_have_scales:
             scales = (e, *scale_shape(scheme, rows, problem.hidden))
             specs["batched_scale"] = BufferSpec(scales, torch.float32)
@@ -103,8 +105,13 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
             scale_TG=given,
             scale_rows_RG=to,
         )
+        slots_eC = None
+        if tokens.routing.adapters_T is not None:
+            slots_eC = take("batched_adapters", (e, rows))
+            slots_R1 = tokens.routing.adapters_T[:, None]
+            permute_tokens(slots_R1, row_of_pair_RK, None, rows_RH=slots_eC.view(-1, 1))
         regrouped = RegroupedHandle(**vars(handle), row_of_pair_RK=row_of_pair_RK)
-        return BatchedTokens(x_eCH, counts_e, scale), regrouped
+        return BatchedTokens(x_eCH, counts_e, scale, slots_eC), regrouped
 
     def sum_rows(
         self,

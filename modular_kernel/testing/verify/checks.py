@@ -17,6 +17,7 @@ from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.twins import one_rounding
+from modular_kernel.testing.verify.without_adapters import without_adapters
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -202,5 +203,6 @@ CHECKS: tuple[Check, ...] = (
     graph_replay,
     no_allocation,
     batch_invariant,
+    without_adapters,
     inputs_unchanged,
 )
