@@ -24,7 +24,7 @@ from modular_kernel.errors import ConfigurationError, InputError, UnsupportedErr
 from modular_kernel.integrations.transformers import from_pretrained, register
 from modular_kernel.integrations.transformers.modules import dispatched
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
-from modular_kernel.testing.checkpoints.formats import KINDS, Stored
+from modular_kernel.testing.checkpoints.formats import KINDS, ORDERED, Stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
@@ -36,11 +36,13 @@ MODELS = {
     "gpt_oss": (8, (0, 1)),
 }
 _DENSE = ("mixtral", "qwen3_moe", "deepseek_v3")
+ALL_KINDS = KINDS | ORDERED
 CASES = [
     *(("mixtral", kind) for kind in KINDS if kind not in ("bf16", "fp16", "fp32", "mxfp4")),
     ("qwen3_moe", "qwen3 fp8"),
     ("deepseek_v3", "deepseek fp8, UE8M0"),
     ("gpt_oss", "mxfp4"),
+    *(("mixtral", kind) for kind in ORDERED),
 ]
 
 
@@ -64,7 +66,7 @@ def write(folder: Path, name: str, kind: str, change=None) -> Written:
     kept = load_file(folder / "model.safetensors")
     kept = {key: tensor for key, tensor in kept.items() if ".experts." not in key}
     exact = dict(kept)
-    published, of = checkpoint_samples.FAMILIES[name], KINDS[kind]
+    published, of = checkpoint_samples.FAMILIES[name], ALL_KINDS[kind]
     generator = torch.Generator().manual_seed(0)
     for layer in layers:
         shape = (experts, HIDDEN, INTERMEDIATE)
@@ -126,7 +128,7 @@ def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
     model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
     assert worst(model, written.exact) <= written.bound
     quant = modules(model)[0]._mk_quant
-    assert quant.partition(":")[0] == KINDS[kind].scheme.partition(":")[0]
+    assert quant.partition(":")[0] == ALL_KINDS[kind].scheme.partition(":")[0]
     packed = sum(p.nbytes for m in modules(model) for p in m.parameters())
     plain = sum(2 * p.numel() for m in modules(written.exact) for p in m.parameters())
     assert packed < (0.35 if "w4a16" in quant else 0.6) * plain

@@ -1,10 +1,12 @@
 """`batched_gemm`: one product of rows that lie expert by expert, without a layer around it."""
 
+from collections.abc import Mapping
+
 import torch
 
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import group_rejections, second_product
+from experts.triton.operands import second_product, weight_rejections
 from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
@@ -18,7 +20,7 @@ from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.quant import STORAGE, weight_specs
 from modular_kernel.tensors import ExpertWeights, dense
-from modular_kernel.types import Problem
+from modular_kernel.types import Machine, Problem
 
 
 def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
@@ -30,17 +32,18 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
     a_scale: torch.Tensor | None = None,
     b_scale: torch.Tensor | None = None,
     b_zero_point: torch.Tensor | None = None,
+    b_global_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """out[i, c] = a[i, c] @ b[i]^T for c < counts_e[i]; other rows are neither read nor written.
 
     a: (e, C, K), contiguous. b: (e, N, K) of any strides, or packed, with scales and zero points
-    as w2 of an `ExpertWeights` of the scheme. counts_e: (e,) int32; more than C counts as C.
-    a_scale: float32, (1,), (e, C, 1) or (e, C, ceil(K / g)) as the scheme has activations. out:
-    (e, C, N), contiguous; None makes one of `dtype` if a is quantised, else of a's. Sums are
-    float32. An InputError of a tensor that does not fit, IncompatibleError for groups that no step
-    of the kernel fits.
+    as w2 of an `ExpertWeights` of the scheme; b_global_scale: nvfp4's, (e, 1) float32. counts_e:
+    (e,) int32; more than C counts as C. a_scale: float32, (1,), (e, C, 1) or (e, C, ceil(K / g)) as
+    the scheme has activations. out: (e, C, N), contiguous; None makes one of `dtype` if a is
+    quantised, else of a's. Sums are float32. An InputError of a tensor that does not fit,
+    IncompatibleError for groups that no step of the kernel fits.
     """
     for what, tensor in (("a", a_eCK), ("b", b_eNK), ("counts", counts_e)):
         dense(what, tensor)
@@ -58,13 +61,15 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
         dtype=dtype if a_eCK.dtype.itemsize == 1 else a_eCK.dtype,
         quant=quant,
     )
-    rejections = group_rejections("batched_gemm", problem)
+    rejections = weight_rejections("batched_gemm", problem, _machine_of(a_eCK.device))
     if rejections:
         raise IncompatibleError("batched_gemm", rejections)
     if out is None:
         shape = (experts, capacity, columns)
         out = torch.empty(shape, dtype=problem.dtype, device=a_eCK.device)
-    _check_weights(b_eNK, b_scale, b_zero_point, problem)
+    given = {"w2": b_eNK, "w2_scale": b_scale, "w2_zero_point": b_zero_point}
+    given["w2_global_scale"] = b_global_scale
+    _check_weights(given, b_eNK, problem)
     _check_rows(a_eCK, a_scale, counts_e, out, problem)
     if out.numel() == 0:
         return out
@@ -73,7 +78,13 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
         raise DeviceError("device of the tensors", got=a_eCK.device, need=need)
     from experts.triton.kernels.batched_gemm import batched_gemm_kernel
 
-    weights = ExpertWeights(b_eNK, b_eNK, w2_scale=b_scale, w2_zero_point=b_zero_point)
+    weights = ExpertWeights(
+        b_eNK,
+        b_eNK,
+        w2_scale=b_scale,
+        w2_zero_point=b_zero_point,
+        w2_global_scale=b_global_scale,
+    )
     _, tile = choose_config(problem, capacity).both(LaunchConfig)  # without an activation behind
     num_m = -(-capacity // tile.block_m)
     launch(
@@ -90,14 +101,16 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
     return out
 
 
+def _machine_of(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine()
+    return Machine("cuda", torch.cuda.get_device_capability(device))
+
+
 def _check_weights(
-    b_eNK: torch.Tensor,
-    b_scale: torch.Tensor | None,
-    b_zero_point: torch.Tensor | None,
-    problem: Problem,
+    given: Mapping[str, torch.Tensor | None], b_eNK: torch.Tensor, problem: Problem
 ) -> None:
     specs = weight_specs(problem)
-    given = {"w2": b_eNK, "w2_scale": b_scale, "w2_zero_point": b_zero_point}
     for name, tensor in given.items():
         spec, what = specs.get(name), name.replace("w2", "b")
         if spec is None and tensor is not None:

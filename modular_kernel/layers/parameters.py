@@ -22,11 +22,14 @@ PARAMETERS = {
     "w2_scale": "w2_weight_scale",
     "w1_zero_point": "w13_weight_zero_point",
     "w2_zero_point": "w2_weight_zero_point",
+    "w1_global_scale": "w13_weight_global_scale",
+    "w2_global_scale": "w2_weight_global_scale",
+    "w1_order": "w13_weight_order",
     "a1_scale": "w13_input_scale",
     "a2_scale": "w2_input_scale",
 }
 
-_E8M0_NAN = 255
+_NAN = 255  # of a byte of E8M0 or e4m3
 
 
 class ExpertParameters(nn.Module):
@@ -60,8 +63,10 @@ class ExpertParameters(nn.Module):
         else:
             for field, spec in self.specs().items():
                 empty = torch.empty(spec.shape, dtype=spec.dtypes[0], device=device)
-                if field.endswith("_scale") and not empty.is_floating_point():
-                    empty.fill_(_E8M0_NAN)
+                if field.endswith("_scale") and empty.itemsize == 1:
+                    empty.view(torch.uint8).fill_(_NAN)
+                if field == "w1_order":
+                    empty.fill_(-1)  # no column
                 self.register_parameter(PARAMETERS[field], nn.Parameter(empty, False))
         for parameter in self.parameters() if self._ready else ():
             if parameter.is_floating_point() and parameter.itemsize > 1:

@@ -23,7 +23,7 @@ from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
 from modular_kernel.fields import Count, check_fields, expect
 from modular_kernel.importers.formats import Format, fit, format_of
 from modular_kernel.importers.merging import Matrix, piece, stack
-from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored, cut
+from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Range, Stored, cut
 from modular_kernel.importers.tensors import static_scale
 from modular_kernel.placement import Experts, Placement
 from modular_kernel.tensors import ExpertWeights, dense
@@ -35,7 +35,7 @@ WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
 _SAME = 1e-5  # that input scales of an expert's gate and up may differ by
-_UNSET = 1.0  # a scale before it is loaded
+_SCALES, _UNSET = ("scale", "global_scale", "a_scale"), 1.0  # what they are before they are loaded
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,9 @@ class ExpertLoader:
         self.bias, self.transposed = bias, transposed
         if transposed and self.format.scheme.quantised:
             raise ConfigurationError("transposed", got=str(self.format), need="no quantisation")
+        if self.format.scheme.act_order:
+            need = "columns in order; `load_experts` takes others"
+            raise ConfigurationError("quant_config", got=str(self.format), need=need)
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
         self._check_halves()
         self._fine = self.format.with_scheme(self.scheme)
@@ -181,7 +184,8 @@ class ExpertLoader:
         for name, matrix in sizes.items():
             for kept in self._kept.values():
                 shape = kept.shape(*matrix)
-                if kept.role == "scale" and not kept.dims and name == "w13" and share.gated:
+                of_each = kept.role in ("scale", "global_scale") and not kept.dims
+                if of_each and name == "w13" and share.gated:
                     shape = (2,)  # one of each projection, until they are merged
                 if kept.role == "w" and self.transposed:
                     shape = shape[::-1]
@@ -210,8 +214,8 @@ class ExpertLoader:
         }
         for name, (shape, own) in self.shapes().items():
             data = torch.zeros(shape, dtype=own or dtype, device=device)
-            if roles[name] in ("scale", "a_scale") and data.is_floating_point():
-                data += _UNSET
+            if roles[name] in _SCALES and data.is_floating_point():
+                data.fill_(_UNSET)
             parameter = torch.nn.Parameter(data, requires_grad=False)
             kind = self.scheme.granularity if roles[name] == "scale" else ""
             self.mark(parameter, weight_loader or self.weight_loader, kind)
@@ -252,7 +256,7 @@ class ExpertLoader:
             raise ShapeError(f"{weight_name}: parameter", got=tuple(param.shape), need=expected)
         if stored.role == "a_scale":
             self._put_input_scale(stored, matrix, expert_id, shard_id, float(loaded_weight))
-        if move is None or stored.role == "shape":
+        if move is None or stored.role in UNREAD:
             return
         loaded_weight = loaded_weight.reshape(need)
         with torch.no_grad():
@@ -275,9 +279,8 @@ class ExpertLoader:
         fields: dict[str, torch.Tensor | None] = {}
         for matrix, short in (("w13", "1"), ("w2", "2")):
             made = self._merged(layer, matrix)
-            fields[f"w{short}"] = made.w
-            fields[f"w{short}_scale"] = made.scale
-            fields[f"w{short}_zero_point"] = made.zero_point
+            for end in ("w", "scale", "zero_point", "global_scale"):
+                fields[f"w{short}" if end == "w" else f"w{short}_{end}"] = getattr(made, end)
             if self.scheme.static:
                 found = [v for (of, *_), v in self._input_scales.items() if of == matrix]
                 fields[f"a{short}_scale"] = static_scale(torch.tensor(found, device=made.w.device))
@@ -317,7 +320,7 @@ class ExpertLoader:
     def _copy_number(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: Stored, shard: str
     ) -> None:
-        both = stored.role == "scale" and target.dim()
+        both = stored.role in ("scale", "global_scale") and target.dim()
         (target[0 if shard == "w1" else 1] if both else target).copy_(loaded)
 
     def _put_input_scale(
@@ -333,7 +336,7 @@ class ExpertLoader:
 
     def _merged(self, layer: torch.nn.Module, matrix: str) -> Matrix:
         kept = [
-            each for each in self._fine.stored if each.role not in ("shape", "order", "a_scale")
+            each for each in self._fine.stored if each.role not in (*UNREAD, "order", "a_scale")
         ]
         tensors = {each.name: getattr(layer, f"{matrix}_{each.name}").data for each in kept}
         if self.transposed:
@@ -357,7 +360,7 @@ class ExpertLoader:
             for stored in self._stored
             for shard in shards
             for slot in range(len(self.share.slots))
-            if not (stored.optional or stored.role == "shape")
+            if not (stored.optional or stored.role in UNREAD)
             and (stored.name, shard, slot) not in self._loaded
         ]
         if missing:

@@ -5,7 +5,7 @@ that no scheme of this toolkit is, is a ConfigurationError, and so are experts l
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,7 +37,7 @@ _PACKINGS = {
     "int8_w8a16_group": ("pack-quantized",),
     "int4_w4a16_group": ("pack-quantized",),
     "mxfp4_w4a16": ("mxfp4-pack-quantized",),
-    "nvfp4_w4a4": ("nvfp4-pack-quantized",),
+    "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
 Given = dict[str, Any]
@@ -72,6 +72,13 @@ def scheme_of(path: str, config: Given) -> str | None:
     return read(path, {"expert_dtype": config.get("expert_dtype")} | given)
 
 
+def quantises_inputs(given: Mapping[str, Any]) -> bool:
+    """Tell whether a quantization_config that `scheme_of` knows rounds activations too."""
+    if given["quant_method"] != "compressed-tensors":
+        return str(given.get("quant_algo")) == "NVFP4"
+    return any(one.get("input_activations") for one in given["config_groups"].values())
+
+
 def _fp8(path: str, given: Given) -> str:
     """Block or tensor scales; activations are scaled per call, or by stored scales of a tensor."""
     _one_of(path, given, "fmt", ("e4m3", "float8_e4m3fn", None))
@@ -96,10 +103,14 @@ def _blocks(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") ->
 
 def _gptq(path: str, given: Given) -> str:
     _one_of(path, given, "checkpoint_format", ("gptq", "gptq_v2", None))
-    if _one_of(path, given, "desc_act", (False, True, None)):
-        raise _bad(path, "desc_act = True", "columns in their order (no part takes act-order)")
     symmetric = _one_of(path, given, "sym", (True, False))
-    return _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+    found = _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+    act_order = _one_of(path, given, "desc_act", (False, True, None))
+    return _act_order(found) if act_order else found
+
+
+def _act_order(scheme: str) -> str:
+    return scheme.replace("_group:", "_act_order:")
 
 
 def _awq(path: str, given: Given) -> str:
@@ -130,7 +141,7 @@ def _modelopt(path: str, given: Given) -> str:
     schemes = {
         "FP8": "fp8_w8a8_tensor:static=true",
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
-        "NVFP4": "nvfp4_w4a4",
+        "NVFP4": "nvfp4_w4a16",
     }
     algorithm = str(_one_of(path, given, "quant_algo", tuple(schemes)))
     if algorithm == "NVFP4" and given.get("group_size") is not None:
@@ -155,15 +166,18 @@ def _compressed(path: str, given: Given) -> str:
         need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
         raise _bad(path, f"weights {_short(weights)}, input_activations {_short(inputs)}", need)
     _check_packing(path, given, mine[0], found)
-    return found
+    return _act_order(found) if weights.get("actorder") == "group" else found
 
 
 def _check_packing(path: str, given: Given, group: Given, scheme: str) -> None:
-    """Raise the error of a layout in files that is none of the scheme's, or of act-order."""
+    """Raise the error of a layout in files that is none of the scheme's."""
     stated = group if group.get("format") is not None else given
     name = scheme.partition(":")[0]
     _one_of(path, stated, "format", (*_PACKINGS[name], None))
-    _one_of(path, group["weights"], "actorder", ("static", "weight", False, None))
+    orders: tuple[object, ...] = ("static", "weight", False, None)  # columns lie in their order
+    if name in ("int4_w4a16_group", "int8_w8a16_group"):
+        orders = ("group", *orders)
+    _one_of(path, group["weights"], "actorder", orders)
     sparsity = given.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)):
         raise _bad(path, f"sparsity_config = {_short(sparsity)}", "dense weights")
@@ -180,8 +194,8 @@ def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None
     if _is(weights, num_bits=4) and weights.get("strategy") in ("group", "tensor_group"):
         if _is(weights, group_size=32) and inputs is None:
             return "mxfp4_w4a16"
-        both = _is(weights, group_size=16) and _is(inputs, num_bits=4, type="float", group_size=16)
-        return "nvfp4_w4a4" if both else None
+        known = inputs is None or _is(inputs, num_bits=4, type="float", group_size=16)
+        return "nvfp4_w4a16" if _is(weights, group_size=16) and known else None
     if not _is(weights, num_bits=8):
         return None
     if inputs is None:
