@@ -84,7 +84,10 @@ def test_fused_and_staged_give_the_same_numbers(backend: str, fused: bool) -> No
 
 
 def test_backends_are_the_field_s_names_registered_ones_and_parts() -> None:
-    assert {"triton", "triton_kernel", "deep_gemm"} <= BACKENDS.keys()
+    for backend in ("triton", "triton_kernel", "deep_gemm", "cutlass", "torch"):
+        parts = parts_of(backend, fused=True)
+        named = {part.__name__ for part in parts.values()}
+        assert named == set(BACKENDS[backend].values())
     assert parts_of("torch", fused=True)["standard"] is TorchExperts
     assert parts_of("TorchExperts", fused=True) == {
         "standard": TorchExperts,
