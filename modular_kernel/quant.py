@@ -4,20 +4,21 @@ With q stored, s its scale and z its zero point, a weight is
 
     float8_e4m3fn, int8   q s
     uint8, uint4          (q - z) s, where z is 128 or 8 if the scheme has no zero points
-    float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0)
+    float4_e2m1           e2m1(q) 2^(s - 127), s a byte (E8M0), or (e2m1(q) s) g, s e4m3 and g
+                          float32 of the whole matrix (`modular_kernel.nvfp4`)
 
 Two nibbles share a byte: of weights the even k is the low one, of zero points the even n; repacked
 e2m1 weights lie as `modular_kernel.repacked` says. A tile of rows or columns may be ragged at the
 end of a matrix: it has a scale like any other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
-from modular_kernel import repacked
+from modular_kernel import nvfp4, repacked
 from modular_kernel.errors import (
     ConfigurationError,
     DeviceError,
@@ -25,6 +26,14 @@ from modular_kernel.errors import (
     LayoutError,
     ShapeError,
     WeightsError,
+)
+from modular_kernel.scale_tiles import (
+    ceil_div,
+    extremes,
+    from_e8m0,
+    pack_pairs,
+    spread,
+    unpack_pairs,
 )
 from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights
@@ -48,13 +57,21 @@ _TOP = {"uint8": 255, "uint4": 15}
 # The least scale a computed one can have: zeros stay zeros, and 1 / scale stays finite.
 MIN_SCALE = 2.0**-33
 
+_Quantise = Callable[[torch.Tensor], Sequence[torch.Tensor | None]]
 _WEIGHTS_AT_ONCE = 1 << 25  # that float32 copies are made of
 
-# The eight values of e2m1 by code, bit 3 being the sign, and the midpoints between them.
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-
-_SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
+# Fields of ExpertWeights beside w1, w2, biases and expert_map.
+SCALE_FIELDS = (
+    "w1_scale",
+    "w2_scale",
+    "w1_zero_point",
+    "w2_zero_point",
+    "a1_scale",
+    "a2_scale",
+    "w1_global_scale",
+    "w2_global_scale",
+    "w1_order",
+)
 
 
 @dataclass(frozen=True)
@@ -98,6 +115,9 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     rows = "2I" if problem.act.gated else "I"
     specs = _matrix_specs("w1", problem, (problem.w1_rows, problem.hidden), (rows, "H"))
     specs |= _matrix_specs("w2", problem, (problem.hidden, problem.intermediate), ("H", "I"))
+    if scheme.act_order:
+        shape = (problem.e, problem.hidden)
+        specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
     if scheme.static:
         one = TensorSpec((1,), (torch.float32,), "(1,)")
         specs |= {"a1_scale": one, "a2_scale": one}
@@ -122,27 +142,36 @@ def _matrix_specs(
         shape, legend = (e, rows), f"(e, {n})"
     elif scheme.granularity == "block":
         bn, bk = scheme.group
-        shape = (e, _ceil(rows, bn), _ceil(depth, bk))
+        shape = (e, ceil_div(rows, bn), ceil_div(depth, bk))
         legend = f"(e, ceil({n} / {bn}), ceil({k} / {bk}))"
     else:
         (g,) = scheme.group
         groups = f"ceil({k} / {g})"
-        shape, legend = (e, rows, _ceil(depth, g)), f"(e, {n}, {groups})"
+        shape, legend = (e, rows, ceil_div(depth, g)), f"(e, {n}, {groups})"
         if scheme.zero_points and scheme.packed:
             zeros = TensorSpec(
-                (e, rows // 2, _ceil(depth, g)), (torch.uint8,), f"(e, {n} / 2, {groups})"
+                (e, rows // 2, ceil_div(depth, g)), (torch.uint8,), f"(e, {n} / 2, {groups})"
             )
             specs[f"{name}_zero_point"] = zeros
         elif scheme.zero_points:
             specs[f"{name}_zero_point"] = TensorSpec(shape, (torch.uint8,), legend)
     specs[f"{name}_scale"] = TensorSpec(shape, _scale_dtypes(problem), legend)
+    if scheme.matrix_scales:
+        count = matrices_of(name, problem)
+        legend = f"(e, {count})"
+        specs[f"{name}_global_scale"] = TensorSpec((e, count), (torch.float32,), legend)
     return specs
+
+
+def matrices_of(name: str, problem: Problem) -> int:
+    """How many projections w1 or w2 holds: gate and up, or one."""
+    return 2 if name == "w1" and problem.act.gated else 1
 
 
 def _scale_dtypes(problem: Problem) -> tuple[torch.dtype, ...]:
     scheme = problem.scheme
     if scheme.weight == "float4_e2m1":
-        return (torch.uint8,)
+        return (torch.float8_e4m3fn if scheme.matrix_scales else torch.uint8,)
     if scheme.quantises_activations or problem.dtype is torch.float32:
         return (torch.float32,)
     return (torch.float32, problem.dtype)
@@ -154,7 +183,7 @@ def check_weights_quantised(weights: ExpertWeights, problem: Problem, device: to
     w1 and w2 may be strided; everything beside them is contiguous, on `device`.
     """
     specs = weight_specs(problem)
-    for name in ("w1", "w2", *_SCALES):
+    for name in ("w1", "w2", *SCALE_FIELDS):
         tensor, spec = getattr(weights, name), specs.get(name)
         if spec is None and tensor is not None:
             raise WeightsError(name, got="a tensor", need=f"None for quant={problem.quant}")
@@ -172,11 +201,39 @@ def _check(name: str, tensor: torch.Tensor, spec: TensorSpec, device: torch.devi
         raise DtypeError(name, got=dtype_name(tensor.dtype), need=need)
     if tensor.device != device:
         raise DeviceError(name, got=tensor.device, need=f"{device}, where x is")
-    if name in _SCALES and not tensor.is_contiguous():
+    if name in SCALE_FIELDS and not tensor.is_contiguous():
         raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
 
 
 # ------------------------------------------------------------------------- tensors to numbers
+
+
+def values_of(
+    weights: ExpertWeights, name: str, problem: Problem, experts: slice = slice(None)
+) -> torch.Tensor:
+    """float32 (e, N, K) of w1 or w2 of some experts, from all the fields that it has.
+
+    Columns of w1 are in the order of x; those of w2 as they lie.
+    """
+
+    def field(end: str) -> torch.Tensor | None:
+        tensor: torch.Tensor | None = getattr(weights, f"{name}{end}")
+        return None if tensor is None else tensor[experts]
+
+    w_eNK, scale = field(""), field("_scale")
+    assert w_eNK is not None
+    assert scale is not None
+    values = dequantise(w_eNK, scale, field("_zero_point"), problem.scheme)
+    if name == "w1" and weights.w1_order is not None:
+        order = weights.w1_order[experts].long()[:, None].expand_as(values)
+        values = torch.empty_like(values).scatter_(2, order, values)
+    whole = field("_global_scale")
+    if whole is None:
+        return values
+    of_row = nvfp4.matrix_of_rows(
+        values.shape[1], whole.shape[1], interleaved=problem.act.interleaved
+    )
+    return values * whole[:, of_row.to(whole.device), None]
 
 
 def dequantise(
@@ -185,16 +242,19 @@ def dequantise(
     zero_point: torch.Tensor | None,
     scheme: QuantScheme,
 ) -> torch.Tensor:
-    """float32 (e, N, K) of weights stored as `weight_specs` says; computed in float32."""
+    """float32 (e, N, K) of weights stored as `weight_specs` says; computed in float32.
+
+    Of nvfp4 without the scale of the matrix: `values_of` has it.
+    """
     if scheme.repacked:
         w_eNK = repacked.as_nibbles(w_eNK)
     if scheme.packed:
-        w_eNK = _unpack(w_eNK, 2)
+        w_eNK = unpack_pairs(w_eNK, 2)
     depth = w_eNK.shape[2]
     if scheme.weight == "float4_e2m1":
-        magnitude = torch.tensor(_E2M1, device=w_eNK.device)[(w_eNK & 7).long()]
-        values = torch.where(w_eNK >= 8, -magnitude, magnitude)
-        scale = _from_e8m0(scale)
+        values = nvfp4.e2m1_values(w_eNK)
+        if not scheme.matrix_scales:
+            scale = from_e8m0(scale)
     else:
         values = w_eNK.float()
     rows = values.shape[1]
@@ -202,32 +262,9 @@ def dequantise(
         if zero_point is None:
             values = values - MIDDLE[scheme.weight]
         else:
-            zero = _unpack(zero_point, 1) if scheme.packed else zero_point
-            values = values - _spread(zero.float(), scheme, rows, depth)
-    return values * _spread(scale.float(), scheme, rows, depth)
-
-
-def _unpack(packed: torch.Tensor, dim: int) -> torch.Tensor:
-    """Unpack uint8 with two values a byte along `dim`, the low nibble first: one value a byte."""
-    return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
-
-
-def _from_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return 2^(s - 127) in float32, by its bits: exact, subnormal for 0, NaN for 255."""
-    exponent = scale.int()
-    bits = torch.where(exponent == 0, 0x00400000, exponent << 23)
-    return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
-
-
-def _spread(tiles: torch.Tensor, scheme: QuantScheme, rows: int, depth: int) -> torch.Tensor:
-    """Spread one value a tile to one a weight: broadcastable to (e, rows, depth)."""
-    if scheme.granularity == "tensor":
-        return tiles[:, None, None]
-    if scheme.granularity == "channel":
-        return tiles[:, :, None]
-    if scheme.granularity == "block":
-        tiles = tiles.repeat_interleave(min(scheme.group[0], rows), 1)[:, :rows]
-    return tiles.repeat_interleave(min(scheme.group[-1], depth), 2)[:, :, :depth]
+            zero = unpack_pairs(zero_point, 1) if scheme.packed else zero_point
+            values = values - spread(zero.float(), scheme, rows, depth)
+    return values * spread(scale.float(), scheme, rows, depth)
 
 
 # ------------------------------------------------------------------------- numbers to tensors
@@ -251,7 +288,7 @@ def quantise_weights(
     if not scheme.quantised:
         raise ConfigurationError("quant", got=problem.quant, need="a quantised scheme")
     if scheme.weight == "float4_e2m1":
-        scale_dtype = torch.uint8
+        (scale_dtype,) = specs["w1_scale"].dtypes
     fields: dict[str, torch.Tensor | None] = {}
     for name, shape in sizes.items():
         w_eNK = getattr(weights, name)
@@ -263,22 +300,37 @@ def quantise_weights(
         if scale_dtype not in allowed:
             need = " or ".join(map(dtype_name, allowed))
             raise ConfigurationError("scale_dtype", got=dtype_name(scale_dtype), need=need)
+        if scheme.act_order and name == "w1":
+            w_eNK, fields["w1_order"] = _by_size(w_eNK)
         parts = (name, f"{name}_scale", f"{name}_zero_point")
-        fields |= zip(parts, _quantise_in_pieces(w_eNK, scheme, scale_dtype), strict=True)
+        if scheme.matrix_scales:
+            parts = (name, f"{name}_scale", f"{name}_global_scale")
+            quantise: _Quantise = partial(
+                nvfp4.quantise_matrices,
+                matrices=matrices_of(name, problem),
+                interleaved=problem.act.interleaved,
+            )
+        else:
+            quantise = partial(_quantise, scheme=scheme, scale_dtype=scale_dtype)
+        fields |= zip(parts, _quantise_in_pieces(w_eNK, quantise), strict=True)
     quantised = replace(weights, **fields)  # type: ignore[arg-type]
     check_weights_quantised(quantised, problem, weights.w1.device)
     return quantised
 
 
-def _quantise_in_pieces(
-    w_eNK: torch.Tensor, scheme: QuantScheme, scale_dtype: torch.dtype
-) -> list[torch.Tensor | None]:
-    """Quantise as _quantise does weights of any floating dtype, some experts at a time."""
+def _by_size(w_eNK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return columns by their largest weights, and which each was, (e, K) int32."""
+    order = w_eNK.abs().amax(1).argsort(dim=1, descending=True, stable=True)
+    return w_eNK.gather(2, order[:, None].expand_as(w_eNK)), order.int()
+
+
+def _quantise_in_pieces(w_eNK: torch.Tensor, quantise: _Quantise) -> list[torch.Tensor | None]:
+    """Quantise weights of any floating dtype, as float32 and some experts at a time."""
     step = max(1, _WEIGHTS_AT_ONCE // w_eNK[0].numel())
     whole: list[torch.Tensor | None] = []
     for start in range(0, len(w_eNK), step):
         some = slice(start, start + step)
-        pieces = _quantise(w_eNK[some].float(), scheme, scale_dtype)
+        pieces = quantise(w_eNK[some].float())
         if not whole:
             whole = [p if p is None else p.new_empty(len(w_eNK), *p.shape[1:]) for p in pieces]
         for tensor, piece in zip(whole, pieces, strict=True):
@@ -294,7 +346,7 @@ def _quantise(
     if scheme.weight == "float4_e2m1":
         return _quantise_mxfp4(w_eNK, scheme)
     rows, depth = w_eNK.shape[1:]
-    high, low = _extremes(w_eNK, scheme)
+    high, low = extremes(w_eNK, scheme)
     # Divisors are tensors: on a GPU torch divides by a number as it multiplies by its reciprocal.
     if scheme.zero_points:
         width = high.clamp(min=0) - low.clamp(max=0)
@@ -303,7 +355,7 @@ def _quantise(
         scale = torch.maximum(high, -low) / high.new_tensor(LARGEST[scheme.weight])
     floor = max(MIN_SCALE, torch.finfo(scale_dtype).smallest_normal)
     scale = scale.clamp(min=floor).to(scale_dtype)
-    q_eNK = w_eNK / _spread(scale.float(), scheme, rows, depth)
+    q_eNK = w_eNK / spread(scale.float(), scheme, rows, depth)
     if scheme.weight in ("float8_e4m3fn", "int8"):
         largest = LARGEST[scheme.weight]
         if scheme.weight == "int8":
@@ -314,10 +366,10 @@ def _quantise(
     middle: torch.Tensor | int = MIDDLE[scheme.weight]
     if scheme.zero_points:
         zero = (-low.clamp(max=0) / scale.float()).round().clamp(0, top)
-        middle = _spread(zero, scheme, rows, depth)
-        zero = _pack(zero.to(torch.uint8), 1) if scheme.packed else zero.to(torch.uint8)
+        middle = spread(zero, scheme, rows, depth)
+        zero = pack_pairs(zero.to(torch.uint8), 1) if scheme.packed else zero.to(torch.uint8)
     stored = (q_eNK.round() + middle).clamp(0, top).to(torch.uint8)
-    return _pack(stored, 2) if scheme.packed else stored, scale, zero
+    return pack_pairs(stored, 2) if scheme.packed else stored, scale, zero
 
 
 def _quantise_mxfp4(
@@ -327,42 +379,11 @@ def _quantise_mxfp4(
 
     What is below 7 rounds to 6, as it would if 8 came next; ties round to the even code.
     """
-    high, low = _extremes(w_eNK, scheme)
+    high, low = extremes(w_eNK, scheme)
     ratio = (torch.maximum(high, -low) / high.new_tensor(7.0)).clamp(min=MIN_SCALE)
     mantissa, exponent = torch.frexp(ratio)  # ratio = mantissa 2^exponent, mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     scale = (exponent + 127).clamp(1, 254).to(torch.uint8)
-    scaled = w_eNK / _spread(_from_e8m0(scale), scheme, *w_eNK.shape[1:])
-    midpoints = torch.tensor(_E2M1_MIDPOINTS, device=w_eNK.device)
-    below = torch.bucketize(scaled.abs(), midpoints)
-    above = torch.bucketize(scaled.abs(), midpoints, right=True)
-    code = torch.where(below % 2 == 0, below, above)
-    code = torch.where(scaled < 0, code + 8, code)
-    packed = _pack(code.to(torch.uint8), 2)
+    scaled = w_eNK / spread(from_e8m0(scale), scheme, *w_eNK.shape[1:])
+    packed = pack_pairs(nvfp4.e2m1_codes(scaled), 2)
     return repacked.repack(packed) if scheme.repacked else packed, scale, None
-
-
-def _extremes(w_eNK: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest and smallest weight of each tile, zeros past a ragged end included."""
-    e, rows, depth = w_eNK.shape
-    if scheme.granularity == "tensor":
-        return w_eNK.amax((1, 2)), w_eNK.amin((1, 2))
-    if scheme.granularity == "channel":
-        return w_eNK.amax(2), w_eNK.amin(2)
-    bn = scheme.group[0] if scheme.granularity == "block" else 1
-    bn, bk = min(bn, rows), min(scheme.group[-1], depth)
-    padded = torch.nn.functional.pad(w_eNK, (0, -depth % bk, 0, -rows % bn))
-    tiles = padded.view(e, _ceil(rows, bn), bn, _ceil(depth, bk), bk)
-    high, low = tiles.amax((2, 4)), tiles.amin((2, 4))
-    return high, low
-
-
-def _pack(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pack one nibble a byte to two along `dim`, the even one low."""
-    shape = values.shape
-    pairs = values.reshape(*shape[:dim], shape[dim] // 2, 2, *shape[dim + 1 :])
-    return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
-
-
-def _ceil(value: int, step: int) -> int:
-    return -(-value // step)

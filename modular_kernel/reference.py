@@ -10,6 +10,7 @@ compute differs by the order of float32 sums alone.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import torch
 
@@ -205,7 +206,10 @@ def _moe(
     )
     for expert, (token, slot) in enumerate(pairs):
         w1 = rules.weight(_matrix(weights, "w1", expert, problem, dtype))
-        h = rules.product(operand(x_TKH[token, slot]), operand(w1))
+        x_RH = x_TKH[token, slot]
+        if weights.w1_order is not None:
+            x_RH = x_RH[:, weights.w1_order[expert].long()]
+        h = rules.product(operand(x_RH), operand(w1))
         plain = x[token]
         if on_input and not behind:
             plain = rounded(plain * router[token, slot, None])
@@ -250,8 +254,9 @@ def _matrix(
     elif scheme.granularity == "group":
         scale = scale[n, k // scheme.group[0]]
     if scheme.weight == "float4_e2m1":
-        value = _e2m1(stored.to(dtype))
-        return value * torch.exp2(scale.double() - 127).to(dtype)
+        whole = getattr(weights, f"{name}_global_scale")
+        factors = _e2m1_scales(scale, None if whole is None else whole[expert], n, problem)
+        return prod((each.to(dtype) for each in factors), start=_e2m1(stored.to(dtype)))
     zero_point = getattr(weights, f"{name}_zero_point")
     value = stored.to(dtype)
     if zero_point is not None and scheme.packed:
@@ -262,6 +267,19 @@ def _matrix(
     elif scheme.weight in ("uint4", "uint8"):
         value = value - (8 if scheme.packed else 128)
     return value * scale.to(dtype)
+
+
+def _e2m1_scales(
+    scale: torch.Tensor, whole: torch.Tensor | None, n: torch.Tensor, problem: Problem
+) -> tuple[torch.Tensor, ...]:
+    """Return what multiplies e2m1 values of rows n, in turn.
+
+    whole: scales of gate and up, or of one matrix.
+    """
+    if whole is None:
+        return (torch.exp2(scale.double() - 127),)
+    count = len(whole)
+    return scale, whole[n % count if problem.act.interleaved else n * count // len(n)]
 
 
 # Of a repacked code's bits 0 to 3, by the pair that it is in: the stored bits whose difference each

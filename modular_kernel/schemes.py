@@ -18,7 +18,11 @@ class QuantScheme:
     activation: element type of the products' left operands ("none": the problem's dtype).
     granularity: what one weight scale covers: tensor (an expert's matrix), channel (a row of it),
         block (group[0] rows by group[1] columns), group (group[0] columns of a row) or none.
+    scale: element type of weight scales: "float" is float32 or the problem's dtype. Where it is
+        float8_e4m3fn, each matrix (gate, up, down) has a float32 scale beside them.
     zero_points: unsigned weights with a zero point per group; without, the middle of the range.
+    act_order: columns of w1 and w2 lie in the order of their groups, not in that of x and h
+        (GPTQ's desc_act): `w1_order` says which of x each is, and w1's rows follow w2's columns.
     static: activation scales are given (a1_scale, a2_scale) instead of computed per call.
     repacked: words of eight e2m1 weights hold their bits in another order, which takes fewer
         instructions to unpack: `modular_kernel.repacked`.
@@ -29,7 +33,9 @@ class QuantScheme:
     activation: str = "none"
     granularity: str = "none"
     group: tuple[int, ...] = ()
+    scale: str = "float"
     zero_points: bool = False
+    act_order: bool = False
     static: bool = False
     repacked: bool = False
 
@@ -44,6 +50,11 @@ class QuantScheme:
     def quantises_activations(self) -> bool:
         """Whether the left operands are quantised too (w8a8), or stay in the problem's dtype."""
         return self.activation != "none"
+
+    @cached_property
+    def matrix_scales(self) -> bool:
+        """Whether a float32 scale of each matrix stands beside those of its groups (nvfp4)."""
+        return self.scale == "float8_e4m3fn"
 
     @cached_property
     def activation_granularity(self) -> str:
@@ -62,7 +73,7 @@ class QuantScheme:
     def parse(cls, text: "str | QuantScheme") -> "QuantScheme":
         """Read a scheme from `name[:option=value,...]`, as `str()` prints it.
 
-        Options: block=NxK (block schemes), group=G and zero_points=true (integer group schemes),
+        Options: block=NxK (block schemes), group=G and zero_points=true (integer schemes),
         static=true (fp8_w8a8_tensor), repacked=true (mxfp4_w4a16).
 
         >>> scheme = QuantScheme.parse("int4_w4a16_group:group=64,zero_points=true")
@@ -140,7 +151,10 @@ _SCHEMES = (
     QuantScheme("int8_w8a16_channel", "int8", "none", "channel"),
     QuantScheme("int8_w8a16_group", "uint8", "none", "group", (128,)),
     QuantScheme("int4_w4a16_group", "uint4", "none", "group", (128,)),
-    QuantScheme("mxfp4_w4a16", "float4_e2m1", "none", "group", (32,)),
-    QuantScheme("nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,)),
+    QuantScheme("int8_w8a16_act_order", "uint8", "none", "group", (128,), act_order=True),
+    QuantScheme("int4_w4a16_act_order", "uint4", "none", "group", (128,), act_order=True),
+    QuantScheme("mxfp4_w4a16", "float4_e2m1", "none", "group", (32,), "float8_e8m0fnu"),
+    QuantScheme("nvfp4_w4a16", "float4_e2m1", "none", "group", (16,), "float8_e4m3fn"),
+    QuantScheme("nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,), "float8_e4m3fn"),
 )
 QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}

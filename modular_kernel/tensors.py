@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel.errors import DtypeError, LayoutError
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.types import IdSpace
 
 
@@ -28,7 +28,7 @@ class Routing:
     skip. An expert may appear twice in a row: both pairs count. The weight of a pair that is
     skipped here (-1, no expert's id, or an expert that is elsewhere) is not read: it may be NaN.
     adapters_T: (T,) int32, the slot of each token's adapter, -1 for none; "none" for a call whose
-    tokens all have none, which launches what the layer without adapters does. None only where the
+    tokens all have none, which takes the paths of the layer without adapters. None only where the
     problem has no adapters.
     """
 
@@ -61,6 +61,10 @@ class ExpertWeights:
     expert_map: (E,) int32, global id -> row of w1 and w2, or -1 where the expert is elsewhere; any
         other value skips too, and is a WeightsError in checked mode.
     *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised.
+    w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies; any
+        other value reads 0. Each column once: `load_experts` makes it so, and puts w1's rows
+        where w2's columns lie.
+    *_global_scale: of nvfp4, one of each matrix: (e, 2) of gate and up, (e, 1) of any other.
     lora_*: of L adapters, in the problem's dtype, whatever the scheme; None if it has no adapters.
         lora_a13: (L, e, 2R, H), gate's R rows, then up's; (L, e, R, H) where both share them, or
             without a gate. lora_b13: (L, e, N, R), rows as w1's.
@@ -80,6 +84,9 @@ class ExpertWeights:
     w2_zero_point: torch.Tensor | None = None
     a1_scale: torch.Tensor | None = None
     a2_scale: torch.Tensor | None = None
+    w1_global_scale: torch.Tensor | None = None
+    w2_global_scale: torch.Tensor | None = None
+    w1_order: torch.Tensor | None = None
     lora_a13: torch.Tensor | None = None
     lora_b13: torch.Tensor | None = None
     lora_a2: torch.Tensor | None = None
@@ -224,3 +231,13 @@ def dense(what: str, value: object) -> None:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
     if not is_compiling() and value.is_neg():  # torch.compile does not know the question
         raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+
+
+def check_lead(what: str, given: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
+    """Raise ShapeError where what is given for batches of tokens lies in other batches than x.
+
+    given: (..., last), or (T, last). lead: dimensions of x before H.
+    """
+    if given.dim() > 2 and tuple(given.shape[:-1]) != lead:
+        need = f"({', '.join(map(str, lead))}, {last}) as x has it, or (T, {last})"
+        raise ShapeError(what, got=tuple(given.shape), need=need)

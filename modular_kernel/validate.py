@@ -23,7 +23,7 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.printable import counted
-from modular_kernel.quant import check_weights_quantised
+from modular_kernel.quant import SCALE_FIELDS, check_weights_quantised
 from modular_kernel.replay import overlap, span
 from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import Combine, Problem, dtype_name
@@ -269,8 +269,7 @@ def _check_adapters(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem
 
 
 def _no_scales(weights: ExpertWeights) -> None:
-    names = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
-    given = [name for name in names if getattr(weights, name) is not None]
+    given = [name for name in SCALE_FIELDS if getattr(weights, name) is not None]
     if given:
         need = "no scales or zero points for quant=none"
         raise WeightsError("expert weights", got=", ".join(given), need=need)

@@ -47,6 +47,15 @@ def fill(name: str, value: float) -> Callable[[Tensors], None]:
     return change
 
 
+def turn(name: str) -> Callable[[Tensors], None]:
+    """Let columns be in each other's groups, of which each has as many."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{AT}.{name}"] = tensors[f"{AT}.{name}"].flip(0)
+
+    return change
+
+
 def config(**more: Any) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
         own = write(folder).config | more
@@ -215,56 +224,31 @@ BAD: dict[str, Case] = {
         ConfigurationError,
         "No such file",
     ),
-    "act-order": (
-        config(
-            quantization_config={
-                "quant_method": "gptq",
-                "bits": 4,
-                "group_size": 64,
-                "sym": True,
-                "desc_act": True,
-            }
-        ),
-        ConfigurationError,
-        "desc_act = True.*act-order",
+    "groups of act-order of other sizes": (
+        changed(fill("1.w3.g_idx", 1.0), "gptq, act-order"),
+        WeightsError,
+        rf"{AT}.1.w1: g_idx: got groups of other sizes, need 64 of 128 columns",
+    ),
+    "gate and up in other orders": (
+        changed(turn("2.w3.g_idx"), "gptq, act-order"),
+        WeightsError,
+        rf"{AT}.2.w1: g_idx: got orders of columns of gate and up that differ",
     ),
     "an unknown format": (
         config(quantization_config={"quant_method": "bitnet"}),
         ConfigurationError,
         "quant_method = 'bitnet', need one of fp8",
     ),
-    "nvfp4 of modelopt": (
+    "nvfp4 of modelopt by 32": (
         config(
             quantization_config={
                 "quant_method": "modelopt",
                 "quant_algo": "NVFP4",
-                "group_size": 16,
+                "group_size": 32,
             }
         ),
         ConfigurationError,
-        "need another format: NVFP4",
-    ),
-    "nvfp4 of compressed-tensors": (
-        config(
-            quantization_config={
-                "quant_method": "compressed-tensors",
-                "format": "nvfp4-pack-quantized",
-                "config_groups": {
-                    "group_0": {
-                        "targets": ["Linear"],
-                        "weights": {
-                            "num_bits": 4,
-                            "type": "float",
-                            "strategy": "tensor_group",
-                            "group_size": 16,
-                        },
-                        "input_activations": {"num_bits": 4, "type": "float", "group_size": 16},
-                    }
-                },
-            }
-        ),
-        ConfigurationError,
-        "need another format: NVFP4",
+        "group_size = 32, need one of 16",
     ),
     "AWQ packed the other way": (
         config(

@@ -14,7 +14,7 @@ import torch
 import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.importers.checkpoint import LoadedExperts
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import values_of
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.testing.checkpoints.formats import KINDS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
@@ -59,8 +59,7 @@ def numbers(loaded: LoadedExperts) -> tuple[torch.Tensor, torch.Tensor]:
     for name in ("w1", "w2"):
         stored = getattr(w, name)
         if scheme.quantised:
-            scale, zero = getattr(w, f"{name}_scale"), getattr(w, f"{name}_zero_point")
-            stored = dequantise(stored, scale, zero, scheme)
+            stored = values_of(w, name, loaded.problem(1))
         found.append(stored.double())
     if loaded.problem_fields["activation"].interleaved:
         found[0] = torch.cat([found[0][:, 0::2], found[0][:, 1::2]], 1)

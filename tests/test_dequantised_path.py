@@ -78,6 +78,8 @@ _CASES: tuple[tuple[dict[str, Any], str], ...] = (
     ({"quant": f"{_INT8}:group=32", "hidden": 200}, "zipf"),
     ({"quant": "int8_w8a16_channel", "bias": True}, "uniform"),
     ({"quant": "fp8_w8a16_tensor"}, "skips"),
+    ({"quant": "nvfp4_w4a16", "bias": True, "activation": _OAI}, "uniform"),
+    ({"quant": "nvfp4_w4a16", "hidden": 200}, "zipf"),
     ({"quant": "fp8_w8a16_channel", "activation": "relu2"}, "uniform"),
     ({"quant": "fp8_w8a16_block:block=48x64", "hidden": 200, "activation": _OAI}, "uniform"),
     ({"expert_map": True, "local_experts": 3, "experts": 5}, "uniform"),

@@ -46,6 +46,8 @@ _CASES: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"tokens": 3, "quant": f"{_INT4}:group=32,zero_points=true", "dtype": torch.float16},
      "uniform", 8),
     ({"tokens": 7, "quant": "mxfp4_w4a16"}, "uniform", 8),
+    ({"tokens": 7, "quant": "nvfp4_w4a16", "activation": _OAI, "bias": True}, "uniform", 8),
+    ({"tokens": 21, "quant": "nvfp4_w4a16", "dtype": torch.float16}, "all_to_one", 16),
     ({"tokens": 7, "quant": "mxfp4_w4a16", "dtype": torch.float16, "activation": _OAI,
       "bias": True}, "skips", 8),
     ({"tokens": 5, "quant": "mxfp4_w4a16", "combine": Combine.TOPK_WEIGHTED}, "all_skipped", 8),

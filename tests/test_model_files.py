@@ -309,6 +309,14 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False},
         "int4_w4a16_group:group=64",
     ),
+    "gptq in act-order": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": True},
+        "int4_w4a16_act_order:group=64",
+    ),
+    "ct int4 in act-order": (
+        group(I4 | {"symmetric": False, "actorder": "group"}),
+        "int4_w4a16_act_order:group=32,zero_points=true",
+    ),
     "ct int4": (
         group(I4 | {"symmetric": True}, ignore=KIMI_LEFT),
         "int4_w4a16_group:group=32",
@@ -333,11 +341,24 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         group(I8 | {"strategy": "channel"}, I8 | TOKEN),
         "int8_w8a8_channel",
     ),
+    "ct int4 by channel": (
+        group(I4 | {"strategy": "channel", "symmetric": True}),
+        "int4_w4a16_group:group=14336",
+    ),
+    "ct int8 of one group": (
+        group(I8 | {"strategy": "group", "group_size": -1}),
+        "int8_w8a16_group:group=14336",
+    ),
+    "gptq of one group": (
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
+        "int4_w4a16_group:group=14336",
+    ),
     "ct int8 weights": (group(I8 | {"strategy": "channel"}), "int8_w8a16_channel"),
-    "ct nvfp4": (group(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a4"),
+    "ct nvfp4": (group(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a16"),
+    "ct nvfp4 weights alone": (group(F4), "nvfp4_w4a16"),
     "ct mxfp4": (group(F4 | {"strategy": "group", "group_size": 32}), "mxfp4_w4a16"),
     "modelopt fp8": (OPT | {"quant_algo": "FP8"}, "fp8_w8a8_tensor:static=true"),
-    "modelopt nvfp4": (OPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a4"),
+    "modelopt nvfp4": (OPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4_w4a16"),
 }
 
 
@@ -361,14 +382,7 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "experts in 4 bits": FP8 | {"expert_dtype": "fp4"},
     "gptq without sym": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "gptq without a group": {"quant_method": "gptq", "bits": 4, "sym": True},
-    "gptq in act-order": {
-        "quant_method": "gptq",
-        "bits": 4,
-        "group_size": 128,
-        "sym": True,
-        "desc_act": True,
-    },
-    "one scale a column": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
+    "groups of none": {"quant_method": "gptq", "bits": 4, "group_size": -2, "sym": True},
     "awq without zero_point": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "modelopt, mixed": OPT | {"quant_algo": "MIXED_PRECISION"},
     "modelopt without an algorithm": OPT,
@@ -387,10 +401,11 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "ct block by another group": group(
         BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
     ),
-    "ct int4 by channel": group(I4 | {"strategy": "channel", "symmetric": True}),
+    "ct int4 by channel w4a8": group(I4 | {"strategy": "channel", "symmetric": True}, I8 | TOKEN),
     "ct int4 w4a8": group(I4 | {"symmetric": True}, I8 | TOKEN),
     "ct int4 without symmetric": group(I4),
-    "ct nvfp4 weights alone": group(F4),
+    "ct fp8 in act-order": group(BLOCK | {"actorder": "group"}),
+    "ct nvfp4 and 8 bits": group(F4, F8 | TOKEN),
     "experts left out": FP8 | {"modules_to_not_convert": ["lm_head", "mlp.experts"]},
     "every mlp left out": FP8 | {"ignored_layers": ["mlp"]},
     "experts left out by a star": FP8 | {"modules_to_not_convert": ["model.layers.*.mlp.experts*"]},

@@ -9,7 +9,7 @@ import torch
 
 from modular_kernel import reference
 from modular_kernel.ops.quantise import dequantise_rows, quantised
-from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, dequantise, quantise_weights
+from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantise_weights, values_of
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
@@ -33,8 +33,11 @@ WEIGHT_ONLY = (
     "int4_w4a16_group:group=32",
     "int4_w4a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=48",
+    "int8_w8a16_act_order:group=32",
+    "int4_w4a16_act_order:group=32,zero_points=true",
     "mxfp4_w4a16",
     "mxfp4_w4a16:repacked=true",
+    "nvfp4_w4a16",
 )
 each_scheme = pytest.mark.parametrize("text", FULL + WEIGHT_ONLY)
 each_full = pytest.mark.parametrize("text", FULL)
@@ -71,15 +74,7 @@ def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights,
 
 def as_float(weights: ExpertWeights, problem: Problem) -> ExpertWeights:
     """Unquantised weights of the same values, by modular_kernel.quant."""
-    values = {
-        name: dequantise(
-            getattr(weights, name),
-            getattr(weights, f"{name}_scale"),
-            getattr(weights, f"{name}_zero_point"),
-            problem.scheme,
-        )
-        for name in ("w1", "w2")
-    }
+    values = {name: values_of(weights, name, problem) for name in ("w1", "w2")}
     return ExpertWeights(values["w1"], values["w2"], weights.b1, weights.b2)
 
 

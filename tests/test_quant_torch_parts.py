@@ -45,7 +45,10 @@ TEXTS = (
     "int4_w4a16_group:group=32",
     "int4_w4a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=70",
+    "int8_w8a16_act_order:group=32",
+    "int4_w4a16_act_order:group=32,zero_points=true",
     "mxfp4_w4a16",
+    "nvfp4_w4a16",
 )
 FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).quantises_activations)
 each_scheme = pytest.mark.parametrize("text", TEXTS)

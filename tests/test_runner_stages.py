@@ -162,7 +162,7 @@ def test_what_is_not_registered_is_told_with_what_is() -> None:
     with pytest.raises(UnknownPartError) as caught:
         runner.stages_of("x", "standard")
     assert str(caught.value) == (
-        "pre-permute: got ('standard', 'x'), need one of none is registered"
+        "pre-permute: got ('standard', 'x'), need a registered one: there is none"
     )
     register_pre_permute("standard", "x")(pre)
     register_pre_permute("deepep_ll", "y")(pre)

@@ -171,7 +171,7 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
     fp32 = problem.dtype is torch.float32 and not scheme.quantises_activations
 
     def gemm(index: int, depth: int, sides: int) -> Gemm:
-        group = scheme.group[-1] if scheme.group else 0
+        group = scheme.group[-1] if scheme.group and not scheme.matrix_scales else 0
         return Gemm(
             index=index,
             depth=depth,

@@ -10,7 +10,7 @@ from modular_kernel.ops.activation import activation_constants, up_rows
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import ContiguousTokens, ExpertWeights
-from modular_kernel.types import Problem
+from modular_kernel.types import Machine, Problem
 
 SCHEMES = frozenset(
     {
@@ -26,11 +26,15 @@ SCHEMES = frozenset(
         "int8_w8a16_channel",
         "int8_w8a16_group",
         "int4_w4a16_group",
+        "int8_w8a16_act_order",
+        "int4_w4a16_act_order",
         "mxfp4_w4a16",
+        "nvfp4_w4a16",
     }
 )
 TMA_BYTES = 16  # rows that TMA fetches start on multiples of it
 MIDDLE = {"uint8": 128, "uint4": 8}  # the zero point of unsigned weights that come without one
+_FLOAT8_ARCH = (8, 9)
 _LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
 
 
@@ -38,13 +42,17 @@ _LEAST_BLOCK_K = 32  # 8-bit products need a depth of 32; two 4-bit ones 16 each
 class Product:
     """One of the two products: its weights, bias, output width and activation.
 
-    w: (e, rows, depth), any strides, two values a byte if packed. columns: output values per row.
+    w: (e, rows, depth), any strides, two values a byte if packed. global_scale: (e, 2) of gate and
+    up rows, (e, 1) of others, or None. order: (e, depth), which column of the rows each weight
+    multiplies; None is its own. columns: output values per row.
     step, up_row: column n uses weight row n * step, and n * step + up_row for its up value.
     """
 
     w: torch.Tensor
     scale: torch.Tensor | None
     zero_point: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    order: torch.Tensor | None
     bias: torch.Tensor | None
     scheme: QuantScheme
     columns: int
@@ -64,7 +72,7 @@ class Product:
         a_scale: scales of the rows, (1,) for one for all, else (..., 1) or (..., groups).
         """
         group_n, group_k = scale_group(self.scheme, self.depth)
-        block_k = fit_block_k(tile.block_k, group_k)
+        block_k = fit_block_k(tile.block_k, step_group(self.scheme, self.depth))
         bias = self.w if self.bias is None else self.bias
         return {
             "b_ptr": self.w,
@@ -78,6 +86,9 @@ class Product:
             "stride_bk": self.w.stride(2),
             "stride_bias": 0 if self.bias is None else self.bias.stride(0),
             **self._weight_scales(),
+            "order_ptr": self.w if self.order is None else self.order,
+            "stride_oe": 0 if self.order is None else self.order.stride(0),
+            "HAS_ORDER": self.order is not None,
             **_row_scales(a_scale, self.w),
             "ROW_STEP": self.step,
             "HAS_BIAS": self.bias is not None,
@@ -106,15 +117,22 @@ class Product:
         return group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < self.step)
 
     def _weight_scales(self) -> dict[str, object]:
-        """Scales are (e,), (e, rows) or (e, rows, groups); zero points (e, rows, groups)."""
+        """Scales are (e,), (e, rows) or (e, rows, groups); zero points (e, rows, groups).
+
+        Kernels find scales of matrices, which come without zero points, in those' place.
+        """
         scale = self.w if self.scale is None else self.scale
-        zero = self.w if self.zero_point is None else self.zero_point
+        zero = self.zero_point
+        zeros: tuple[int, ...] = (0, 0, 0)
         strides = ((*self.scale.stride(), 0, 0) if self.scale is not None else (0, 0, 0))[:3]
-        zeros = zero.stride() if self.zero_point is not None else (0, 0, 0)
+        if zero is not None:
+            zeros = zero.stride()
+        elif self.global_scale is not None:
+            zero, zeros = self.global_scale, (self.global_scale.stride(0), 0, 0)
         names = ("stride_bse", "stride_bsn", "stride_bsk", "stride_bze", "stride_bzn", "stride_bzk")
         return {
             "b_scale_ptr": scale,
-            "zero_ptr": zero,
+            "zero_ptr": self.w if zero is None else zero,
             **dict(zip(names, (*strides, *zeros), strict=True)),
         }
 
@@ -145,9 +163,19 @@ def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
 
 def word_format(scheme: QuantScheme) -> str:
     """Return what kernels call the format of quantised weights."""
+    if scheme.matrix_scales:
+        return "nvfp4"
     if scheme.weight == "float4_e2m1":
         return "e2m1_repacked" if scheme.repacked else "e2m1"
     return "float8" if scheme.weight == "float8_e4m3fn" else "integer"
+
+
+def step_group(scheme: QuantScheme, depth: int) -> int:
+    """Return the depth that a step must divide, 0 for none.
+
+    Scales multiply the products of a step; those of nvfp4 multiply the weights themselves.
+    """
+    return 0 if scheme.matrix_scales else scale_group(scheme, depth)[1]
 
 
 def fit_block_k(block_k: int, group_k: int) -> int:
@@ -158,14 +186,19 @@ def fit_block_k(block_k: int, group_k: int) -> int:
     return block_k if group_k == 0 else math.gcd(block_k, group_k)
 
 
-def group_rejections(name: str, problem: Problem) -> tuple[Rejection, ...]:
-    """Reject groups that are not multiples of 32.
+def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+    """Reject float8 that a GPU cannot convert, and groups that are not multiples of 32.
 
     A step is at least 32 deep and within one group.
     """
     found = []
+    scheme, arch = problem.scheme, machine.arch
+    alone = scheme.weight == "float8_e4m3fn" and not scheme.quantises_activations
+    if (alone or scheme.matrix_scales) and arch is not None and arch < _FLOAT8_ARCH:
+        got = f"{arch[0]}.{arch[1]} for {scheme.name}"
+        found.append(Rejection("arch", (name, "machine"), got, ">= 8.9 to convert from float8"))
     for what, depth in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
-        _, group_k = scale_group(problem.scheme, depth)
+        group_k = step_group(problem.scheme, depth)
         if group_k % _LEAST_BLOCK_K:
             need = f"a multiple of {_LEAST_BLOCK_K}, or all of {what}={depth}"
             got = f"a group of {group_k}"
@@ -181,6 +214,8 @@ def first_product(weights: ExpertWeights, problem: Problem) -> Product:
         w=weights.w1,
         scale=weights.w1_scale,
         zero_point=weights.w1_zero_point,
+        global_scale=weights.w1_global_scale,
+        order=weights.w1_order,
         bias=weights.b1,
         scheme=problem.scheme,
         columns=problem.intermediate,
@@ -196,6 +231,8 @@ def second_product(weights: ExpertWeights, problem: Problem) -> Product:
         w=weights.w2,
         scale=weights.w2_scale,
         zero_point=weights.w2_zero_point,
+        global_scale=weights.w2_global_scale,
+        order=None,
         bias=weights.b2,
         scheme=problem.scheme,
         columns=problem.hidden,

@@ -16,10 +16,13 @@ _LEAST_DEPTH = 32  # four lanes of one word each
 
 def fills_words(problem: Problem) -> bool:
     """Return whether 16-bit rows meet 4-bit weights whose depths words of eight fill."""
-    if not problem.scheme.packed or problem.dtype is torch.float32:
+    scheme = problem.scheme
+    if not scheme.packed or scheme.act_order:
+        return False
+    if problem.dtype is torch.float32:
         return False
     return all(
-        k % _LEAST_DEPTH == 0 and product_depth(problem.scheme, k) >= _LEAST_DEPTH
+        k % _LEAST_DEPTH == 0 and product_depth(scheme, k) >= _LEAST_DEPTH
         for k in (problem.hidden, problem.intermediate)
     )
 
@@ -27,10 +30,10 @@ def fills_words(problem: Problem) -> bool:
 def product_depth(scheme: QuantScheme, k: int, most: int = WARP_K) -> int:
     """Return the depth of one product, at most `most`.
 
-    It is within a group, if that is not all of the depth k.
+    It is within a group, if that is not all of the depth k; but scales of nvfp4 multiply weights.
     """
     (group,) = scheme.group
-    group = 0 if group >= k else group
+    group = 0 if group >= k or scheme.matrix_scales else group
     return math.gcd(group, most)
 
 
@@ -48,16 +51,17 @@ def w4_arguments(product: Product) -> dict[str, object]:
     w, scale, zero, bias = product.w, product.scale, product.zero_point, product.bias
     assert scale is not None
     _, group = scale_group(product.scheme, product.depth)
+    beside = zero if product.global_scale is None else product.global_scale
     return {
         "b_ptr": w,
         "b_scale_ptr": scale,
-        "zero_ptr": w if zero is None else zero,
+        "zero_ptr": w if beside is None else beside,
         "bias_ptr": w if bias is None else bias,
         "stride_be": w.stride(0),
         "stride_bn": w.stride(1),
         "stride_bse": scale.stride(0),
         "stride_bsn": scale.stride(1),
-        "stride_bze": 0 if zero is None else zero.stride(0),
+        "stride_bze": 0 if beside is None else beside.stride(0),
         "stride_bzn": 0 if zero is None else zero.stride(1),
         "stride_bias": 0 if bias is None else bias.stride(0),
         "HAS_BIAS": bias is not None,

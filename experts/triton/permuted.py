@@ -7,7 +7,7 @@ import torch
 
 from experts.triton.configs.select import choose_config, kinds_up_to
 from experts.triton.grouped.segments import MGroupedGemms
-from experts.triton.operands import group_rejections
+from experts.triton.operands import weight_rejections
 from experts.triton.path import PathCall, Rooms
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
@@ -51,6 +51,7 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
         chunking=True,
         tf32=True,
         schemes=_SCHEMES,
+        lora=True,
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -78,7 +79,7 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        return group_rejections(cls.__name__, problem)
+        return weight_rejections(cls.__name__, problem, machine)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         """Room for any call up to shape.tokens: fewer can need more tiles, of fewer rows each."""

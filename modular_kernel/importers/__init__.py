@@ -2,7 +2,7 @@
 
 GPTQ (4 and 8 bits) and AWQ: `groups`. compressed-tensors' packed integers: `compressed`. One scale
 per tensor, channel scales and static activation scales of float8 checkpoints, gpt-oss's mxfp4:
-`tensors`. All of them, by the quantization_config that names them: `formats` and `merging`.
+`tensors`. All of them and nvfp4, by the quantization_config that names them: `formats`, `merging`.
 """
 
 from modular_kernel.importers.compressed import from_compressed_tensors

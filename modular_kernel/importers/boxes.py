@@ -16,7 +16,7 @@ from modular_kernel.importers.files import Tensors
 from modular_kernel.importers.formats import Format
 from modular_kernel.importers.layouts import ExpertLayout, LayerPlaces, ProjectionPlace
 from modular_kernel.importers.merging import piece
-from modular_kernel.importers.stored import FLOATS, Dim, Range, Stored
+from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Range, Stored
 from modular_kernel.printable import counted
 
 _MOST_MISSING = 10_000  # after which no other is looked for
@@ -125,12 +125,12 @@ class LayerSource:
     ) -> dict[str, torch.Tensor]:
         """Read rows [a, b) and columns [c, d) of a projection, as `merging.stack` takes them.
 
-        order: read the order of columns too, and check it: once for all rows.
+        order: read the order of columns too, and check it: once for all rows, but for act-order.
         """
         rows = (place.first + rows[0], place.first + rows[1])
-        found = {}
+        found, order = {}, order or self.format.scheme.act_order
         for stored in self.format.stored:
-            skipped = stored.role in ("shape", "a_scale") or (stored.role == "order" and not order)
+            skipped = stored.role in (*UNREAD, "a_scale") or (stored.role == "order" and not order)
             key = None if skipped else self.key(place, stored)
             if key is not None:
                 found[stored.name] = self._read(key, place, stored, rows, columns)

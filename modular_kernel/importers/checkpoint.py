@@ -22,7 +22,7 @@ from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import open_tensors
 from modular_kernel.importers.formats import Format
 from modular_kernel.importers.layouts import ProjectionPlace
-from modular_kernel.importers.merging import Matrix, stack
+from modular_kernel.importers.merging import Matrix, same_order, sort_rows, stack
 from modular_kernel.importers.stored import Range
 from modular_kernel.importers.tensors import static_scale
 from modular_kernel.placement import Placement
@@ -194,14 +194,18 @@ class _Share:
         """Read this rank's share of `experts` into the tensors of `whole`, which were made once."""
         for slot, expert in enumerate(experts):
             first, second = self.source.layer.projections(expert)
+            orders = dict[str, torch.Tensor]()
             for rows in self._pieces(self._width, len(first) * self.problem.hidden):
                 there = self._rows(*rows)
                 parts = [(place, there, (0, self.problem.hidden)) for place in first]
-                self._put(whole, "w1", slot, parts, rows)
+                orders |= self._put(whole, "w1", slot, parts, rows)
             for rows in self._pieces(self.problem.hidden, self.problem.intermediate):
-                self._put(whole, "w2", slot, [(second[0], rows, self.columns)], rows)
+                orders |= self._put(whole, "w2", slot, [(second[0], rows, self.columns)], rows)
             if self.problem.bias:
                 self._put_biases(whole, slot, first, second[0])
+            if orders:
+                whole["w1_order"][slot] = orders["w1"]
+                sort_rows(whole, slot, orders["w2"], interleaved=self._interleaved)
         if self.fine.scheme.static:
             whole = whole | self._input_scales(whole["w1"].device)
         return ExpertWeights(**whole)
@@ -234,17 +238,25 @@ class _Share:
         slot: int,
         parts: Sequence[tuple[ProjectionPlace, Range, Range]],
         rows: Range,
-    ) -> None:
-        """Read rows of some projections, merge them, and copy each to its place in w1 or w2."""
+    ) -> dict[str, torch.Tensor]:
+        """Read rows of some projections, merge them, and copy each to its place in w1 or w2.
+
+        Returns the order that their columns had, if those are in another one now, by `name`.
+        """
         try:
             read = [self.source.part(self.fine, *part, order=not rows[0]) for part in parts]
             merged = self._merged(read)
+            order = same_order(merged)
         except InputError as error:
             what = f"{self.source.what}: {parts[0][0].base}: {error.what}"
             raise type(error)(what, got=error.got, need=error.need) from None
         for number, matrix in enumerate(merged):
             begin = number * self._width + rows[0]
             _copy(whole, name, slot, matrix, self.fine, begin)
+            if matrix.global_scale is not None:  # gate_up in one has one for both
+                there = slice(None) if len(merged) == 1 else number
+                whole[f"{name}_global_scale"][slot, there] = matrix.global_scale
+        return {} if order is None else {name: order}
 
     def _merged(self, read: Sequence[Mapping[str, torch.Tensor]]) -> list[Matrix]:
         """Merge projections; each by itself, and so a view where nothing has to be unpacked."""

@@ -15,7 +15,8 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import Count, expect
 from modular_kernel.importers.groups import fit_group
 from modular_kernel.importers.stored import FLOATS, Dim, Stored
-from modular_kernel.models.quantised import scheme_of
+from modular_kernel.models.quantised import quantises_inputs, scheme_of
+from modular_kernel.nvfp4 import GROUP
 from modular_kernel.schemes import QuantScheme
 
 _LEAST_TILE = 32  # columns that a share may leave of a block; as `fit_group` has it for groups
@@ -29,12 +30,14 @@ class Format:
     """How a checkpoint stores the matrices of its experts.
 
     method: quant_method of its quantization_config, "none" if there is none. scheme: what a matrix
-    loads as. minus_one: GPTQ's zero points are stored less one.
+    loads as. minus_one: GPTQ's zero points are stored less one. quantises_inputs: the files' recipe
+    rounds activations too, which stay in 16 bits here (nvfp4).
     """
 
     method: str
     scheme: QuantScheme
     minus_one: bool = True
+    quantises_inputs: bool = False
 
     @cached_property
     def stored(self) -> tuple[Stored, ...]:
@@ -46,14 +49,18 @@ class Format:
         return replace(self, scheme=scheme)
 
     def __str__(self) -> str:
-        return str(self.scheme) if self.method == "none" else f"{self.scheme} ({self.method})"
+        if self.method == "none":
+            return str(self.scheme)
+        inputs = "; activations stay in 16 bits" if self.quantises_inputs else ""
+        return f"{self.scheme} ({self.method}{inputs})"
 
 
-def format_of(given: object, *, path: str = "config.json") -> Format:
+def format_of(given: object, *, path: str = "config.json", depth: int | None = None) -> Format:
     """Name the format of a quantization_config; None is an unquantised checkpoint.
 
-    path: of the file, for messages. ConfigurationError for what is not known, or has no recipe
-    here: act-order, NVFP4, AWQ of other than 4 bits.
+    path: of the file, for messages. depth: max(H, I) of the layer, which a group_size of -1 and
+    channels of 4 bits need: they are groups as long as that. ConfigurationError for what is not
+    known, or has no recipe here: AWQ of other than 4 bits.
     """
     if given is None:
         return Format("none", QuantScheme.parse("none"))
@@ -62,16 +69,15 @@ def format_of(given: object, *, path: str = "config.json") -> Format:
         raise ConfigurationError(
             f"model {path}: quantization_config", got=str(given)[:80], need=need
         )
-    scheme = QuantScheme.parse(str(scheme_of(path, {"quantization_config": dict(given)})))
+    quant = scheme_of(path, {"quantization_config": dict(given)}, depth=depth)
+    scheme = QuantScheme.parse(str(quant))
     method = str(given["quant_method"])
-    if scheme.name == "nvfp4_w4a4":
-        need = "another format: NVFP4 (nvfp4_w4a4) has no recipe here yet"
-        raise ConfigurationError(f"model {path}: quantization_config", got=method, need=need)
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"
         raise ConfigurationError(f"model {path}: quantization_config", got=str(scheme), need=need)
     minus_one = given.get("checkpoint_format") != "gptq_v2"
-    return Format(method.removesuffix("_fp4"), scheme, minus_one)
+    inputs = scheme.matrix_scales and quantises_inputs(given)
+    return Format(method.removesuffix("_fp4"), scheme, minus_one, inputs)
 
 
 def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True) -> QuantScheme:
@@ -80,11 +86,14 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     intermediate: I of the whole layer. Blocks and groups are divided, and their scales repeated,
     where a share of I, or the border between gate and up rows, would cut through them; what they
     stand for stays the same. ConfigurationError if I / world is no whole number, or leaves less
-    than 32 columns of a block or group, or cuts through an mxfp4 group.
+    than 32 columns of a block or group, or cuts through an mxfp4 or nvfp4 group.
     """
     expect("intermediate", intermediate, Count)
     expect("tp: ranks", world, Count)
     scheme, (share, rest) = format.scheme, divmod(intermediate, world)
+    if scheme.act_order and world > 1:
+        need = "1: groups of act-order have columns of every share"
+        raise ConfigurationError("tp: ranks", got=world, need=need)
     if rest:
         need = f"a multiple of the {world} tensor-parallel ranks"
         raise ConfigurationError("intermediate", got=intermediate, need=need)
@@ -100,6 +109,8 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
                 raise ConfigurationError("tp: share", got=got, need=need)
         return replace(scheme, group=(rows, columns))
     if scheme.granularity != "group" or world == 1 or share % scheme.group[0] == 0:
+        return scheme
+    if scheme.group[0] >= intermediate:  # one group of a row, and so of each share
         return scheme
     if scheme.weight == "float4_e2m1":
         got, need = f"{share} columns of groups of {scheme.group[0]}", "whole groups"
@@ -138,10 +149,25 @@ def _fp8(scheme: QuantScheme) -> tuple[Stored, ...]:
 
 
 def _modelopt(scheme: QuantScheme) -> tuple[Stored, ...]:
+    if scheme.matrix_scales:
+        return _nvfp4("weight", "weight_scale_2", "input_scale")
     return _scaled(scheme, ("weight_scale",), ("input_scale",))
 
 
+def _nvfp4(weight: str, whole: str, inputs: str) -> tuple[Stored, ...]:
+    """Codes two a byte, scales of 16 columns, one of the matrix; that of its inputs is not read."""
+    float32 = (torch.float32,)
+    return (
+        Stored(weight, "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
+        Stored("weight_scale", "scale", (_N, Dim("K", GROUP)), (_FP8,)),
+        Stored(whole, "global_scale", (), float32),
+        Stored(inputs, "unused", (), float32, optional=True),
+    )
+
+
 def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
+    if scheme.matrix_scales:
+        return _nvfp4("weight_packed", "weight_global_scale", "input_global_scale")
     if scheme.weight == "float4_e2m1":
         return (
             Stored("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
@@ -159,7 +185,8 @@ def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
     if scheme.zero_points:
         zeros = (Dim("N", per_word, whole=True), groups)
         found.append(Stored("weight_zero_point", "zero_point", zeros, (_INT32,)))
-    return (*found, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=True))
+    optional = not scheme.act_order
+    return (*found, Stored("weight_g_idx", "order", (_K,), (_INT32,), optional=optional))
 
 
 def _awq(scheme: QuantScheme) -> tuple[Stored, ...]:
@@ -178,7 +205,7 @@ def _gptq(scheme: QuantScheme) -> tuple[Stored, ...]:
         Stored("qweight", "w", (Dim("K", per_word, whole=True), _N), (_INT32,)),
         Stored("scales", "scale", (groups, _N), _SCALES),
         Stored("qzeros", "zero_point", zeros, (_INT32,), optional=not scheme.zero_points),
-        Stored("g_idx", "order", (_K,), (_INT32, torch.int64), optional=True),
+        Stored("g_idx", "order", (_K,), (_INT32, torch.int64), optional=not scheme.act_order),
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
 from modular_kernel.fields import MOST, Between, Count, OneOf, expect
+from modular_kernel.scale_tiles import unpack_pairs
 from modular_kernel.tensors import dense
 from modular_kernel.types import dtype_name
 
@@ -224,6 +225,29 @@ def check_packed(packed: torch.Tensor, what: str) -> None:
     if packed.dim() < 2 or not packed.numel():
         need = "two dimensions or more, none of size 0"
         raise ShapeError(what, got=tuple(packed.shape), need=need)
+
+
+def column_order(g_idx: torch.Tensor, depth: int, group: int, what: str) -> torch.Tensor:
+    """Return which column each of the sorted ones was, (..., depth) int32: by group, then by place.
+
+    g_idx: (..., depth), the group of each column. WeightsError for groups that have not `group`
+    columns each, the last one the rest.
+    """
+    dense(what, g_idx)
+    expected = torch.arange(depth, device=g_idx.device) // group
+    order = g_idx.argsort(dim=-1, stable=True)
+    whole = tuple(g_idx.shape[-1:]) == (depth,)
+    if not whole or bool((g_idx.gather(-1, order) != expected).any()):
+        need = f"{group} of {depth} columns in each, the last the rest"
+        raise WeightsError(what, got="groups of other sizes", need=need)
+    return order.int()
+
+
+def sort_columns(weights: GroupWeights, order: torch.Tensor) -> GroupWeights:
+    """Return columns in the order of their groups; scales and zero points lie so already."""
+    values = unpack_pairs(weights.w, weights.w.dim() - 1) if weights.bits == 4 else weights.w
+    index = order.long()[..., None, :].expand_as(values)
+    return replace(weights, w=pack_values(values.gather(-1, index), weights.bits))
 
 
 def check_order(g_idx: torch.Tensor | None, depth: int, group: int, what: str) -> None:

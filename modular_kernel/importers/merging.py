@@ -21,12 +21,15 @@ from modular_kernel.importers.formats import Format
 from modular_kernel.importers.groups import (
     GroupWeights,
     check_order,
+    column_order,
     from_awq,
     from_gptq,
+    sort_columns,
     symmetric,
 )
 from modular_kernel.importers.stored import Range, refine
 from modular_kernel.importers.tensors import channel_scale, from_gpt_oss, one_scale, static_scale
+from modular_kernel.scale_tiles import pack_pairs, unpack_pairs
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import dense
 
@@ -39,12 +42,16 @@ class Matrix:
 
     w, scale, zero_point: as `ExpertWeights` has them of w1 or w2. a_scale: (...) float32, the
     largest of the projections' static activation scales; a layer takes the largest of its experts.
+    global_scale: (..., projections) float32, what multiplies each matrix of nvfp4. order: of
+    act-order, (..., K) int32: which column each was before they were sorted by groups.
     """
 
     w: torch.Tensor
     scale: torch.Tensor | None = None
     zero_point: torch.Tensor | None = None
     a_scale: torch.Tensor | None = None
+    global_scale: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
 
 def merge(
@@ -79,11 +86,11 @@ def piece(
     """Return the tensors of a share of a matrix in the tiles of `fine`.
 
     tensors: what `stored.cut` gives for rows [a, b) and columns [c, d) of the matrix. GPTQ's g_idx
-    is checked here, where the first column is known, and left out.
+    is checked here, where the first column is known, and left out, but for act-order.
     """
     kept = dict(tensors)
     for stored in coarse.stored:
-        if stored.role == "order" and stored.name in kept:
+        if stored.role == "order" and stored.name in kept and not coarse.scheme.act_order:
             order, group = kept.pop(stored.name), coarse.scheme.group[0]
             whole = torch.arange(columns[1], device=order.device) // group
             need = whole[columns[0] :].to(order.dtype)
@@ -108,6 +115,8 @@ def stack(format: Format, parts: Sequence[Tensors], dtype: torch.dtype) -> Matri
         _joined([each.scale for each in made], along),
         _joined([each.zero_point for each in made], -2),
         _largest(made),
+        _joined([each.global_scale for each in made], -1),
+        same_order(made),
     )
 
 
@@ -177,6 +186,8 @@ def _check_scale(scale: torch.Tensor, bad: torch.Tensor, need: str) -> None:
 
 def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
     scheme = format.scheme
+    if scheme.matrix_scales:
+        return _nvfp4(format, tensors)
     if scheme.weight == "float4_e2m1":
         return _mxfp4(tensors["weight_packed"], tensors["weight_scale"])
     if scheme.quantises_activations or scheme.weight == "float8_e4m3fn":
@@ -193,7 +204,26 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
         group=scheme.group[0],
         bits=4 if scheme.packed else 8,
     )
-    return _of_groups(format, made, dtype)
+    return _of_groups(format, made, dtype, tensors.get("weight_g_idx"))
+
+
+def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
+    """Read nvfp4: compressed-tensors' scale of a matrix divides, modelopt's multiplies."""
+    by_role = {each.role: tensors.get(each.name) for each in format.stored}
+    w, scale, whole = by_role["w"], by_role["scale"], by_role["global_scale"]
+    assert w is not None
+    assert scale is not None
+    assert whole is not None
+    _check_scale(scale.float(), scale.float().isnan(), "numbers")
+    factor = 1 / whole if format.method == "compressed-tensors" else whole
+    _check_scale(whole, ~(factor.isfinite() & (factor >= 0)), "a scale of a matrix from 0 on")
+    return Matrix(w, scale, global_scale=factor.reshape(*w.shape[:-2], -1))
+
+
+def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
+    if format.scheme.matrix_scales:
+        return _nvfp4(format, tensors)
+    return _read_scaled(format, tensors, dtype)
 
 
 def _read_awq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -211,7 +241,7 @@ def _read_gptq(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
         minus_one=format.minus_one,
         bits=4 if format.scheme.packed else 8,
     )
-    return _of_groups(format, made, dtype)
+    return _of_groups(format, made, dtype, tensors.get("g_idx"))
 
 
 def _read_mxfp4(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:
@@ -228,12 +258,19 @@ def _mxfp4(w: torch.Tensor, scale: torch.Tensor) -> Matrix:
     return Matrix(w, scale)
 
 
-def _of_groups(format: Format, made: GroupWeights, dtype: torch.dtype) -> Matrix:
+def _of_groups(
+    format: Format, made: GroupWeights, dtype: torch.dtype, g_idx: torch.Tensor | None = None
+) -> Matrix:
+    order = None
+    if format.scheme.act_order:
+        assert g_idx is not None
+        order = column_order(g_idx, made.depth, format.scheme.group[0], "g_idx")
+        made = sort_columns(made, order)
     if not format.scheme.zero_points:
         made = symmetric(made)
     _check_scale(made.scale, ~made.scale.isfinite(), "finite numbers")
     scale = made.scale if made.scale.dtype is dtype else made.scale.float()
-    return Matrix(made.w, scale, made.zero_point)
+    return Matrix(made.w, scale, made.zero_point, order=order)
 
 
 def _one_scale(parts: Sequence[Matrix]) -> Matrix:
@@ -246,6 +283,40 @@ def _one_scale(parts: Sequence[Matrix]) -> Matrix:
     merged, scale = one_scale(w.reshape(-1, *w.shape[-2:]), scales)
     w = merged.reshape(*lead, *merged.shape[1:])
     return Matrix(w, scale.reshape(lead), None, _largest(parts))
+
+
+def same_order(parts: Sequence[Matrix]) -> torch.Tensor | None:
+    """Return the order of columns, which all projections of an input must have."""
+    first = parts[0].order
+    for each in parts[1:]:
+        if first is not None and each.order is not None and not torch.equal(first, each.order):
+            got = "orders of columns of gate and up that differ"
+            raise WeightsError("g_idx", got=got, need="one: they have the same inputs")
+    return first
+
+
+def sort_rows(
+    weights: dict[str, torch.Tensor], slot: int, order: torch.Tensor, *, interleaved: bool
+) -> None:
+    """Put the rows of an expert's w1 where w2's sorted columns have theirs, in place.
+
+    weights: by fields of ExpertWeights. order: (I,), which row of gate, and of up, comes to each.
+    """
+    sides = weights["w1"].shape[1] // len(order)
+    own, rows = order.long(), torch.arange(sides, device=order.device)
+    if interleaved:
+        index = (own[:, None] * sides + rows).flatten()
+    else:
+        index = (own + rows[:, None] * len(own)).flatten()
+    for name in ("w1", "w1_scale", "b1"):
+        if name in weights:
+            weights[name][slot] = weights[name][slot][index.to(weights[name].device)]
+    zero = weights.get("w1_zero_point")
+    if zero is not None:
+        packed = zero.shape[1] != len(index)
+        points = unpack_pairs(zero[slot], 0) if packed else zero[slot]
+        points = points[index.to(zero.device)]
+        zero[slot] = pack_pairs(points, 0) if packed else points
 
 
 def _largest(parts: Sequence[Matrix]) -> torch.Tensor | None:
@@ -261,7 +332,7 @@ def _joined(parts: Sequence[torch.Tensor | None], dim: int) -> torch.Tensor | No
 _READ: dict[str, Callable[[Format, Tensors, torch.dtype], Matrix]] = {
     "none": _read_plain,
     "fp8": _read_scaled,
-    "modelopt": _read_scaled,
+    "modelopt": _read_modelopt,
     "compressed-tensors": _read_compressed,
     "awq": _read_awq,
     "gptq": _read_gptq,

@@ -15,7 +15,10 @@ from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.types import dtype_name
 
 Range = tuple[int, int]
-Role = Literal["w", "scale", "zero_point", "a_scale", "order", "shape", "bias"]
+Role = Literal[
+    "w", "scale", "global_scale", "zero_point", "a_scale", "order", "shape", "bias", "unused"
+]
+UNREAD: tuple[Role, ...] = ("shape", "unused")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -44,7 +47,7 @@ class Stored:
 
     name: behind the matrix's own. also: other names that files have for it. dims: () is a single
     number, stored as () or (1,); trailing dimensions of 1 are left out. role: what it is to
-    `merge`; a "shape" is not read.
+    `merge`; UNREAD ones are not read.
     """
 
     name: str

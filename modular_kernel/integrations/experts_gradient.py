@@ -10,7 +10,7 @@ from math import pi, sqrt
 import torch
 
 from modular_kernel.errors import UnsupportedError
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import values_of
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Problem
 
@@ -63,13 +63,10 @@ def call_gradients(
 
 def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) -> torch.Tensor:
     """Return one expert's values in float32, (N, K)."""
-    one = slice(expert, expert + 1)
-    stored: torch.Tensor = getattr(weights, name)[one]
     if not problem.scheme.quantised:
-        return stored[0].float()
-    scale = getattr(weights, f"{name}_scale")[one]
-    zero = getattr(weights, f"{name}_zero_point")
-    return dequantise(stored, scale, None if zero is None else zero[one], problem.scheme)[0]
+        stored: torch.Tensor = getattr(weights, name)[expert]
+        return stored.float()
+    return values_of(weights, name, problem, slice(expert, expert + 1))[0]
 
 
 def _activation(

@@ -5,7 +5,7 @@ that no scheme of this toolkit is, is a ConfigurationError, and so are experts l
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,16 +37,19 @@ _PACKINGS = {
     "int8_w8a16_group": ("pack-quantized",),
     "int4_w4a16_group": ("pack-quantized",),
     "mxfp4_w4a16": ("mxfp4-pack-quantized",),
-    "nvfp4_w4a4": ("nvfp4-pack-quantized",),
+    "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
+
+_GROUPS = ("group_size", "q_group_size")
 
 Given = dict[str, Any]
 
 
-def scheme_of(path: str, config: Given) -> str | None:
+def scheme_of(path: str, config: Given, *, depth: int | None = None) -> str | None:
     """Name the scheme of `config`, an object of a config.json; None for an unquantised model.
 
-    path: of the file, for messages. ConfigurationError if no scheme of this toolkit is meant.
+    path: of the file, for messages. depth: the most columns of a matrix, which a group of -1 or a
+    channel of 4 bits spans. ConfigurationError if no scheme of this toolkit is meant.
     """
     given = config.get("quantization_config", config.get("compression_config"))
     if given is None:
@@ -69,7 +72,44 @@ def scheme_of(path: str, config: Given) -> str | None:
         "modelopt": _modelopt,
         "modelopt_fp4": _modelopt,
     }[method]
-    return read(path, {"expert_dtype": config.get("expert_dtype")} | given)
+    given = {"expert_dtype": config.get("expert_dtype")} | given
+    return read(path, given if depth is None else _with_depth(given, depth + depth % 2))
+
+
+def _with_depth(given: Given, depth: int) -> Given:
+    """State the columns of groups that span a whole row: a scheme has one size for all matrices.
+
+    A scale covers the columns there are, so a size above a matrix's own means one group too.
+    """
+
+    def spelled(one: Any) -> Any:
+        if not isinstance(one, dict):
+            return one
+        one = {k: depth if k in _GROUPS and _is_minus_one(v) else v for k, v in one.items()}
+        if one.get("strategy") == "channel" and _is(one, num_bits=4, type="int"):
+            return one | {"strategy": "group", "group_size": depth}
+        return one
+
+    found: Given = spelled(given)
+    groups = given.get("config_groups")
+    if isinstance(groups, dict):
+        whole = {
+            name: one | {"weights": spelled(one.get("weights"))} if isinstance(one, dict) else one
+            for name, one in groups.items()
+        }
+        found = found | {"config_groups": whole}
+    return found
+
+
+def _is_minus_one(value: object) -> bool:
+    return type(value) is int and value == -1
+
+
+def quantises_inputs(given: Mapping[str, Any]) -> bool:
+    """Tell whether a quantization_config that `scheme_of` knows rounds activations too."""
+    if given["quant_method"] != "compressed-tensors":
+        return str(given.get("quant_algo")) == "NVFP4"
+    return any(one.get("input_activations") for one in given["config_groups"].values())
 
 
 def _fp8(path: str, given: Given) -> str:
@@ -96,10 +136,14 @@ def _blocks(path: str, name: str, block: Any, scheme: str = "fp8_w8a8_block") ->
 
 def _gptq(path: str, given: Given) -> str:
     _one_of(path, given, "checkpoint_format", ("gptq", "gptq_v2", None))
-    if _one_of(path, given, "desc_act", (False, True, None)):
-        raise _bad(path, "desc_act = True", "columns in their order (no part takes act-order)")
     symmetric = _one_of(path, given, "sym", (True, False))
-    return _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+    found = _integers(path, given, ("bits",), ("group_size",), zero_points=symmetric is False)
+    act_order = _one_of(path, given, "desc_act", (False, True, None))
+    return _act_order(found) if act_order else found
+
+
+def _act_order(scheme: str) -> str:
+    return scheme.replace("_group:", "_act_order:")
 
 
 def _awq(path: str, given: Given) -> str:
@@ -121,7 +165,8 @@ def _integers(
 
 def _grouped(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
     if type(group) is not int or not 1 <= group <= _MOST or group % 2:
-        raise _bad(path, f"group_size = {_short(group)}", "an even number of columns")
+        need = "an even number of columns, or -1 where the layer's sizes are known"
+        raise _bad(path, f"group_size = {_short(group)}", need)
     points = ",zero_points=true" if zero_points else ""
     return f"int{bits}_w{bits}a16_group:group={group}{points}"
 
@@ -130,7 +175,7 @@ def _modelopt(path: str, given: Given) -> str:
     schemes = {
         "FP8": "fp8_w8a8_tensor:static=true",
         "FP8_PER_CHANNEL_PER_TOKEN": "fp8_w8a8_channel",
-        "NVFP4": "nvfp4_w4a4",
+        "NVFP4": "nvfp4_w4a16",
     }
     algorithm = str(_one_of(path, given, "quant_algo", tuple(schemes)))
     if algorithm == "NVFP4" and given.get("group_size") is not None:
@@ -155,15 +200,18 @@ def _compressed(path: str, given: Given) -> str:
         need = "fp8 by tensor, channel or block, int8, int4 by group, mxfp4 or nvfp4"
         raise _bad(path, f"weights {_short(weights)}, input_activations {_short(inputs)}", need)
     _check_packing(path, given, mine[0], found)
-    return found
+    return _act_order(found) if weights.get("actorder") == "group" else found
 
 
 def _check_packing(path: str, given: Given, group: Given, scheme: str) -> None:
-    """Raise the error of a layout in files that is none of the scheme's, or of act-order."""
+    """Raise the error of a layout in files that is none of the scheme's."""
     stated = group if group.get("format") is not None else given
     name = scheme.partition(":")[0]
     _one_of(path, stated, "format", (*_PACKINGS[name], None))
-    _one_of(path, group["weights"], "actorder", ("static", "weight", False, None))
+    orders: tuple[object, ...] = ("static", "weight", False, None)  # columns lie in their order
+    if name in ("int4_w4a16_group", "int8_w8a16_group"):
+        orders = ("group", *orders)
+    _one_of(path, group["weights"], "actorder", orders)
     sparsity = given.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)):
         raise _bad(path, f"sparsity_config = {_short(sparsity)}", "dense weights")
@@ -180,8 +228,8 @@ def _float_scheme(path: str, weights: Given, inputs: Given | None) -> str | None
     if _is(weights, num_bits=4) and weights.get("strategy") in ("group", "tensor_group"):
         if _is(weights, group_size=32) and inputs is None:
             return "mxfp4_w4a16"
-        both = _is(weights, group_size=16) and _is(inputs, num_bits=4, type="float", group_size=16)
-        return "nvfp4_w4a4" if both else None
+        known = inputs is None or _is(inputs, num_bits=4, type="float", group_size=16)
+        return "nvfp4_w4a16" if _is(weights, group_size=16) and known else None
     if not _is(weights, num_bits=8):
         return None
     if inputs is None:

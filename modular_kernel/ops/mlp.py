@@ -8,7 +8,7 @@ import torch
 from modular_kernel import stages
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import dequantise_rows, quantised
-from modular_kernel.quant import dequantise
+from modular_kernel.quant import values_of
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
@@ -115,11 +115,7 @@ def _matrix(weights: ExpertWeights, name: str, expert: int, problem: Problem) ->
     scheme = problem.scheme
     if not scheme.quantised:
         return stored[expert]
-    one = slice(expert, expert + 1)
-    zero_point: torch.Tensor | None = getattr(weights, f"{name}_zero_point")
-    scale: torch.Tensor = getattr(weights, f"{name}_scale")
-    zero_point = None if zero_point is None else zero_point[one]
-    values = dequantise(stored[one], scale[one], zero_point, scheme)[0]
+    values = values_of(weights, name, problem, slice(expert, expert + 1))[0]
     return values if scheme.quantises_activations else values.to(problem.dtype)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.measure.cases import first_here, make_weights, quantised
+from modular_kernel.quant import SCALE_FIELDS
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 
@@ -22,13 +23,15 @@ def tuning_weights(problem: Problem, device: torch.device) -> ExpertWeights:
     made = quantised(make_weights(replace(few, quant="none"), device), few)
     copies = torch.arange(problem.e, device=device) % drawn
     tensors = {}
-    for name in ("w1", "w2", "w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "b1", "b2"):
+    for name in ("w1", "w2", "b1", "b2", *SCALE_FIELDS):
         drawn_tensor = getattr(made, name)
         if drawn_tensor is not None:
             tensors[name] = _copied(drawn_tensor, copies)
     generator = torch.Generator(device).manual_seed(_SEED)
     for name in ("w1", "w2"):
         scaled = f"{name}_scale" if problem.scheme.quantised else name
+        if problem.scheme.matrix_scales:
+            scaled = f"{name}_global_scale"
         _rescale(tensors[scaled], generator)
     return replace(made, **tensors, expert_map=first_here(problem, device))
 

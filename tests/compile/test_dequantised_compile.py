@@ -29,6 +29,7 @@ DEVICE = Device("sm_90", tma=True)
         {"quant": "mxfp4_w4a16:repacked=true"},
         {"quant": "int8_w8a16_channel"},
         {"quant": "fp8_w8a16_tensor"},
+        {"quant": "nvfp4_w4a16", "hidden": 208},
         {"quant": "fp8_w8a16_block:block=48x64"},
         {"quant": "int8_w8a16_group:zero_points=true"},
     ],

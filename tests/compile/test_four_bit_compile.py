@@ -59,7 +59,8 @@ def compiled(problem: Problem) -> list[CompileRecord]:
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize(
-    "quant", ["int4_w4a16_group", f"int4_w4a16_group:{ZEROS}", "mxfp4_w4a16", REPACKED]
+    "quant",
+    ["int4_w4a16_group", f"int4_w4a16_group:{ZEROS}", "mxfp4_w4a16", REPACKED, "nvfp4_w4a16"],
 )
 def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
     for record in compiled(replace(model, quant=quant, tokens=tokens)):

@@ -20,12 +20,13 @@ NAME = "dequantised"
 _TRIED: Rows = {128: (32, 1 << 62)}
 # Mean rows of an expert from which the path pays, by how slowly the aligned path unpacks. Measured
 # on one H200 (2026-11-23, triton 3.6.0, bf16) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss;
-# fp8 was not: it takes the number of int8 by channel, whose values are as simple.
+# fp8 and nvfp4 were not: they take the numbers of int8 by channel and of mxfp4, the nearest.
 _LEAST_ROWS = {
     "int4_w4a16_group": 96,
     "int4_w4a16_group:zero_points": 64,
     "mxfp4_w4a16": 72,
     "mxfp4_w4a16:repacked": 72,
+    "nvfp4_w4a16": 72,
     "int8_w8a16_group": 64,
     "int8_w8a16_channel": 128,
     "fp8_w8a16_tensor": 128,
@@ -44,11 +45,12 @@ def plain(problem: Problem) -> Problem:
 def serves(problem: Problem, device: Device) -> bool:
     """Whether the kernels of this path can compute `problem` on `device`.
 
-    Weights alone are quantised. fp16 has too few exponents for every weight that a scale gives.
+    Weights alone are quantised, and their columns lie as x has them. fp16 has too few exponents for
+    every weight that a scale gives.
     """
     scheme = problem.scheme
     weights_alone = scheme.quantised and not scheme.quantises_activations
-    if not weights_alone or problem.dtype is not torch.bfloat16:
+    if not weights_alone or scheme.act_order or problem.dtype is not torch.bfloat16:
         return False
     return grouped.serves(plain(problem), device)
 

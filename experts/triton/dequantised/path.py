@@ -21,6 +21,7 @@ from experts.triton.path import PathCall
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.quant import SCALE_FIELDS
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
@@ -43,7 +44,7 @@ class DequantisedPath(GroupedTmaPath):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether weights alone are quantised, and grouped GEMMs serve the rest."""
-        return config.serves(problem, device)
+        return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
@@ -85,7 +86,7 @@ class DequantisedPath(GroupedTmaPath):
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whether x lies as TMA wants it, and what is beside it as it is read."""
-        beside = (weights.w1_scale, weights.w2_scale, weights.w1_zero_point, weights.w2_zero_point)
+        beside = (getattr(weights, name) for name in SCALE_FIELDS)
         whole = all(t.is_contiguous() for t in beside if t is not None)
         return whole and super().takes(weights, x_TH)
 
@@ -122,14 +123,16 @@ class DequantisedPath(GroupedTmaPath):
         steps = min(_WIDEST // step, next_power_of_2(-(-depth // step)))
         block_rows = _BLOCK // (step * steps)
         words = product.scheme.repacked
-        scale, zero = product.scale, product.zero_point
+        scale, zero, whole = product.scale, product.zero_point, product.global_scale
+        matrices = 1 if whole is None else whole.shape[1]
+        beside = zero if whole is None else whole
         assert scale is not None
         launch(
             dequantise_kernel,
             (-(-rows // block_rows), -(-depth // (step * steps)), count),
             w_ptr=product.w.view(torch.int32) if words else product.w,
             scale_ptr=scale,
-            zero_ptr=product.w if zero is None else zero,
+            zero_ptr=product.w if beside is None else beside,
             starts_ptr=order.starts,
             out_ptr=w_eNK,
             first_expert=first,
@@ -141,6 +144,8 @@ class DequantisedPath(GroupedTmaPath):
             PACKED=product.scheme.packed,
             HAS_ZERO=zero is not None,
             MIDDLE=float(MIDDLE.get(product.scheme.weight, 0)),
+            MATRICES=matrices,
+            UP_ROW=product.up_row if matrices > 1 else rows,
             GROUP_N=group_n if scale.dim() > 1 else 0,
             GROUP_K=group,
             STEP=step,

@@ -36,7 +36,7 @@ def serves(problem: Problem) -> bool:
     Groups of activations are powers of two, because they are cut by halves.
     """
     scheme = problem.scheme
-    if scheme.packed or problem.batch_invariant:
+    if scheme.packed or scheme.act_order or problem.batch_invariant:
         return False
     group = scheme.group[-1] if scheme.activation_granularity == "group" else 1
     return group & (group - 1) == 0 or group >= max(problem.hidden, problem.intermediate)

@@ -50,7 +50,8 @@ class GemvW4Config:
 
 def serves(problem: Problem) -> bool:
     """Return whether the kernels of this path can compute `problem`."""
-    return fills_words(problem) and not problem.batch_invariant and problem.top_k <= _MOST_PAIRS
+    served = fills_words(problem) and not problem.scheme.matrix_scales
+    return served and not problem.batch_invariant and problem.top_k <= _MOST_PAIRS
 
 
 def violations(config: GemvW4Config, gemm: Gemm, device: Device) -> Iterator[Violation]:

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from experts.triton.kernels.adapters import add_adapters, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.gemm_tile_dispatch import product_tile
 
@@ -13,19 +14,23 @@ def batched_gemm_kernel(
     capacity, columns, depth, up_row, up_offset, num_m,
     stride_ase, stride_asm, stride_ask,
     stride_be, stride_bn, stride_bk, stride_bse, stride_bsn, stride_bsk,
-    stride_bze, stride_bzn, stride_bzk, stride_bias,
+    stride_bze, stride_bzn, stride_bzk, stride_bias, order_ptr, stride_oe,
     ROW_STEP: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
-    EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
+    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
+    U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for c < counts[i].
 
     a is (e, capacity, depth) and out (e, capacity, columns), both contiguous, and a's scales have
     strides of expert, row and group; rows from the count on are neither read nor written. b as in
-    grouped_gemm_kernel. Grid (tiles of one expert, e).
+    grouped_gemm_kernel, and LORA too: slots are (e, capacity), u has a row for each. Grid (tiles
+    of one expert, e).
     """
     expert = tl.program_id(1).to(tl.int64)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
@@ -43,9 +48,17 @@ def batched_gemm_kernel(
         b_ptr + expert * stride_be, b_scale_ptr + expert * stride_bse,
         zero_ptr + expert * stride_bze, column * ROW_STEP, up_row, up_offset, column_mask, depth,
         1, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
+        order_ptr + expert * stride_oe,
         MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
-        PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
+        HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    if LORA:
+        slots = load_slots(slots_ptr, slot, row_mask, num_slots)
+        gate, up = add_adapters(
+            gate, up, slots, slot, u_ptr, lora_b_ptr + expert * stride_lbe,
+            column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
+            U_UP, GATED, PRECISION, BLOCK_R,
+        )  # fmt: skip
     result = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
         gate, HAS_BIAS, False, GATED, KIND, ALPHA, LIMIT,

@@ -13,10 +13,11 @@ def product_tile(
     a_ptrs, a_scale_ptrs, row_mask, b_ptr, b_scale_ptr, zero_ptr, row, up_row, up_offset,
     column_mask, depth,
     stride_ak, stride_ask, stride_bn, stride_bk, stride_bsn, stride_bsk, stride_bzn, stride_bzk,
+    order_ptr,
     MODE: tl.constexpr, FORMAT: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
     ONE_SCALE: tl.constexpr,
     MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
-    GATED: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    GATED: tl.constexpr, EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Float32 (gate, up) tiles of rows times one expert's weights, scales applied.
@@ -26,7 +27,9 @@ def product_tile(
     rows further its up values are, up_offset: how many elements.
     MODE "plain": no scales. "w8a8": both operands 8 bits. "weight_only": weights are dequantised.
     One weight scale covers GROUP_N rows and GROUP_K of the depth (0: all of it); ONE_SCALE: every
-    gate row of a tile has the same, and every up row.
+    gate row of a tile has the same, and every up row. FORMAT "nvfp4": zero_ptr points at the
+    float32 scale of the gate matrix (or of the only one), and up's behind it. HAS_ORDER: column k
+    of weights alone multiplies column order_ptr[k] of the rows.
     """
     # Few rows: the weights take the side of a product that needs 64. Float32 knows no such sides,
     # and with 64 rows only plain products gain (H200, triton 3.6, 2026-11-20).
@@ -63,7 +66,12 @@ def product_tile(
                 zero_ptr + (row // ZERO_ROWS) * stride_bzn,
                 zero_ptr + (up_rows // ZERO_ROWS) * stride_bzn,
                 (row % ZERO_ROWS) * 4, (up_rows % ZERO_ROWS) * 4, stride_bzk, column_mask,
-                GATED, FORMAT, GROUP_K, MIDDLE, HAS_ZERO, PACKED, ONE_SCALE, EVEN_K, PRECISION,
-                BLOCK_M, BLOCK_N, BLOCK_K,
+                order_ptr,
+                GATED, FORMAT, GROUP_K, MIDDLE, HAS_ZERO, PACKED, ONE_SCALE, EVEN_K, HAS_ORDER,
+                PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
+            if FORMAT == "nvfp4":
+                gate *= tl.load(zero_ptr)
+                if GATED:
+                    up *= tl.load(zero_ptr + 1)
     return gate, up

@@ -92,6 +92,22 @@ def _step(
 
 
 @triton.jit
+def _nvfp4_step(
+    a, codes, scale_ptrs, mask, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Multiply one step by weights times the scales of their groups: exact in 16 bits.
+
+    scale_ptrs, mask: (BLOCK_K / 2, BLOCK_N), of the group of each byte of two weights.
+    """
+    dtype: tl.constexpr = a.dtype
+    scale = tl.load(scale_ptrs, mask=mask, other=0.0).to(dtype)
+    even, odd = tl.split(tl.reshape(a, (BLOCK_M, BLOCK_K // 2, 2)))
+    result = tl.dot(even, _e2m1(codes & 15, dtype) * scale, input_precision=PRECISION)
+    return tl.dot(odd, _e2m1(codes >> 4, dtype) * scale, result, input_precision=PRECISION)
+
+
+@triton.jit
 def _load_scale(ptrs, mask, FORMAT: tl.constexpr, ONE_SCALE: tl.constexpr):
     """(BLOCK_N,) float32 scales, or (1,) if ONE_SCALE; of e2m1, from E8M0 exponents."""
     if ONE_SCALE:
@@ -123,20 +139,26 @@ def multiply_tile_weight_only(
     a_ptrs, a_mask, b_ptrs, up_offset, stride_ak, stride_bk, depth,
     scale_ptrs, up_scale_ptrs, stride_bsk,
     zero_ptrs, up_zero_ptrs, zero_shift, up_zero_shift, stride_bzk, column_mask,
+    order_ptr,
     GATED: tl.constexpr, FORMAT: tl.constexpr, GROUP_K: tl.constexpr, MIDDLE: tl.constexpr,
     HAS_ZERO: tl.constexpr, PACKED: tl.constexpr, ONE_SCALE: tl.constexpr, EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """As multiply_tile, for weights that are dequantised on the way; float32 (gate, up).
+
+    Those of nvfp4 still lack the scales of matrices.
 
     GROUP_K: the depth one scale covers, a multiple of BLOCK_K, or 0 for all of it. Weights enter
     the product as whole numbers (float8 or e2m1 values), and the scale multiplies the step's
     product. b_ptrs (1, BLOCK_N) points at k = 0, two k per byte if PACKED. *scale_ptrs, *zero_ptrs
-    and *zero_shift are (BLOCK_N,), *scale_ptrs one pointer each if ONE_SCALE.
+    and *zero_shift are (BLOCK_N,), *scale_ptrs one pointer each if ONE_SCALE. HAS_ORDER: column k
+    of weights multiplies column order_ptr[k] of the rows.
     """
     WIDTH: tl.constexpr = 2 if PACKED else 1
     k = tl.arange(0, BLOCK_K)
     row = tl.arange(0, BLOCK_K // WIDTH)
+    a_rows = a_ptrs
     a_ptrs = a_ptrs + k[None, :] * stride_ak
     b_ptrs = b_ptrs + row[:, None] * stride_bk
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -149,20 +171,43 @@ def multiply_tile_weight_only(
             # In bytes: a bound on start + 2 * row would be unknown to the compiler byte by byte,
             # which rules out wide asynchronous copies.
             b_mask = b_mask & (start // WIDTH + row < depth // WIDTH)[:, None]
-        a = tl.load(a_ptrs, mask=a_inside, other=0.0)
-        group = start // GROUP_K if GROUP_K > 0 else 0
+        if HAS_ORDER:
+            column = tl.load(order_ptr + start + k, mask=start + k < depth, other=-1)
+            known = (column >= 0) & (column < depth)
+            ordered = a_rows + column[None, :].to(tl.int64) * stride_ak
+            a = tl.load(ordered, mask=a_mask & known[None, :], other=0.0)
+        else:
+            a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
-        zero = _load_zero(zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, MIDDLE)
-        gate += scale[None, :] * _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
-        if GATED:
-            codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
-            scale = _load_scale(up_scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
-            zero = _load_zero(
-                up_zero_ptrs + group * stride_bzk, up_zero_shift, column_mask, HAS_ZERO, MIDDLE
+        if FORMAT == "nvfp4":
+            at = ((start // WIDTH + row) // (GROUP_K // WIDTH))[:, None] * stride_bsk
+            gate += _nvfp4_step(
+                a, codes, scale_ptrs[None, :] + at, b_mask, PRECISION, BLOCK_M, BLOCK_K
             )
-            part = _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
-            up += scale[None, :] * part
+            if GATED:
+                codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
+                up += _nvfp4_step(
+                    a, codes, up_scale_ptrs[None, :] + at, b_mask, PRECISION, BLOCK_M, BLOCK_K
+                )
+        else:
+            group = start // GROUP_K if GROUP_K > 0 else 0
+            scale = _load_scale(scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE)
+            zero = _load_zero(
+                zero_ptrs + group * stride_bzk, zero_shift, column_mask, HAS_ZERO, MIDDLE
+            )
+            gate += scale[None, :] * _step(
+                a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K
+            )
+            if GATED:
+                codes = tl.load(b_ptrs + up_offset, mask=b_mask, other=0.0)
+                scale = _load_scale(
+                    up_scale_ptrs + group * stride_bsk, column_mask, FORMAT, ONE_SCALE
+                )
+                zero = _load_zero(
+                    up_zero_ptrs + group * stride_bzk, up_zero_shift, column_mask, HAS_ZERO, MIDDLE
+                )
+                part = _step(a, codes, zero, FORMAT, PACKED, PRECISION, BLOCK_M, BLOCK_K)
+                up += scale[None, :] * part
         a_ptrs += BLOCK_K * stride_ak
         b_ptrs += (BLOCK_K // WIDTH) * stride_bk
     return gate, up

@@ -97,7 +97,7 @@ def boosted(x, FORMAT: tl.constexpr, DEPTH: tl.constexpr):
 
     Exact below 2^63. Counts of odd k come 16 times too large (see _counts).
     """
-    if x.dtype == tl.bfloat16:
+    if x.dtype == tl.bfloat16 and FORMAT != "nvfp4":
         if is_e2m1(FORMAT):
             x = x * tl.full((1, 1, 1), boost_of(FORMAT, 0), tl.bfloat16)
         else:
@@ -117,6 +117,22 @@ def unpack_words(
 ):  # fmt: skip
     """int32 (STEPS, ROWS, DEPTH / 8) to `unpack_int4` in the order of `in_word_order`."""
     return in_word_order(unpack_int4(words, FORMAT, dtype), FORMAT, STEPS, ROWS, DEPTH)
+
+
+@triton.jit
+def unpack_scaled_words(
+    words, scale, FORMAT: tl.constexpr, dtype: tl.constexpr,
+    STEPS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """As unpack_words, each weight of nvfp4 times the scale of its group, exactly.
+
+    scale: e4m3 (STEPS, ROWS, DEPTH / 16), one for two words.
+    """
+    UNIT: tl.constexpr = 2.0**126 if dtype == tl.bfloat16 else 2.0**14
+    two = tl.broadcast_to(scale.to(dtype)[:, :, :, None], (STEPS, ROWS, DEPTH // 16, 2))
+    each = tl.reshape(two, (STEPS, ROWS, DEPTH // 8, 1, 1, 1))
+    values = unpack_int4(words, FORMAT, dtype) * tl.full((1, 1, 1, 1, 1, 1), UNIT, dtype)
+    return in_word_order(values * each, FORMAT, STEPS, ROWS, DEPTH)
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """Device functions: int32 words of eight 4-bit weights to values.
 
 FORMAT says what a word holds: an "integer" or "e2m1" code a nibble, the low one first, or codes of
-"e2m1_repacked", whose bits are where `modular_kernel.repacked` has put them.
+"e2m1_repacked", whose bits are where `modular_kernel.repacked` has put them. "nvfp4" is "e2m1" but
+for its scales.
 """
 
 from collections.abc import Callable
@@ -82,6 +83,12 @@ def is_e2m1(form: str) -> bool:
     return form in ("e2m1", "e2m1_repacked")
 
 
+@triton.constexpr_function
+def holds_e2m1(form: str) -> bool:
+    """Whether words of this format hold e2m1 values, whatever their scales are."""
+    return is_e2m1(form) or form == "nvfp4"
+
+
 # Weights in bf16, and e2m1 values in fp16, come as their bits read, subnormals included: e2m1
 # times 2^-126 or 2^-14, counts times 2^-133. Products of such weights in bf16 would leave float32's
 # range, so that the rows they meet are `boosted` first, by two to these powers.
@@ -94,12 +101,15 @@ def boost_of(form: str, odd: int) -> float:
 @triton.constexpr_function
 def counts_from_zero(form: str, dtype: tl.dtype) -> bool:
     """Whether unpacked integers are q, rather than q - 8."""
-    return not is_e2m1(form) and dtype == tl.bfloat16
+    return not holds_e2m1(form) and dtype == tl.bfloat16
 
 
 @triton.constexpr_function
 def lacking(form: str, dtype: tl.dtype) -> int:
-    """log2 of the factor that products of unpacked weights and `boosted` rows lack."""
+    """log2 of the factor that products of unpacked weights and `boosted` rows lack. Those of nvfp4
+    lack none: a weight has its factor before it meets its scale."""
+    if form == "nvfp4":
+        return 0
     if dtype == tl.bfloat16:
         return 126 - 48 if is_e2m1(form) else 133 - 64
     return 14 if is_e2m1(form) else 0
@@ -109,7 +119,7 @@ def lacking(form: str, dtype: tl.dtype) -> int:
 def _plain(words, J: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constexpr):
     """Nibble J of each word as a value, where there is no assembler."""
     code = (words >> (4 * J)) & 15
-    if is_e2m1(FORMAT):
+    if holds_e2m1(FORMAT):
         low = code & 7
         quarters = tl.where(low < 4, 2 * low, (2 + (low & 1)) << (low >> 1))
         unit: tl.constexpr = 2.0**-128 if dtype == tl.bfloat16 else 2.0**-16
@@ -173,9 +183,9 @@ def unpack_int4(words, FORMAT: tl.constexpr, dtype: tl.constexpr):
         v6, v7 = _halves(p3, dtype)
     elif ASSEMBLE:
         if dtype == tl.bfloat16:
-            code: tl.constexpr = _E2M1_BF16 if FORMAT == "e2m1" else _INTEGER_BF16
+            code: tl.constexpr = _E2M1_BF16 if holds_e2m1(FORMAT) else _INTEGER_BF16
         else:
-            code: tl.constexpr = _E2M1_FP16 if FORMAT == "e2m1" else _INTEGER_FP16
+            code: tl.constexpr = _E2M1_FP16 if holds_e2m1(FORMAT) else _INTEGER_FP16
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             code, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )

@@ -211,7 +211,12 @@ def _dequantised(
     matrix = merge(format, [{name: files.read(key, ()) for name, key in keys.items()}], dtype)
     assert matrix.scale is not None
     zero = None if matrix.zero_point is None else matrix.zero_point[None]
-    return dequantise(matrix.w[None], matrix.scale[None], zero, format.scheme)[0].to(dtype)
+    values = dequantise(matrix.w[None], matrix.scale[None], zero, format.scheme)[0]
+    if matrix.global_scale is not None:
+        values = values * matrix.global_scale
+    if matrix.order is not None:
+        values = torch.empty_like(values).index_copy_(1, matrix.order.long(), values)
+    return values.to(dtype)
 
 
 # ----------------------------------------------------------------------------------- the experts
@@ -297,15 +302,16 @@ def fill(module: torch.nn.Module, loaded: LoadedExperts) -> None:
     """Give an experts module the weights of `loaded` as its parameters, packed as they are.
 
     The first projection's parameter is w1, `down_proj` is w2; what goes with them has their names
-    and `_mk_scale`, `_zero_point`, `_a_scale`, `_bias`.
+    and `_mk_scale`, `_zero_point`, `_global_scale`, `_order`, `_a_scale`, `_bias`.
     """
-    suffixes = {"": "", "_scale": "_mk_scale", "_zero_point": "_zero_point"}
+    suffixes = {"": "", "_scale": "_mk_scale"}
+    suffixes |= {name: name for name in ("_zero_point", "_global_scale", "_order")}
     fields = {}
     for number, projection in ((1, first_of(module)), (2, "down_proj")):
         names = {f"w{number}{field}": f"{projection}{suffix}" for field, suffix in suffixes.items()}
         names |= {f"b{number}": f"{projection}_bias", f"a{number}_scale": f"{projection}_a_scale"}
         for field, name in names.items():
-            tensor: torch.Tensor | None = getattr(loaded.weights, field)
+            tensor: torch.Tensor | None = getattr(loaded.weights, field, None)
             if tensor is not None:
                 parameter = torch.nn.Parameter(tensor, requires_grad=False)
                 module.register_parameter(name, parameter)

@@ -276,6 +276,29 @@ def shift_zero_points(args: Arguments) -> Arguments:
     return args
 
 
+def swap_matrix_scales(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w1_global_scale", _field(args, "w1_global_scale").roll(1, 1))
+
+
+def shift_matrix_scales(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w2_global_scale", _field(args, "w2_global_scale").roll(1, 0))
+
+
+def _field(args: Arguments, name: str) -> torch.Tensor:
+    tensor: torch.Tensor = getattr(args.weights, name)
+    return tensor.contiguous()
+
+
+def ignore_order(args: Arguments) -> Arguments:
+    order = _field(args, "w1_order")
+    plain = torch.arange(order.shape[1], dtype=order.dtype, device=order.device)
+    return _replace_weight(args, "w1_order", plain.expand_as(order).contiguous())
+
+
+def shift_order(args: Arguments) -> Arguments:
+    return _replace_weight(args, "w1_order", _field(args, "w1_order").roll(1, 0))
+
+
 def swap_nibbles(args: Arguments, names: tuple[str, str]) -> Arguments:
     """Exchange the two halves of every byte."""
     for name in names:

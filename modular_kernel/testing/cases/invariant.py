@@ -23,7 +23,9 @@ _SCHEMES = (
     "int8_w8a8_channel",
     "int8_w8a16_group:group=64",
     "int4_w4a16_group:group=64",
+    "int4_w4a16_act_order:group=64",
     "mxfp4_w4a16",
+    "nvfp4_w4a16",
 )
 
 

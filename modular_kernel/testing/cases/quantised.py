@@ -28,8 +28,11 @@ SCHEMES = (
     "int8_w8a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=64",
     "int4_w4a16_group:group=32,zero_points=true",
+    "int8_w8a16_act_order:group=64",
+    "int4_w4a16_act_order:group=32,zero_points=true",
     "mxfp4_w4a16",
     "mxfp4_w4a16:repacked=true",
+    "nvfp4_w4a16",
 )
 
 
@@ -58,4 +61,6 @@ def quantised(base: Problem) -> Iterator[Variant]:
     yield change(int4, "duplicates", top_k=8, tokens=9, bias=True)
     yield change(int4, "skips", dtype=torch.float16, hidden=72, intermediate=40)
     yield change("mxfp4_w4a16", "out_of_range", activation="swiglu_oai:limit=1.2", bias=True)
+    yield change("nvfp4_w4a16", "skips", activation="swiglu_oai:limit=1.2", bias=True)
+    yield change("nvfp4_w4a16", dtype=torch.float16, hidden=72, intermediate=40)
     yield change("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)

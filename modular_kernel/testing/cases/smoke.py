@@ -58,5 +58,7 @@ def _quantised(base: Problem) -> Iterator[Variant]:
     yield replace(few, quant=f"int8_w8a16_group:{_ZEROS}", activation=_OAI), "uniform"
     yield replace(few, quant=f"int4_w4a16_group:{_ZEROS}", activation=_OAI), "uniform"
     yield replace(few, quant="int4_w4a16_group:group=64", bias=True, hidden=50), "skips"
+    yield replace(few, quant="int4_w4a16_act_order:group=32", activation=_OAI), "skips"
     yield replace(few, quant="mxfp4_w4a16", activation=_OAI, bias=True), "uniform"
     yield replace(few, quant="mxfp4_w4a16:repacked=true"), "duplicates"
+    yield replace(few, quant="nvfp4_w4a16", activation=_OAI), "zipf"

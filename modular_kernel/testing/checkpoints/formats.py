@@ -5,6 +5,7 @@ its format says, in float64. Everything is packed here by hand, value by value, 
 descriptions; nothing of `modular_kernel.importers` is used.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -163,11 +164,12 @@ def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
 
 def awq(group: int, *, zero_point: bool = True) -> Make:
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        codes, groups = _codes(rows, depth, 4, g), depth // group
+        width = depth if group == -1 else group
+        codes, groups = _codes(rows, depth, 4, g), depth // width
         zeros = _points((rows, groups), 4, g, not zero_point)
         scale = (_uniform((rows, groups), g) * gain * 0.375 / depth**0.5).to(torch.float16)
-        values = (codes - spread(zeros, rows, depth, 1, group)) * spread(
-            scale, rows, depth, 1, group
+        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
+            scale, rows, depth, 1, width
         )
         tensors = {
             "qweight": words(codes.T, 1, 4, FOUND),
@@ -183,22 +185,53 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Mak
     """less: what a stored zero point is less than it is, 1 in the format's first version."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        codes, groups = _codes(rows, depth, bits, g), depth // group
+        width = depth if group == -1 else group
+        codes, groups = _codes(rows, depth, bits, g), depth // width
         zeros = _points((rows, groups), bits, g, symmetric)
         size = gain * 3 / (1 << (bits - 1)) / depth**0.5
         scale = (_uniform((rows, groups), g) * size).to(torch.float16)
-        values = (codes - spread(zeros, rows, depth, 1, group)) * spread(
-            scale, rows, depth, 1, group
+        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
+            scale, rows, depth, 1, width
         )
         tensors = {
             "qweight": words(codes.T, 0, bits),
             "qzeros": words(zeros.T - less, 1, bits),
             "scales": scale.T.contiguous(),
-            "g_idx": torch.arange(depth, dtype=torch.int32) // group,
+            "g_idx": torch.arange(depth, dtype=torch.int32) // width,
         }
         return Stored(tensors, values)
 
     return make
+
+
+def ordered(make: Make, name: str, group: int, values: str) -> Make:
+    """As `make`, but that columns are in groups at random, as those of gate and up alike."""
+    made: Counter[Any] = Counter()
+
+    def shuffled(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        stored, number = make(rows, depth, g, gain), made[rows, depth, gain]
+        made[rows, depth, gain] += 1  # the first of gate, the first of up, ...
+        own = torch.Generator().manual_seed(number)
+        place = torch.randperm(depth, generator=own)  # of each sorted column
+        tensors = dict(stored.tensors)
+        tensors[name] = torch.empty(depth, dtype=torch.int32)
+        tensors[name][place] = torch.arange(depth, dtype=torch.int32) // group
+        codes = torch.empty(rows, depth, dtype=torch.int64)
+        bits = 4 if tensors[values].numel() * 8 == codes.numel() else 8
+        along = 0 if name == "g_idx" else 1
+        unpacked = torch.stack(
+            [tensors[values].long() >> (bits * i) & (1 << bits) - 1 for i in range(32 // bits)],
+            along + 1,
+        ).flatten(along, along + 1)
+        # Equal columns of a group keep their order when they are sorted again.
+        first = torch.argsort(tensors[name], stable=True)
+        codes[:, first] = unpacked.T if along == 0 else unpacked
+        tensors[values] = words(codes.T if along == 0 else codes, along, bits)
+        numbers = torch.empty_like(stored.values)
+        numbers[:, first] = stored.values
+        return Stored(tensors, numbers)
+
+    return shuffled
 
 
 def _mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Any:
@@ -218,6 +251,27 @@ def mxfp4(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
 def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
     packed, scale, values = _mxfp4(rows, depth, g, gain)
     return Stored({"weight_packed": packed, "weight_scale": scale}, values)
+
+
+def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool) -> Make:
+    """Of codes, e4m3 scales of 16, and a float32 scale that multiplies the numbers, or divides."""
+
+    def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
+        codes = torch.randint(0, 16, (rows, depth), generator=g)
+        scale = (_uniform((rows, -(-depth // 16)), g) * 100).to(FP8)
+        factor = _uniform((1,), g) * gain / (300 * depth**0.5)
+        factor = (1 / factor if divides else factor).float()
+        number = 1 / factor.to(F64) if divides else factor.to(F64)
+        values = E2M1[codes] * spread(scale.float(), rows, depth, 1, 16) * number
+        tensors = {
+            weight: (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8),
+            "weight_scale": scale,
+            whole: factor if divides else factor.reshape(()),
+            inputs: torch.tensor([0.01]),
+        }
+        return Stored(tensors, values)
+
+    return make
 
 
 # ----------------------------------------------------------------------- quantization_configs
@@ -251,6 +305,13 @@ _INT8_TOKEN = {
     "symmetric": True,
     "strategy": "token",
     "dynamic": True,
+}
+_FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
 }
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
@@ -355,6 +416,16 @@ KINDS: dict[str, Kind] = {
         mxfp4_compressed,
         "mxfp4_w4a16",
     ),
+    "compressed nvfp4": Kind(
+        _compressed_config("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
+        nvfp4("weight_packed", "weight_global_scale", "input_global_scale", divides=True),
+        "nvfp4_w4a16",
+    ),
+    "modelopt nvfp4": Kind(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
+        "nvfp4_w4a16",
+    ),
     "awq": Kind(_AWQ, awq(64), "int4_w4a16_group:group=64,zero_points=true"),
     "awq, symmetric": Kind(
         _AWQ | {"zero_point": False}, awq(64, zero_point=False), "int4_w4a16_group:group=64"
@@ -371,5 +442,40 @@ KINDS: dict[str, Kind] = {
         "int4_w4a16_group:group=64,zero_points=true",
     ),
     "gptq int8": Kind(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
+    # One group of a whole row: as long as the wider matrix of a layer of samples.write's sizes.
+    "awq, one group": Kind(
+        _AWQ | {"group_size": -1}, awq(-1), "int4_w4a16_group:group=256,zero_points=true"
+    ),
+    "gptq, one group": Kind(_GPTQ | {"group_size": -1}, gptq(4, -1), "int4_w4a16_group:group=256"),
+    "compressed int4, channels": Kind(
+        _compressed_config("pack-quantized", _ints(4, None)),
+        compressed(4, None),
+        "int4_w4a16_group:group=256",
+    ),
     "mxfp4": Kind({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
+}
+
+# Columns that lie otherwise than their groups (act-order); only `load_experts` takes them.
+_PACKED4 = _compressed_config("pack-quantized", _ints(4, 32) | {"actorder": "group"})
+ORDERED: dict[str, Kind] = {
+    "gptq, act-order": Kind(
+        _GPTQ | {"desc_act": True},
+        ordered(gptq(4, 64), "g_idx", 64, "qweight"),
+        "int4_w4a16_act_order:group=64",
+    ),
+    "gptq, act-order, zero points": Kind(
+        _GPTQ | {"desc_act": True, "sym": False},
+        ordered(gptq(4, 64, symmetric=False), "g_idx", 64, "qweight"),
+        "int4_w4a16_act_order:group=64,zero_points=true",
+    ),
+    "gptq int8, act-order": Kind(
+        _GPTQ | {"bits": 8, "desc_act": True, "sym": False},
+        ordered(gptq(8, 64, symmetric=False), "g_idx", 64, "qweight"),
+        "int8_w8a16_act_order:group=64,zero_points=true",
+    ),
+    "compressed int4, act-order": Kind(
+        _PACKED4,
+        ordered(compressed(4, 32), "weight_g_idx", 32, "weight_packed"),
+        "int4_w4a16_act_order:group=32",
+    ),
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from modular_kernel.testing.checkpoints.formats import F64, KINDS, Kind, Stored
+from modular_kernel.testing.checkpoints.formats import F64, KINDS, ORDERED, Kind, Stored
 
 Tensors = dict[str, torch.Tensor]
 PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -331,7 +331,7 @@ def write(  # noqa: PLR0913 (each is one question)
     shards: files, of which more than one have an index. change: alters tensors before they are
     written, by their names.
     """
-    published, of = FAMILIES[family], KINDS[kind]
+    published, of = FAMILIES[family], (KINDS | ORDERED)[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:

@@ -52,6 +52,8 @@ _QUANT = (
     "int4_w4a16_group:zero_points=true",
     "mxfp4_w4a16",
     "mxfp4_w4a16:repacked=true",
+    "nvfp4_w4a16",
+    "int4_w4a16_act_order:group=64,zero_points=true",
 )
 _PACKED = ("int4_w4a16_group:zero_points=true", "mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
 _BASE = Problem(tokens=4, hidden=256, intermediate=256, experts=4, top_k=2)
@@ -110,12 +112,14 @@ def problems() -> tuple[Problem, ...]:
         {"hidden": 200, "intermediate": 136, "tokens": 4},
     )
     large = replace(_BASE, tokens=512)
+    adapted = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
+    adapted += [replace(adapted[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])]
     # Paths that ask for more than the base has: words of 4 bits and one token; a piece of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantised = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
-    return (*half, *fp32, *flags, *quantised, *packed, wide)
+    return (*half, *fp32, *flags, *quantised, *packed, wide, *adapted)
 
 
 def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1) -> Compiled:

@@ -13,6 +13,7 @@ from experts.triton.kernels.operands_w4 import (
     rows_in_word_order,
     rows_of,
     times,
+    unpack_scaled_words,
     word_order_offsets,
 )
 from experts.triton.kernels.unpack_w4 import counts_from_zero, lacking, opaque
@@ -34,13 +35,16 @@ def _rows_of_spans(
 def _load_scales(
     scale_ptr, scale_at, zero_ptr, zero_at, shift, start, step_k, depth,
     FORMAT: tl.constexpr, HAS_ZERO: tl.constexpr, LACK: tl.constexpr, FROM_ZERO: tl.constexpr,
-    STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr,
+    STEP_K: tl.constexpr, GROUP_K: tl.constexpr, EVEN_K: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zero points of a step, (STEPS, ROWS, 1). Past the depth the last ones are loaded:
-    a load with a mask takes an instruction more to set a register to 0 before."""
+    """Scales and zero points of a step, (STEPS, ROWS, 1), or scales of nvfp4 (STEPS, ROWS, DEPTH /
+    16). Past the depth the last ones are loaded: a load with a mask takes an instruction more to
+    set a register to 0 before."""
     if EVEN_K:
         start = tl.minimum(start, depth - STEP_K)
-    if STEP_K % GROUP_K == 0:
+    if FORMAT == "nvfp4":
+        group = (start + step_k) // GROUP_K + tl.arange(0, DEPTH // GROUP_K)[None, None, :]
+    elif STEP_K % GROUP_K == 0:
         group = step_k // GROUP_K + start // GROUP_K
     else:
         group = (start + step_k) // GROUP_K
@@ -50,7 +54,10 @@ def _load_scales(
         group = tl.minimum(group, (depth - 1) // GROUP_K)
     scale_ptrs = (scale_ptr + (scale_at[0] + group)) + scale_at[1]
     zero_ptrs = (zero_ptr + (zero_at[0] + group)) + zero_at[1]
-    scale = load_scale(scale_ptrs, inside, FORMAT, LACK)
+    if FORMAT == "nvfp4":  # words past the depth are zeros
+        scale = tl.load(scale_ptrs)
+    else:
+        scale = load_scale(scale_ptrs, inside, FORMAT, LACK)
     return scale, load_zero(zero_ptrs, shift, HAS_ZERO, FROM_ZERO)
 
 
@@ -73,7 +80,8 @@ def grouped_gemm_w4_kernel(
     As grouped_gemm_kernel, with weights in bytes, read as int32 words of eight. The weights
     are the left operand, so that they go from a word to the product within a thread. A step is
     PARTS * GROUPS products of DEPTH, a part being a warp's: each adds up a share of the depth.
-    DEPTH divides GROUP_K, the depth of one scale; 32 divides the depth of the product.
+    DEPTH divides GROUP_K, the depth of one scale; 32 divides the depth of the product. Of nvfp4 a
+    product has several groups, and zero_ptr points at the scales of an expert's matrices.
     """
     after_predecessor(OVERLAP)
     num_n = tl.cdiv(columns, BLOCK_N)
@@ -123,7 +131,7 @@ def grouped_gemm_w4_kernel(
     # Scales and zero points are loaded a step ahead: nothing else hides their way from memory.
     scale, zero = _load_scales(
         b_scale_ptr, scale_at, zero_ptr, zero_at, shift, 0, step_k, depth,
-        FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+        FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K, DEPTH,
     )  # fmt: skip
     for start in range(0, depth, STEP_K):
         a_inside = a_mask
@@ -141,13 +149,17 @@ def grouped_gemm_w4_kernel(
         a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         next_scale, next_zero = _load_scales(
             b_scale_ptr, scale_at, zero_ptr, zero_at, shift, start + STEP_K, step_k, depth,
-            FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K,
+            FORMAT, HAS_ZERO, LACK, FROM_ZERO, STEP_K, GROUP_K, EVEN_K, DEPTH,
         )  # fmt: skip
         groups = tl.reshape(words, (PARTS, ROWS, GROUPS, DEPTH // 8))
         words = tl.reshape(tl.permute(groups, (2, 0, 1, 3)), (STEPS, ROWS, DEPTH // 8))
         x = boosted(rows_in_word_order(a, FORMAT, STEPS, BLOCK_M, DEPTH), FORMAT, DEPTH)
-        part = multiply_words(words, x, zero, FORMAT, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
-        part *= scale
+        if FORMAT == "nvfp4":
+            w = unpack_scaled_words(words, scale, FORMAT, x.dtype, STEPS, ROWS, DEPTH)
+            part = tl.dot(w, x)
+        else:
+            part = multiply_words(words, x, zero, FORMAT, HAS_ZERO, STEPS, ROWS, DEPTH, BLOCK_M)
+            part *= scale
         if GROUPS > 1:
             part = tl.sum(tl.reshape(part, (GROUPS, PARTS, ROWS, BLOCK_M)), 0)
         total += part
@@ -162,6 +174,10 @@ def grouped_gemm_w4_kernel(
     else:
         gate_tile = tl.trans(tile)
         up_tile = gate_tile
+    if FORMAT == "nvfp4":
+        gate_tile *= tl.load(zero_ptr)
+        if GATED:
+            up_tile *= tl.load(zero_ptr + 1)
     # Once more, rather than to keep them in registers over the loop.
     pairs = tl.load(sorted_ptr + opaque(pid_m) * BLOCK_M + tl.arange(0, BLOCK_M))
     row_mask = pairs < num_pairs

@@ -31,7 +31,7 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
         wide = codes.to(tl.int32)
         both = tl.join(wide & 15, wide >> 4)
         code = tl.reshape(both, (ROWS, GROUPS, 2 * codes.shape[2]))
-        if FORMAT == "e2m1":
+        if FORMAT == "e2m1" or FORMAT == "nvfp4":
             bits = ((code & 8) << 28) | ((code & 7) << 22)
             values = bits.to(tl.float32, bitcast=True) * _E2M1_UNIT
         else:
@@ -47,7 +47,8 @@ def _values(codes, FORMAT: tl.constexpr, PACKED: tl.constexpr):
 def dequantise_kernel(
     w_ptr, scale_ptr, zero_ptr, starts_ptr, out_ptr, first_expert, rows, depth, scale_groups,
     scale_rows, FORMAT: tl.constexpr, PACKED: tl.constexpr, HAS_ZERO: tl.constexpr,
-    MIDDLE: tl.constexpr, GROUP_N: tl.constexpr, GROUP_K: tl.constexpr,
+    MIDDLE: tl.constexpr, MATRICES: tl.constexpr, UP_ROW: tl.constexpr, GROUP_N: tl.constexpr,
+    GROUP_K: tl.constexpr,
     STEP: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """out[e, n, k] = bf16((q - zero) * scale) of expert first_expert + e, if it has rows.
@@ -57,7 +58,8 @@ def dequantise_kernel(
     depth) stored values, two to a byte if PACKED, int32 words of eight if repacked. scale:
     (experts, scale_rows, scale_groups), one for GROUP_N rows and GROUP_K of the depth, a multiple
     of STEP, or for all of either where that is 0. zero: (experts, rows, scale_groups), or two rows
-    to a byte if PACKED. All contiguous.
+    to a byte if PACKED; of nvfp4, the float32 scales (experts, MATRICES), those of up rows being
+    UP_ROW rows behind gate's. All contiguous.
     """
     expert = first_expert + tl.program_id(2)
     if tl.load(starts_ptr + expert) < tl.load(starts_ptr + expert + 1):
@@ -75,9 +77,14 @@ def dequantise_kernel(
         group_in = row_in & (start < depth)
         scale_row = row // GROUP_N if GROUP_N > 0 else row * 0
         scale_at = (expert.to(tl.int64) * scale_rows + scale_row) * scale_groups + group
-        scale = tl.load(scale_ptr + scale_at, mask=group_in, other=0)
+        scale = tl.load(scale_ptr + scale_at, mask=group_in, other=0.0)
         if FORMAT == "float8":
             scale = scale.to(tl.float32)
+        elif FORMAT == "nvfp4":
+            scale = scale.to(tl.float32)
+            matrix = row // UP_ROW % MATRICES
+            values *= scale
+            scale = tl.load(zero_ptr + expert.to(tl.int64) * MATRICES + matrix)
         elif FORMAT == "integer":
             scale = scale.to(tl.float32)
             if HAS_ZERO and PACKED:

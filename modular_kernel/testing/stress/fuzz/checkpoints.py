@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save
 
 from modular_kernel.placement import Placement
-from modular_kernel.quant import check_weights_quantised, dequantise, quantise_weights
+from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.stress.fuzz.draw import generator_of
 from modular_kernel.testing.stress.fuzz.files import changed, hurt_text
@@ -237,8 +237,4 @@ def _fault(found: Any, whole: ExpertWeights | None, problem: Problem) -> str:
 def _numbers(weights: ExpertWeights, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     if not problem.scheme.quantised:
         return weights.w1, weights.w2
-    scales = (weights.w1_scale, weights.w2_scale)
-    assert scales[0] is not None
-    assert scales[1] is not None
-    w1 = dequantise(weights.w1, scales[0], weights.w1_zero_point, problem.scheme)
-    return w1, dequantise(weights.w2, scales[1], weights.w2_zero_point, problem.scheme)
+    return values_of(weights, "w1", problem), values_of(weights, "w2", problem)

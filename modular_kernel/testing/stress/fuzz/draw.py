@@ -28,6 +28,7 @@ _QUANTS = (
     "int8_w8a8_block:block=32x32", "int8_w8a16_channel", "int8_w8a16_group:group=32",
     "int8_w8a16_group:group=32,zero_points=true", "int4_w4a16_group:group=32",
     "int4_w4a16_group:group=32,zero_points=true", "mxfp4_w4a16",
+    "nvfp4_w4a16",
 )  # fmt: skip
 
 

@@ -30,7 +30,11 @@ def _nibbles(packed: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def matrix(
-    stored: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, problem: Problem
+    stored: torch.Tensor,
+    scale: torch.Tensor | None,
+    zero: torch.Tensor | None,
+    problem: Problem,
+    whole: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(e, N, K) float64 numbers that stored weights stand for."""
     scheme = problem.scheme
@@ -41,7 +45,8 @@ def matrix(
     e, rows, depth = codes.shape
     if scheme.weight == "float4_e2m1":
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
-        codes, factor = table[codes.long()], torch.exp2(scale.double() - 127)
+        codes, factor = table[codes.long()], scale.double()
+        factor = torch.exp2(factor - 127) if whole is None else factor
     else:
         factor = scale.double()
     down, along = scheme.group if scheme.granularity == "block" else (1, *scheme.group, 0)[:2]
@@ -57,7 +62,13 @@ def matrix(
         else:
             points = (_nibbles(zero, 1) if scheme.weight == "uint4" else zero).double()
             codes = codes - points[:, n][:, :, k]
-    return codes * spread[:, n][:, :, k]
+    values = codes * spread[:, n][:, :, k]
+    if whole is None:
+        return values
+    sides = whole.double().repeat_interleave(rows // whole.shape[1], 1)
+    if problem.act.interleaved:
+        sides = whole.double().repeat(1, rows // whole.shape[1])
+    return values * sides[:, :, None]
 
 
 def _curve(v: torch.Tensor, kind: str) -> torch.Tensor:
@@ -98,8 +109,12 @@ class Oracle:
         self, problem: Problem, x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing
     ) -> None:
         self.problem = problem
-        w1 = matrix(weights.w1, weights.w1_scale, weights.w1_zero_point, problem)
-        w2 = matrix(weights.w2, weights.w2_scale, weights.w2_zero_point, problem)
+        w1 = matrix(
+            weights.w1, weights.w1_scale, weights.w1_zero_point, problem, weights.w1_global_scale
+        )
+        w2 = matrix(
+            weights.w2, weights.w2_scale, weights.w2_zero_point, problem, weights.w2_global_scale
+        )
         tokens, slots = routing.topk_ids_TK.shape
         rows = torch.zeros(tokens, slots, problem.hidden, dtype=torch.float64)
         norms = torch.zeros(tokens, slots, dtype=torch.float64)

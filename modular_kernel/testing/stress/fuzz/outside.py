@@ -83,10 +83,17 @@ def fused_experts(rng: Random) -> FuzzOutcome:
     return FuzzOutcome(WRONG, f"{what}: {fault}") if fault else FuzzOutcome(RIGHT, what)
 
 
+# Schemes that no `use_*` flag names.
+_WORDLESS = (
+    *("mxfp4_w4a16", "nvfp4_w4a16"),
+    *("fp8_w8a16_tensor", "fp8_w8a16_channel", "fp8_w8a16_block"),
+)
+
+
 def _fused_problem(rng: Random) -> Problem:
     """Return a problem that fused_experts has words for."""
     problem = draw_problem(rng)
-    if problem.scheme.name in ("mxfp4_w4a16",) or problem.combine is Combine.TOPK_UNWEIGHTED:
+    if problem.scheme.name in _WORDLESS or problem.combine is Combine.TOPK_UNWEIGHTED:
         problem = replace(problem, quant="none", combine=Combine.SUM)
     return replace(problem, chunk_tokens=None, local_experts=None, expert_map=False)
 

@@ -1,0 +1,140 @@
+"""Act-order: columns that lie by their groups, rows of w1 that follow w2's: the same numbers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint_numbers import error, numbers
+
+import modular_kernel as mk
+from experts.triton.contiguous import paths_of
+from modular_kernel import ExpertWeights, Problem
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.importers.formats import format_of
+from modular_kernel.importers.groups import column_order
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of
+from modular_kernel.testing.checkpoints.formats import ORDERED
+from modular_kernel.testing.checkpoints.samples import write
+
+CPU = torch.device("cpu")
+INT4 = "int4_w4a16_act_order:group=32,zero_points=true"
+BASE = Problem(tokens=5, hidden=96, intermediate=64, experts=3, top_k=2, quant=INT4)
+
+
+def made(**changes: Any) -> tuple[ExpertWeights, ExpertWeights, Problem]:
+    problem = replace(BASE, **changes)
+    g = torch.Generator().manual_seed(0)
+    plain = ExpertWeights(
+        torch.randn(3, problem.w1_rows, 96, generator=g), torch.randn(3, 96, 64, generator=g)
+    )
+    return plain, quantise_weights(plain, problem), problem
+
+
+def test_columns_lie_by_their_size() -> None:
+    """The quantiser sorts them: each expert's in an order of its own, and each column once."""
+    plain, weights, problem = made()
+    assert weights.w1_order is not None
+    assert torch.equal(weights.w1_order.sort(1).values, torch.arange(96).expand(3, 96).int())
+    assert not torch.equal(weights.w1_order[0], weights.w1_order[1])
+    largest = plain.w1.abs().amax(1).gather(1, weights.w1_order.long())
+    assert (largest.diff(dim=1) <= 0).all()
+    error = (values_of(weights, "w1", problem) - plain.w1).abs().max()
+    assert error < plain.w1.abs().max() / 7
+    # The same weights in their order are other ones.
+    there = torch.arange(96).int().expand(3, 96).contiguous()
+    moved = values_of(replace(weights, w1_order=there), "w1", problem)
+    assert (moved - plain.w1).abs().max() > 1
+
+
+def test_groups_must_be_whole() -> None:
+    order = column_order(torch.tensor([1, 0, 1, 0, 2]), 5, 2, "g_idx")
+    assert order.tolist() == [1, 3, 0, 2, 4]
+    for wrong in ([1, 0, 1, 1, 2], [0, 0, 1, 1, 3], [0, 0, 1, 1]):
+        with pytest.raises(WeightsError, match="g_idx: got groups of other sizes, need 2 of 5"):
+            column_order(torch.tensor(wrong), 5, 2, "g_idx")
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "need"),
+    [
+        (None, WeightsError, r"w1_order: got None, need \(e, H\)"),
+        (torch.zeros(3, 64).int(), ShapeError, r"need \(e, H\) = \(3, 96\)"),
+        (torch.zeros(3, 96).long(), DtypeError, "int64, need int32"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    value: torch.Tensor | None, error: type[Exception], need: str
+) -> None:
+    _, weights, problem = made()
+    check_weights_quantised(weights, problem, CPU)
+    with pytest.raises(error, match=need):
+        check_weights_quantised(replace(weights, w1_order=value), problem, CPU)
+    other = replace(problem, quant=INT4.replace("act_order", "group"))
+    with pytest.raises(WeightsError, match="w1_order: got a tensor, need None"):
+        check_weights_quantised(weights, other, CPU)
+
+
+@pytest.mark.parametrize("text", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
+def test_the_aligned_path_alone_gathers(text: str) -> None:
+    assert paths_of(replace(BASE, quant=text)) == ("aligned",)
+    verdict = mk.check("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts", replace(BASE, quant=text))
+    assert "quant" in {rejection.rule for rejection in verdict.rejections}
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ORDERED)
+def test_a_checkpoint_is_what_it_says(kind: str, family: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, family, kind)
+    loaded = mk.load_experts(tmp_path, 0)
+    assert str(loaded.problem_fields["quant"]) == ORDERED[kind].scheme
+    assert not torch.equal(loaded.weights.w1_order[0], loaded.weights.w1_order[1])
+    w1, w2 = numbers(loaded)
+    # h comes in the order of w2's sorted columns: some permutation of I, of both at once.
+    for expert in range(len(w1)):
+        gate, up = w1[expert].chunk(2)
+        true_gate, true_up = sample.w1[expert].chunk(2)
+        place = torch.cdist(gate, true_gate).argmin(1)
+        assert torch.equal(place.sort().values, torch.arange(len(gate)))
+        torch.testing.assert_close(gate, true_gate[place], rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(up, true_up[place], rtol=1e-6, atol=1e-12)
+        torch.testing.assert_close(w2[expert], sample.w2[expert][:, place], rtol=1e-6, atol=1e-12)
+    assert error(sample, loaded) <= ORDERED[kind].bound
+
+
+def test_a_rank_of_experts_has_its_own_orders(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "gptq, act-order")
+    whole = mk.load_experts(tmp_path, 0).weights
+    for rank in (0, 1):
+        own, two = mk.load_experts(tmp_path, 0, ep=(rank, 2)).weights, slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(own.w1_order, whole.w1_order[two])
+        assert torch.equal(own.w1, whole.w1[two])
+
+
+def test_a_share_of_columns_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", "gptq, act-order")
+    with pytest.raises(ConfigurationError, match="tp: ranks: got 2, need 1: groups of act-order"):
+        mk.load_experts(tmp_path, 0, tp=(0, 2))
+
+
+def test_a_loader_of_single_tensors_refuses_it() -> None:
+    config = ORDERED["gptq, act-order"].config
+    assert format_of(config).scheme.act_order
+    with pytest.raises(ConfigurationError, match=r"act_order.* `load_experts` takes"):
+        FusedMoE(4, 128, 256, top_k=2, quant_config=config)
+
+
+def test_a_layer_takes_what_was_loaded(tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", "gptq, act-order, zero points")
+    loaded = mk.load_experts(tmp_path, 0)
+    layer = FusedMoE(
+        4, 128, 256, top_k=2, quant_config=ORDERED["gptq, act-order, zero points"].scheme
+    )
+    layer.set_weights(loaded.weights)
+    assert torch.equal(layer.w13_weight_order, loaded.weights.w1_order)
+    assert error(sample, loaded) <= 1e-2

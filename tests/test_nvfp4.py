@@ -1,0 +1,234 @@
+"""nvfp4 to the bit: every code with every scale, the quantiser by a search, kernels by both."""
+
+import itertools
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from experts.triton.configs.select import override_config
+from experts.triton.launch_config import Device
+from experts.triton.paths import BY_NAME
+from modular_kernel import ExpertWeights, Problem, nvfp4
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import DtypeError, InputError, ShapeError, WeightsError
+from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of, weight_specs
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Machine
+
+HALVES = (torch.bfloat16, torch.float16)
+CPU, FP8 = torch.device("cpu"), torch.float8_e4m3fn
+BASE = Problem(tokens=16, hidden=256, intermediate=256, experts=2, top_k=1, quant="nvfp4_w4a16")
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NAN = 127  # and with the sign bit: the two bytes of e4m3 that are no number
+G = 1.1 * 2.0**-9
+
+
+def e4m3(byte: int) -> float:
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    value = mantissa * 2.0**-9 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -value if byte > 127 else value
+
+
+def e2m1(code: int) -> float:
+    return MAGNITUDES[code % 8] * (-1 if code > 7 else 1)
+
+
+def every_pair() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes (256, 16), scales (256, 1) by their bytes, and the float64 products by hand."""
+    codes = torch.arange(16, dtype=torch.uint8).expand(256, 16).contiguous()
+    scale = torch.arange(256, dtype=torch.uint8).view(FP8)[:, None]
+    values = [[e2m1(code) * e4m3(byte) for code in range(16)] for byte in range(256)]
+    return codes, scale, torch.tensor(values, dtype=torch.float64)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+# -------------------------------------------------------------------------------- from the bits
+
+
+def test_every_code_with_every_scale() -> None:
+    codes, scale, want = every_pair()
+    numbers = (torch.arange(256) & 127) != NAN
+    factor = torch.tensor(G)
+    got = nvfp4.dequantise(codes, scale, factor)
+    assert got.dtype == torch.float32
+    assert got[~numbers].isnan().all()
+    # The product of a code and its scale is a float32, so there is one rounding, by the factor.
+    wanted = want.float() * factor
+    assert torch.equal(want.float().double()[numbers], want[numbers])
+    assert torch.equal(bits(got)[numbers], bits(wanted)[numbers])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_code_times_its_scale_is_exact_in_16_bits(dtype: torch.dtype) -> None:
+    _, _, values = every_pair()
+    numbers = (torch.arange(256) & 127) != NAN
+    assert torch.equal(values.to(dtype).double()[numbers], values[numbers])
+
+
+_NO_EP = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+_BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
+
+
+@pytest.mark.parametrize(
+    ("pair", "path", "dtype"),
+    [
+        *((_NO_EP, "aligned", dtype) for dtype in (*HALVES, torch.float32)),
+        *((_NO_EP, "aligned_w4", dtype) for dtype in HALVES),
+        *((_BATCHED, "", dtype) for dtype in (*HALVES, torch.float32)),
+    ],
+)
+def test_kernels_know_every_code_with_every_scale(
+    pair: tuple[str, str], path: str, dtype: torch.dtype
+) -> None:
+    """Token t is 1 in column t alone, and w2 is the identity: y[t, n] = relu(w1[n, t])^2."""
+    problem = replace(BASE, experts=1, dtype=dtype, activation="relu2")
+    codes, scale, values = every_pair()
+    scale, values = scale.clone(), values.clone()
+    for byte in (NAN, NAN + 128):
+        scale.view(torch.uint8)[byte], values[byte] = 0, 0
+    w1 = torch.zeros(1, 256, 128, dtype=torch.uint8)
+    w1[0, :, :8] = codes[:, 0::2] | codes[:, 1::2] << 4
+    w1_scale = torch.zeros(1, 256, 16).to(FP8)
+    w1_scale.view(torch.uint8)[0, :, 0] = scale.view(torch.uint8)[:, 0]
+    n = torch.arange(256)
+    w2 = torch.zeros(1, 256, 128, dtype=torch.uint8)
+    w2[0, n, n // 2] = (2 << 4 * (n % 2)).to(torch.uint8)
+    weights = ExpertWeights(
+        w1,
+        w2,
+        w1_scale=w1_scale,
+        w2_scale=torch.ones(1, 256, 16).to(FP8),
+        w1_global_scale=torch.tensor([[G]]),
+        w2_global_scale=torch.ones(1, 1),
+    )
+    x = torch.eye(16, 256, dtype=dtype)
+    routing = Routing(torch.ones(16, 1), torch.zeros(16, 1, dtype=torch.int32))
+    device = Device("NVIDIA H200")
+    with override_config(BY_NAME[path].default_config(problem, 16, device) if path else None):
+        kernel = mk.make_kernel(*pair, problem, machine=this_machine(device="cpu"))
+        got = kernel(x, weights, routing)
+    want = (values.float() * torch.tensor(G)).clamp(min=0).square().T.to(dtype)
+    assert torch.equal(bits(got), bits(want))
+
+
+# -------------------------------------------------------------------------------- to the bits
+
+
+def searched(value: float, choices: list[float]) -> int:
+    """The place of the nearest choice, of two as near the even one; exact."""
+    at = Fraction(value)
+    return min(
+        range(len(choices)), key=lambda place: (abs(Fraction(choices[place]) - at), place % 2)
+    )
+
+
+def test_the_quantiser_is_that_of_a_search() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 40, generator=generator) * torch.exp2(torch.arange(40) - 20.0)[:, None]
+    x[0] = 0
+    x[1, :16] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0] * 2)  # ties, s = 1
+    inverse = torch.rand(40, 1, generator=generator) * 1000
+    inverse[1] = 1
+    codes, scale = nvfp4.quantise(x, inverse)
+    assert codes.shape == x.shape
+    assert scale.shape == (40, 3)  # the last group has 8 columns
+    places = [e4m3(byte) for byte in range(NAN)]
+    for row, group in itertools.product(range(40), range(3)):
+        own = x[row, group * 16 : group * 16 + 16]
+        wanted = inverse[row, 0] * own.abs().amax() / torch.tensor(6.0)
+        byte = searched(min(float(wanted), 448.0), places)
+        assert int(scale.view(torch.uint8)[row, group]) == byte
+        s = torch.tensor(places[byte])
+        for place, value in enumerate(own):
+            code = 0
+            if s > 0:
+                q = float(value * (inverse[row, 0] / s))
+                code = searched(abs(q), list(MAGNITUDES)) + (8 if q < 0 else 0)
+            assert int(codes[row, group * 16 + place]) == code
+
+
+def test_zeros_and_what_is_too_large() -> None:
+    codes, scale = nvfp4.quantise(torch.zeros(1, 16), torch.ones(1, 1))
+    assert not codes.any()
+    assert not scale.view(torch.uint8).any()
+    codes, scale = nvfp4.quantise(torch.full((1, 16), -1e6), torch.ones(1, 1))
+    assert float(scale) == 448
+    assert codes.unique().tolist() == [15]  # -6: what does not fit saturates
+
+
+def test_weights_reach_to_the_largest_of_each_matrix() -> None:
+    """Gate and up have a scale each, wherever their rows lie."""
+    generator = torch.Generator().manual_seed(0)
+    gate, up = torch.randn(2, 2, 32, 48, generator=generator)
+    up *= 20
+    small = replace(BASE, hidden=48, intermediate=32)
+    w2 = torch.randn(2, 48, 32, generator=generator)
+    found = {}
+    for text, w1 in (
+        ("silu", torch.cat([gate, up], 1)),
+        ("silu:interleaved=true", torch.stack([gate, up], 2).flatten(1, 2)),
+    ):
+        problem = replace(small, activation=text)
+        weights = quantise_weights(ExpertWeights(w1, w2), problem)
+        largest = torch.stack([gate, up], 1).abs().amax((2, 3))
+        assert torch.equal(weights.w1_global_scale, largest / 2688)
+        values = values_of(weights, "w1", problem)
+        error = (values - w1).abs().amax((1, 2))
+        assert (error <= largest.amax(1) / 6).all()
+        halves = (values[:, ::2], values[:, 1::2]) if "true" in text else values.chunk(2, 1)
+        found[text] = torch.stack(halves)
+    assert torch.equal(*found.values())
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+def made(**changes: Any) -> tuple[ExpertWeights, Problem]:
+    problem = replace(BASE, hidden=48, intermediate=32, **changes)
+    plain = ExpertWeights(torch.randn(2, 64, 48), torch.randn(2, 48, 32))
+    return quantise_weights(plain, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "need"),
+    [
+        ("w1_global_scale", None, WeightsError, r"w1_global_scale: got None, need \(e, 2\)"),
+        ("w1_global_scale", torch.ones(2), ShapeError, r"need \(e, 2\) = \(2, 2\)"),
+        ("w2_global_scale", torch.ones(2, 2), ShapeError, r"need \(e, 1\) = \(2, 1\)"),
+        ("w2_global_scale", torch.ones(2, 1).half(), DtypeError, "float16, need float32"),
+        ("w1_scale", torch.zeros(2, 64, 3).byte(), DtypeError, "uint8, need float8_e4m3fn"),
+        ("w1_scale", torch.zeros(2, 64, 2).to(FP8), ShapeError, r"ceil\(H / 16\)"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    name: str, value: torch.Tensor | None, error: type[InputError], need: str
+) -> None:
+    weights, problem = made()
+    check_weights_quantised(weights, problem, CPU)
+    with pytest.raises(error, match=need):
+        check_weights_quantised(replace(weights, **{name: value}), problem, CPU)
+
+
+def test_other_schemes_have_no_scales_of_matrices() -> None:
+    weights, problem = made(quant="mxfp4_w4a16")
+    given = replace(weights, w1_global_scale=torch.ones(2, 2))
+    with pytest.raises(WeightsError, match="w1_global_scale: got a tensor, need None"):
+        check_weights_quantised(given, problem, CPU)
+    assert "w1_global_scale" not in weight_specs(problem)
+
+
+@pytest.mark.parametrize("quant", ["nvfp4_w4a16", "fp8_w8a16_block"])
+@pytest.mark.parametrize("pair", [_NO_EP, _BATCHED])
+def test_a_gpu_without_float8_is_refused(pair: tuple[str, str], quant: str) -> None:
+    problem = replace(BASE, quant=quant)
+    for arch, rules in (((8, 0), ["arch"]), ((8, 9), []), ((9, 0), [])):
+        machine = Machine("cuda", arch, frozenset({"triton"}))
+        verdict = mk.check(*pair, problem, machine)
+        assert [rejection.rule for rejection in verdict.rejections] == rules
