@@ -43,7 +43,13 @@ setup(
         ],
     ),
     package_data={
-        "modular_kernel": ["py.typed", "ops/launch/*.c", "testing/mutation/*.json"],
+        "modular_kernel": [
+            "py.typed",
+            "ops/launch/*.c",
+            "pages/*.html",
+            "pages/*.css",
+            "testing/mutation/*.json",
+        ],
         "prepare_finalize": ["py.typed"],
         "experts": ["py.typed", "triton/configs/data/**/*.json"],
         "topk_reduce": ["py.typed"],
@@ -60,13 +66,14 @@ setup(
         "safetensors>=0.6.1",  # the first release with E8M0; it needs nothing itself
         "typer>=0.15",
         "rich>=13.7",
+        "jinja2>=3.1",  # torch needs it, too
     ],
     # Only what can be installed from the package index by name. DeepEP (deep_ep) and pplx-kernels
     # (pplx_kernels) are built from their own sources against the torch at hand: a name here would
     # fetch somebody else's package, and a source URL would make every resolver that looks at all
     # extras at once build them. The parts that wrap them say what they miss.
     extras_require={
-        "transformers": ["transformers>=5.8"],
+        "transformers": ["transformers>=5.23"],
         # NVIDIA's licence, 330 MB. Its name is not that of the package on the index called cutlass.
         "cutlass": ["nvidia-cutlass-dsl>=4.8.1,<4.9", "apache-tvm-ffi>=0.1.15"],
         "bench": ["matplotlib>=3.8"],
@@ -94,6 +101,11 @@ setup(
             "prepare_finalize = prepare_finalize:COMPONENTS",
             "experts = experts:COMPONENTS",
             "topk_reduce = topk_reduce:COMPONENTS",
+        ],
+        # Names that `mk list` says are not there yet.
+        "modular_kernel.planned": [
+            "prepare_finalize = prepare_finalize:PLANNED",
+            "experts = experts:PLANNED",
         ],
     },
 )

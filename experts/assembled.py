@@ -24,6 +24,8 @@ from modular_kernel.runner import (
     RunnerOutput,
     Stages,
     fused_op,
+    keep_fused_part,
+    keep_part,
     of_backend,
     shown,
     stages_of,
@@ -140,7 +142,9 @@ def experts_of(
     declared = _declared(name, FORMATS[format], requires)
     body = {"requires": declared, "stages": stages, "__module__": stages.core.__module__}
     body["__doc__"] = f"Stages of {backend!r} over tokens of the format {format!r}."
-    return type(name, (AssembledExperts,), body)
+    part = type(name, (AssembledExperts,), body)
+    keep_part(part, stages)
+    return part
 
 
 def fused_experts_of(name: str, a2a_backend: str, backend: str) -> type[PermuteExpertsUnpermute]:
@@ -165,7 +169,9 @@ def fused_experts_of(name: str, a2a_backend: str, backend: str) -> type[PermuteE
         "__module__": op.run.__module__,
         "__doc__": f"What {op.twin.__name__} computes, in one operation.",
     }
-    return type(name, (FusedExperts,), body)
+    part = type(name, (FusedExperts,), body)
+    keep_fused_part(part, op)
+    return part
 
 
 def check_name(name: object) -> None:

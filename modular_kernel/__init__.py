@@ -79,7 +79,11 @@ __all__ = [  # noqa: RUF022 (in the order of the table above)
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return import_module("importlib.metadata").version("modular-kernel")
+        metadata = import_module("importlib.metadata")
+        try:
+            return metadata.version("modular-kernel")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            return "unknown"
     if name not in _HOME:
         raise AttributeError(f"module 'modular_kernel' has no attribute {name!r}")
     return getattr(import_module(f"modular_kernel.{_HOME[name]}"), name)

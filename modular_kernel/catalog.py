@@ -26,18 +26,25 @@ from modular_kernel.errors import (
     UnknownPartError,
 )
 from modular_kernel.fields import check_fields, expect
-from modular_kernel.foreign import OWN_PACKAGES, loaded_within, reason, require_own
+from modular_kernel.foreign import OWN_PACKAGES, loaded_within, reason, require_own, shadow_of
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.machine import current_machine
 from modular_kernel.printable import printable
+from modular_kernel.providers import Provider
 from modular_kernel.rules import judge
 from modular_kernel.runner import missing_halves
 from modular_kernel.settings import read_settings
-from modular_kernel.support import ExpertsRequirements, PrepareFinalizeRequirements, Verdict
+from modular_kernel.support import (
+    ExpertsRequirements,
+    Planned,
+    PrepareFinalizeRequirements,
+    Verdict,
+)
 from modular_kernel.types import Machine, Problem, Reduce
 from modular_kernel.verdicts import Verdicts
 
 GROUP = "modular_kernel.parts"
+PLANNED_GROUP = "modular_kernel.planned"
 Kind = Literal["prepare_finalize", "experts", "topk_reduce"]
 _BASES: dict[Kind, type] = {
     "prepare_finalize": PrepareAndFinalize,
@@ -86,13 +93,18 @@ class Broken:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Every part found, and everything that failed."""
+    """Every part found, everything that failed, and what is not there yet."""
 
     parts: tuple[Part, ...]
     broken: tuple[Broken, ...] = ()
+    planned: tuple[Planned, ...] = ()
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """Return the names of one kind that stand for exactly one class, in the order found."""
+        """Return the names of one kind that stand for exactly one class, in the order found.
+
+        ConfigurationError where nothing offers parts.
+        """
+        self.require_parts()
         names = [part.name for part in self.parts if part.kind == kind]
         return tuple(name for name in dict.fromkeys(names) if names.count(name) == 1)
 
@@ -102,6 +114,15 @@ class Catalog:
         for part in self.parts:
             claims.setdefault(part.name, []).append(part.origin)
         return {name: tuple(origins) for name, origins in claims.items() if len(origins) > 1}
+
+    def require_parts(self) -> None:
+        """Raise a ConfigurationError that says what to do where nothing offers parts."""
+        if not self.parts and not self.broken:
+            need = (
+                "an installed package that offers some: parts are found by entry points, and a "
+                "checkout has them after `pip install -e .` or `python setup.py egg_info` in it"
+            )
+            raise ConfigurationError("parts", got=f"no entry point of {GROUP}", need=need)
 
     def prepare_finalize(self, part: str | type[PrepareAndFinalize]) -> type[PrepareAndFinalize]:
         """Return the class of that name; a class is passed through."""
@@ -127,6 +148,10 @@ class Catalog:
         failed = [b for b in self.broken if wanted in (b.name, b.origin)]
         if failed:
             raise BrokenPartError(f"part {wanted!r}", got=failed[0].error, need="an import")
+        meant = next((one for one in self.planned if one.name == wanted), None)
+        if meant is not None:
+            need = f"a part that is there; this one is planned: {meant.why}"
+            raise UnknownPartError(f"{kind} part", got=repr(wanted), need=need)
         names = self.names(kind)
         nearest = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
         hint = f"one of {', '.join(names)}"
@@ -208,12 +233,21 @@ def load_catalog() -> Catalog:
     # An editable and a built copy of one distribution list the same entry point twice.
     unique = {(entry.name, entry.value): entry for entry in found}
     catalog = build_catalog(_offer(entry) for entry in unique.values())
-    return replace(catalog, broken=(*catalog.broken, *broken_halves()))
+    broken = (*catalog.broken, *broken_halves())
+    return replace(catalog, broken=broken, planned=_planned())
 
 
 def broken_halves() -> tuple[Broken, ...]:
     """Return stages of backends that were registered without what has to go with them."""
     return tuple(Broken(half.name, half.origin, half.lacks) for half in missing_halves())
+
+
+def _planned() -> tuple[Planned, ...]:
+    """Return what this distribution's packages name and do not have, in the order of names."""
+    found = {(entry.name, entry.value): entry for entry in entry_points(group=PLANNED_GROUP)}
+    packages = {package for package in OWN_PACKAGES if shadow_of(package) is None}
+    ours = [entry for _, entry in sorted(found.items()) if entry.module in packages]
+    return tuple(one for entry in ours for one in entry.load() if isinstance(one, Planned))
 
 
 def _offer(entry: EntryPoint) -> Offer:
@@ -236,9 +270,16 @@ def packages_of(catalog: Catalog) -> frozenset[str]:
     return frozenset(p for requires in declared if requires for p in requires.packages)
 
 
+def providers_of(catalog: Catalog) -> tuple[Provider, ...]:
+    """Return how packages are told that some part requires, and whose names prove nothing."""
+    declared = [getattr(part.cls, "requires", None) for part in catalog.parts]
+    return tuple(dict.fromkeys(p for requires in declared if requires for p in requires.providers))
+
+
 def this_machine(*, device: Literal["cuda", "cpu"] | None = None) -> Machine:
     """Describe this machine, with every package that some part asks for looked up."""
-    return current_machine(packages_of(load_catalog()), device=device)
+    catalog = load_catalog()
+    return current_machine(packages_of(catalog), device=device, providers=providers_of(catalog))
 
 
 def needs_triton(

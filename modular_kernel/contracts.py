@@ -12,6 +12,7 @@ dtypes and alignment alone: a plan then repeats them without asking the part. to
 kernels of Triton's interpreter are noticed, and are not replayed; another library's are not.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -64,6 +65,11 @@ class Judged:
         return ()
 
     @classmethod
+    def explained(cls, problem: Problem) -> tuple[str, ...]:
+        """Return lines that say what calls of `problem` take, of a part that chooses."""
+        return ()
+
+    @classmethod
     def described(cls, machine: Machine) -> AbstractContextManager[None]:
         """Have launches chosen inside, in this thread, as on `machine`, which need not be here."""
         return nullcontext()
@@ -88,10 +94,22 @@ class PrepareAndFinalize(Judged, ABC):
     makes_output: ClassVar[bool] = False  # see `combined`
     # `prepare` costs less than `prepare_no_receive` and what waits for it.
     prepares_at_once: ClassVar[bool] = False
+    capacity_multiple: int = 1  # of batched rows, if `requires.rounds_capacity`
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         self.problem = problem
         self.group = group
+
+    def round_capacity(self, multiple: int) -> None:
+        """Make the room of an expert a multiple of this, if `requires.rounds_capacity`.
+
+        Called where a kernel is composed, before anything is sized.
+        """
+        self.capacity_multiple = math.lcm(self.capacity_multiple, multiple)
+
+    def rounded(self, rows: int) -> int:
+        """Return the room for `rows` rows of an expert."""
+        return -(-rows // self.capacity_multiple) * self.capacity_multiple
 
     def check_machine(self, machine: Machine) -> None:  # most have nothing to check
         """Raise the InputError of a part whose group, say, cannot serve `machine`."""

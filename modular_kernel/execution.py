@@ -54,6 +54,8 @@ class Execution:
         self.prepare_finalize, self.experts = prepare_finalize, experts
         self.machine = machine
         self.problem: Problem = experts.problem
+        if prepare_finalize.requires.rounds_capacity:
+            prepare_finalize.round_capacity(experts.requires.capacity_multiple)
         self.reduce = _reduce_of(experts)
         # The experts' output is the layer's own where finalize has nothing left to move.
         standard = experts.requires.activation_format is ActivationFormat.STANDARD

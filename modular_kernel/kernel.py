@@ -50,8 +50,11 @@ class FusedMoEModularKernel(Execution):
         if prepare_finalize.problem != experts.problem:
             got, need = prepare_finalize.problem, experts.problem
             raise ConfigurationError("the two parts' problems", got=got, need=need)
-        packages = prepare_finalize.requires.packages + experts.requires.packages
-        machine = current_machine(packages) if machine is None else machine
+        if machine is None:
+            declared = prepare_finalize.requires, experts.requires
+            packages = tuple(package for each in declared for package in each.packages)
+            providers = tuple(provider for each in declared for provider in each.providers)
+            machine = current_machine(packages, providers=providers)
         pair, problem = (type(prepare_finalize), type(experts)), experts.problem
         verdict = judge(*pair, problem, machine)
         if not verdict.ok:

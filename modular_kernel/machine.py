@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from modular_kernel.providers import Provider, sort_out
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Machine
 
@@ -39,22 +40,29 @@ def interpreted_since_import() -> bool | None:
 
 
 def current_machine(
-    packages: Iterable[str] = (), *, device: Literal["cuda", "cpu"] | None = None
+    packages: Iterable[str] = (),
+    *,
+    device: Literal["cuda", "cpu"] | None = None,
+    providers: Iterable[Provider] = (),
 ) -> Machine:
     """Describe this machine. `packages` are looked for beside triton and ml_dtypes.
 
+    providers: how those of them are told whose names prove nothing.
     device: "cpu" describes this machine's CPU even where a GPU is present; None prefers the GPU.
     """
-    found = importable({"triton", "ml_dtypes", *packages})
+    probed = tuple(providers)
+    here, others = sort_out(probed)
+    plain = {"triton", "ml_dtypes", *packages} - {provider.name for provider in probed}
+    found, unlike = importable(plain) | here, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
-        return Machine("cuda", arch, found, name=torch.cuda.get_device_name())
+        return Machine("cuda", arch, found, name=torch.cuda.get_device_name(), others=unlike)
     interpreter = (
         read_settings().triton_interpret
         and interpreted_since_import() is not False
         and {"triton", "ml_dtypes"} <= found
     )
-    return Machine("cpu", None, found, interpreter)
+    return Machine("cpu", None, found, interpreter, others=unlike)
 
 
 @contextmanager

@@ -36,6 +36,38 @@ class StandardTopKOutput(NamedTuple):
     router_logits: torch.Tensor | None = None
 
 
+class RoutingData(NamedTuple):
+    """The routing of T * K pairs in the order of experts, in the names of triton_kernels.
+
+    n_expts_act: K. gate_scal: (T * K,) float32, the weight of the pair in each row, 0 in rows past
+    the last pair that is not skipped. expt_hist: (E,) int32, rows of each expert. n_expts_tot: E.
+    """
+
+    n_expts_act: int
+    gate_scal: torch.Tensor
+    expt_hist: torch.Tensor | None = None
+    n_expts_tot: int = 0
+
+
+class Permutation(NamedTuple):
+    """A permutation and its inverse, (T * K,) int32; -1 where there is nothing."""
+
+    src_indx: torch.Tensor
+    dst_indx: torch.Tensor
+
+
+class TritonKernelTopKOutput(NamedTuple):
+    """What a router says of T tokens, sorted by expert.
+
+    gather_indx.src_indx: the pair t * K + k in each row, dst_indx: the row of each pair;
+    scatter_indx has the same the other way round.
+    """
+
+    routing_data: RoutingData
+    gather_indx: Permutation
+    scatter_indx: Permutation
+
+
 @dataclass(frozen=True)
 class RouterSpec:
     """How K experts of a token are chosen, and what they weigh.

@@ -18,6 +18,7 @@ from modular_kernel.support import (
     Rejection,
     Requirements,
     Verdict,
+    archs_text,
     numbered,
     told,
 )
@@ -32,6 +33,7 @@ from modular_kernel.types import (
 )
 
 Violations = Iterator[Rejection]
+RuleFunction = Callable[[Pairing], Violations]
 
 
 def _format(p: Pairing) -> Violations:
@@ -60,16 +62,24 @@ def _arch(p: Pairing) -> Violations:
             yield Rejection("arch", (name, "machine"), f"{arch[0]}.{arch[1]}", need)
 
 
-def _package(p: Pairing) -> Violations:
+def _archs(p: Pairing) -> Violations:
+    """Refuse an architecture that lacks a part's instructions."""
     for name, req in p.each():
+        arch = p.machine.arch
+        if req.archs is not None and arch is not None and arch not in req.archs:
+            got, need = f"{arch[0]}.{arch[1]}", archs_text(req.archs)
+            yield Rejection("archs", (name, "machine"), got, need)
+
+
+def _package(p: Pairing) -> Violations:
+    others = dict(p.machine.others)
+    for name, req in p.each():
+        needs = {provider.name: provider.need for provider in req.providers}
         for package in req.packages:
             if package not in p.machine.packages:
-                hint = f"pip install {package}"
-                if req.packages_from:
-                    hint = f"build {package} from {req.packages_from}, not from a package index"
-                elif req.packages_extra:
-                    hint = f"pip install 'modular-kernel[{req.packages_extra}]'"
-                yield Rejection("package", (name, "machine"), "not importable", package, hint)
+                got, need = others.get(package, "not importable"), needs.get(package, package)
+                hint = req.how_to_get(package)
+                yield Rejection("package", (name, "machine"), got, need, hint)
 
 
 def _dtype(p: Pairing) -> Violations:
@@ -144,6 +154,17 @@ def _quant_block(p: Pairing) -> Violations:
             yield Rejection("quant_block", (p.ex_name, "problem"), f"{what}={size}", need)
 
 
+def _blocks(p: Pairing) -> Violations:
+    scheme = p.problem.scheme
+    if (
+        p.ex.blocks is not None
+        and scheme.granularity == "block"
+        and scheme.group not in p.ex.blocks
+    ):
+        got, need = ("x".join(map(str, block)) for block in (scheme.group, min(p.ex.blocks)))
+        yield Rejection("blocks", (p.ex_name, "problem"), got, need)
+
+
 def _packing(p: Pairing) -> Violations:
     """Values of a row share a byte or a word, so a row is a multiple of them."""
     step = values_at_once(p.problem.scheme)
@@ -183,6 +204,12 @@ def _world_size(p: Pairing) -> Violations:
         yield Rejection("world_size", (p.pf_name, "problem"), str(world), need)
 
 
+def _hosts(p: Pairing) -> Violations:
+    hosts = p.problem.parallel.hosts
+    if p.pf.one_host and hosts > 1:
+        yield Rejection("hosts", (p.pf_name, "problem"), f"{hosts} hosts", "one host")
+
+
 def _placement(p: Pairing) -> Violations:
     world, experts = p.problem.parallel.world_size, p.problem.experts
     if not p.pf.linear_placement:
@@ -198,6 +225,19 @@ def _capacity(p: Pairing) -> Violations:
     if p.pf.max_tokens is not None and p.problem.tokens > p.pf.max_tokens:
         got, need = f"tokens={p.problem.tokens}", f"<= {p.pf.max_tokens} per rank"
         yield Rejection("capacity", (p.pf_name, "problem"), got, need)
+
+
+def _capacity_multiple(p: Pairing) -> Violations:
+    """Keep a tile of rows from reaching into the next expert's."""
+    multiple, unit = p.ex.capacity_multiple, p.pf.capacity_unit
+    batched = ActivationFormat.BATCHED_EXPERTS
+    if p.pf.rounds_capacity or not p.pf.activation_format is p.ex.activation_format is batched:
+        return
+    room = p.problem.parallel.world_size * -(-max(1, p.problem.tokens) // unit) * unit
+    if room % multiple:
+        need = f"a multiple of {multiple} for {p.ex_name}"
+        hint = "give the problem that many tokens more, or another PrepareAndFinalize"
+        yield Rejection("capacity_multiple", p.both, f"{room} rows for an expert", need, hint)
 
 
 def _ids_dtype(p: Pairing) -> Violations:
@@ -284,7 +324,7 @@ def _chunking(p: Pairing) -> Violations:
         yield Rejection("chunking", (p.ex_name, "problem"), got, "chunk_tokens=None")
 
 
-def _property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> "RuleFunction":
+def _property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> RuleFunction:
     """Make a rule for a property that, if the problem wants it, both parts must declare."""
 
     def check(p: Pairing) -> Violations:
@@ -320,10 +360,8 @@ def _asynchronous(p: Pairing) -> Violations:
 
 def _lora(p: Pairing) -> Violations:
     """Both parts carry adapters: their slots beside the tokens, their deltas in the products."""
-    if p.problem.adapters is None:
-        return
     for name, req in p.each():
-        if not req.lora:
+        if p.problem.adapters is not None and not req.lora:
             moves = isinstance(req, PrepareFinalizeRequirements)
             hint = "tokens lose their slots on the way" if moves else "products without deltas"
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
@@ -331,12 +369,11 @@ def _lora(p: Pairing) -> Violations:
         yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")
 
 
-RuleFunction = Callable[[Pairing], Violations]
-
 RULES: dict[str, RuleFunction] = {
     "format": _format,
     "device": _device,
     "arch": _arch,
+    "archs": _archs,
     "package": _package,
     "dtype": _dtype,
     "fp32_precision": _fp32_precision,
@@ -347,13 +384,16 @@ RULES: dict[str, RuleFunction] = {
     "dispatch_quant": _dispatch_quant,
     "scale_layout": _scale_layout,
     "quant_block": _quant_block,
+    "blocks": _blocks,
     "packing": _packing,
     "min_tokens": _min_tokens,
     "max_experts": _max_experts,
     "addressing": _addressing,
     "world_size": _world_size,
+    "hosts": _hosts,
     "placement": _placement,
     "capacity": _capacity,
+    "capacity_multiple": _capacity_multiple,
     "ids_dtype": _ids_dtype,
     "reduce": _reduce,
     "keep_topk": _keep_topk,
@@ -393,8 +433,7 @@ def judge(
 
 def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Rejection, ...]:
     """Say why one part cannot run on `machine` whatever it is paired with; empty if it can."""
-    any_problem = Problem(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1)
-    fmt = requires.activation_format
+    any_problem, fmt = Problem(1, 1, 1, 1, 1), requires.activation_format
     pf = PrepareFinalizeRequirements(activation_format=fmt, reduces=frozenset(Reduce))
     ex = ExpertsRequirements(activation_format=fmt, reduce=Reduce.NOOP)
     if isinstance(requires, ExpertsRequirements):
@@ -402,5 +441,5 @@ def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Re
     else:
         assert isinstance(requires, PrepareFinalizeRequirements)
         pairing = Pairing(name, requires, "", ex, any_problem, machine)
-    found = [r for rule in (_device, _arch, _package) for r in rule(pairing)]
+    found = [r for rule in (_device, _arch, _archs, _package) for r in rule(pairing)]
     return tuple(r for r in found if name in r.parties)

@@ -166,8 +166,9 @@ class _Pool(Generic[T]):
         """Return what has the key; UnknownPartError that lists what exists."""
         value = self.found.get(key)
         if value is None:
-            there = ", ".join(shown(each) for each in sorted(self.found)) or "none is registered"
-            raise UnknownPartError(f"{self.kind}", got=shown(key), need=f"one of {there}")
+            there = ", ".join(shown(each) for each in sorted(self.found))
+            need = f"one of {there}" if there else "a registered one: there is none"
+            raise UnknownPartError(self.kind, got=shown(key), need=need)
         return value
 
     def origin(self, key: Key) -> str:
@@ -180,6 +181,7 @@ class FusedOpPool:
 
     def __init__(self) -> None:
         self.ops = _Pool[FusedOp]("fused operation")
+        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # made of them
 
     def get_fused_func(self, a2a_backend: str, runner_backend: str) -> FusedOp | None:
         """Return the operation, None if there is none."""
@@ -193,6 +195,7 @@ class PermuteMethodPool:
         self.pre = _Pool[PrePermute]("pre-permute")
         self.post = _Pool[PostPermute]("post-permute")
         self.cores = _Pool[type[MoeRunnerCore[Any]]]("core")
+        self.parts: dict[Key, type[PermuteExpertsUnpermute]] = {}  # by (backend, format)
 
     def stages_of(self, backend: str, format: str) -> Stages:
         """Return the three stages; UnknownPartError for the first that is not registered."""
@@ -286,6 +289,8 @@ def register_fused_func(
             _check_declared(run, twin)
         op = FusedOp(a2a_backend, runner_backend, run, twin)
         FUSED.ops.add((a2a_backend, runner_backend), op, run)
+        if isinstance(run, type):
+            FUSED.parts[a2a_backend, runner_backend] = run
         return run
 
     return register
@@ -316,6 +321,16 @@ def stages_of(backend: str, format: str) -> Stages:
 def fused_op(a2a_backend: str, runner_backend: str) -> FusedOp:
     """Return a fused operation; UnknownPartError where none is registered."""
     return FUSED.ops.get((a2a_backend, runner_backend))
+
+
+def keep_part(part: type[PermuteExpertsUnpermute], stages: Stages) -> None:
+    """Remember the part that was made of a backend's stages, for callers that name the backend."""
+    PERMUTES.parts[stages.backend, stages.format] = part
+
+
+def keep_fused_part(part: type[PermuteExpertsUnpermute], op: FusedOp) -> None:
+    """Remember the part that was made of a fused function."""
+    FUSED.parts[op.a2a_backend, op.runner_backend] = part
 
 
 def missing_halves() -> tuple[Half, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from modular_kernel.errors import ConfigurationError
 
 # Every variable of this package's own.
-VARIABLES = ("MK_CACHE_DIR", "MK_CONFIG_DIR", "MK_DEADLINE_S", "MK_IMPORT_DEADLINE_S")
+VARIABLES = ("MK_CACHE_DIR", "MK_CONFIG_DIR", "MK_DEADLINE_S", "MK_HOST_ID", "MK_IMPORT_DEADLINE_S")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Settings:
         None where neither is known.
     deadline_s: MK_DEADLINE_S, or 10: seconds that an exchange between ranks may take, where its
         manager was not told otherwise.
+    host_id: MK_HOST_ID, or "": a name of the host this process is on. Ranks with different names
+        take each other for ranks of other hosts, which lets one machine stand for several.
     import_deadline_s: MK_IMPORT_DEADLINE_S, or 60: seconds that a package may take to be imported
         for the parts it offers.
     """
@@ -33,6 +35,7 @@ class Settings:
     cache_dir: Path | None
     config_dir: Path | None
     deadline_s: float
+    host_id: str
     import_deadline_s: float
 
 
@@ -44,8 +47,59 @@ def read_settings() -> Settings:
         cache_dir=_folder("MK_CACHE_DIR", "XDG_CACHE_HOME", ".cache"),
         config_dir=_folder("MK_CONFIG_DIR", "XDG_CONFIG_HOME", ".config"),
         deadline_s=_seconds("MK_DEADLINE_S", 10.0),
+        host_id=os.environ.get("MK_HOST_ID", ""),
         import_deadline_s=_seconds("MK_IMPORT_DEADLINE_S", 60.0),
     )
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The world that a launcher such as torchrun put this process in.
+
+    local_rank: among the processes of this host; the GPU to use. local_world_size: how many these
+    are, as far as the launcher says. address: of the store, host:port.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    address: str
+
+
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def read_launcher() -> Launcher | None:
+    """Read what a launcher left: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    None where RANK and WORLD_SIZE are not set. ConfigurationError where they are not whole, or no
+    numbers in range. LOCAL_RANK defaults to RANK; LOCAL_WORLD_SIZE may be absent.
+    """
+    if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
+        return None
+    missing = [name for name in _LAUNCHER if not os.environ.get(name)]
+    if missing:
+        got = f"no {', '.join(missing)}"
+        need = f"{', '.join(_LAUNCHER)}, as a launcher sets them, or none of RANK and WORLD_SIZE"
+        raise ConfigurationError("launcher's variables", got=got, need=need)
+    world_size = _number("WORLD_SIZE", 1, None)
+    rank = _number("RANK", 0, world_size)
+    local = _number("LOCAL_RANK", 0, world_size) if os.environ.get("LOCAL_RANK") else rank
+    address = f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0, 1 << 16)}"
+    beside = "LOCAL_WORLD_SIZE"
+    here = _number(beside, 1, world_size + 1) if os.environ.get(beside) else None
+    return Launcher(rank, world_size, local, here, address)
+
+
+def _number(name: str, least: int, end: int | None) -> int:
+    """ConfigurationError unless the variable is an integer in [least, end)."""
+    text = os.environ[name]
+    number = int(text) if text.isascii() and text.isdecimal() else -1
+    if number < least or (end is not None and number >= end):
+        need = f">= {least}" if end is None else f"in [{least}, {end})"
+        raise ConfigurationError(name, got=text, need=need)
+    return number
 
 
 def _folder(own: str, user_s: str, below_home: str) -> Path | None:

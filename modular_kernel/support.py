@@ -13,6 +13,7 @@ import torch
 from modular_kernel.fields import Count
 from modular_kernel.foreign import reason
 from modular_kernel.printable import counted, printable
+from modular_kernel.providers import Provider
 from modular_kernel.types import (
     GATED,
     UNGATED,
@@ -32,8 +33,9 @@ class Requirements:
     """What both kinds of part declare.
 
     devices: device types it runs on. triton: its kernels are Triton's, so that on a CPU it needs
-    the interpreter. min_arch: least compute capability. packages: optional packages it imports;
-    packages_from: where their sources are, if a package index does not have them by that name.
+    the interpreter. min_arch: least compute capability; archs: the only ones, None for any.
+    packages: optional packages it imports; providers: those of them that are told by what is in
+    them. packages_from: where sources are, if a package index does not have them by that name.
     packages_extra: the extra of this distribution that brings those not named as they are imported.
     top_k: least and greatest K. hidden_multiple, hidden_sizes: H must be a multiple of the
     first and, if given, one of the second. graph_capturable: no sync, no allocation, no shape
@@ -47,7 +49,9 @@ class Requirements:
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     triton: bool = False
     min_arch: tuple[int, int] | None = None
+    archs: frozenset[tuple[int, int]] | None = None
     packages: tuple[str, ...] = ()
+    providers: tuple[Provider, ...] = ()
     packages_from: str = ""
     packages_extra: str = ""
     dtypes: frozenset[torch.dtype] = ALL_DTYPES
@@ -59,6 +63,17 @@ class Requirements:
     deterministic: bool = True
     batch_invariant: bool = False
     lora: bool = False
+
+    def how_to_get(self, package: str) -> str:
+        """Say how to install one of `packages`."""
+        for provider in self.providers:
+            if provider.name == package:
+                return provider.source
+        if self.packages_from:
+            return f"build {package} from {self.packages_from}, not from a package index"
+        if self.packages_extra:
+            return f"pip install 'modular-kernel[{self.packages_extra}]'"
+        return f"pip install {package}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +90,11 @@ class PrepareFinalizeRequirements(Requirements):
     bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
     replicated_input: every rank passes the same tokens and routing, and every rank gets the
     output of all of them; otherwise each rank passes its own tokens, as many as it likes.
+    one_host: ranks share the memory of one host, so that none may be on another.
     received_by_library: a library receives the rows, into memory that it takes from torch's
     allocator in every call, a plan's and a captured one's too; it alone knows who sent how many.
+    capacity_unit: of batched rows, an expert has room for T of each rank, T rounded up to a
+    multiple of this. rounds_capacity: it rounds that room up to what the experts want.
     """
 
     reduces: frozenset[Reduce]
@@ -89,12 +107,15 @@ class PrepareFinalizeRequirements(Requirements):
     can_defer_quant: bool = True
     scale_layout: str = "row_major"
     world_sizes: tuple[int, int | None] = (1, 1)
+    one_host: bool = False
     linear_placement: bool = False
     max_tokens: int | None = None
     asynchronous: bool = False
     output_is_reduced: bool = True
     replicated_input: bool = False
     received_by_library: bool = False
+    capacity_unit: Count = 1
+    rounds_capacity: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +128,10 @@ class ExpertsRequirements(Requirements):
     quantisations it runs; quantises_input: it wants unquantised activations. whole_blocks: H and
     I must be multiples of the scheme's group. min_tokens: least T it is right for.
     max_elements: bound on T * K * max(N, H) where offsets are 32 bit, None if 64 bit.
+    blocks: (rows, depth) of weight blocks that it takes where the scheme has them, None for any.
+    capacity_multiple: of batched rows, an expert's room must be a multiple of this.
+    library_allocates: a library takes memory from torch's allocator in every call, a plan's and a
+    captured one's too.
     """
 
     reduce: Reduce
@@ -127,7 +152,19 @@ class ExpertsRequirements(Requirements):
     min_tokens: int = 0
     max_experts: int | None = None
     max_elements: int | None = None
+    blocks: frozenset[tuple[int, int]] | None = None
+    capacity_multiple: Count = 1
+    library_allocates: bool = False
     tf32: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A part that other stacks' tables have by this name, and this one not yet; and why."""
+
+    name: str
+    kind: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -223,6 +260,11 @@ def told(part: str, ask: Callable[[], Iterable[object]]) -> tuple[Rejection, ...
         got = repr(found)[:200]
     need = "extra_rejections to return rejections"
     return (Rejection("extra_rejections", (part,), got, need),)
+
+
+def archs_text(archs: frozenset[tuple[int, int]]) -> str:
+    """Compute capabilities for a message: "9.0 or 10.0"."""
+    return " or ".join(f"{major}.{minor}" for major, minor in sorted(archs))
 
 
 def numbered(values: Sequence[object] | frozenset[object]) -> str:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel.errors import DtypeError, LayoutError
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.types import IdSpace
 
 
@@ -28,7 +28,7 @@ class Routing:
     skip. An expert may appear twice in a row: both pairs count. The weight of a pair that is
     skipped here (-1, no expert's id, or an expert that is elsewhere) is not read: it may be NaN.
     adapters_T: (T,) int32, the slot of each token's adapter, -1 for none; "none" for a call whose
-    tokens all have none, which launches what the layer without adapters does. None only where the
+    tokens all have none, which takes the paths of the layer without adapters. None only where the
     problem has no adapters.
     """
 
@@ -231,3 +231,13 @@ def dense(what: str, value: object) -> None:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
     if not is_compiling() and value.is_neg():  # torch.compile does not know the question
         raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+
+
+def check_lead(what: str, given: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
+    """Raise ShapeError where what is given for batches of tokens lies in other batches than x.
+
+    given: (..., last), or (T, last). lead: dimensions of x before H.
+    """
+    if given.dim() > 2 and tuple(given.shape[:-1]) != lead:
+        need = f"({', '.join(map(str, lead))}, {last}) as x has it, or (T, {last})"
+        raise ShapeError(what, got=tuple(given.shape), need=need)

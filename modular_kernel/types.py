@@ -178,20 +178,30 @@ class Parallel:
     """How ranks share the experts.
 
     placement: "linear" gives each rank a block of E / world_size, the first ranks one more where
-    that leaves a rest; or any Placement. rank: which of them this is.
+    that leaves a rest; or any Placement. rank: which of them this is. ranks_per_host: how many
+    ranks each host has, in blocks of the numbers of ranks; None: all are on one host.
     """
 
     world_size: Count = 1
     placement: Literal["linear"] | Placement = "linear"
     rank: Size = 0
+    ranks_per_host: Count | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.ranks_per_host is not None and self.world_size % self.ranks_per_host:
+            need = f"a divisor of world_size {self.world_size}"
+            raise ConfigurationError("ranks_per_host", got=self.ranks_per_host, need=need)
         if not 0 <= self.rank < self.world_size:
             raise ConfigurationError("rank", got=self.rank, need=f"in [0, {self.world_size})")
         placed = self.placement.world_size if isinstance(self.placement, Placement) else None
         if placed not in (None, self.world_size):
             raise ConfigurationError("placement", got=f"{placed} ranks", need=f"{self.world_size}")
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return self.world_size // (self.ranks_per_host or self.world_size)
 
     def place(self, experts: int) -> Placement:
         """Return where `experts` experts live; ConfigurationError if that is not possible."""
@@ -357,6 +367,7 @@ class Machine:
 
     device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
     packages: importable optional packages.  interpreter: Triton kernels run on the CPU.
+    others: (name, why) of optional packages that are found, but are not those of that name.
     """
 
     device: Literal["cuda", "cpu"] = "cpu"
@@ -364,6 +375,7 @@ class Machine:
     packages: frozenset[str] = frozenset()
     interpreter: bool = False
     name: str = ""
+    others: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, "machine ")

@@ -4,6 +4,7 @@ Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup`) belong to a process gro
 kept and destroyed in one place.
 """
 
+from modular_kernel.support import Planned
 from prepare_finalize.collectives.all_gather import AllGatherReduceScatterPrepareAndFinalize
 from prepare_finalize.collectives.all_to_all import TorchAll2AllPrepareAndFinalize
 from prepare_finalize.collectives.all_to_all_batched import TorchAll2AllBatchedPrepareAndFinalize
@@ -33,8 +34,17 @@ COMPONENTS = (
     DeepEPV2PrepareAndFinalize,
 )
 
+PLANNED = (
+    Planned(
+        "FlashInferCutlassMoEPrepareAndFinalize",
+        "prepare_finalize",
+        "no adapter to FlashInfer's one-sided all-to-all, which must be tried on several GPUs",
+    ),
+)
+
 __all__ = [
     "COMPONENTS",
+    "PLANNED",
     "AllGatherReduceScatterPrepareAndFinalize",
     "BatchedPrepareAndFinalize",
     "DeepEPGroup",

@@ -17,6 +17,7 @@ for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
 # defects that make a rank wait in vain take as long.
 os.environ.setdefault("MK_DEADLINE_S", "20")
 
+import hypothesis
 import pytest
 import torch
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from modular_kernel.testing.ranks.pool import RankPool
 
 torch.set_num_threads(1)
+# How long an example takes says nothing where processes share a busy machine.
+hypothesis.settings.register_profile(
+    "shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shared")
 
 COMPILE = Path(__file__).parent / "compile"
 GPU = Path(__file__).parent / "gpu"

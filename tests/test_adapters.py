@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_mk import run_mk
 
 import modular_kernel as mk
 from modular_kernel import reference
@@ -164,6 +165,33 @@ def test_a_plan_takes_calls_with_and_without_adapters_by_turns() -> None:
 
 
 ALONE = "lora_a13"
+
+
+def shard(weights: ExpertWeights, part: slice, half: int) -> ExpertWeights:
+    """A rank's share of I: rows of w1 and of its B, columns of w2 and of its A."""
+    assert weights.lora_b13 is not None
+    assert weights.lora_a2 is not None
+    rows = torch.arange(2 * half).view(2, half)[:, part].flatten()
+    return replace(
+        weights,
+        w1=weights.w1[:, rows],
+        w2=weights.w2[:, :, part],
+        lora_b13=weights.lora_b13[:, :, rows],
+        lora_a2=weights.lora_a2[..., part],
+    )
+
+
+def test_shares_of_the_intermediate_size_add_up() -> None:
+    """As tensor parallel ranks have them, whose sums are added."""
+    i = make_inputs(PROBLEM, "skips", CPU)
+    want = reference.oracle(i.x_TH, i.weights, i.routing, PROBLEM)
+    share, got = replace(PROBLEM, intermediate=12), torch.zeros_like(want)
+    for part in (slice(0, 12), slice(12, 24)):
+        its = Inputs(i.x_TH, shard(i.weights, part, 24), i.routing)
+        got += run(PAIR, share, its).double()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
 BAD: list[tuple[str, dict[str, Any], dict[str, Any], type[InputError], str]] = [
     ("lost on the way", {"adapters_T": None}, {}, RoutingError, "adapters: got None, need"),
     ("another word", {"adapters_T": "all"}, {}, RoutingError, "adapters: got 'all'"),
@@ -229,6 +257,14 @@ def test_an_output_over_the_slots_is_refused() -> None:
     routing = replace(i.routing, adapters_T=slots_T)
     with pytest.raises(ConfigurationError, match="memory of adapters"):
         kernel(i.x_TH, i.weights, routing, out=memory.view(9, 32))
+
+
+@pytest.mark.parametrize("verb", ["plan", "bench", "profile"])
+def test_what_measures_refuses_adapters(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their bytes are not counted: a floor without them would be wrong."""
+    code, _, err = run_mk(capsys, verb, "--lora", "adapters=2,rank=8")
+    assert code == 2
+    assert "lora: got adapters=2,rank=8, need none" in err
 
 
 def test_sequences_give_their_tokens_their_slots() -> None:

@@ -120,7 +120,8 @@ def test_check_refuses_with_rule_parties_got_and_need(mk: Mk) -> None:
         "hint": hint,
     }
     assert record["problem"]["hidden"] == 64
-    assert set(record["machine"]) == {"device", "arch", "packages", "interpreter", "name"}
+    names = {"device", "arch", "packages", "interpreter", "name", "others"}
+    assert set(record["machine"]) == names
 
 
 def _lines(ended: Ended) -> Iterator[str]:

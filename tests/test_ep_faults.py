@@ -355,8 +355,8 @@ def ask_while_it_fails(rank: int, world: int, group: object) -> list[str]:
 # -------------------------------------------------------------------------------- without ranks
 
 
-def failed(step: int, phase: str, started_s: float) -> dict[str, object]:
-    return {"step": step, "phase": phase, "started_s": started_s}
+def failed(step: int, phase: str, waited_s: float) -> dict[str, object]:
+    return {"step": step, "phase": phase, "waited_s": waited_s}
 
 
 @pytest.mark.parametrize(
@@ -367,11 +367,11 @@ def failed(step: int, phase: str, started_s: float) -> dict[str, object]:
         (0, {0: (2, "combine", 0), 1: (2, "dispatch", 0), 2: (2, "combine", 0)}, (1,), "earlier"),
         (
             0,
-            {0: (1, "counts", 0), 1: (1, "counts", 0.1), 2: (1, "counts", 1.4)},
+            {0: (1, "counts", 1.4), 1: (1, "counts", 1.3), 2: (1, "counts", 0)},
             (2,),
             "1.4 s late",
         ),
-        (2, {0: (1, "counts", 0), 1: (1, "counts", 0.1), 2: (1, "counts", 1.4)}, (0, 1), "gave up"),
+        (2, {0: (1, "counts", 1.4), 1: (1, "counts", 1.3), 2: (1, "counts", 0)}, (0, 1), "gave up"),
         (0, {0: (1, "counts", 0), 1: (1, "counts", 0), 2: (1, "counts", 0)}, (1, 2), "failed too"),
     ],
 )

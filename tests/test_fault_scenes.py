@@ -19,6 +19,7 @@ from modular_kernel.testing.verify.over_ranks import build_kernel, faults, prove
 from modular_kernel.types import Machine
 
 CPU = this_machine(device="cpu")
+pytestmark = pytest.mark.cpu
 SYMMETRIC = "SymmMemPrepareAndFinalize"
 
 

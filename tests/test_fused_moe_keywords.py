@@ -9,7 +9,7 @@ from fused_samples import BASE, E, H, I, K, T, close, layer, run
 
 from experts.triton.configs.select import override_config
 from modular_kernel.errors import ConfigurationError, LayoutError, ShapeError
-from modular_kernel.integrations import fused_moe as module
+from modular_kernel.integrations import fused_moe_kernels as module
 from modular_kernel.integrations.fused_moe import (
     MoeRunnerConfig,
     StandardTopKOutput,
@@ -69,7 +69,12 @@ def test_chunks_are_made() -> None:
     close(parts, whole.double(), 1e-6)
     sizes = (16, H, I, E, K, None)
     facts = ("none", "silu", False, 1.0, Combine.SUM, False, 2)
-    assert module._kernel(sizes, torch.float32, False, facts, x_TH.device).problem.chunk_tokens == 2
+    assert (
+        module._kernel(
+            sizes, torch.float32, False, facts, x_TH.device, module.USUAL
+        ).problem.chunk_tokens
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_chunks_have_a_default() -> None:
     facts = ("none", "silu", False, 1.0, Combine.SUM, False, 64 * 1024)
     for tokens, chunk in ((1, None), (65536, None), (65537, 65536), (131073, 65536)):
         x_TH = torch.empty(tokens, H)
-        assert module._kernel_for(x_TH, weights, routing, facts).problem.chunk_tokens == chunk
+        assert module.kernel_for(x_TH, weights, routing, facts).problem.chunk_tokens == chunk
 
 
 @pytest.mark.parametrize("chunk", [3, 4])
@@ -205,6 +210,11 @@ def test_batches_of_sequences() -> None:
     got = fused_moe(x_BSH, weights.w1, weights.w2, three, MoeRunnerConfig())
     assert got is x_BSH
     assert torch.equal(got, want.view(2, 3, H))
+    turned = [t.view(3, 2, K) for t in three]
+    with pytest.raises(ShapeError, match=r"topk_ids: got \(3, 2, \d\), need \(2, 3, K\)"):
+        fused_moe(x_BSH, weights.w1, weights.w2, turned)
+    with pytest.raises(ShapeError, match="gating_output"):
+        fused_moe(x_BSH, weights.w1, weights.w2, logits.view(3, 2, E), top_k=K)
     with pytest.raises(LayoutError, match="x of an inplace call: got strides"):
         fused_moe(x_BSH.mT, weights.w1, weights.w2, three, MoeRunnerConfig())
 

@@ -262,7 +262,8 @@ def test_a_plans_own_output_may_be_its_next_input() -> None:
         plan(own[1:], args.weights, few)
 
 
-PAIRS = [(v.prepare_finalize, v.experts) for v in check_all(PROBLEM, this_machine()) if v.ok]
+HERE = check_all(PROBLEM, this_machine(device="cpu"))
+PAIRS = [(verdict.prepare_finalize, verdict.experts) for verdict in HERE if verdict.ok]
 
 
 @pytest.mark.parametrize(("pf", "experts"), PAIRS)

@@ -74,6 +74,7 @@ def test_compose_keeps_where_it_is_told_and_else_says_that_it_does_not(
     assert second["notes"] == []
 
 
+@pytest.mark.cpu
 def test_a_kernel_is_made_and_called(monkeypatch: pytest.MonkeyPatch) -> None:
     program = f"""{HOMELESS}
 import torch

@@ -70,7 +70,7 @@ def test_wheel_holds_every_module_and_data_file(wheel: zipfile.ZipFile) -> None:
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
-        if path.suffix in {".py", ".c", ".json", ".typed"}
+        if path.suffix in {".py", ".c", ".json", ".html", ".css", ".typed"}
     }
     assert in_tree - set(wheel.namelist()) == set()
     assert {f"{package}/py.typed" for package in PACKAGES} <= in_tree
@@ -121,7 +121,7 @@ def test_metadata(metadata: Message) -> None:
 def test_run_time_needs_are_few(metadata: Message) -> None:
     plain = [r for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r]
     names = {re.split(r"[<>=;\s]", requirement)[0] for requirement in plain}
-    assert names == {"torch", "numpy", "triton", "typer", "rich", "safetensors"}
+    assert names == {"torch", "numpy", "triton", "typer", "rich", "safetensors", "jinja2"}
     (triton,) = (requirement for requirement in plain if requirement.startswith("triton"))
     assert "platform_system" in triton
 
@@ -145,6 +145,12 @@ def test_the_oldest_and_the_newest_triton_are_tested(metadata: Message) -> None:
     assert newest == ["3", str(minors[-1])]
     compat = pytest.importorskip("modular_kernel.ops.launch.triton_versions")
     assert tuple(f"3.{minor}" for minor in minors) == compat.REPLAYED
+
+
+def test_the_least_transformers_is_the_one_that_is_tested(metadata: Message) -> None:
+    needs = [r for r in metadata.get_all("Requires-Dist", []) if r.startswith("transformers")]
+    assert {re.search(r">=([\d.]+)", need)[1] for need in needs} == {"5.23"}  # type: ignore[index]
+    assert pins("cpu")["transformers"].startswith("5.23.")
 
 
 def test_every_requirement_is_named_not_located(metadata: Message) -> None:

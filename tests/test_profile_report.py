@@ -160,7 +160,13 @@ def test_the_page_is_whole_and_needs_nothing_else(pairs: tuple[str, ...], ranks:
     assert re.findall(r"https?:|url\(|@import", page) == []
     assert "<B>" not in page
     assert "A x &lt;B&gt;" in page
-    figures = 2 * ranks * len(pairs) + (len(pairs) > 1)
-    assert checked.seen.count("svg") == figures
+    assert checked.seen.count("svg") == ranks * len(pairs)
+    assert page.count("<figure>") == 2 * ranks * len(pairs) + (len(pairs) > 1)
     numbers = re.findall(r'(?:width|x1|x|y)="(-?[\d.]+|nan|inf)"', page)
     assert all(0 <= float(number) <= 1000 for number in numbers)
+    shares = re.findall(r"(?:width|left):(-?[\d.]+|nan|inf)%;?[b\"]", page)
+    assert len(shares) >= 5 * ranks * len(pairs)
+    assert all(0 <= float(share) <= 100 for share in shares)
+    first = page.index('class="tiles"')
+    assert first < page.index("<table>")  # what it takes, before how it was measured
+    assert first < page.index("<dl>")

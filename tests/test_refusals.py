@@ -17,6 +17,7 @@ from modular_kernel.catalog import check, make_kernel
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import IncompatibleError
 from modular_kernel.placement import Placement
+from modular_kernel.providers import Provider
 from modular_kernel.rules import RULES, judge, unavailable
 from modular_kernel.support import (
     ExpertsRequirements,
@@ -132,6 +133,11 @@ LINEAR = {"pf.linear_placement": True, "problem.expert_map": True}
 TWO_RANKS = {"problem.parallel": Parallel(2)}
 ROUND_ROBIN = Placement.round_robin(8, 2)
 INTERLEAVED = ActivationSpec("silu", interleaved=True)
+SIGNS = (("__init__.py", "gemm"),)
+THEIRS = Provider("theirs", ("theirs",), SIGNS, "theirs 2 (gemm)", "build it")
+WHY = (("theirs", "another theirs 1.0: no gemm in __init__.py"),)
+PROVIDED = {"ex.packages": ("theirs",), "ex.providers": (THEIRS,), "machine.others": WHY}
+ROOM = {"ex.capacity_multiple": 128, "problem.expert_map": True}
 LIMIT = 8192  # elements: 16 tokens x top-2 x max(2 x 128, 64)
 
 # A table: a line or two per case.
@@ -144,8 +150,11 @@ CASES = (
     Case("device", "machine.interpreter", False, True, PF_M + EX_M, "cpu", "GPU", INTERPRETED),
     Case("arch", "ex.min_arch", (10, 0), (9, 0), EX_M, "9.0", ">= 10.0"),
     Case("arch", "pf.min_arch", (9, 1), None, PF_M, "9.0", ">= 9.1"),
+    Case("archs", "ex.archs", {(10, 0), (8, 0)}, {(9, 0)}, EX_M, "9.0", "8.0 or 10.0"),
     Case("package", "pf.packages", ("deep_ep",), ("triton",), PF_M, "not importable", "deep_ep"),
     Case("package", "ex.packages", ("cutlass",), (), EX_M, "not importable", "cutlass"),
+    Case("package", "machine.packages", frozenset({"triton"}), frozenset({"theirs"}), EX_M,
+         "another theirs 1.0: no gemm in __init__.py", "theirs 2 (gemm)", PROVIDED),
     Case("dtype", "ex.dtypes", {torch.float16}, BF16_FP32, EX_P, "bfloat16", "float16"),
     Case("dtype", "problem.dtype", torch.float16, torch.float32, PF_P, "float16",
          "bfloat16, float32", {"pf.dtypes": BF16_FP32}),
@@ -168,6 +177,8 @@ CASES = (
          FP8 | {"ex.whole_blocks": True}),
     Case("quant_block", "problem.intermediate", 96, 256, EX_P, "intermediate=96", "group 128",
          FP8 | {"ex.whole_blocks": True}),
+    Case("blocks", "problem.quant", "fp8_w8a8_block:block=64x128", "fp8_w8a8_block", EX_P,
+         "64x128", "128x128", {"problem.hidden": 128, "ex.blocks": frozenset({(128, 128)})}),
     Case("packing", "problem.hidden", 65, 66, EX_P, "hidden=65", "a multiple of 2", INT4),
     Case("packing", "problem.intermediate", 127, 128, EX_P, "intermediate=127", "of 2", INT4),
     Case("packing", "problem.hidden", 36, 40, EX_P, "hidden=36", "a multiple of 8", REPACKED),
@@ -185,6 +196,13 @@ CASES = (
     Case("placement", "problem.parallel", Parallel(2, ROUND_ROBIN), Parallel(2), PF_P, "another",
          "linear", LINEAR),
     Case("capacity", "problem.tokens", 9, 8, PF_P, "tokens=9", "<= 8", {"pf.max_tokens": 8}),
+    Case("capacity_multiple", "problem.tokens", 66, 64, PAIR, "132 rows", "a multiple of 128",
+         BATCHED_PAIR | TWO_RANKS | ROOM),
+    Case("capacity_multiple", "pf.capacity_unit", 2, 4, PAIR, "8196 rows", "a multiple of 8",
+         BATCHED_PAIR | TWO_RANKS | {"ex.capacity_multiple": 8, "problem.tokens": 4098}
+         | {"problem.expert_map": True}),
+    Case("capacity_multiple", "pf.rounds_capacity", False, True, PAIR, "16 rows", "of 128",
+         BATCHED_PAIR | {"ex.capacity_multiple": 128}),
     Case("ids_dtype", "problem.ids_dtype", torch.int32, torch.int64, PF_P, "int32", "int64",
          {"pf.topk_indices_dtype": torch.int64}),
     Case("reduce", "pf.reduces", {Reduce.DELEGATE}, {Reduce.NOOP}, PAIR, f"noop left by {EX}",

@@ -28,7 +28,7 @@ def test_facts_that_nobody_told(garbage: bytes) -> None:
 def test_a_failure_that_nobody_posted_is_no_failure(garbage: bytes) -> None:
     store = dist.HashStore()
     store.set(failure_key(1), garbage)
-    mine = {"step": 1, "phase": "counts", "started_s": 0.0}
+    mine = {"step": 1, "phase": "counts", "waited_s": 0.0}
     assert FailureBoard(store, 0, 2).post(mine, time.monotonic() + 0.2) == {0: mine}
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 from doc_blocks import module_source
+from run_mk import run_mk
 
 from experts import NaiveBatchedExperts, TorchExperts
+from modular_kernel import catalog as catalogs
 from modular_kernel.catalog import Catalog, Offer, build_catalog
 from modular_kernel.errors import BrokenPartError, DuplicatePartError
 from modular_kernel.machine import current_machine
@@ -321,3 +323,17 @@ def test_no_verb_is_broken_by_them(site: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_package_that_is_not_there_is_absent() -> None:
     assert "no_such_package" not in current_machine({"no_such_package", "no_such.child"}).packages
+
+
+def test_where_no_part_is_found_every_verb_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a checkout that is not installed: there are no entry points."""
+    monkeypatch.setattr(catalogs, "load_catalog", lambda: build_catalog([]))
+    pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
+    for words in (["list"], ["check"], ["check", *pair], ["plan", *pair]):
+        ended = run_mk(capsys, *words)
+        assert ended[0] == 2, words
+        told = " ".join((ended[1] + ended[2]).split())
+        assert "got no entry point of modular_kernel.parts" in told
+        assert "pip install -e ." in told

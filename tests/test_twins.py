@@ -106,8 +106,11 @@ def test_rounded_router_weights_are_found_in_every_pairing(
     case = Case(prepare, experts, _HALF)
     assert mutant.occurs(case, machine)
     failures = prove(case, machine, mutant.build).failures
-    assert failures
-    assert [line for line in failures if not line.startswith("one_rounding: ")] == []
+    assert any(line.startswith("one_rounding: ") for line in failures)
+    # On a GPU allocations are counted, and the mutant makes a tensor.
+    more = ("no_allocation: ",) if machine.device == "cuda" else ()
+    found_by = ("one_rounding: ", *more)
+    assert [line for line in failures if not line.startswith(found_by)] == []
 
 
 def test_a_twin_that_rounds_as_the_recipe_does_is_the_recipe() -> None:

@@ -1,5 +1,6 @@
-"""Experts over kernels of our own in CuTe DSL (the package nvidia-cutlass-dsl)."""
+"""Experts over CUTLASS: kernels of our own in CuTe DSL (nvidia-cutlass-dsl), and torch's."""
 
 from experts.cutlass.part import CutlassExpertsFP8
+from experts.cutlass.rowwise import BatchedCutlassExpertsFP8, CutlassRowwiseExpertsFP8
 
-__all__ = ["CutlassExpertsFP8"]
+__all__ = ["BatchedCutlassExpertsFP8", "CutlassExpertsFP8", "CutlassRowwiseExpertsFP8"]

@@ -5,10 +5,9 @@ import torch
 from experts.cutlass.path import CutlassPath
 from experts.triton.contiguous import TritonExperts
 from experts.triton.grouped_tma.config import NAME
-from modular_kernel.support import ExpertsRequirements, Rejection
-from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.types import ActivationFormat, Problem, Reduce
 
-_ARCH = (9, 0)  # what the kernel's instructions are of: later ones have others
 _BLOCK = (128, 128)
 
 
@@ -27,7 +26,7 @@ class CutlassExpertsFP8(TritonExperts):
         packages=("triton", "nvidia_cutlass_dsl", "tvm_ffi"),
         packages_extra="cutlass",
         triton=True,
-        min_arch=_ARCH,
+        archs=frozenset({(9, 0)}),  # what the kernel's instructions are of
         dtypes=frozenset({torch.bfloat16}),
         graph_capturable=True,
         reduce=Reduce.NOOP,
@@ -41,6 +40,7 @@ class CutlassExpertsFP8(TritonExperts):
         hidden_multiple=_BLOCK[1],
         intermediate_multiple=_BLOCK[0],
         schemes=frozenset({"fp8_w8a8_block"}),
+        blocks=frozenset({_BLOCK}),
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -51,17 +51,3 @@ class CutlassExpertsFP8(TritonExperts):
     @classmethod
     def tunable(cls, problem: Problem) -> None:
         """Nothing to choose: the kernel has one tile."""
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = list(super().extra_rejections(problem, machine))
-        if machine.arch is not None and machine.arch > _ARCH:
-            got = f"{machine.arch[0]}.{machine.arch[1]}"
-            hint = "its kernel is of sm_90a's instructions; take TritonExperts"
-            found.append(Rejection("arch", (cls.__name__, "machine"), got, "9.0", hint))
-        group = problem.scheme.group
-        if problem.scheme.name in cls.requires.schemes and group != _BLOCK:
-            found.append(
-                Rejection("quant_block", (cls.__name__, "problem"), f"{group}", f"{_BLOCK}")
-            )
-        return tuple(found)

@@ -1,7 +1,10 @@
 """BatchedTritonExperts: two grouped GEMMs over rows that lie expert by expert."""
 
+from dataclasses import dataclass
+
 import torch
 
+from experts.triton.adapters import Shrunk, adapter_specs, arguments_of, shrink_batched
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import (
@@ -49,6 +52,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         weight_on_input=False,
         tf32=True,
         schemes=SCHEMES,
+        lora=True,
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -75,7 +79,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
             workspace13=BufferSpec((*rows, problem.intermediate), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
             output=BufferSpec((*rows, problem.hidden), problem.dtype),
-            extra=self._quantised_specs(shape),
+            extra=self._quantised_specs(shape) | adapter_specs(problem, rows[0] * rows[1]),
         )
 
     def _quantised_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
@@ -105,14 +109,17 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         experts, capacity, _ = tokens.x_eCH.shape
         one, two = choose_config(problem, capacity).both(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
+        adapters = _Adapters(tokens, weights, problem, workspace, one.block_m)
         with stages.stage(stages.GEMM1):
+            shrunk = adapters.of_w1()
             product = first_product(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
-            self._multiply(rows, product, one, tokens.counts_e, h_eCI)
+            self._multiply(rows, product, one, tokens.counts_e, h_eCI, shrunk)
         h_rows = self._quantised(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
+            shrunk = adapters.of_w2(h_eCI)
             product = second_product(weights, problem)
-            self._multiply(h_rows, product, two, tokens.counts_e, output)
+            self._multiply(h_rows, product, two, tokens.counts_e, output, shrunk)
 
     def _quantised(
         self,
@@ -145,6 +152,7 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         tile: LaunchConfig,
         counts_e: torch.Tensor,
         out: torch.Tensor,
+        shrunk: Shrunk | None,
     ) -> None:
         a_eCK, a_scale = rows
         experts, capacity, _ = a_eCK.shape
@@ -159,8 +167,37 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
             capacity=capacity,
             num_m=num_m,
             stride_ase=_expert_stride(a_scale, capacity),
+            **arguments_of(shrunk),
             **product.arguments(tile, self.problem.fp32_precision, a_scale),
         )
+
+
+@dataclass(frozen=True)
+class _Adapters:
+    """A x of a call's rows, before each product; None where no row has an adapter."""
+
+    tokens: BatchedTokens
+    weights: ExpertWeights
+    problem: Problem
+    workspace: Workspace
+    block_m: int
+
+    def of_w1(self) -> Shrunk | None:
+        matrices = self.weights.lora_a13, self.weights.lora_b13
+        return self._shrunk("lora_u13", self.tokens.plain_eCH, *matrices)
+
+    def of_w2(self, h_eCI: torch.Tensor) -> Shrunk | None:
+        return self._shrunk("lora_u2", h_eCI, self.weights.lora_a2, self.weights.lora_b2)
+
+    def _shrunk(
+        self, name: str, x_eCK: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
+    ) -> Shrunk | None:
+        slots_eC, counts_e = self.tokens.adapters_eC, self.tokens.counts_e
+        if slots_eC is None or a is None or b is None:
+            return None
+        experts, capacity, _ = x_eCK.shape
+        u = self.workspace.take(name, (experts * capacity, a.shape[2]))
+        return shrink_batched(u, x_eCK, slots_eC, counts_e, (a, b), self.problem, self.block_m)
 
 
 def _expert_stride(a_scale: torch.Tensor | None, capacity: int) -> int:

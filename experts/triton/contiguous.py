@@ -1,6 +1,7 @@
 """TritonExperts: contiguous tokens through Triton products, by the path its configuration says."""
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from experts.triton.configs.select import choose_config, kinds_up_to, on_device, this_store
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.operands import SCHEMES, weight_rejections
-from experts.triton.path import PathCall, Rooms
+from experts.triton.path import Path, PathCall, Rooms
 from experts.triton.paths import BY_NAME, PATHS
 from experts.triton.tuning.space import ConfigSpace
 from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
@@ -48,6 +49,7 @@ class TritonExperts(PermuteExpertsUnpermute):
         chunking=True,
         tf32=True,
         schemes=SCHEMES,
+        lora=True,
     )
 
     def __init__(self, problem: Problem) -> None:
@@ -55,6 +57,9 @@ class TritonExperts(PermuteExpertsUnpermute):
         self._paths = {name: BY_NAME[name](problem) for name in paths_of(problem)}
         self._choices = _choices(tuple(self._paths))
         self._rooms = Rooms()
+        # Calls whose tokens have no adapters take the paths, and the launches, of a layer without.
+        plain = None if problem.adapters is None else replace(problem, lora="none")
+        self._without = None if plain is None else TritonExperts(plain)
 
     @classmethod
     def tunable(cls, problem: Problem) -> ConfigSpace | None:
@@ -81,12 +86,15 @@ class TritonExperts(PermuteExpertsUnpermute):
         """Room for any call up to shape.tokens: fewer tokens can need more of a buffer, because
         they take other paths and smaller blocks."""
         assert isinstance(shape, ContiguousShape)
-        kinds = tuple(self._kinds(shape.tokens).items())
-        return self._rooms.of(self.problem, shape, kinds, self._specs)
+        kinds = self._kinds_of_calls(shape.tokens)
+        return self._rooms.of(self.problem, shape, kinds, lambda kind: kind.specs())
 
-    def _specs(self, kind: tuple[tuple[str, int], int]) -> dict[str, BufferSpec]:
-        (path, block_m), most = kind
-        return self._paths[path].specs(most, block_m)
+    def _kinds_of_calls(self, tokens: int) -> tuple["_Kind", ...]:
+        own = (
+            _Kind(self._paths[path], block_m, most)
+            for (path, block_m), most in self._kinds(tokens).items()
+        )
+        return (*own, *(() if self._without is None else self._without._kinds_of_calls(tokens)))
 
     def _kinds(self, tokens: int) -> dict[tuple[str, int], int]:
         """Return by (path, block_m) the most tokens of a call that meets it, as tensors may lie."""
@@ -111,6 +119,9 @@ class TritonExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
+        if self._without is not None and tokens.routing.adapters_T is None:
+            self._without.apply(tokens, weights=weights, workspace=workspace, output=output)
+            return
         config = self._config(tokens.x_TH, weights)
         self._paths[config.path].run(PathCall(tokens, weights, workspace, output, config))
 
@@ -121,6 +132,18 @@ class TritonExperts(PermuteExpertsUnpermute):
             return config
         paths = tuple(name for name, path in self._paths.items() if path.takes(weights, x_TH))
         return choose_config(self.problem, len(x_TH), paths)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of call that takes its own room: at most `most` tokens, in blocks of block_m rows."""
+
+    path: Path
+    block_m: int
+    most: int
+
+    def specs(self) -> dict[str, BufferSpec]:
+        return self.path.specs(self.most, self.block_m)
 
 
 def paths_of(problem: Problem) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ class GroupedGemmExperts(PermuteExpertsUnpermute):
         chunking=True,
         tf32=True,
         schemes=_SCHEMES,
+        lora=True,
     )
 
     def __init__(self, problem: Problem) -> None:

@@ -1,6 +1,6 @@
 """A report as a table: cells of text for a terminal, and a document in Markdown."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from modular_kernel.measure import records as status
 from modular_kernel.measure.records import Report, Row, best
@@ -133,29 +133,44 @@ def _ratio(ours: float | None, other: float | None) -> str:
     return "" if ours is None or not other else f"{ours / other:.2f}"
 
 
+def ratios(report: Report) -> list[tuple[str, str]]:
+    """Return the geometric mean of our best over the floor and over the best peer, by operands."""
+    return [
+        (f"{_mean(values):.2f} x", f"{what}, {operands}")
+        for operands, found in _compared(report)
+        for what, values in found.items()
+    ]
+
+
 def summary(report: Report) -> list[str]:
     """Per kind of operands: how our best compares with the floor and with the best peer."""
     lines = []
+    for operands, found in _compared(report):
+        parts = [
+            f"{_mean(values):.2f} x {what} in geometric mean over {counted(len(values), 'cell')} "
+            f"({min(values):.2f} to {max(values):.2f})"
+            for what, values in found.items()
+        ]
+        lines.append(f"{operands}, best of ours: " + "; ".join(parts))
+    return lines
+
+
+def _compared(report: Report) -> Iterator[tuple[str, dict[str, list[float]]]]:
+    """Yield, for each kind of operands, our best over what it is compared with, cell by cell."""
     for operands in dict.fromkeys(row.operands for row in report.rows):
         rows = [row for row in report.rows if row.operands == operands]
-        groups = [[r for r in rows if r.group == g] for g in dict.fromkeys(r.group for r in rows)]
-        over_floor, over_peer = [], []
-        for members in groups:
+        over_floor, over_peer = list[float](), list[float]()
+        for group in dict.fromkeys(row.group for row in rows):
+            members = [row for row in rows if row.group == group]
             ours, peer = best(members, ours=True), best(members, ours=False)
             floor = min((row.floor_us for row in members if row.floor_us), default=None)
             if ours and floor:
                 over_floor.append(ours / floor)
             if ours and peer:
                 over_peer.append(ours / peer)
-        parts = [
-            f"{_mean(values):.2f} x {what} in geometric mean over {counted(len(values), 'cell')} "
-            f"({min(values):.2f} to {max(values):.2f})"
-            for values, what in ((over_floor, "the floor"), (over_peer, "the best peer's time"))
-            if values
-        ]
-        if parts:
-            lines.append(f"{operands}, best of ours: " + "; ".join(parts))
-    return lines
+        found = {"the floor": over_floor, "the best peer's time": over_peer}
+        if any(found.values()):
+            yield operands, {what: values for what, values in found.items() if values}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from modular_kernel.cli import output
+from modular_kernel.cli.bench_model import WholeModel, bench_model, refuse_others
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
 from modular_kernel.cli.presets import BASELINE_SHAPES, SHAPES, facts, known, shown, unknown
+from modular_kernel.cli.ranks import ranks_asked
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.config_file import is_file
 
@@ -88,6 +90,7 @@ def bench(
     options: ProblemOptions,
     method: Method,
     files: BenchFiles,
+    whole: WholeModel,
     pf_type: PfType = None,
     experts_type: ExpertsType = None,
 ) -> None:
@@ -110,8 +113,27 @@ def bench(
 
     --load FILE.json shows, and draws, what was measured elsewhere.
 
+    --hf CONFIG builds a whole transformers model with random weights instead, and times it with
+    eager and grouped_mm experts and with ours: tokens per second of prefill and of decoding with a
+    static cache. An implementation whose first experts module differs from eager on the same
+    routing is WRONG. Of the other options it takes --dtype, --pf-type, --experts-type and --json.
+
     Exits with 1 if a row is wrong or failed, or if the pair named is refused; 2 is bad usage.
     """
+    if ranks_asked(None) > 1:
+        got, need = f"a launcher's world of {ranks_asked(None)} ranks", "one process"
+        raise ConfigurationError("mk bench", got=got, need=f"{need}: ranks have mk exchange")
+    whole.check_alone()
+    if whole.hf is not None:
+        refuse_others((options, method, files), ("dtype", "as_json"))
+        bench_model(
+            whole,
+            dtype=options.dtype,
+            pf_type=pf_type,
+            experts_type=experts_type,
+            as_json=files.as_json,
+        )
+        return
     cells_of = _Cells(options, method)
     _check_files(files)
     if files.load is not None:
@@ -187,7 +209,7 @@ class _Cells:
 
     def problem(self, name: str) -> "Problem":
         """Return the unquantised problem of a model or of the sizes given."""
-        return replace(self.options, quant="none", model=name or None).problem()
+        return replace(self.options, quant="none", model=name or None).measured()
 
     def cells(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase

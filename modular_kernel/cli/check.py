@@ -10,6 +10,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import chosen_machine
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
+from modular_kernel.cli.ranks import launched
 from modular_kernel.cli.tables import layout
 from modular_kernel.printable import counted
 
@@ -46,6 +47,7 @@ def check(
     Exits with 0 if the pair is valid (or, without a pair, if some pair is), with 1 if it is
     refused, with every reason, and with 2 on bad usage.
     """
+    options = launched(options)
     problem = options.problem()
     checkpoint = _checkpoint(options)
     if checkpoint is not None:
@@ -138,12 +140,20 @@ def judged(
     return found
 
 
+def explained(verdict: "Verdict") -> tuple[str, ...]:
+    """Return what calls of a valid pair take, where its experts choose."""
+    from modular_kernel.catalog import load_catalog
+
+    return load_catalog().experts(verdict.experts).explained(verdict.problem)
+
+
 def _record(verdict: "Verdict") -> dict[str, object]:
     return {
         "prepare_finalize": verdict.prepare_finalize,
         "experts": verdict.experts,
         "ok": verdict.ok,
         "rejections": verdict.rejections,
+        "explained": explained(verdict) if verdict.ok else (),
         "problem": verdict.problem,
         "machine": verdict.machine,
     }
@@ -163,6 +173,8 @@ def _print_verdict(verdict: "Verdict") -> None:
     where = f"{verdict.problem} on {verdict.machine}"
     if verdict.ok:
         output.line(f"{verdict.pairing}: valid for {where}")
+        for line in explained(verdict):
+            output.line(f"  {line}")
         return
     count = counted(len(verdict.rejections), "reason")
     output.line(f"{verdict.pairing}: refused for {where}, {count}")

@@ -10,7 +10,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.compose_output import explain_text, print_text, record, teller
 from modular_kernel.cli.lists import token_numbers
 from modular_kernel.cli.options import AsJson, ProblemOptions
-from modular_kernel.cli.ranks import Backend, host_of
+from modular_kernel.cli.ranks import Backend, host_of, launched
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def compose(
 
     Exits with 1 if every pairing is refused; 2 is bad usage.
     """
+    options = launched(options)
     if choosing.replicated and (options.world_size or 1) == 1:
         raise ConfigurationError("--replicated", got="one rank", need="--world-size N beside it")
     terms = choosing.terms()

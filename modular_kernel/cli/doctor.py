@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson
+from modular_kernel.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from modular_kernel.catalog import Broken
     from modular_kernel.states import State
+    from modular_kernel.support import Requirements
 
 # Importable name -> what it gives, for packages that no part names.
 _EXTRAS = {
@@ -37,11 +39,17 @@ class DeviceReport:
 
 @dataclass(frozen=True)
 class Package:
-    """An optional package: is it here, and what does it enable?"""
+    """An optional package: is it here, and what does it enable?
+
+    version: "" if it does not say. why: what else was found in its place. get: how to install it.
+    """
 
     name: str
     present: bool
     enables: str
+    version: str = ""
+    why: str = ""
+    get: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,10 @@ def doctor(as_json: AsJson = None) -> None:
         states=states(),
     )
     output.answer(report, as_json, lambda: _print_text(report))
+    try:
+        load_catalog().require_parts()
+    except ConfigurationError as error:
+        output.note(str(error))
 
 
 def _versions() -> dict[str, str | None]:
@@ -157,23 +169,38 @@ def _peer_access() -> list[list[bool]]:
 
 
 def _packages() -> list[Package]:
-    from modular_kernel.catalog import load_catalog, packages_of
+    from modular_kernel.catalog import load_catalog, packages_of, providers_of
     from modular_kernel.machine import importable
+    from modular_kernel.providers import find
 
     catalog = load_catalog()
     wanted = sorted({*_EXTRAS, *packages_of(catalog)})
     present = importable(wanted)
+    probed = {provider.name: find(provider) for provider in providers_of(catalog)}
     found = []
     for name in wanted:
-        needing = ", ".join(p.name for p in catalog.parts if name in _required(p.cls))
-        found.append(Package(name, name in present, needing or _EXTRAS[name]))
+        needing = [p for p in catalog.parts if name in _required(p.cls)]
+        enables = ", ".join(p.name for p in needing) or _EXTRAS[name]
+        get = _requires(needing[0].cls).how_to_get(name) if needing else f"pip install {name}"
+        if name in probed:
+            one = probed[name]
+            here, version, why = one.folder is not None, one.version, one.why
+        else:
+            here, version, why = name in present, _version_of(name) or "", ""
+        found.append(Package(name, here, enables, version if here else "", why, get))
     return found
 
 
-def _required(cls: type) -> tuple[str, ...]:
+def _requires(cls: type) -> "Requirements":
+    from modular_kernel.support import Requirements
+
     requires = getattr(cls, "requires", None)
-    packages: tuple[str, ...] = requires.packages if requires is not None else ()
-    return packages
+    assert isinstance(requires, Requirements)
+    return requires
+
+
+def _required(cls: type) -> tuple[str, ...]:
+    return _requires(cls).packages if hasattr(cls, "requires") else ()
 
 
 def _print_text(report: DoctorReport) -> None:
@@ -188,7 +215,13 @@ def _print_text(report: DoctorReport) -> None:
     output.table(("reads from", *(f"gpu {i}" for i in range(len(links)))), rows)
     if report.topology:
         output.line(f"{report.topology}\n")
-    packages = [(p.name, "yes" if p.present else "no", p.enables) for p in report.packages]
-    output.table(("optional package", "here", "enables"), packages)
+    packages = [(p.name, _here(p), p.enables, "" if p.present else p.get) for p in report.packages]
+    output.table(("optional package", "here", "enables", "how to get it"), packages)
     broken = [(b.name, b.origin, b.error) for b in report.broken]
     output.table(("broken entry point", "from", "error"), broken)
+
+
+def _here(package: Package) -> str:
+    if package.present:
+        return package.version or "yes"
+    return f"no: {package.why}" if package.why else "no"

@@ -14,8 +14,9 @@ from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.lists import schemes, token_numbers
 from modular_kernel.cli.options import AsJson
-from modular_kernel.cli.ranks import Backend, pool_of
+from modular_kernel.cli.ranks import Backend, pool_of, ranks_asked
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.settings import read_launcher
 
 if TYPE_CHECKING:
     from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
@@ -73,12 +74,21 @@ def _filled(options: G, device: str) -> G:
 class Sizes:
     """What is exchanged."""
 
-    world_size: Annotated[int, typer.Option(help="Ranks, 2 or more.")] = 2
+    world_size: Annotated[
+        int | None,
+        typer.Option(help="Ranks, 2 or more.  [default: 2, or a launcher's]", show_default=False),
+    ] = None
     tokens_list: Annotated[str | None, _usual("Tokens of each rank.", "tokens_list")] = None
     hidden: Annotated[int | None, _usual("Hidden size.", "hidden")] = None
     experts: Annotated[int | None, _usual("Experts of the model.", "experts")] = None
     top_k: Annotated[int | None, _usual("Experts of one token.", "top_k")] = None
     quant: Annotated[str, typer.Option(help="How rows travel.")] = "none,fp8_w8a8_block"
+
+    @property
+    def ranks(self) -> int:
+        """How many take part: as asked, else as many as a launcher started, else 2."""
+        given = self.world_size is not None or read_launcher() is not None
+        return ranks_asked(self.world_size) if given else 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,12 +166,15 @@ def exchange(*, sizes: Sizes, manner: ExchangeManner, files: ExchangeFiles) -> N
 
 
 def _check(sizes: Sizes, manner: ExchangeManner) -> None:
-    if sizes.world_size < 2:
-        raise ConfigurationError("--world-size", got=sizes.world_size, need=">= 2")
+    if sizes.ranks < 2:
+        raise ConfigurationError("--world-size", got=sizes.ranks, need=">= 2")
     for name in ("replays", "rounds", "link"):
         value = getattr(manner, name)
         if value is not None and not value > 0:
             raise ConfigurationError(f"--{name}", got=value, need="> 0")
+    if manner.deadline is not None and read_launcher() is not None:
+        need = "no --deadline: a launcher's ranks have no common clock"
+        raise ConfigurationError("--deadline", got=manner.deadline, need=need)
     if manner.latency < 0:
         raise ConfigurationError("--latency", got=manner.latency, need=">= 0")
 
@@ -174,11 +187,14 @@ def _measured(
     from modular_kernel.bench.all2all.timing import Repeats
     from modular_kernel.testing.verify.over_ranks import machine_of
 
-    first = pool_of(sizes.world_size, manner.backend)
+    world_size = sizes.ranks
+    first = pool_of(world_size, manner.backend)
     ready = [first]  # the first offer finds processes that have started
 
     def new_pool() -> Any:
-        return ready.pop() if ready else pool_of(sizes.world_size, manner.backend)
+        if ready or read_launcher() is not None:  # a launcher's ranks start once
+            return ready.pop() if ready else first
+        return pool_of(world_size, manner.backend)
 
     try:
         machine = machine_of(first)
@@ -195,7 +211,7 @@ def _measured(
         ):
             _tell(rows)
             report = replace(report, rows=(*report.rows, *rows))
-            if files.record is not None:
+            if files.record is not None and output.reports():
                 with output.writing(files.record):
                     report.write(files.record)
         return report
@@ -213,7 +229,7 @@ def _facts(
 
     return {
         **environment(torch.device(machine.device), shlex.join(["mk", *sys.argv[1:]])),
-        "world_size": sizes.world_size,
+        "world_size": sizes.ranks,
         "versions": {name: _version(name) for name in _LIBRARIES},
         "link_gbs": manner.link,
         "latency_us": manner.latency,
@@ -232,7 +248,7 @@ def _cells(sizes: Sizes) -> "Iterator[ExchangeCase]":
     for quant in schemes(sizes.quant):
         for tokens in numbers:
             capacity = max(few) if tokens <= _FEW else max(numbers)
-            yield ExchangeCase(sizes.world_size, tokens, capacity, quant=quant, **shape)
+            yield ExchangeCase(sizes.ranks, tokens, capacity, quant=quant, **shape)
 
 
 def _offers(
@@ -280,6 +296,8 @@ def _tell(rows: "Sequence[ExchangeRow]") -> None:
 def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
     from modular_kernel.bench.all2all import records
 
+    if not output.reports():
+        return
     if files.as_json == output.STDOUT:
         print(report.to_json())
     else:

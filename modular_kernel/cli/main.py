@@ -1,11 +1,13 @@
 """The `mk` command: registers the verbs. Importing this imports neither torch nor rich."""
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+import modular_kernel
 from modular_kernel.cli.bench import bench
 from modular_kernel.cli.check import check
 from modular_kernel.cli.compile import compile_kernels
@@ -15,7 +17,7 @@ from modular_kernel.cli.doctor import doctor
 from modular_kernel.cli.exchange import exchange
 from modular_kernel.cli.models import list_models
 from modular_kernel.cli.options import flattened
-from modular_kernel.cli.output import STDOUT, reports_errors
+from modular_kernel.cli.output import STDOUT, reports, reports_errors
 from modular_kernel.cli.parts import list_parts
 from modular_kernel.cli.plan import plan
 from modular_kernel.cli.profile import profile
@@ -24,6 +26,8 @@ from modular_kernel.cli.report import report
 from modular_kernel.cli.streams import guarded
 from modular_kernel.cli.tune import tune
 
+# A launcher ends its world as soon as one rank fails: rank 0 is to report before.
+_LINGER_S = 5.0
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
@@ -60,9 +64,7 @@ _verb("demo", reports_errors(demo))
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(version("modular-kernel"))
+        typer.echo(modular_kernel.__version__)
         raise typer.Exit
 
 
@@ -84,7 +86,12 @@ def run(argv: list[str] | None = None) -> None:
     The status is 74 if what a verb printed could not be written, whatever the verb found.
     """
     with guarded():
-        app(args=_with_values(sys.argv[1:] if argv is None else argv), prog_name="mk")
+        try:
+            app(args=_with_values(sys.argv[1:] if argv is None else argv), prog_name="mk")
+        except SystemExit as end:
+            if end.code and not reports():
+                time.sleep(_LINGER_S)
+            raise
 
 
 def _with_values(words: list[str]) -> list[str]:

@@ -61,6 +61,9 @@ class ProblemOptions:
         _option("kind[:alpha=..,limit=..,interleaved=..].  [default: silu, or the model's]"),
     ] = None
     world_size: Annotated[int | None, _option("Ranks that share the experts.")] = None
+    ranks_per_host: Annotated[
+        int | None, _option("Ranks on each host, in blocks.  [default: all on one]")
+    ] = None
     placement: Annotated[
         str | None,
         _option("linear, round_robin, copies, or experts by rank: 0,2/1,3.  [default: linear]"),
@@ -108,12 +111,19 @@ class ProblemOptions:
             values["apply_router_weight_on_input"] = values.pop("router_weight_on_input")
         world_size = values.pop("world_size", 1)
         placement = _placement(values.pop("placement", "linear"), values["experts"], world_size)
-        values["parallel"] = Parallel(world_size, placement)
+        ranks_per_host = values.pop("ranks_per_host", None)
+        values["parallel"] = Parallel(world_size, placement, ranks_per_host=ranks_per_host)
         if "combine" in values:
             values["combine"] = _combine(values["combine"])
         if "ids_dtype" in values:
             values["ids_dtype"] = _ids_dtype(values["ids_dtype"])
         return Problem(**values)
+
+    def measured(self) -> "Problem":
+        """Return the problem for a verb that measures or estimates: it has no adapters."""
+        from modular_kernel.measure.roofline import without_adapters
+
+        return without_adapters(self.problem())
 
 
 def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":

@@ -20,6 +20,7 @@ from modular_kernel.cli.streams import LOST_OUTPUT
 from modular_kernel.cli.tables import Layout, folded, layout, records
 from modular_kernel.errors import ConfigurationError, IncompatibleError, InputError
 from modular_kernel.printable import counted, printable
+from modular_kernel.settings import read_launcher
 
 if TYPE_CHECKING:
     from modular_kernel.support import Rejection
@@ -75,12 +76,28 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        note(f"error: output was lost: {path}: {error.strerror or error}")
+        _error(f"output was lost: {path}: {error.strerror or error}")
         raise SystemExit(LOST_OUTPUT) from None
+
+
+def reports() -> bool:
+    """Tell whether this process reports: of a launcher's ranks, which all know the same, rank 0."""
+    return not _later_rank()
+
+
+def _later_rank() -> int:
+    """Return this process's rank in a launcher's world; 0 without one."""
+    try:
+        launcher = read_launcher()
+    except ConfigurationError:  # told where it matters
+        return 0
+    return 0 if launcher is None else launcher.rank
 
 
 def answer(value: object, to: str | None, show: Callable[[], None]) -> None:
     """Give a result as text (`to` None), as JSON on stdout ("-"), or as text and JSON in a file."""
+    if not reports():
+        return
     try:
         if to is not None:
             print_json(value, to)
@@ -119,6 +136,17 @@ def line(text: str = "") -> None:
 
 def note(text: str) -> None:
     """Print one line for the reader, not for a program: on stderr."""
+    if reports():
+        _tell(text)
+
+
+def _error(text: str) -> None:
+    """Print an error on stderr, of any rank: it may be this one's alone."""
+    rank = _later_rank()
+    _tell(f"rank {rank}: error: {text}" if rank else f"error: {text}")
+
+
+def _tell(text: str) -> None:
     print(printable(text, lines=True), file=sys.stderr)
 
 
@@ -177,7 +205,7 @@ def progress(total: int, what: str = "steps") -> Iterator[Callable[[], None]]:
     what: the steps in the plural. Lines come after 5 seconds, then every 20; what is quicker says
     nothing.
     """
-    if not sys.stderr.isatty():
+    if not reports() or not sys.stderr.isatty():
         yield _told_at_times(total, what)
         return
     from rich.console import Console
@@ -222,7 +250,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
             _refuse(refusal, to)
             raise typer.Exit(1) from None
         except InputError as error:
-            if to == STDOUT:
+            if to == STDOUT and reports():
                 kind = type(error).__name__
                 print_json(
                     {
@@ -234,7 +262,7 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
                         }
                     }
                 )
-            note(f"error: {error}")
+            _error(str(error))
             raise typer.Exit(2) from None
 
     return guarded

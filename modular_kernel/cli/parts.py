@@ -38,9 +38,11 @@ def list_parts(as_json: AsJson = None) -> None:
     from modular_kernel.catalog import load_catalog, this_machine
 
     catalog, machine = load_catalog(), this_machine()
+    catalog.require_parts()
     record = {
         "machine": machine,
         "parts": [_record(part, machine) for part in catalog.parts],
+        "planned": catalog.planned,
         "broken": catalog.broken,
         "duplicates": catalog.duplicates(),
     }
@@ -79,6 +81,8 @@ def _print_text(catalog: "Catalog", machine: "Machine") -> None:
         output.line(f"\n{kind}")
         for part in (part for part in catalog.parts if part.kind == kind):
             output.line("\n      ".join(["  " + part.name, *_describe(part, machine)]))
+    planned = [(one.name, one.kind, one.why) for one in catalog.planned]
+    output.table(("planned, not there", "kind", "why"), planned)
     rows = [(broken.name, broken.origin, broken.error) for broken in catalog.broken]
     output.table(("broken entry point", "from", "error"), rows)
     duplicates = [(name, " and ".join(found)) for name, found in catalog.duplicates().items()]
@@ -118,7 +122,11 @@ def _takes(requires: "Requirements") -> str:
 
 
 def _runs_on(requires: "Requirements") -> str:
+    from modular_kernel.support import archs_text
+
     words = sorted(requires.devices)
     if requires.min_arch is not None and "cuda" in words:
         words[words.index("cuda")] = f"cuda >= {requires.min_arch[0]}.{requires.min_arch[1]}"
+    if requires.archs is not None and "cuda" in words:
+        words[words.index("cuda")] = f"cuda {archs_text(requires.archs)}"
     return ", ".join([*words, *requires.packages])

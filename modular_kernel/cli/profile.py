@@ -14,7 +14,7 @@ import typer
 from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host
 from modular_kernel.cli.options import AsJson, ProblemOptions
-from modular_kernel.cli.ranks import Backend, Host, host_of
+from modular_kernel.cli.ranks import Backend, Host, host_of, launched
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modular_kernel.profiling.report import Profile
     from modular_kernel.types import Machine, Problem
 
-_LONGEST_NAME = 150  # file systems allow 255 bytes, and two names may stand in one
+_LONGEST_NAME = 72  # file systems allow 255 bytes, and a line of a terminal 80 or so
 _CALLS, _CALLS_ON_CPU = 5, 1
 _MOST_CALLS = 100  # a trace of more opens slowly
 _RANK_SECONDS = 600.0
@@ -77,7 +77,8 @@ def profile(
 
     Exits with 1, and every reason, if a pair is refused; 2 is bad usage.
     """
-    problem = options.problem()
+    options = launched(options)
+    problem = options.measured()
     calls, against = wanted.calls, wanted.against
     if calls is not None and not 1 <= calls <= _MOST_CALLS:
         raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")
@@ -106,9 +107,10 @@ def profile(
             traces=tuple(files.out / files.stem(pair) for pair in pairs),
             command=shlex.join(["mk", *sys.argv[1:]]),
         )
-        found = _read(job, _recorded(job, host), files)
+        found = _read(job, _recorded(job, host), files, host)
         record = as_record(found) | host.facts | {"report": str(files.report("html"))}
-    files.write(found, record)
+    if output.reports():
+        files.write(found, record)
     output.answer(record, as_json, lambda: _show(found, files))
 
 
@@ -139,9 +141,9 @@ def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Mac
 def file_stem(what: str, problem: "Problem") -> str:
     """Begin a file name: one of its own for everything that is profiled."""
     case = f"{what.replace(' ', '')}-{problem}"
-    name = re.sub(r"[^A-Za-z0-9._=-]", "_", case)
+    name = re.sub(r"[^A-Za-z0-9._=-]", "_", re.sub("PrepareAndFinalize|Experts", "", case))
     if name != case or len(name) > _LONGEST_NAME:
-        # Two cases may differ in a replaced character, or past the cut.
+        # Two cases may differ in what is left out or replaced, or past the cut.
         name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
     return name
 
@@ -185,20 +187,23 @@ def _recorded(job: "ProfileJob", host: Host) -> "list[RankRecord]":
     return host.pool.run(record_rank, job, timeout=_RANK_SECONDS)
 
 
-def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files) -> "Profile":
+def _read(job: "ProfileJob", records: "list[RankRecord]", files: _Files, host: Host) -> "Profile":
     """Read the traces back, check and merge them, and return the profile that they make."""
     from modular_kernel.profiling.chrome import merged, read_trace
     from modular_kernel.profiling.report import profile_of
 
-    traces = [
-        [read_trace(record.pairs[index].trace) for record in records]
-        for index in range(len(job.pairs))
-    ]
+    def traces_of(rank: int) -> list[dict[str, Any]]:
+        return [read_trace(pair.trace) for pair in records[rank].pairs]
+
+    by_rank = [traces_of(0)] if host.pool is None else host.pool.collect(traces_of)
+    traces = [[of_rank[index] for of_rank in by_rank] for index in range(len(job.pairs))]
     whole: list[Path | None] = [None] * len(job.pairs)
     if len(records) > 1:
         names = [f"rank {each.rank}: {each.environment['device']}" for each in records]
         for index, pair in enumerate(job.pairs):
             path = files.merged(pair)
+            if not output.reports():
+                continue
             with output.writing(path):
                 path.write_text(json.dumps(merged(traces[index], names)), encoding="utf-8")
             whole[index] = path

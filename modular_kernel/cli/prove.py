@@ -10,7 +10,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.host import prepare_host, prepare_torch_only
 from modular_kernel.cli.mutate import Mutating, run_mutation
 from modular_kernel.cli.options import AsJson, ExpertsType, PfType, ProblemOptions
-from modular_kernel.cli.ranks import Backend, Host, host_of, over_ranks
+from modular_kernel.cli.ranks import Backend, Host, host_of, launched, over_ranks
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.printable import counted
 
@@ -132,6 +132,7 @@ def prove(
     if not replay.one and alone != (ProblemOptions(), OneCase()):
         need = "--one beside them: otherwise the cases choose their own problems"
         raise ConfigurationError("problem, routing or seed options", got="no --one", need=need)
+    options = launched(options)
     mutating.check(beside=replay.one)
     level = _level(manner.level or ("full" if mutating.mutate else "smoke"))
     if manner.torch_only:
@@ -178,7 +179,7 @@ def _single_case(
     problem, turns = options.problem(), replay.by_turns
     case = Case(pf, experts, problem, replay.routing, replay.seed, manner, turns)
     if (options.world_size or 1) > 1:
-        if replace(manner, values=ORDINARY.values) != ORDINARY or turns:
+        if replace(manner, values=ORDINARY.values, named=ORDINARY.named) != ORDINARY or turns:
             need = "the ordinary layout and scales: --world-size"
             raise ConfigurationError("--one", got=str(manner), need=need)
         case = over_ranks(case, replay.rank_tokens, replay.fault)

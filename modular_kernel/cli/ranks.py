@@ -1,5 +1,7 @@
 """Where proofs run: in this process, or over ranks that it starts."""
 
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,13 +11,16 @@ import typer
 
 from modular_kernel.cli.output import note
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import counted
+from modular_kernel.settings import Launcher, read_launcher
 
 if TYPE_CHECKING:
+    from modular_kernel.cli.options import ProblemOptions
     from modular_kernel.testing.call_mutants.run import Kill
     from modular_kernel.testing.cases.case import Case
     from modular_kernel.testing.cases.lists import Selection
     from modular_kernel.testing.cases.ranks import RankCase, RankSelection
-    from modular_kernel.testing.ranks.pool import RankPool
+    from modular_kernel.testing.ranks.launched import AnyRanks
     from modular_kernel.testing.verify.one_process import Proof
     from modular_kernel.types import Machine
 
@@ -34,7 +39,7 @@ class Host:
     """This machine, and the ranks on it; None where there is one rank, this process."""
 
     machine: "Machine"
-    pool: "RankPool | None" = None
+    pool: "AnyRanks | None" = None
 
     @property
     def facts(self) -> dict[str, object]:
@@ -42,6 +47,7 @@ class Host:
         facts: dict[str, object] = {"machine": self.machine}
         if self.pool is not None:
             facts |= {"world_size": self.pool.world_size, "backend": self.pool.backend}
+            facts |= {"hosts": getattr(self.pool, "hosts", 1)}
         return facts
 
     def cases(
@@ -54,7 +60,11 @@ class Host:
             return cases_for(prepare_finalize, experts, self.machine, level)
         from modular_kernel.testing.cases.ranks import rank_cases_for
 
-        return rank_cases_for(prepare_finalize, experts, self.machine, self.pool.world_size, level)
+        pair = prepare_finalize, experts
+        found = rank_cases_for(*pair, self.machine, self.pool.world_size, level)
+        launcher = read_launcher()
+        per_host = None if launcher is None else _ranks_per_host(launcher)
+        return found if per_host is None else found.on_hosts(per_host, self.machine)
 
     def prove(self, case: "Case") -> "Proof":
         """One case; a RankCase where there are ranks."""
@@ -85,7 +95,8 @@ def host_of(world_size: int | None, backend: str | None) -> Iterator[Host]:
 
     backend: None takes GPUs where there are enough of them, and says so where there are not.
     """
-    if world_size is None or world_size == 1:
+    world_size = ranks_asked(world_size)
+    if world_size == 1:
         if backend is not None:
             raise ConfigurationError("--backend", got=backend, need="--world-size N beside it")
         from modular_kernel.catalog import this_machine
@@ -98,20 +109,68 @@ def host_of(world_size: int | None, backend: str | None) -> Iterator[Host]:
         yield Host(machine_of(pool), pool)
 
 
-def pool_of(world_size: int, backend: str | None) -> "RankPool":
-    """Ranks over `backend`; None takes GPUs, and says so where there are too few."""
+def ranks_asked(world_size: int | None) -> int:
+    """Return how many ranks: as many as a launcher started, else as the option says, else 1.
+
+    ConfigurationError where the option says another number than the launcher.
+    """
+    launcher = read_launcher()
+    if launcher is None:
+        return 1 if world_size is None else world_size
+    if world_size not in (None, launcher.world_size):
+        need = f"{launcher.world_size}, the WORLD_SIZE of the launcher, or no --world-size"
+        raise ConfigurationError("--world-size", got=world_size, need=need)
+    return launcher.world_size
+
+
+def launched(options: "ProblemOptions") -> "ProblemOptions":
+    """Return the options with as many ranks, and on each host, as a launcher started, if one did.
+
+    ConfigurationError where the options say other numbers.
+    """
+    launcher = read_launcher()
+    if launcher is None:
+        return options
+    per_host = _ranks_per_host(launcher)
+    if options.ranks_per_host not in (None, per_host):
+        need = f"{per_host or 'all'}, as the launcher says, or no --ranks-per-host"
+        raise ConfigurationError("--ranks-per-host", got=options.ranks_per_host, need=need)
+    world_size = ranks_asked(options.world_size)
+    return replace(options, world_size=world_size, ranks_per_host=per_host)
+
+
+def _ranks_per_host(launcher: Launcher) -> int | None:
+    """How many ranks a launcher started on each host; None where all are on one, or unlike."""
+    here, world_size = launcher.local_world_size, launcher.world_size
+    return None if here in (None, world_size) or world_size % here else here
+
+
+def pool_of(world_size: int, backend: str | None) -> "AnyRanks":
+    """Ranks over `backend`: a launcher's, or some that are started.
+
+    None takes GPUs, and says so where there are too few.
+    """
     import torch
 
+    from modular_kernel.testing.ranks.launched import LaunchedRanks
     from modular_kernel.testing.ranks.pool import RankPool
 
-    if backend == "nccl" or (backend is None and torch.cuda.device_count() >= world_size):
-        return RankPool(world_size, "nccl")
-    if backend not in ("gloo", None):
+    if backend not in ("gloo", "nccl", None):
         raise ConfigurationError("--backend", got=repr(backend), need="nccl or gloo")
-    if backend is None:
-        gpus = torch.cuda.device_count()
-        note(f"{world_size} ranks on the CPU, over gloo: there are {gpus} GPUs here")
-    return RankPool(world_size)
+    launcher, gpus = read_launcher(), torch.cuda.device_count()
+    if launcher is None:
+        if backend == "nccl" or (backend is None and gpus >= world_size):
+            return RankPool(world_size, "nccl")
+        if backend is None:
+            note(f"{world_size} ranks on the CPU, over gloo: there are {gpus} GPUs here")
+        return RankPool(world_size)
+    kind: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
+    if backend is None and gpus:  # every host decides alike, or the ranks' commands differ
+        kind = "nccl"
+    ranks = LaunchedRanks(launcher, kind, command=shlex.join([kind, *sys.argv[1:]]))
+    hosts = counted(ranks.hosts, "host")
+    note(f"{world_size} ranks of {launcher.address} on {hosts}, over {kind}")
+    return ranks
 
 
 def over_ranks(case: "Case", rank_tokens: str | None, fault: str) -> "RankCase":

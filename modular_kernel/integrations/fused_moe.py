@@ -11,14 +11,20 @@ allocated by each call; `FusedMoEModularKernel.plan` allocates them once.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Unpack
 
 import torch
 
-from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError, DtypeError, LayoutError, ShapeError
 from modular_kernel.fields import expect
+from modular_kernel.integrations.fused_moe_kernels import (
+    FIELDS,
+    check_config,
+    depth_of,
+    experts_in,
+    kernel_for,
+    weights_of,
+)
 from modular_kernel.integrations.fused_moe_options import (
     MoeRunnerConfig,
     Options,
@@ -26,11 +32,10 @@ from modular_kernel.integrations.fused_moe_options import (
     quant_of,
     sorted_out,
 )
-from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.ops.route import route
 from modular_kernel.routers import MOST_TOP_K, RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.types import ActivationSpec, Combine, Problem, parse_dtype
+from modular_kernel.tensors import Routing, check_lead
+from modular_kernel.types import Combine
 
 __all__ = [
     "MoeRunnerConfig",
@@ -41,21 +46,6 @@ __all__ = [
     "fused_moe",
     "quant_of",
 ]
-
-_EXPERTS = ("TritonExperts", "TorchExperts")
-_SMALLEST_CAPACITY = 16
-# What follows w1 and w2 of an ExpertWeights, and the names for it here.
-_FIELDS = {
-    "b1": "b1",
-    "b2": "b2",
-    "expert_map": "expert_map",
-    "w1_scale": "w1_scale",
-    "w2_scale": "w2_scale",
-    "w1_zero_point": "w1_zp",
-    "w2_zero_point": "w2_zp",
-    "a1_scale": "a1_scale",
-    "a2_scale": "a2_scale",
-}
 
 
 def fused_experts(
@@ -92,13 +82,13 @@ def _fused_experts(
         if not isinstance(tensor, torch.Tensor):
             raise DtypeError(what, got=type(tensor).__name__, need="a tensor")
     x_TH = _flat(hidden_states, inplace=config.inplace)
-    weights_TK, ids_TK = _topk(topk_output, config)
+    weights_TK, ids_TK = topk_tensors(topk_output, config, tuple(hidden_states.shape[:-1]))
     if config.inplace and config.no_combine:
         need = "inplace=False with it: (T, K, H) does not fit into x"
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
     quant = quant_of(options)
-    _check_config(config, x_TH, w1, w2, options, depth=_depth(quant))
-    extras = [options.get(name) for name in _FIELDS.values()]
+    check_config(config, x_TH, w1, w2, options, depth=depth_of(quant))
+    extras = [options.get(name) for name in FIELDS.values()]
     settings = (
         quant,
         str(config.activation_spec()),
@@ -152,9 +142,11 @@ def fused_moe(
         need = "0, or what a router chose: a softmax does not choose shared experts"
         number = config.num_fused_shared_experts
         raise ConfigurationError("num_fused_shared_experts", got=number, need=need)
-    if getattr(w1, "ndim", 0) == 3 and experts != _experts(w1, given):  # else told further on
-        need = f"(..., E) with E = {_experts(w1, given)}, the experts"
+    if getattr(w1, "ndim", 0) == 3 and experts != experts_in(w1, given):  # else told further on
+        need = f"(..., E) with E = {experts_in(w1, given)}, the experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
+    lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # checked further on
+    check_lead("gating_output", gating_output, lead, "E")
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalise=renormalize)).routing
     chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
@@ -171,8 +163,10 @@ def _flat(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
     return hidden_states.reshape(-1, hidden_states.shape[-1])
 
 
-def _topk(
-    topk_output: Sequence[torch.Tensor | None], config: MoeRunnerConfig
+def topk_tensors(
+    topk_output: Sequence[torch.Tensor | None],
+    config: MoeRunnerConfig,
+    lead: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*given, None, None)[:2]
@@ -184,57 +178,17 @@ def _topk(
     if ids_TK.dim() < 2 or config.top_k not in (None, ids_TK.shape[-1]):
         top_k = "" if config.top_k is None else f" with K = top_k = {config.top_k}"
         raise ShapeError("topk_ids", got=tuple(ids_TK.shape), need=f"(T, K){top_k}")
+    if lead is not None:
+        check_lead("topk_ids", ids_TK, lead, "K")
     if ids_TK.dim() > 2 and weights_TK.shape == ids_TK.shape:
         shape = (-1, ids_TK.shape[-1])
         return weights_TK.reshape(shape), ids_TK.reshape(shape)
     return weights_TK, ids_TK
 
 
-def _check_config(
-    config: MoeRunnerConfig,
-    x_TH: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    options: Quantisation,
-    *,
-    depth: int,
-) -> None:
-    """Raise the ShapeError of the tensor that is not of the sizes which the config has."""
-    for what, tensor in (("w1", w1), ("w2", w2)):
-        if tensor.dim() != 3:
-            raise ShapeError(what, got=tuple(tensor.shape), need="3 dimensions")
-    experts = _experts(w1, options)
-    sizes = (
-        ("w1", "num_experts", experts, "experts"),
-        ("w1", "num_local_experts", w1.shape[0], "experts here"),
-        ("x", "hidden_size", x_TH.shape[-1] if x_TH.dim() else 0, "hidden values"),
-        ("w2", "intermediate_size_per_partition", w2.shape[2] * depth, "intermediate values"),
-    )
-    for what, name, got, unit in sizes:
-        need = getattr(config, name)
-        if need is not None and need != got:
-            raise ShapeError(what, got=f"{got} {unit}", need=f"{name} = {need}")
-    if config.num_fused_shared_experts > experts:
-        got, need = config.num_fused_shared_experts, f"<= {experts}, the experts"
-        raise ConfigurationError("num_fused_shared_experts", got=got, need=need)
-
-
-def _depth(quant: str) -> int:
-    """Return how many values of w1 and w2 lie in a byte."""
-    return 2 if quant.startswith("int4") else 1
-
-
-def _experts(w1: torch.Tensor, options: Quantisation) -> int:
-    """E of all ranks: what an expert_map counts, otherwise those here."""
-    expert_map = options.get("expert_map")
-    if expert_map is not None and expert_map.dim() != 1:
-        raise ShapeError("expert_map", got=tuple(expert_map.shape), need="(E,)")
-    return w1.shape[0] if expert_map is None else expert_map.shape[0]
-
-
 # ------------------------------------------------------------------------------- as torch's ops
 # The last arguments: quant, activation, apply_router_weight_on_input, routed_scaling_factor, out
-# of place no_combine, and chunk_tokens. extras: the fields of an ExpertWeights by _FIELDS.
+# of place no_combine, and chunk_tokens. extras: the fields of an ExpertWeights by FIELDS.
 
 
 @torch.library.custom_op("modular_kernel::outplace_fused_experts", mutates_args=())
@@ -253,9 +207,9 @@ def outplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no record
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
     combine = Combine.TOPK_WEIGHTED if no_combine else Combine.SUM
-    routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
+    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, combine, False, chunk_tokens)
-    return _kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
+    return kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
 
 
 @outplace_fused_experts.register_fake
@@ -280,113 +234,6 @@ def inplace_fused_experts(  # noqa: PLR0913 (an operator's schema has no records
     scale: float,
     chunk_tokens: int | None = None,
 ) -> None:
-    routing, weights = Routing(topk_weights, topk_ids), _weights(w1, w2, extras, quant)
+    routing, weights = Routing(topk_weights, topk_ids), weights_of(w1, w2, extras, quant)
     facts = (quant, activation, on_input, scale, Combine.SUM, True, chunk_tokens)
-    _kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)
-
-
-def _weights(
-    w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
-) -> ExpertWeights:
-    fields = dict(zip(_FIELDS, extras, strict=True))
-    for name in ("w1_scale", "w2_scale"):
-        scale = fields[name]
-        if "_channel" in quant and scale is not None and scale.dim() == 3 and scale.shape[2] == 1:
-            fields[name] = scale[:, :, 0].contiguous()
-    for name in ("a1_scale", "a2_scale"):
-        scale = fields[name]
-        if scale is not None and scale.dim() == 0:
-            fields[name] = scale.reshape(1)
-    for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
-        scale = fields[name]
-        if scale is not None and scale.dim() < 3:  # one for all experts, expanded, say
-            fields[name] = scale.contiguous()
-    return ExpertWeights(w1, w2, **fields)
-
-
-Facts = tuple[str, str, bool, float, Combine, bool, int | None]
-
-
-def _kernel_for(
-    x_TH: torch.Tensor, weights: ExpertWeights, routing: Routing, facts: Facts
-) -> FusedMoEModularKernel:
-    """Return the kernel of a problem as large as the next power of two of tokens."""
-    depth = _depth(facts[0])
-    _check_sizes(x_TH, weights, depth, facts[1])
-    expert_map, e = weights.expert_map, weights.w1.shape[0]
-    tokens, hidden = x_TH.shape
-    sizes = (
-        max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()),
-        hidden,
-        weights.w2.shape[2] * depth,
-        e if expert_map is None else expert_map.shape[0],
-        routing.topk_ids_TK.shape[1],
-        None if expert_map is None else e,
-    )
-    bias = weights.b1 is not None or weights.b2 is not None
-    chunk = facts[-1]
-    if chunk is not None and sizes[0] <= chunk:
-        facts = (*facts[:-1], None)  # no call of this kernel is split
-    return _kernel(sizes, x_TH.dtype, bias, facts, x_TH.device)
-
-
-def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activation: str) -> None:
-    """Raise the ShapeError of the tensor that the two others contradict."""
-    w1, w2 = weights.w1, weights.w2
-    for what, tensor, dims in (("x", x_TH, 2), ("w1", w1, 3), ("w2", w2, 3)):
-        if tensor.dim() != dims:
-            raise ShapeError(what, got=tuple(tensor.shape), need=f"{dims} dimensions")
-    (e, rows, h1), (e2, h2, i) = w1.shape, w2.shape
-    h, h1, i = x_TH.shape[1], h1 * depth, i * depth
-    if h != h1 == h2:
-        raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {h1}, as w1 and w2")
-    if h1 != h:
-        need = f"(E, N, H{_halved(depth)}) with H = {h}, as x"
-        raise ShapeError("w1", got=tuple(w1.shape), need=need)
-    if (e2, h2) != (e, h):
-        need = f"(E, H, I{_halved(depth)}) with E = {e}, as w1, and H = {h}, as x"
-        raise ShapeError("w2", got=tuple(w2.shape), need=need)
-    gated = ActivationSpec.parse(activation).gated
-    if rows != i * (1 + gated):
-        got = f"{tuple(w1.shape)} and {tuple(w2.shape)}"
-        need = f"N = {'2I' if gated else 'I'} for {activation}: w1 has N = {rows}, w2 I = {i}"
-        raise ShapeError("w1 and w2", got=got, need=need)
-
-
-def _halved(depth: int) -> str:
-    return "" if depth == 1 else f" / {depth}"
-
-
-@lru_cache(maxsize=256)
-def _kernel(
-    sizes: tuple[int, int, int, int, int, int | None],
-    dtype: torch.dtype,
-    bias: bool,
-    facts: Facts,
-    device: torch.device,
-) -> FusedMoEModularKernel:
-    """One for each problem and device: a kernel counts invalid ids where it runs."""
-    tokens, hidden, intermediate, experts, top_k, local_experts = sizes
-    quant, activation, on_input, scale, combine, inplace, chunk_tokens = facts
-    problem = Problem(
-        tokens=tokens,
-        hidden=hidden,
-        intermediate=intermediate,
-        experts=experts,
-        local_experts=local_experts,
-        top_k=top_k,
-        dtype=parse_dtype(dtype),
-        quant=quant,
-        activation=activation,
-        bias=bias,
-        expert_map=local_experts is not None,
-        apply_router_weight_on_input=on_input,
-        routed_scaling_factor=scale,
-        combine=combine,
-        inplace=inplace,
-        chunk_tokens=chunk_tokens,
-    )
-    machine = this_machine(device="cpu" if device.type == "cpu" else None)
-    prepare = "MoEPrepareAndFinalizeNoEP"
-    valid = [name for name in _EXPERTS if check(prepare, name, problem, machine).ok]
-    return make_kernel(prepare, (*valid, _EXPERTS[-1])[0], problem, machine=machine)
+    kernel_for(hidden_states, weights, routing, facts)(hidden_states, weights, routing)

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing import Load
 from modular_kernel.measure.timing import time_calls
 from modular_kernel.schemes import QuantScheme
@@ -82,8 +83,20 @@ def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
     return w1, w2
 
 
+def without_adapters(problem: Problem) -> Problem:
+    """Return a problem that can be measured; ConfigurationError if it has adapters."""
+    if problem.adapters is not None:
+        need = "none: layers with adapters are not measured"
+        raise ConfigurationError("lora", got=problem.lora, need=need)
+    return problem
+
+
 def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
-    """Of one call for `problem.tokens` tokens, averaged over the inputs' loads."""
+    """Of one call for `problem.tokens` tokens, averaged over the inputs' loads.
+
+    ConfigurationError for a problem with adapters, whose bytes and flops are not counted.
+    """
+    without_adapters(problem)
     touched = sum(load.touched for load in loads) / len(loads)
     pairs = sum(load.pairs for load in loads) / len(loads)
     elements = (problem.w1_rows + problem.intermediate) * problem.hidden

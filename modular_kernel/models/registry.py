@@ -12,6 +12,7 @@ class Model:
     """One published model's layer. source: the repository on the Hugging Face hub.
 
     activation: as ActivationSpec.parse() takes it. scaling: factor on the routed output.
+    model_type: of transformers' class for a model of text alone; "" where it has none or several.
     """
 
     source: str
@@ -23,6 +24,7 @@ class Model:
     scaling: float = 1.0
     bias: bool = False
     on_input: bool = False
+    model_type: str = ""
 
     def facts(self) -> dict[str, object]:
         """Name the fields of `Problem` that the model settles."""
@@ -40,36 +42,36 @@ class Model:
 
 
 def _oai(source: str, experts: int) -> Model:
-    return Model(source, experts, 4, 2880, 2880, "swiglu_oai", bias=True)
+    return Model(source, experts, 4, 2880, 2880, "swiglu_oai", bias=True, model_type="gpt_oss")
 
 
 # fmt: off
 MODELS: dict[str, Model] = {
-    "mixtral-8x7b": Model("mistralai/Mixtral-8x7B-v0.1", 8, 2, 4096, 14336),
-    "mixtral-8x22b": Model("mistralai/Mixtral-8x22B-v0.1", 8, 2, 6144, 16384),
-    "qwen3-30b-a3b": Model("Qwen/Qwen3-30B-A3B", 128, 8, 2048, 768),
-    "qwen3-235b-a22b": Model("Qwen/Qwen3-235B-A22B", 128, 8, 4096, 1536),
-    "qwen3-coder-480b-a35b": Model("Qwen/Qwen3-Coder-480B-A35B-Instruct", 160, 8, 6144, 2560),
+    "mixtral-8x7b": Model("mistralai/Mixtral-8x7B-v0.1", 8, 2, 4096, 14336, model_type="mixtral"),
+    "mixtral-8x22b": Model("mistralai/Mixtral-8x22B-v0.1", 8, 2, 6144, 16384, model_type="mixtral"),
+    "qwen3-30b-a3b": Model("Qwen/Qwen3-30B-A3B", 128, 8, 2048, 768, model_type="qwen3_moe"),
+    "qwen3-235b-a22b": Model("Qwen/Qwen3-235B-A22B", 128, 8, 4096, 1536, model_type="qwen3_moe"),
+    "qwen3-coder-480b-a35b": Model("Qwen/Qwen3-Coder-480B-A35B-Instruct", 160, 8, 6144, 2560, model_type="qwen3_moe"),
     "qwen3-vl-30b-a3b": Model("Qwen/Qwen3-VL-30B-A3B-Instruct", 128, 8, 2048, 768),
     "qwen3-vl-235b-a22b": Model("Qwen/Qwen3-VL-235B-A22B-Instruct", 128, 8, 4096, 1536),
     "qwen3.5-35b-a3b": Model("Qwen/Qwen3.5-35B-A3B", 256, 8, 2048, 512),
     "qwen3.5-122b-a10b": Model("Qwen/Qwen3.5-122B-A10B", 256, 8, 3072, 1024),
     "qwen3.5-397b-a17b": Model("Qwen/Qwen3.5-397B-A17B", 512, 10, 4096, 1024),
-    "deepseek-v3": Model("deepseek-ai/DeepSeek-V3", 256, 8, 7168, 2048, scaling=2.5),
-    "deepseek-r1": Model("deepseek-ai/DeepSeek-R1", 256, 8, 7168, 2048, scaling=2.5),
-    "deepseek-v3.1": Model("nvidia/DeepSeek-V3.1-NVFP4", 256, 8, 7168, 2048, scaling=2.5),
+    "deepseek-v3": Model("deepseek-ai/DeepSeek-V3", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3"),
+    "deepseek-r1": Model("deepseek-ai/DeepSeek-R1", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3"),
+    "deepseek-v3.1": Model("nvidia/DeepSeek-V3.1-NVFP4", 256, 8, 7168, 2048, scaling=2.5, model_type="deepseek_v3"),
     "deepseek-v3.2": Model("deepseek-ai/DeepSeek-V3.2", 256, 8, 7168, 2048, scaling=2.5),
     "gpt-oss-120b": _oai("openai/gpt-oss-120b", 128),
     "gpt-oss-20b": _oai("openai/gpt-oss-20b", 32),
-    "kimi-k2": Model("moonshotai/Kimi-K2-Instruct", 384, 8, 7168, 2048, scaling=2.827),
+    "kimi-k2": Model("moonshotai/Kimi-K2-Instruct", 384, 8, 7168, 2048, scaling=2.827, model_type="deepseek_v3"),
     "kimi-k2.5": Model("moonshotai/Kimi-K2.5", 384, 8, 7168, 2048, scaling=2.827),
     "kimi-k2.6": Model("nvidia/Kimi-K2.6-NVFP4", 384, 8, 7168, 2048, scaling=2.827),
     "kimi-k2.7-code": Model("nvidia/Kimi-K2.7-Code-NVFP4", 384, 8, 7168, 2048, scaling=2.827),
     "glm-5": Model("zai-org/GLM-5", 256, 8, 6144, 2048, scaling=2.5),
     "glm-5.1": Model("zai-org/GLM-5.1", 256, 8, 6144, 2048, scaling=2.5),
     "glm-5.2": Model("zai-org/GLM-5.2", 256, 8, 6144, 2048, scaling=2.5),
-    "minimax-m2.5": Model("MiniMaxAI/MiniMax-M2.5", 256, 8, 3072, 1536),
-    "minimax-m2.7": Model("MiniMaxAI/MiniMax-M2.7", 256, 8, 3072, 1536),
+    "minimax-m2.5": Model("MiniMaxAI/MiniMax-M2.5", 256, 8, 3072, 1536, model_type="minimax_m2"),
+    "minimax-m2.7": Model("MiniMaxAI/MiniMax-M2.7", 256, 8, 3072, 1536, model_type="minimax_m2"),
     "mimo-v2-flash": Model("XiaomiMiMo/MiMo-V2-Flash", 256, 8, 4096, 2048),
     "gemma-4-26b-a4b": Model("google/gemma-4-26B-A4B", 128, 8, 2816, 704, "gelu_tanh"),
     "llama-4-scout": Model("meta-llama/Llama-4-Scout-17B-16E-Instruct", 16, 1, 5120, 8192, on_input=True),

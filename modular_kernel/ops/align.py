@@ -162,6 +162,27 @@ def moe_align_block_size(
     return aligned.sorted_token_ids, aligned.expert_ids, aligned.num_tokens_post_padded
 
 
+def batched_moe_align_block_size(
+    counts_e: torch.Tensor, capacity: int, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`moe_align_block_size` of rows that lie expert by expert: row i * capacity + c of expert i.
+
+    counts_e: (e,) int32 or int64, of which more than `capacity` count as that many. Rows from an
+    expert's count on are left out; e * capacity marks padding. block_size: a power of two.
+    """
+    if counts_e.dim() != 1 or counts_e.numel() == 0:
+        raise ShapeError("counts", got=tuple(counts_e.shape), need="(e,), e > 0")
+    if counts_e.dtype not in (torch.int32, torch.int64):
+        raise DtypeError("counts", got=counts_e.dtype, need="int32 or int64")
+    if capacity < 0:
+        raise ShapeError("capacity", got=capacity, need=">= 0")
+    experts = counts_e.numel()
+    expert_e1 = torch.arange(experts, dtype=torch.int32, device=counts_e.device)[:, None]
+    row_1C = torch.arange(capacity, device=counts_e.device)[None]
+    ids_eC = torch.where(row_1C < counts_e[:, None], expert_e1, -1).to(torch.int32)
+    return moe_align_block_size(ids_eC.view(-1, 1), block_size, experts, ignore_invalid=True)
+
+
 def align_ref(
     routing: DispatchedRouting,
     block_size: int,

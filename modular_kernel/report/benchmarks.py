@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from modular_kernel.bench.tables import label, summary
 from modular_kernel.measure.records import Report, Row, best
-from modular_kernel.report.curves import drawing
-from modular_kernel.report.document import Block, Document, Figure, Heading, Items, Table, Text
+from modular_kernel.pages.document import Block, Document, Heading, Items, Table, Text
+from modular_kernel.report.curves import figure
 from modular_kernel.report.records import BenchmarkRecord
 
 _RATIOS = ("ours / floor", "ours / best peer")
@@ -14,7 +14,7 @@ _RATIOS = ("ours / floor", "ours / best peer")
 def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> Document:
     """cells: with every cell as a table, not the drawings and summaries alone."""
     drawn = [record for record in records if record.report is not None and record.report.rows]
-    drawn.sort(key=_date, reverse=True)
+    drawn.sort(key=date_of, reverse=True)
     others = [record for record in records if record not in drawn]
     blocks: list[Block] = [
         Heading(1, "Benchmark results"),
@@ -30,7 +30,8 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
         assert record.report is not None
         blocks += _record(record.name, record.report, cells=cells)
     if not records:
-        blocks.append(Text("There is none here."))
+        where = "Records lie in `docs/benchmarks` of a checkout; a wheel has none."
+        blocks.append(Text(f"There is none here. {where} `mk report --docs FOLDER` reads others."))
     if others:
         blocks += [
             Heading(2, "Records that are not drawn"),
@@ -39,7 +40,8 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
     return tuple(blocks)
 
 
-def _date(record: BenchmarkRecord) -> str:
+def date_of(record: BenchmarkRecord) -> str:
+    """Return when a record was made, as its environment says it."""
     return str(record.report.environment.get("date", "")) if record.report is not None else ""
 
 
@@ -48,10 +50,9 @@ def _record(name: str, report: Report, *, cells: bool) -> list[Block]:
     lines = summary(report)
     if lines:
         found.append(Items(lines))
-    svg = drawing(report)
-    if svg:
-        caption = f"{name}: ours drawn through, others dotted, the floor dashed."
-        found.append(Figure(name, svg, caption))
+    drawn = figure(name, report)
+    if drawn is not None:
+        found.append(drawn)
     if cells:
         for operands, routing in dict.fromkeys((r.operands, r.routing) for r in report.rows):
             rows = [r for r in report.rows if (r.operands, r.routing) == (operands, routing)]

@@ -1,19 +1,21 @@
 """The files under docs/ that are made from the code and the records: what they must hold."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from modular_kernel.bench.tables import ratios
 from modular_kernel.catalog import Catalog
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.report.benchmarks import benchmarks_document
-from modular_kernel.report.document import Document, Figure
+from modular_kernel.pages.document import Block, Contents, Document, Figure, Heading, Tiles
+from modular_kernel.pages.html import page
+from modular_kernel.report.benchmarks import benchmarks_document, date_of
 from modular_kernel.report.errors_page import errors_document
-from modular_kernel.report.judged import built_in, judged_matrix
+from modular_kernel.report.judged import Matrix, built_in, judged_matrix
 from modular_kernel.report.markdown import markdown
 from modular_kernel.report.matrix import matrix_document
 from modular_kernel.report.mutation_page import mutation_document, read_scores
-from modular_kernel.report.page import page
-from modular_kernel.report.records import read_records
+from modular_kernel.report.records import BenchmarkRecord, read_records
 
 RECORDS = "benchmarks"
 SCORES = "mutation"
@@ -31,11 +33,43 @@ class Stale:
 
 
 def html_page(catalog: Catalog, docs: Path) -> str:
-    """All parts of `catalog` and all records of `docs` on one page."""
-    matrix = matrix_document(judged_matrix(catalog))
+    """Put all parts of `catalog` and all records of `docs` on one page, after what stands out."""
+    matrix, records = judged_matrix(catalog), read_records(docs / RECORDS)
     return page(
-        "modular_kernel", (*matrix, *benchmarks_document(read_records(docs / RECORDS), cells=True))
+        "modular_kernel",
+        [
+            Heading(1, "What pairs with what, and how fast"),
+            _tiles(matrix, records),
+            Contents(),
+            *_below(benchmarks_document(records, cells=True)),
+            *_below(matrix_document(matrix)),
+        ],
     )
+
+
+def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
+    parts = {name for pair in matrix.pairs for name in pair}
+    valid = {cell.pair for cell in matrix.cells if cell.ok}
+    drawn = [record for record in records if record.report is not None and record.report.rows]
+    where = "" if drawn else "; they lie in docs/benchmarks of a checkout"
+    newest = max(drawn, key=date_of, default=None)
+    tiles = [
+        (str(len(parts)), "parts that can be paired"),
+        (f"{len(valid)} of {len(matrix.pairs)}", f"pairs valid on {matrix.machine}"),
+        (str(len(matrix.quants)), "schemes of numbers"),
+        (str(len(drawn)), f"benchmark records{where}"),
+    ]
+    if newest is not None and newest.report is not None:
+        tiles += [(mean, f"{what} ({newest.name})") for mean, what in ratios(newest.report)]
+    return Tiles(tiles)
+
+
+def _below(document: Document) -> list[Block]:
+    """Return the document's blocks below a page's title."""
+    return [
+        Heading(block.level + 1, block.text) if isinstance(block, Heading) else block
+        for block in document
+    ]
 
 
 def generated(catalog: Catalog, docs: Path) -> dict[Path, str]:

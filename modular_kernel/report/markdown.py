@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from textwrap import fill
 
-from modular_kernel.report.document import (
+from modular_kernel.pages.document import (
     Block,
     Code,
     Document,

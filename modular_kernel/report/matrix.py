@@ -3,12 +3,18 @@
 from collections.abc import Iterable
 
 from modular_kernel.catalog import Part
+from modular_kernel.pages.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.report.document import Block, Document, Heading, Items, Table, Text
 from modular_kernel.report.judged import Matrix, RefusalReason, furnished, reasons
 from modular_kernel.rules import unavailable
 from modular_kernel.schemes import QUANT_SCHEMES
-from modular_kernel.support import ALL_ACTIVATIONS, ALL_DTYPES, Requirements, numbered
+from modular_kernel.support import (
+    ALL_ACTIVATIONS,
+    ALL_DTYPES,
+    Requirements,
+    archs_text,
+    numbered,
+)
 from modular_kernel.types import Machine, dtype_name
 
 YES = "yes"
@@ -83,6 +89,8 @@ def _needs(requires: Requirements) -> str:
     words = [" or ".join(sorted(requires.devices))]
     if requires.min_arch is not None:
         words.append("compute capability {}.{} or more".format(*requires.min_arch))
+    if requires.archs is not None:
+        words.append(f"compute capability {archs_text(requires.archs)}")
     words += requires.packages
     sizes = getattr(requires, "world_sizes", None)
     if sizes is not None:

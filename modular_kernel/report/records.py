@@ -4,16 +4,26 @@ Three forms are known: what `mk bench --json` writes; rows of layers named by `p
 of cells with the time of each scheme. A file of another form is kept by its name alone.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OK, OURS, PEER, SCHEMA, Report, Row, ranked
 
 _OUR_PREFIX = "mk_"
 _NARROW = "fp8"
+# What the layers of such rows are called by everybody else.
+_LAYERS = {
+    "mk_triton": "TritonExperts",
+    "mk_batched_triton": "BatchedTritonExperts",
+    "triton_kernels_kn": "triton_kernels",
+    "vllm_triton": "vLLM Triton",
+    "vllm_cutlass": "vLLM CUTLASS",
+    "vllm_deepgemm": "vLLM DeepGEMM",
+}
+_SCHEMES = {"_bf16": "", "_fp8ch": " fp8 by channel", "_fp8blk": " fp8 by block"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,7 @@ def read_records(folder: Path) -> tuple[BenchmarkRecord, ...]:
 def _read(path: Path) -> Report | None:
     text = path.read_text(encoding="utf-8")
     try:
-        found = json.loads(text)
+        found = json_files.parse(text, constants=True)
     except ValueError as error:
         raise ConfigurationError(str(path), got=str(error), need="JSON") from error
     if isinstance(found, dict) and found.get("schema") == SCHEMA:
@@ -70,7 +80,7 @@ def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
         dtype="bfloat16",
         problem="",
         routing=row.get("routing", "uniform"),
-        layer=name,
+        layer=readable(name),
         origin=OURS if name.startswith(_OUR_PREFIX) else PEER,
         quant="none",
         operands=_NARROW if narrow else "bf16",
@@ -80,6 +90,13 @@ def _layer_row(row: dict[str, Any], shape: dict[str, Any]) -> Row:
         over_floor=row["us"] / row["floor_us"],
         mode=row["mode"],
     )
+
+
+def readable(name: str) -> str:
+    """Return a layer's name in words: "vllm_triton_fp8ch" is "vLLM Triton fp8 by channel"."""
+    end = next((end for end in _SCHEMES if name.endswith(end)), "")
+    layer = name.removesuffix(end)
+    return _LAYERS.get(layer, layer) + _SCHEMES.get(end, "")
 
 
 def _of_schemes(found: list[Any]) -> Report:
@@ -95,7 +112,7 @@ def _of_schemes(found: list[Any]) -> Report:
             dtype="bfloat16",
             problem="",
             routing="uniform",
-            layer=scheme,
+            layer="bf16" if scheme == "none" else scheme,
             origin=OURS,
             quant="none",
             operands="by scheme",

@@ -39,6 +39,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         world_sizes=(2, None),
         batch_invariant=True,
         asynchronous=True,
+        lora=True,
     )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
@@ -81,6 +82,7 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
         ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)
         layout.put(own[:tokens], "ids", ids_TK)
         layout.put(own[:tokens], "weights", routing.topk_weights_TK)
+        self.rows.put_adapters(layout, own, routing)
         packed = call.workspace.take("packed_all", (manager.world_size * most, layout.nbytes))
         exchange = None
         if most:
@@ -99,7 +101,9 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
             here.weights_RK.copy_(torch.where(is_mine, here.weights_RK, 0))
             left = None if self.problem.apply_router_weight_on_input else here.weights_RK
             scales = scale if here.scale is None else here.scale
-            arrived = self.local_tokens(call, here.x_RH, scales, here.ids_RK, here.weights_RK)
+            arrived = self.local_tokens(
+                call, here.x_RH, scales, here.ids_RK, here.weights_RK, here.adapters_R
+            )
             return arrived, GroupHandle(self, call, agreed, left)
 
         return receive

@@ -53,6 +53,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         world_sizes=(2, None),
         batch_invariant=True,
         asynchronous=True,
+        lora=True,
     )
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
@@ -98,6 +99,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         layout.put(own, "x", rows)
         if "scale" in layout.sections and scale is not None:
             layout.put(own, "scale", scale)
+        self.rows.put_adapters(layout, own, routing)
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
         torch.index_select(own, 0, token_N, out=sent)
         is_there = rank_TK[token_N] == rank_N[:, None]
@@ -122,7 +124,9 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
             here = self.rows.unpack(call, [packed])
             left = None if self.problem.apply_router_weight_on_input else here.weights_RK
             scales = scale if here.scale is None else here.scale
-            arrived = self.local_tokens(call, here.x_RH, scales, here.ids_RK, here.weights_RK)
+            arrived = self.local_tokens(
+                call, here.x_RH, scales, here.ids_RK, here.weights_RK, here.adapters_R
+            )
             return self.arrange(arrived, All2AllHandle(self, call, agreed, left, token_N))
 
         return receive

@@ -43,12 +43,13 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         reduces=frozenset({Reduce.NAIVE_BATCHED, Reduce.DELEGATE}),
         padding=Rows.UNDEFINED,
         can_defer_quant=False,
+        rounds_capacity=True,
     )
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
         # Whatever this rank passes, another may pass problem.tokens.
         rows = self.problem.parallel.world_size * self.problem.tokens
-        return BatchedShape(self.problem.e, rows)
+        return BatchedShape(self.problem.e, self.rounded(rows))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
@@ -56,6 +57,8 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         specs = dict(super().workspace_shapes(tokens))
         if scheme.quantises_activations:
             dtype = STORAGE[scheme.activation]
+        if problem.adapters is not None:
+            specs["batched_adapters"] = BufferSpec((e, rows), torch.int32)
         if self._rows_have_scales:
             scales = (e, *scale_shape(scheme, rows, problem.hidden))
             specs["batched_scale"] = BufferSpec(scales, torch.float32)
@@ -78,20 +81,21 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         self, tokens: ContiguousTokens, handle: All2AllHandle
     ) -> tuple[Dispatched, RegroupedHandle]:
         take, (rows, hidden), e = handle.call.workspace.take, tokens.x_TH.shape, self.problem.e
+        capacity = self.rounded(rows)
         row_of_pair_RK = take("row_of_pair", (rows, self.problem.top_k))
         counts_e = take("expert_counts", (e,))
         scratch = assign_rows_scratch(rows, self.problem.top_k, e)
         assign_rows(
             tokens.routing,
-            capacity=rows,
+            capacity=capacity,
             row_of_pair_TK=row_of_pair_RK,
             counts_e=counts_e,
             scratch=take("assign_scratch", scratch.shape),
         )
-        x_eCH, scale = take("batched_x", (e, rows, hidden)), tokens.scale
+        x_eCH, scale = take("batched_x", (e, capacity, hidden)), tokens.scale
         given = to = None
         if self._rows_have_scales and scale is not None:
-            given, scale = scale, take("batched_scale", (e, rows, scale.shape[1]))
+            given, scale = scale, take("batched_scale", (e, capacity, scale.shape[1]))
             to = scale.flatten(0, 1)
         permute_tokens(
             tokens.x_TH,
@@ -101,8 +105,13 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
             scale_TG=given,
             scale_rows_RG=to,
         )
+        slots_eC = None
+        if tokens.routing.adapters_T is not None:
+            slots_eC = take("batched_adapters", (e, rows))
+            slots_R1 = tokens.routing.adapters_T[:, None]
+            permute_tokens(slots_R1, row_of_pair_RK, None, rows_RH=slots_eC.view(-1, 1))
         regrouped = RegroupedHandle(**vars(handle), row_of_pair_RK=row_of_pair_RK)
-        return BatchedTokens(x_eCH, counts_e, scale), regrouped
+        return BatchedTokens(x_eCH, counts_e, scale, slots_eC), regrouped
 
     def sum_rows(
         self,

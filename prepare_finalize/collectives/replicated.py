@@ -33,6 +33,7 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         world_sizes=(2, None),
         replicated_input=True,
         deterministic=False,
+        lora=True,
     )
 
     def num_dispatchers(self) -> int:
@@ -56,7 +57,8 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
         rows, scale = quantise_tokens(x_TH, self.problem, weights=weights, call=call)
         left = None if self.problem.apply_router_weight_on_input else weights_TK
         handle = GroupHandle(self, call, agreed, left)
-        return self.local_tokens(call, rows, scale, slots_TK, weights_TK), handle
+        adapters = () if routing.slots_T is None else (routing.slots_T, x_TH)
+        return self.local_tokens(call, rows, scale, slots_TK, weights_TK, *adapters), handle
 
     def _agreed(
         self, x_TH: torch.Tensor, routing: Routing, call: Call

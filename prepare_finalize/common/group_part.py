@@ -31,6 +31,7 @@ from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.tokens import one_scale_for_all, quantises
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.connect import place_in
+from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Manager(Protocol):
 
     rank: int
     world_size: int
+    hosts: Hosts
 
     def __init__(self, group: object | None = None) -> None: ...
 
@@ -86,6 +88,17 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         self._owns_manager = not given
         self.manager = place if given else self.manager_class(group)
         self._tables: dict[torch.device, PlacementTables] = {}
+        self._check_hosts()
+
+    def _check_hosts(self) -> None:
+        """ConfigurationError where the ranks' hosts are not as the part or the problem needs."""
+        per_host = self.problem.parallel.ranks_per_host
+        part, one_host = type(self).__name__, self.requires.one_host
+        try:
+            check_hosts(self.manager.hosts, part=part, one_host=one_host, ranks_per_host=per_host)
+        except ConfigurationError:
+            self.destroy()
+            raise
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
@@ -131,8 +144,13 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
         scale: torch.Tensor | None,
         slots_RK: torch.Tensor,
         weights_RK: torch.Tensor,
+        adapters_R: torch.Tensor | None = None,
+        plain_RH: torch.Tensor | None = None,
     ) -> ContiguousTokens:
-        """Rows with local ids (int32, -1: not for this rank), as experts take them."""
+        """Rows with local ids (int32, -1: not for this rank), as experts take them.
+
+        adapters_R, plain_RH: slots of their adapters, and what these read where x is quantised.
+        """
         routing = DispatchedRouting(
             topk_weights_TK=weights_RK,
             topk_ids_TK=slots_RK,
@@ -140,8 +158,9 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             num_experts=self.problem.e,
             expert_map=None,
             invalid_ids=call.invalid_ids,
+            adapters_T=adapters_R,
         )
-        return ContiguousTokens(x_RH, routing, scale)
+        return ContiguousTokens(x_RH, routing, scale, plain_RH)
 
     def own_handle(self, handle: Handle, kind: type[H]) -> H:
         """UnsupportedError unless `handle` is of this very part."""
@@ -210,7 +229,13 @@ class AgreeingPart(GroupPart[TorchGroup]):
 
 
 class RowsPart(AgreeingPart):
-    """A part that packs rows with their ids and weights, and hands over (R, H) rows."""
+    """A part that packs rows with their ids, weights and adapters, and hands over (R, H) rows."""
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return super().extra_rejections(problem, machine) + adapter_rejections(
+            cls.__name__, problem
+        )
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         super().__init__(problem, group)
@@ -255,6 +280,14 @@ def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
     return tuple(found)
 
 
+def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
+    """Why a part whose rows travel quantised could not carry adapters; empty if it can."""
+    if problem.adapters is None or not problem.scheme.quantises_activations:
+        return ()
+    got, need = f"rows of {problem.quant}", "rows that are not quantised: adapters read those"
+    return (Rejection("lora", (part, "problem"), got, need),)
+
+
 def check_place(problem: Problem, rank: int, world_size: int) -> None:
     """ConfigurationError if a group's size or this process's rank in it is not the problem's."""
     parallel = problem.parallel
@@ -285,7 +318,20 @@ class RowBuffers:
             scale=(scales, torch.float32),
             ids=(problem.top_k, torch.int32),
             weights=(problem.top_k, torch.float32),
+            adapters=(int(problem.adapters is not None), torch.int32),
         )
+
+    def put_adapters(self, layout: RowLayout, rows_RB: torch.Tensor, routing: Routing) -> None:
+        """Write the slots of rows that are tokens: -1 of a call without adapters.
+
+        Other ranks' calls may have some, so the column always travels.
+        """
+        if "adapters" not in layout.sections:
+            return
+        slots_T, tokens = routing.slots_T, len(routing.topk_ids_TK)
+        if slots_T is None:
+            slots_T = routing.topk_ids_TK.new_full((tokens,), -1, dtype=torch.int32)
+        layout.put(rows_RB[:tokens], "adapters", slots_T[:, None])
 
     def most_bytes(self) -> int:
         """Of a row, quantised or not."""
@@ -305,6 +351,7 @@ class RowBuffers:
             "rows_x": BufferSpec((rows, hidden * problem.dtype.itemsize), torch.uint8),
             "rows_ids": BufferSpec((rows, k), torch.int32),
             "rows_weights": BufferSpec((rows, k), torch.float32),
+            "rows_adapters": BufferSpec((rows * int(problem.adapters is not None), 1), torch.int32),
             "rows_sum": BufferSpec((rows, hidden), problem.dtype),
             "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
         }
@@ -329,7 +376,11 @@ class RowBuffers:
         if "scale" in layout.sections:
             scale = call.workspace.take("rows_scale", (rows, layout.sections["scale"][1]))
             layout.take(blocks, "scale", scale)
-        return Unpacked(x, scale, ids, weights)
+        adapters = None
+        if "adapters" in layout.sections:
+            adapters = call.workspace.take("rows_adapters", (rows, 1))
+            layout.take(blocks, "adapters", adapters)
+        return Unpacked(x, scale, ids, weights, None if adapters is None else adapters[:, 0])
 
     def _dtype(self, quantised: bool) -> torch.dtype:
         return STORAGE[self.problem.scheme.activation] if quantised else self.problem.dtype
@@ -337,9 +388,11 @@ class RowBuffers:
 
 @dataclass(frozen=True)
 class Unpacked:
-    """x_RH, scale (R, G) float32 or None, ids_RK int32, weights_RK float32."""
+    """x_RH, scale (R, G) float32 or None, ids_RK int32, weights_RK float32, adapters_R int32 or
+    None."""
 
     x_RH: torch.Tensor
     scale: torch.Tensor | None
     ids_RK: torch.Tensor
     weights_RK: torch.Tensor
+    adapters_R: torch.Tensor | None

@@ -40,6 +40,8 @@ from prepare_finalize.rendezvous.connect import (
     served_device,
 )
 from prepare_finalize.rendezvous.failure_log import FailureBoard, LastCalls, culprits
+from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
+from prepare_finalize.rendezvous.store_rounds import Meeting
 
 _GRACE_S = 1.0  # after the deadline: for every survivor's word on the board
 _LEAST_S = 0.3  # and at least this, where an exchange itself ended after its deadline
@@ -73,6 +75,7 @@ class TorchGroup:
         self.device = served_device(process_group, device)
         self.step = 0
         self.layers = 0
+        self.hosts = Hosts((0,), ("",))  # until they are found
         self._called: dict[int, tuple[int, int]] = {}  # layer and call by step
         self._told: Exchange | None = None
         self._under_way: WeakSet[Exchange] = WeakSet()
@@ -88,6 +91,7 @@ class TorchGroup:
         own = PrefixStore(self._meet(store), store)
         self._board = FailureBoard(own, self.rank, self.world_size)
         self._communicator.group = self._connect(own)
+        self.hosts = self._find_hosts(own)
 
     def _meet(self, store: Store) -> str:
         """`meeting_place`, but no longer than the deadline: the store may be what is lost."""
@@ -114,6 +118,14 @@ class TorchGroup:
             raise self._failed(record, started, error) from error
         self.last_calls.end(record)
         return group
+
+    def _find_hosts(self, store: Store) -> Hosts:
+        meeting = Meeting(PrefixStore("hosts", store), self.rank, self.world_size, self.deadline_s)
+        try:
+            return find_hosts(meeting, self.rank)
+        except CommunicationError:
+            self._hang_up()
+            raise
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged."""
@@ -181,7 +193,7 @@ class TorchGroup:
         why = f"broke off its call: {type(error).__name__}"
         record = self.last_calls.begin(self.step, "combine", 0)
         self.last_calls.end(record, f"failed: {why}")
-        self._board.post({**record, "broke_off": why}, time.monotonic())
+        self._board.post({**record, "waited_s": 0.0, "broke_off": why}, time.monotonic())
         what, got, need = "exchange between ranks", f"this rank {why}", "calls that end"
         self._failure = self._error(what, got, need, "combine", self.step, ())
         self._hang_up()
@@ -201,6 +213,8 @@ class TorchGroup:
         layer, call = self._called.get(step, (0, 0))
         if layer:
             what = f"{what}, call {call} of layer {layer}"
+        if peers and len(self.hosts) > 1:
+            got = f"{got}; {_whereabouts(self.hosts, peers)}"
         error = CommunicationError(
             what, got=got, need=need, rank=self.rank, phase=phase, step=step, peers=peers
         )
@@ -284,7 +298,7 @@ class TorchGroup:
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
         """Close, ask who else failed, and say who is to blame."""
-        took = time.monotonic() - started_s
+        took = record["waited_s"] = time.monotonic() - started_s
         reason = in_short(error)
         self.last_calls.end(record, f"failed: {reason}")
         need = f"every rank within {self.deadline_s:g} s"
@@ -318,6 +332,20 @@ class Exchange:
     def wait(self) -> None:
         """Return when the tensors may be used; CommunicationError if that fails."""
         self.manager._wait(self)
+
+
+def _whereabouts(hosts: Hosts, peers: Sequence[int]) -> str:
+    """Say on which hosts ranks are, and of which host they are all ranks."""
+    at = sorted({hosts.index_W[peer] for peer in peers})
+    said = []
+    for host in at:
+        there = [peer for peer in peers if hosts.index_W[peer] == host]
+        whole = "all of" if len(there) == len(hosts.ranks_on(host)) else "on"
+        ranks = ", ".join(map(str, there))
+        said.append(
+            f"rank{'s' if len(there) > 1 else ''} {ranks}: {whole} host {hosts.names[host]}"
+        )
+    return "; ".join(said)
 
 
 def in_short(error: RuntimeError) -> str:

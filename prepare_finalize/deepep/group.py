@@ -33,6 +33,7 @@ from modular_kernel.settings import nvshmem_asks_for_ibgda
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
 from prepare_finalize.rendezvous.connect import deadline_of, in_time, meeting_place, member_group
+from prepare_finalize.rendezvous.hosts import find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
 R = TypeVar("R")
@@ -112,6 +113,7 @@ class DeepEPGroup:
         self._meeting = Meeting(own, self.rank, self.world_size, self.deadline_s)
         # Ranks that meet again must not meet those that are still about to meet for this.
         self.agree({"num_sms": num_sms})
+        self.hosts = find_hosts(self._meeting, self.rank)
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""

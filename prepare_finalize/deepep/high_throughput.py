@@ -45,6 +45,7 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(_WORLD_SIZES[0], _WORLD_SIZES[-1]),
+        one_host=True,
         asynchronous=True,
         received_by_library=True,
     )

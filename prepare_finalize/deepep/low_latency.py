@@ -75,8 +75,10 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, 8),
+        one_host=True,
         asynchronous=True,
         received_by_library=True,
+        capacity_unit=_TOKENS_MULTIPLE,
     )
 
     @classmethod

@@ -51,6 +51,7 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
         world_sizes=(2, 8),
+        one_host=True,
         asynchronous=True,
         received_by_library=True,
     )

@@ -48,7 +48,8 @@ class BatchedHandle(Handle):
 
 class BatchedPrepareAndFinalize(PrepareAndFinalize):
     """(T, H) tokens -> (e, T, H) rows, one per token and expert: an expert that appears twice in
-    a token's top-k gets one row that both pairs share, so T rows per expert always suffice.
+    a token's top-k gets one row that both pairs share, so T rows per expert always suffice; there
+    is room for more where the experts want a multiple of something.
 
     Rows keep the order of the tokens. Rows past an expert's count are left undefined. Tokens are
     quantised on the way; first where one scale is computed for all of them.
@@ -67,6 +68,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         graph_capturable=True,
         batch_invariant=True,
         lora=True,
+        rounds_capacity=True,
     )
 
     @classmethod
@@ -74,21 +76,22 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         return quantise_rejections(cls.__name__, problem, machine)
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        return BatchedShape(self.problem.e, tokens)
+        return BatchedShape(self.problem.e, self.rounded(tokens))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme
-        rows, quantised = (problem.e, tokens, problem.hidden), dict[str, BufferSpec]()
+        capacity = self.rounded(tokens)
+        rows, quantised = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
         if scheme.quantises_activations:
             dtype = STORAGE[scheme.activation]
         if _one_scale_for_all(scheme):
             quantised |= quantise_specs("x", scheme, tokens, problem.hidden)
         elif scheme.quantises_activations and not scheme.static:
-            shape = (problem.e, *scale_shape(scheme, tokens, problem.hidden))
+            shape = (problem.e, *scale_shape(scheme, capacity, problem.hidden))
             quantised["batched_scale"] = BufferSpec(shape, torch.float32)
         if problem.adapters is not None:
-            quantised["batched_adapters"] = BufferSpec((problem.e, tokens), torch.int32)
+            quantised["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
             if scheme.quantises_activations:
                 quantised["batched_plain_x"] = BufferSpec(rows, problem.dtype)
         return {
@@ -110,7 +113,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         with stages.stage(stages.SORT):
             assign_rows(
                 dispatched,
-                capacity=tokens,
+                capacity=self.rounded(tokens),
                 row_of_pair_TK=row_of_pair_TK,
                 counts_e=counts_e,
                 scratch=buffers["assign_scratch"],

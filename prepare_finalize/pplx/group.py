@@ -8,7 +8,6 @@
 Layers of one shape share its buffers, which are large: a model has one manager, not one a layer.
 """
 
-import socket
 from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
@@ -35,6 +34,7 @@ from prepare_finalize.rendezvous.connect import (
     member_group,
 )
 from prepare_finalize.rendezvous.failure_log import failure_key
+from prepare_finalize.rendezvous.hosts import check_hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
 _MARGIN_BYTES = 256 << 20  # left free beside a library's buffers
@@ -109,7 +109,9 @@ class PplxGroup:
             raise self._error(in_short(error), "the group's store to answer") from error
         own = PrefixStore(place, store)
         self._meeting = Meeting(own, self.rank, self.world_size, deadline_s)
-        _check_neighbours(self._meeting.tell(_whereabouts()), self.rank)
+        self.hosts = find_hosts(self._meeting, self.rank)
+        check_hosts(self.hosts, part="pplx-kernels", one_host=True, ranks_per_host=None)
+        _check_neighbours([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
         self._communicator = Communicator(self, device="cpu")
         self._connect(own, deadline_s)
@@ -238,19 +240,15 @@ def load_library() -> Any:
 
 
 def _whereabouts() -> Facts:
-    """Which GPU of which host this process uses."""
+    """Which GPU this process uses."""
     gpu = "none"
     if torch.cuda.is_available():
         gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    return {"host": socket.gethostname(), "gpu": gpu}
+    return {"gpu": gpu}
 
 
-def _check_neighbours(told: tuple[dict[str, str], ...], rank: int) -> None:
-    """ConfigurationError unless all ranks share a host, and each has a GPU in reach of its own."""
-    hosts = sorted({facts["host"] for facts in told})
-    if len(hosts) > 1:
-        raise ConfigurationError("hosts of the ranks", got=hosts, need="one: intranode")
-    gpus = [facts["gpu"] for facts in told]
+def _check_neighbours(gpus: list[str], rank: int) -> None:
+    """ConfigurationError unless each rank has a GPU of its own, in reach of the others."""
     if "none" in gpus:
         return
     if len(set(gpus)) < len(gpus):

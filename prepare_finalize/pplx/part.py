@@ -76,6 +76,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, 8),
+        one_host=True,
         asynchronous=True,
         graph_capturable=True,
         deterministic=False,  # the order of an expert's rows is that of arrival

@@ -106,7 +106,7 @@ def _record(told: bytes) -> dict[str, Any] | None:
     if not isinstance(record, dict):
         return None
     known = record.get("phase") in PHASES and isinstance(record.get("step"), int)
-    return record if known and isinstance(record.get("started_s"), int | float) else None
+    return record if known and isinstance(record.get("waited_s"), int | float) else None
 
 
 def failure_key(rank: int) -> str:
@@ -121,7 +121,8 @@ def culprits(
 
     First those that broke off a call; then those that published nothing; then those in an earlier
     exchange than others; then those that came to it late. If that is this rank alone, those that
-    gave it up.
+    gave it up. Who came late is who waited for less long: each rank counts its own seconds, and no
+    two clocks are compared.
     """
     broke = tuple(r for r in failed if r != rank and "broke_off" in failed[r])
     if broke:
@@ -134,11 +135,11 @@ def culprits(
     behind = [r for r in others if place[r] < max(place.values())]
     if behind:
         return tuple(behind), "still in an earlier exchange"
-    first = min(record["started_s"] for record in failed.values())
-    late = {r: record["started_s"] - first for r, record in failed.items()}
+    longest = max(record["waited_s"] for record in failed.values())
+    late = {r: longest - record["waited_s"] for r, record in failed.items()}
     tardy = tuple(r for r in others if late[r] > deadline_s / 2)
     if tardy:
-        return tardy, f"{max(late[r] for r in tardy):.1f} s late"
+        return tardy, f"at least {max(late[r] for r in tardy):.1f} s late"
     if late[rank] > deadline_s / 2:
-        return others, f"gave up: this rank came {late[rank]:.1f} s late"
+        return others, f"gave up: this rank came at least {late[rank]:.1f} s late"
     return others, "failed too"

@@ -26,6 +26,7 @@ from prepare_finalize.rendezvous.connect import (
     store_at_new_place,
 )
 from prepare_finalize.rendezvous.failure_log import LastCalls
+from prepare_finalize.rendezvous.hosts import Hosts, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 from prepare_finalize.symm_mem.shared_files import share_file
 
@@ -76,9 +77,10 @@ def aligned(nbytes: int) -> int:
 class SymmetricGroup:
     """Symmetric memory of one process group, and the deadline of waits on its flags.
 
-    group: a ProcessGroup of torch.distributed (None: the default one), whose ranks are on one
-    machine. deadline_s: the longest a kernel may wait for other ranks; None: MK_DEADLINE_S, or
-    10 s. device: "cpu" or "cuda"; None takes what the group serves, a GPU first.
+    group: a ProcessGroup of torch.distributed (None: the default one); what shares the memory
+    refuses ranks of several hosts. Making a manager is collective. deadline_s: the longest a kernel
+    may wait for other ranks; None: MK_DEADLINE_S, or 10 s. device: "cpu" or "cuda"; None takes what
+    the group serves, a GPU first. hosts: of the ranks.
 
     failed, status: what kernels write when a wait ends at its deadline, see kernels/signals.py.
     CommunicationError where ranks stay away or mean something else.
@@ -104,6 +106,7 @@ class SymmetricGroup:
         if place.type == "cuda":
             place = torch.device("cuda", torch.cuda.current_device())
         self._place = place
+        self.hosts = self._find_hosts()
         self.failed = torch.zeros(1, dtype=torch.int32, device=place)
         self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
 
@@ -111,6 +114,26 @@ class SymmetricGroup:
     def patience(self) -> int:
         """The deadline in nanoseconds."""
         return int(self.deadline_s * 1e9)
+
+    def _find_hosts(self) -> Hosts:
+        """CommunicationError on every rank where one stays away for the deadline."""
+        record = self.last_calls.begin(0, "construct", 0)
+        try:
+            hosts = find_hosts(self._meeting(), self.rank)
+        except CommunicationError as error:
+            self.last_calls.end(record, str(error))
+            raise
+        self.last_calls.end(record)
+        return hosts
+
+    def _meeting(self) -> Meeting:
+        """Open rounds over the group's store; CommunicationError without an answer."""
+        try:
+            store = store_at_new_place(self._group, self.deadline_s)
+        except RuntimeError as error:  # the store's host is gone
+            need = f"a store that answers within {self.deadline_s:g} s"
+            raise self._error(in_short(error), need, "construct", ()) from error
+        return Meeting(store, self.rank, self.world_size, self.deadline_s)
 
     def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], None]) -> Heap:
         """Allocate new memory, all bytes 0xFF.
@@ -123,8 +146,7 @@ class SymmetricGroup:
         self.check_open()
         record = self.last_calls.begin(0, "construct", nbytes)
         try:
-            store = store_at_new_place(self._group, self.deadline_s)
-            meeting = Meeting(store, self.rank, self.world_size, self.deadline_s)
+            meeting = self._meeting()
             meeting.agree({"bytes": nbytes, "meaning": meaning})
             heap = self._share(nbytes, meeting)
             begin(heap)

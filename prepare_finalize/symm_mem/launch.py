@@ -20,7 +20,6 @@ from modular_kernel.types import Problem
 from prepare_finalize.symm_mem.group import Section, SymmetricGroup
 
 if HAS_TRITON:
-    from modular_kernel.ops.launch.triton_versions import for_programs
     from prepare_finalize.symm_mem.kernels.combine import combine_kernel
     from prepare_finalize.symm_mem.kernels.dispatch import arrival_kernel, dispatch_kernel
 
@@ -40,6 +39,13 @@ class Shape(NamedTuple):
     def fit(self, hidden: int) -> "Shape":
         least = max(_LEAST_BLOCK, next_power_of_2(hidden))
         return self._replace(block=min(self.block, least))
+
+
+def _for_programs(count: int) -> dict[str, str]:
+    """Return launch options of a kernel of which `count` programs share a multiprocessor."""
+    from modular_kernel.ops.launch.triton_versions import for_programs  # imports Gluon
+
+    return for_programs(count)
 
 
 # Measured on two and four H200 (2026-11-20, triton 3.6.0), hidden 7168: for up to so many tokens of
@@ -177,7 +183,7 @@ class SymmetricExchange:
             CHUNK=chunk,
             BLOCK=shape.block,
             num_warps=shape.warps,
-            **for_programs(shape.programs),
+            **_for_programs(shape.programs),
             **self._scales(quantised),
             **self._arguments(slot.arrived_W, slot.dispatches),
         )

@@ -59,6 +59,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, 8),
+        one_host=True,
         batch_invariant=True,
         asynchronous=True,
         graph_capturable=True,

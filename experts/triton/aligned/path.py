@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from experts.triton.adapters import PairAdapters, Shrunk, adapter_specs, arguments_of
 from experts.triton.aligned import config
 from experts.triton.aligned.candidates import candidates
 from experts.triton.candidates import Groups
@@ -92,7 +93,7 @@ class AlignedPath(Path):
             specs["workspace2"] = BufferSpec((pairs, problem.hidden), problem.dtype, over)
         if problem.scheme.quantises_activations:
             specs |= quantise_specs("h", problem.scheme, pairs, problem.intermediate)
-        return specs
+        return specs | adapter_specs(problem, pairs)
 
     def run(self, call: PathCall) -> None:
         """Align, multiply, quantise, multiply, sum."""
@@ -115,17 +116,20 @@ class AlignedPath(Path):
         pairs = routing.topk_ids_TK.numel()
         h_PI = workspace.take("workspace13", (pairs, problem.intermediate))
         on_input = routing.topk_weights_TK if problem.apply_router_weight_on_input else None
+        adapters = self._adapters(call, aligned)
+        u13 = None if adapters is None else adapters.of_w1(call.tokens.plain_TH)
         with stages.stage(stages.GATHER_GEMM1):
             product = first_product(call.weights, problem)
             rows = (call.tokens.x_TH, call.tokens.scale)
-            self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input)
+            self.multiply(rows, product, call.config.gemm1, aligned, h_PI, on_input, u13)
+        u2 = None if adapters is None else adapters.of_w2(h_PI)
         h_rows = self._quantised(h_PI, call)
         rows_PH = call.output
         if self._sums:
             rows_PH = workspace.take("workspace2", (pairs, problem.hidden))
         with stages.stage(stages.GEMM2_SCATTER):
             product = second_product(call.weights, problem)
-            self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None)
+            self.multiply(h_rows, product, call.config.gemm2, aligned, rows_PH, None, u2)
         return rows_PH
 
     def write(self, rows_PH: torch.Tensor, call: PathCall) -> None:
@@ -142,6 +146,14 @@ class AlignedPath(Path):
                 routing=routing,
                 num_local=problem.e,
             )
+
+    def _adapters(self, call: PathCall, aligned: Aligned) -> PairAdapters | None:
+        """Return what adapters add to both products; None for a call without adapters."""
+        slots_T = call.tokens.routing.adapters_T
+        if slots_T is None:
+            return None
+        block_m = call.config.gemm1.block_m
+        return PairAdapters(slots_T, call.weights, self.problem, call.workspace, aligned, block_m)
 
     def _quantised(
         self, h_PI: torch.Tensor, call: PathCall
@@ -166,10 +178,12 @@ class AlignedPath(Path):
         aligned: Aligned,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
+        shrunk: Shrunk | None,
     ) -> None:
         """Launch one grouped GEMM.
 
         rows: (T, H) tokens, or (P, I) one row per pair, and their scales; out: a row per pair.
+        shrunk: what adapters add.
         """
         assert isinstance(config, LaunchConfig)
         a, a_scale = rows
@@ -192,6 +206,8 @@ class AlignedPath(Path):
             A_TOP_K=pairs // a.shape[0],
             WRITE_ZEROS=not self._sums,
             HAS_ROW_WEIGHTS=row_weights_TK is not None,
+            LORA_TOP_K=self.problem.top_k,
+            **arguments_of(shrunk),
             **product.arguments(config, self.problem.fp32_precision, a_scale),
             **overlap(),
         )

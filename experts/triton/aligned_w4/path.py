@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from experts.triton.adapters import Shrunk
 from experts.triton.aligned.path import AlignedPath
 from experts.triton.aligned_w4 import config
 from experts.triton.aligned_w4.config import AlignedW4Config
@@ -35,7 +36,7 @@ class AlignedW4Path(AlignedPath):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether rows and weights fill words of eight."""
-        return config.serves(problem)
+        return problem.adapters is None and config.serves(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
@@ -93,12 +94,14 @@ class AlignedW4Path(AlignedPath):
         aligned: Aligned,
         out: torch.Tensor,
         row_weights_TK: torch.Tensor | None,
+        shrunk: Shrunk | None,
     ) -> None:
         """Launch one grouped GEMM over pairs aligned in blocks of block_m rows.
 
         rows: (T, H) tokens, or (P, I) one row per pair, values side by side; out: a row per pair.
         """
         assert isinstance(config, AlignedW4Config)
+        assert shrunk is None  # no problem with adapters is served
         a, _ = rows
         pairs = out.numel() // product.columns
         blocks = aligned.expert_ids.numel()

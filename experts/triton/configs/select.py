@@ -20,7 +20,7 @@ from experts.triton.configs.files import Recipe, override_recipe
 from experts.triton.configs.lookup import FIXED, PACKAGED, ConfigLookup, Source, fit, nearest
 from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, MoEConfig
-from experts.triton.paths import BASE
+from experts.triton.paths import BASE, PATHS
 from modular_kernel.machine import current_machine
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Problem
@@ -103,7 +103,7 @@ def explain(
         f"  path: {config.path}",
         f"  GEMM 1: {config.gemm1}{' (gate, and as many up columns)' if problem.act.gated else ''}",
         f"  GEMM 2: {config.gemm2}",
-        *(f"  note: {note}" for note in source.notes),
+        *(f"  note: {note}" for note in (*_of_adapters(problem, store.device), *source.notes)),
         *(f"  looked in {place}" for place in source.looked_in),
     ]
     if source.origin in ("heuristics", "nearest"):
@@ -111,6 +111,16 @@ def explain(
         need = f"`mk tune` writes one: {named}" if named else "tuned files are for a GPU"
         lines.append(f"  no tuned file; {need}")
     return "\n".join(lines)
+
+
+def _of_adapters(problem: Problem, device: Device) -> Iterator[str]:
+    """Say which paths a call with adapters cannot take, though one without could."""
+    if problem.adapters is None:
+        return
+    plain = replace(problem, lora="none")
+    lost = [p.name for p in PATHS if p.serves(plain, device) and not p.serves(problem, device)]
+    if lost:
+        yield f"calls with adapters do not take the paths {', '.join(lost)}; calls without do"
 
 
 def _why(source: Source, problem: Problem, tokens: int) -> str:

@@ -44,7 +44,7 @@ class DequantisedPath(GroupedTmaPath):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether weights alone are quantised, and grouped GEMMs serve the rest."""
-        return config.serves(problem, device)
+        return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:

@@ -62,7 +62,7 @@ class GemvPath(Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether its kernels can cut the groups of activations by halves."""
-        return config.serves(problem)
+        return problem.adapters is None and config.serves(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:

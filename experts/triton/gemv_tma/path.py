@@ -46,7 +46,7 @@ class GemvTmaPath(Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether fp8 weights come in boxes that TMA fetches."""
-        return config.serves(problem, device)
+        return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:

@@ -40,7 +40,7 @@ class GemvW4Path(Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether rows and weights fill words of eight."""
-        return config.serves(problem)
+        return problem.adapters is None and config.serves(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from experts.triton.adapters import SegmentAdapters, Shrunk, adapter_specs
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product, second_product
 from experts.triton.path import PathCall
@@ -32,13 +33,14 @@ class Rows(NamedTuple):
 
     scale: of quantised values, (1,) or a row of scales each. weights: (P, 1) router weights that
     multiply the product before its bias, or None. tokens: (P,) int32, where row r is in values and
-    scale, which then have a row a token; None if it is row r.
+    scale, which then have a row a token; None if it is row r. shrunk: what adapters add.
     """
 
     values: torch.Tensor
     scale: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
+    shrunk: Shrunk | None = None
 
 
 class ExpertSortedGemms(ABC):
@@ -97,7 +99,7 @@ class ExpertSortedGemms(ABC):
             if scheme.quantises_activations and scheme.activation_granularity != "tensor":
                 shape = scale_shape(scheme, pairs, problem.hidden)
                 specs["permuted_scale"] = BufferSpec(shape, torch.float32)
-        return specs
+        return specs | adapter_specs(problem, pairs)
 
     def run(self, call: PathCall) -> None:
         """Write every element of call.output."""
@@ -124,10 +126,26 @@ class ExpertSortedGemms(ABC):
         """GEMM 1 with its activation: GEMM 2's rows, quantised where the scheme says so."""
         pairs = order.row_of_pair_TK.numel()
         h_RI = call.workspace.take("workspace13", (pairs, self.problem.intermediate))
+        adapters = self._adapters(tile, order, call)
         with stages.stage(stages.GEMM1 if self.moves_tokens else stages.GATHER_GEMM1):
+            if adapters is not None:
+                x = x._replace(shrunk=adapters.of_w1(call.tokens.plain_TH, call.weights))
             product = first_product(call.weights, self.problem)
             self.products(x, product, tile, order, h_RI, call)
-        return self._quantised(h_RI, order, call)
+        h = self._quantised(h_RI, order, call)
+        if adapters is None:
+            return h
+        with stages.stage(stages.GEMM2):
+            return h._replace(shrunk=adapters.of_w2(h_RI, call.weights))
+
+    def _adapters(
+        self, tile: LaunchConfig, order: Sorted, call: PathCall
+    ) -> SegmentAdapters | None:
+        """Return what adapters add to both products; None for a call without adapters."""
+        slots_T = call.tokens.routing.adapters_T
+        if slots_T is None:
+            return None
+        return SegmentAdapters(slots_T, self.problem, call.workspace, order, tile.block_m)
 
     def _permuted(self, call: PathCall, order: Sorted) -> Rows:
         """(P, H) sorted rows of x, with their scales and weights."""

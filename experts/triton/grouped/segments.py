@@ -15,7 +15,8 @@ class MGroupedGemms(ExpertSortedGemms):
     def multiply(
         self, rows: Rows, product: Product, tile: LaunchConfig, order: Sorted, out: torch.Tensor
     ) -> None:
-        m_grouped_gemm(rows, product, tile, order.tiles, out, self.problem.fp32_precision)
+        precision, tokens = self.problem.fp32_precision, order.token_of_row
+        m_grouped_gemm(rows, product, tile, order.tiles, out, precision, tokens)
 
 
 def m_grouped_gemm(
@@ -25,14 +26,17 @@ def m_grouped_gemm(
     tiles: torch.Tensor,
     out: torch.Tensor,
     precision: str,
+    tokens: torch.Tensor | None = None,
 ) -> None:
     """out[r] = rows[r] times the weights of r's expert, for the rows of `tiles`, as ops.sort cuts.
 
     out: (R, columns), contiguous as the values of `rows` are. precision: of float32 products.
+    tokens: (R,) each row's, where adapters add to it.
     """
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 
-    a, a_scale, weights, _ = rows
+    a, a_scale, weights, _, shrunk = rows
+    adapters = {} if shrunk is None else {"tokens_ptr": tokens, **shrunk.arguments()}
     max_tiles = tiles.numel() // 3
     num_n = -(-product.columns // tile.block_n)
     launch(
@@ -44,5 +48,6 @@ def m_grouped_gemm(
         tiles_ptr=tiles,
         max_tiles=max_tiles,
         HAS_ROW_WEIGHTS=weights is not None,
+        **adapters,
         **product.arguments(tile, precision, a_scale),
     )

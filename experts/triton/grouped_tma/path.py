@@ -42,7 +42,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether rows start where TMA fetches them, on sm_90."""
-        return config.serves(problem, device)
+        return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
@@ -90,7 +90,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
         from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-        a, a_scale, _, tokens = rows  # it serves no weights on the input
+        a, a_scale, _, tokens, _ = rows  # it serves no weights on the input
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         half = half_rows(tile, 2 if product.constants["GATED"] else 1)

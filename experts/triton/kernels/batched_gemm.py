@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from experts.triton.kernels.adapters import add_adapters, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.gemm_tile_dispatch import product_tile
 
@@ -20,12 +21,16 @@ def batched_gemm_kernel(
     ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
+    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
+    U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
     """out[i, c, n] = act(a[i, c] @ b[i, rows of n]^T) for c < counts[i].
 
     a is (e, capacity, depth) and out (e, capacity, columns), both contiguous, and a's scales have
     strides of expert, row and group; rows from the count on are neither read nor written. b as in
-    grouped_gemm_kernel. Grid (tiles of one expert, e).
+    grouped_gemm_kernel, and LORA too: slots are (e, capacity), u has a row for each. Grid (tiles
+    of one expert, e).
     """
     expert = tl.program_id(1).to(tl.int64)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
@@ -47,6 +52,13 @@ def batched_gemm_kernel(
         MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
         HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    if LORA:
+        slots = load_slots(slots_ptr, slot, row_mask, num_slots)
+        gate, up = add_adapters(
+            gate, up, slots, slot, u_ptr, lora_b_ptr + expert * stride_lbe,
+            column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
+            U_UP, GATED, PRECISION, BLOCK_R,
+        )  # fmt: skip
     result = finish_tile(
         gate, up, bias_ptr + expert * stride_bias, column * ROW_STEP, up_row, column_mask,
         gate, HAS_BIAS, False, GATED, KIND, ALPHA, LIMIT,

@@ -48,6 +48,8 @@ class RankRunner(Protocol):
 
     def run(self, function: Callable[..., Any], *arguments: Any, timeout: float) -> list[Any]: ...
 
+    def collect(self, read: Callable[[int], Any]) -> list[Any]: ...
+
     def close(self) -> None: ...
 
 
@@ -138,7 +140,7 @@ def _rows(
             pool.run(measure, RankTask(offer, repeats, folder), timeout=seconds)
         except ModularKernelError as error:
             trouble = _gist(error)
-        told = [_read(Path(folder, f"{rank}.jsonl")) for rank in range(pool.world_size)]
+        told = pool.collect(lambda rank: _read(Path(folder, f"{rank}.jsonl")))
     rows, reached = [], True
     for index, cell in enumerate(offer.cells):
         of_ranks = [of_rank[index] for of_rank in told if index in of_rank]

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
@@ -10,15 +13,20 @@ from modular_kernel.machine import importable, twins_are_wanted
 HAS_TRITON = "triton" in importable({"triton"})
 HAS_INTERPRETER = HAS_TRITON and "ml_dtypes" in importable({"ml_dtypes"})
 
-if HAS_INTERPRETER:
-    from modular_kernel.interpreter import patch
-    from modular_kernel.interpreter.access_log import watch
+
+def make_honest() -> bool:
+    """Have Triton's interpreter give the numbers a GPU gives; return whether it is active."""
+    patch = _patch()
+    if patch is None or not patch.active():
+        return False
+    patch.install()
+    return True
 
 
-def make_honest() -> None:
-    """Have Triton's interpreter give the numbers a GPU gives, where it is active."""
-    if HAS_INTERPRETER and patch.active():
-        patch.install()
+@cache
+def _patch() -> ModuleType | None:
+    """Return what makes the interpreter honest, imported where something is to be computed."""
+    return import_module("modular_kernel.interpreter.patch") if HAS_INTERPRETER else None
 
 
 def use_triton(tensor: torch.Tensor) -> bool:
@@ -34,10 +42,7 @@ def use_triton(tensor: torch.Tensor) -> bool:
         return True
     if twins_are_wanted():
         return False
-    if HAS_INTERPRETER and patch.active():
-        patch.install()
-        return True
-    return False
+    return make_honest()
 
 
 @contextmanager
@@ -46,7 +51,9 @@ def watched_races() -> Iterator[list[str]]:
 
     It stays empty unless kernels are interpreted.
     """
-    if HAS_INTERPRETER and patch.active():
+    if make_honest():
+        from modular_kernel.interpreter.access_log import watch
+
         with watch.races() as found:
             yield found
     else:

@@ -11,7 +11,7 @@ from modular_kernel.testing.call_mutants.rank_operators import (
 from modular_kernel.testing.call_mutants.run import Kill, first_of
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
-from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.ranks.launched import AnyRanks
 from modular_kernel.testing.verify.checks import CHECKS, plan_reused
 from modular_kernel.testing.verify.over_ranks import machine_of, prove_ranks
 
@@ -24,7 +24,7 @@ __all__ = ["RANK_MUTANTS", "RankMutant", "sensitivity_ranks"]
 def sensitivity_ranks(
     prepare_finalize: str,
     experts: str,
-    pool: RankPool,
+    pool: AnyRanks,
     *,
     mutants: Sequence[RankMutant] = RANK_MUTANTS,
     cases_each: int = 1,

@@ -7,6 +7,7 @@ runs. One that survives is a failure, of the harness.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from modular_kernel.testing.call_mutants.adapters import ADAPTER_MUTANTS
 from modular_kernel.testing.call_mutants.inject import CallMutant
 from modular_kernel.testing.call_mutants.operators import MUTANTS as PLAIN_MUTANTS
 from modular_kernel.testing.call_mutants.quantised import SCALE_MUTANTS
@@ -17,7 +18,7 @@ from modular_kernel.testing.verify.one_process import findings, prove
 from modular_kernel.testing.verify.trial import Trial
 from modular_kernel.types import Machine
 
-MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS
+MUTANTS = PLAIN_MUTANTS + SCALE_MUTANTS + ROUNDING_MUTANTS + ADAPTER_MUTANTS
 __all__ = ["MUTANTS", "CallMutant", "Kill", "sensitivity"]
 
 

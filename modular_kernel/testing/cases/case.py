@@ -88,5 +88,6 @@ def _unusual(problem: Problem) -> dict[str, object]:
         "lora": (problem.lora, "none"),
         "batch-invariant": (problem.batch_invariant, False),
         "world-size": (problem.parallel.world_size, 1),
+        "ranks-per-host": (problem.parallel.ranks_per_host, None),
     }
     return {name: value for name, (value, default) in options.items() if value != default}

@@ -15,6 +15,7 @@ from modular_kernel.catalog import load_catalog
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import weight_specs
 from modular_kernel.rules import judge
+from modular_kernel.testing.cases.adapters import NAMED
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, covering_array
 from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, why_impossible
@@ -79,6 +80,23 @@ AXES = (
     Axis("batch_invariant", (False, True), dear=True),
     Axis("seed", (0, 1, 2)),
 )
+# Of pairings that carry adapters alone: the rows of the others stay as they are. Ranks on and off
+# every block, and more than a block holds; slots that no token names.
+LORA_AXES = (
+    Axis(
+        "lora",
+        (
+            "none",
+            "adapters=1,rank=16",
+            "adapters=3,rank=7,a13=shared",
+            "adapters=8,rank=33,outer=shared",
+            "adapters=3,rank=80",
+        ),
+        dear=True,
+    ),
+    Axis("named", NAMED),
+)
+_ALL_AXES = (*AXES, *LORA_AXES)
 
 _ALONE = Parallel()
 _ALL_ROUTED = ("uniform", "all_to_one", "zipf", "empty_experts", "duplicates")
@@ -122,13 +140,14 @@ def problem_of(row: dict[str, Any]) -> Problem:
         fp32_precision=precision,
         chunk_tokens=_CHUNKS[row["chunks"]](tokens),
         batch_invariant=row["batch_invariant"],
+        lora=row.get("lora", "none"),
         parallel=_ALONE,
     )
 
 
 def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
     """Return the case that a row of values by axis says."""
-    manner = Manner(row["layout"], row["values"], row["own_scales"])
+    manner = Manner(row["layout"], row["values"], row["own_scales"], row.get("named", NAMED[0]))
     return Case(
         prepare_finalize,
         experts,
@@ -151,22 +170,30 @@ def _harness_reasons(problem: Problem, row: dict[str, Any]) -> tuple[str, ...]:
             dtypes = weight_specs(problem)["w1_scale"].dtypes
         if problem.dtype is _FP32 or problem.dtype not in dtypes:
             reasons.append(f"[own_scales] {problem.quant}: scales have no such dtype")
+    if problem.adapters is None and row.get("named", NAMED[0]) != NAMED[0]:
+        reasons.append(f"[named] {row['named']}: there are no adapters")
     if (hostile := why_impossible(problem, row["values"])) is not None:
         reasons.append(hostile)
     return tuple(reasons)
 
 
 # Axes that no problem tells: rows that differ in these alone are one problem, and judged once.
-_INPUTS_ALONE = frozenset({"routing", "layout", "own_scales", "values", "by_turns", "seed"})
-_problem_part: Callable[[Row], Row] = itemgetter(
-    *(i for i, axis in enumerate(AXES) if axis.name not in _INPUTS_ALONE)
+_INPUTS_ALONE = frozenset(
+    {"routing", "layout", "own_scales", "values", "by_turns", "seed", "named"}
 )
 
 
+def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
+    """Return a function that gives the part of a row which the problem tells."""
+    return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUTS_ALONE))
+
+
 def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
-    """Return the rows of AXES, judged for a pairing on a machine."""
+    """Return the rows of AXES, judged for a pairing on a machine; LORA_AXES too if it has them."""
     catalog = load_catalog()
     pf, ex = catalog.prepare_finalize(prepare_finalize), catalog.experts(experts)
+    axes = _ALL_AXES if pf.requires.lora and ex.requires.lora else AXES
+    problem_part = _problem_part(axes)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
     def judged(values: dict[str, Any]) -> tuple[Problem | None, Sequence[str]]:
@@ -177,7 +204,7 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
         return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
 
     def refused(row: Row) -> Sequence[str]:
-        part, values = _problem_part(row), _values(row)
+        part, values = problem_part(row), _values(row)
         if part not in problems:
             problems[part] = judged(values)
         problem, reasons = problems[part]
@@ -185,15 +212,16 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
             return reasons
         return _harness_reasons(problem, values)
 
-    return Space(AXES, refused, _live, cost_of)
+    return Space(axes, refused, _live, cost_of)
 
 
 def _values(row: Row) -> dict[str, Any]:
     """Return the value of each axis by its name."""
-    return {axis.name: axis.values[i] for axis, i in zip(AXES, row, strict=True)}
+    axes = _ALL_AXES[: len(row)]  # a row without adapters is shorter
+    return {axis.name: axis.values[i] for axis, i in zip(axes, row, strict=True)}
 
 
-_PLACES = {axis.name: place for place, axis in enumerate(AXES)}
+_PLACES = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
 
 
 def _part(*names: str) -> Callable[[Row], Row]:

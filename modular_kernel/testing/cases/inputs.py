@@ -197,7 +197,7 @@ def _fence_value(dtype: torch.dtype) -> float:
 
 
 def _placed(values: torch.Tensor, place: Place) -> torch.Tensor:
-    """Make a strided view, its whole storage put in its place."""
+    """Return an equal view of a storage that is put in its place as a whole."""
     if values.is_contiguous():
         return place(values)
     whole = values.new_empty(0).set_(values.untyped_storage())

@@ -145,6 +145,7 @@ def axes(base: Problem) -> tuple[Variant, ...]:
         _shapes(base),
         quantised(base),
         batch_invariant(base),
+        _adapters(base),
     )
     return tuple(dict.fromkeys(variant for group in groups for variant in group))
 
@@ -264,6 +265,16 @@ def _chunks(base: Problem) -> Iterator[Variant]:
     yield _change(chunked, "duplicates", inplace=True, top_k=3)
     yield _change(chunked, "skips", combine=Combine.TOPK_WEIGHTED, chunk_tokens=7)
     yield _change(chunked, local_experts=3, expert_map=True, chunk_tokens=10)
+
+
+def _adapters(base: Problem) -> Iterator[Variant]:
+    """Adapters: a rank off every block, shared matrices, and what stands between the products."""
+    few = replace(base, lora="adapters=3,rank=7")
+    yield _change(few)
+    yield _change(few, "skips", dtype=_BF16, bias=True, activation=_OAI)
+    yield _change(few, lora="adapters=4,rank=80,outer=shared", activation="relu2")
+    yield _change(few, lora="adapters=8,rank=16,a13=shared", dtype=_FP16, chunk_tokens=8)
+    yield _change(few, top_k=1, apply_router_weight_on_input=True, bias=True)
 
 
 def _routings(base: Problem) -> Iterator[Variant]:

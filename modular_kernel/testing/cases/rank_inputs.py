@@ -13,6 +13,7 @@ import torch
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, fenced, with_gaps
 from modular_kernel.types import Problem
+from modular_kernel.validate import ADAPTER_TENSORS
 
 _OF_ALL_EXPERTS = ("a1_scale", "a2_scale")
 
@@ -42,7 +43,11 @@ def part_of(
     return Inputs(
         with_gaps(x_TH, place) if gaps else place(x_TH),
         ExpertWeights(**placed),
-        Routing(place(routing.topk_weights_TK[tokens]), place(routing.topk_ids_TK[tokens])),
+        Routing(
+            place(routing.topk_weights_TK[tokens]),
+            place(routing.topk_ids_TK[tokens]),
+            routing.adapters_T if routing.slots_T is None else place(routing.slots_T[tokens]),
+        ),
     )
 
 
@@ -51,9 +56,16 @@ def _rows(weights: ExpertWeights, experts: Sequence[int]) -> dict[str, torch.Ten
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
     return {
-        name: t if t is None or name in _OF_ALL_EXPERTS else _take(t, index)
+        name: t if t is None or name in _OF_ALL_EXPERTS else _of_experts(name, t, index)
         for name, t in tensors.items()
     }
+
+
+def _of_experts(name: str, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the rank's part; experts of adapters come second, 1 where they share one."""
+    if name not in ADAPTER_TENSORS:
+        return _take(values, index)
+    return values if values.shape[1] == 1 else values[:, index]
 
 
 def _take(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

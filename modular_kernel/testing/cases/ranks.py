@@ -143,6 +143,19 @@ class RankSelection:
     refused: tuple[tuple[RankCase, Verdict], ...]
     instead: tuple[tuple[RankCase, RankCase], ...] = ()
 
+    def on_hosts(self, ranks_per_host: int, machine: Machine) -> "RankSelection":
+        """Return the selection for ranks on several hosts, judged again."""
+        cases, refused = [], list(self.refused)
+        for case in self.cases:
+            parallel = replace(case.problem.parallel, ranks_per_host=ranks_per_host)
+            there = replace(case, problem=replace(case.problem, parallel=parallel))
+            verdict = there.verdict(machine)
+            if verdict.ok:
+                cases.append(there)
+            else:
+                refused.insert(0, (there, verdict))
+        return RankSelection(tuple(cases), tuple(refused), self.instead)
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -267,6 +280,7 @@ def _smoke(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(base, "all_to_one", inplace=True, activation="relu2", tokens=(4, 7))
     yield _variant(on_input, "empty_experts")
     yield _variant(even, hidden=160, intermediate=96, dtype=_BF16, quant="fp8_w8a8_block")
+    yield _variant(base, placement="round_robin", lora="adapters=3,rank=7")
 
 
 def _full(base: Problem, world_size: int) -> Iterator[Variant]:
@@ -309,12 +323,26 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         "int4_w4a16_act_order:group=32",
     ):
         yield _variant(wide, quant=quant)
+    yield from _adapters(base, world_size)
     for fault in SCENES:
         yield Variant(base, "linear", UNEVEN, "uniform", fault)
     yield from _quantised(replace(base, dtype=_BF16), world_size)
     block = "fp8_w8a8_block:block=48x64"
     yield _variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
     yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
+
+
+def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:
+    """Slots that travel with their tokens, and matrices that lie with their experts."""
+    few = replace(base, lora="adapters=3,rank=7")
+    yield _variant(few, "skips", placement="copies", top_k=3, bias=True)
+    yield _variant(few, placement="round_robin", tokens=(0, 9), dtype=_BF16)
+    yield _variant(few, lora="adapters=4,rank=20,a13=shared,outer=shared", tokens=(5, 3))
+    nobody, without = Manner(named="nobody"), Manner(named="without")
+    yield Variant(few, "linear", UNEVEN, "uniform", manner=nobody)
+    yield Variant(few, "linear", UNEVEN, "uniform", manner=without)
+    block = replace(few, hidden=160, intermediate=96, quant="fp8_w8a8_block:block=32x32")
+    yield _variant(block, dtype=_BF16)
 
 
 def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:

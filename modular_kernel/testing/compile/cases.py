@@ -112,12 +112,14 @@ def problems() -> tuple[Problem, ...]:
         {"hidden": 200, "intermediate": 136, "tokens": 4},
     )
     large = replace(_BASE, tokens=512)
+    adapted = [replace(_BASE, tokens=t, lora="adapters=4,rank=32") for t in (4, 512)]
+    adapted += [replace(adapted[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])]
     # Paths that ask for more than the base has: words of 4 bits and one token; a piece of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantised = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
-    return (*half, *fp32, *flags, *quantised, *packed, wide)
+    return (*half, *fp32, *flags, *quantised, *packed, wide, *adapted)
 
 
 def compile_all(target: str = "sm_90", bar: Bar | None = None, *, workers: int = 1) -> Compiled:

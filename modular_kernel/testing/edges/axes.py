@@ -128,6 +128,8 @@ def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterato
         "chunk_tokens": (None, max(1, base.problem.tokens // 2)),
         "parallel": tuple(_parallels(base.problem)),
         "hidden_sizes": (None, frozenset({base.problem.hidden}), frozenset({1})),
+        "blocks": (None, frozenset({(128, 128)}), frozenset({(16, 16)})),
+        "archs": (None, frozenset({(9, 0)}), frozenset({(1, 0)})),
     }
     if name in own:
         found: tuple[object, ...] = own[name]

@@ -127,7 +127,9 @@ def _valid(
     found.
     """
     packages = frozenset((*pf.requires.packages, *experts.requires.packages))
-    arches = [req.min_arch for req in (pf.requires, experts.requires) if req.min_arch is not None]
+    declared = pf.requires, experts.requires
+    arches = [req.min_arch for req in declared if req.min_arch is not None]
+    arches += [min(req.archs) for req in declared if req.archs]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
     sizes = (*_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
     start = _start(experts.requires)

@@ -62,7 +62,7 @@ class Killers:
         cheap = sorted(cases, key=lambda c: c.seconds / (1 + self._kills[mutant.module, c.case]))
         file = str(mutant.path)
         first, others = _spanning(cheap, lambda covered: covered.lines.get(file, frozenset()))
-        second, rest = _spanning(others, lambda covered: axes(covered.case))
+        second, rest = _spanning(others, lambda covered: axes(covered.case), first)
         return first + second + rest
 
     def note(self, mutant: Mutant, case: Case) -> None:
@@ -80,10 +80,12 @@ class Killers:
 
 
 def _spanning(
-    cases: Sequence[Covered], has: Callable[[Covered], frozenset[T]]
+    cases: Sequence[Covered],
+    has: Callable[[Covered], frozenset[T]],
+    before: Sequence[Covered] = (),
 ) -> tuple[list[Covered], list[Covered]]:
     """Cases that have something which none before them has; and the others."""
-    seen = set[T]()
+    seen = {each for covered in before for each in has(covered)}
     first, rest = list[Covered](), list[Covered]()
     for covered in cases:
         (rest if has(covered) <= seen else first).append(covered)

@@ -91,7 +91,8 @@ def drawn_problems(
 
     for case in of:
         add(case)
-    for number, cases in enumerate(met):
+    # Problems of a line that few cases execute serve who is executed by most.
+    for number, cases in sorted(enumerate(met), key=lambda one: len(one[1])):
         busy = [c for c in sorted(cases, key=lambda c: c.seconds) if c.case.problem.tokens]
         fast = [covered.case for covered in busy[:_FASTEST]]
         while fast and done[number] < count:

@@ -9,7 +9,7 @@ from modular_kernel.testing.mutation.coverage import Covered
 from modular_kernel.testing.mutation.source import Mutant
 
 # A case may take so many times what its two calls took, and so many seconds more, before it hangs.
-SLOWER, GRACE_S = 30, 30.0
+SLOWER, GRACE_S = 10, 15.0
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,11 @@ def binary(source: Source, node: ast.AST) -> Edits:
         yield Edit("operand lost", start, end, left)
     if isinstance(node.op, ast.BitAnd | ast.BitOr):
         yield Edit("operand lost", start, end, right)
-    if isinstance(node.op, ast.FloorDiv):
+    if isinstance(node.op, ast.FloorDiv) and not source.in_kernel(node):
+        yield Edit("tail", start, end, f"-(-({left}) // ({right}))")
+    elif isinstance(node.op, ast.FloorDiv) and not (_fixed(node.left) and _fixed(node.right)):
         # Kernels divide towards 0, where the negative of -a // b is a // b.
-        up = f"({left} + ({right}) - 1) // ({right})"
-        up = up if source.in_kernel(node) else f"-(-({left}) // ({right}))"
-        yield Edit("tail", start, end, up)
+        yield Edit("tail", start, end, f"({left} + ({right}) - 1) // ({right})")
 
 
 def boolean(source: Source, node: ast.AST) -> Edits:
@@ -296,6 +296,12 @@ def _is_text(node: ast.expr) -> bool:
 
 def _is_constant(keyword: ast.keyword) -> bool:
     return isinstance(keyword.value, ast.Constant)
+
+
+def _fixed(node: ast.expr) -> bool:
+    """Whether a kernel is compiled for the value, as for the size of a block: what is cut from one
+    is cut without a rest."""
+    return isinstance(node, ast.Constant) or (isinstance(node, ast.Name) and node.id.isupper())
 
 
 def _is_none(node: ast.expr) -> bool:

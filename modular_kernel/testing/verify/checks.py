@@ -17,6 +17,7 @@ from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.twins import one_rounding
+from modular_kernel.testing.verify.without_adapters import without_adapters
 
 Findings = Iterator[str]
 Check = Callable[[Trial], Findings]
@@ -166,9 +167,11 @@ def graph_replay(trial: Trial) -> Findings:
 
 
 def no_allocation(trial: Trial) -> Findings:
-    """On a GPU: a call of a plan allocates nothing, unless a library receives its rows."""
-    part = load_catalog().prepare_finalize(trial.case.prepare_finalize)
-    if not trial.capturable or part.requires.received_by_library:
+    """On a GPU: a call of a plan allocates nothing, unless a part says that its library does."""
+    catalog, case = load_catalog(), trial.case
+    part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
+    allocates = part.requires.received_by_library or experts.requires.library_allocates
+    if not trial.capturable or allocates:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
     i, x_TH = trial.first.inputs, trial.first.x_TH()
@@ -200,5 +203,6 @@ CHECKS: tuple[Check, ...] = (
     graph_replay,
     no_allocation,
     batch_invariant,
+    without_adapters,
     inputs_unchanged,
 )

@@ -29,7 +29,8 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase
-from modular_kernel.testing.ranks.pool import RankError, RankPool
+from modular_kernel.testing.ranks.launched import AnyRanks
+from modular_kernel.testing.ranks.pool import RankError
 from modular_kernel.testing.verify.checks import CHECKS, Check, Findings
 from modular_kernel.testing.verify.compare import Comparison, compare
 from modular_kernel.testing.verify.one_process import Proof, raised
@@ -262,7 +263,7 @@ def examine(
 
 def prove_ranks(
     case: RankCase,
-    pool: RankPool,
+    pool: AnyRanks,
     machine: Machine | None = None,
     build: RankBuild = build_kernel,
     *,
@@ -300,7 +301,7 @@ def prove_ranks(
     return Proof(case, machine, worst.error, worst.bound, tuple(failures), seconds, invalid_ids)
 
 
-def machine_of(pool: RankPool) -> Machine:
+def machine_of(pool: AnyRanks) -> Machine:
     """Return this machine as the pool's ranks use it."""
     return this_machine(device="cpu" if pool.backend == "gloo" else "cuda")
 

@@ -28,6 +28,7 @@ _IN_TIME_S = 0.6  # how late a rank may be there
 _PATIENCE_S = 2.0  # beyond it, until nobody waits any more
 REMEMBERED = 64  # steps of which errors name layer and call
 _BROKE = "broke off its call: RuntimeError"
+_SECONDS = re.compile(r"\d+(\.\d+)? s")
 _ONE_CALL = "one layer, call, pairing, step and order"
 
 # What ranks must share; one after another, rank 1 means another.
@@ -204,7 +205,32 @@ def broken_off(on: Stage) -> Lines:
         for _ in range(steps):
             manager_of(kernel.prepare_finalize).next_step()
         yield _broken(on, kernel, pending.finish, at=(layer, layer, 1))
+    yield _without_a_word(on)
     yield on.goes(on.kernel())
+
+
+def _without_a_word(on: Stage) -> tuple[str, str]:
+    """Every rank's library fails, and does not say why."""
+    manager = manager_of(on.kernel().prepare_finalize)
+    dist.barrier()  # nobody may still be connecting
+    manager._communicator.group = _Silent()
+
+    def exchange() -> torch.Tensor:
+        manager.all_reduce(torch.ones(1), step=0, phase="combine").wait()
+        return torch.empty(0)
+
+    got = "failed too; after N s: RuntimeError"
+    need = f"every rank within {manager.deadline_s:g} s"
+    told = said(lambda: on.judged(exchange()))
+    must = on.error("exchange between ranks", got, need, (0, 0, 0), on.others, "combine")
+    return _SECONDS.sub("N s", told), _SECONDS.sub("N s", must)
+
+
+class _Silent:
+    """A communicator that fails without a word."""
+
+    def allreduce(self, _tensors: list[torch.Tensor]) -> None:
+        raise RuntimeError
 
 
 def _broken(

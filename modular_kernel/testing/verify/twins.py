@@ -49,6 +49,8 @@ def one_rounding(trial: Trial) -> Iterator[str]:
 def _has_twin(trial: Trial) -> bool:
     """Whether a call of this problem, here, can be told from its twin by roundings alone."""
     problem, scheme = trial.case.problem, trial.case.problem.scheme
+    if problem.adapters is not None and trial.case.manner.named == "without":
+        return False  # such a call has the bits, and the roundings, of a layer without adapters
     if problem.dtype.itemsize != 2:
         return False  # float32 is compared as closely by the tolerance
     if problem.parallel.world_size > 1:

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from experts.triton.kernels.adapters import add_adapters, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.gemm_tile_dispatch import product_tile
 from modular_kernel.ops.kernels.pdl import after_predecessor
@@ -25,13 +26,18 @@ def grouped_gemm_kernel(
     EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     OVERLAP: tl.constexpr = False,
+    u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
+    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
+    U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, LORA_TOP_K: tl.constexpr = 1,
+    BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
     """out[p, n] = act(a[p // A_TOP_K] @ b[expert of p, rows of n]^T) for every aligned pair p.
 
     b is (e, rows, depth); column n uses row n * ROW_STEP, and n * ROW_STEP + up_row if GATED.
     out is (num_pairs, columns), contiguous. Blocks of skipped pairs write zeros if WRITE_ZEROS,
     else nothing. Blocks past the last used one return at once: the grid is the worst case.
-    Scales and zero points: see product_tile.
+    Scales and zero points: see product_tile. LORA: deltas of adapters, see add_adapters; slots are
+    those of tokens, u has a row a pair, and lora_b is (slots, e, rows, rank).
     """
     after_predecessor(OVERLAP)
     pid_m, pid_n = grouped_tile_order(tl.program_id(0), num_m, tl.cdiv(columns, BLOCK_N), GROUP_M)
@@ -57,6 +63,13 @@ def grouped_gemm_kernel(
         MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
         HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    if LORA:
+        slots = load_slots(slots_ptr, pairs // LORA_TOP_K, row_mask, num_slots)
+        gate, up = add_adapters(
+            gate, up, slots, pairs, u_ptr, lora_b_ptr + expert * stride_lbe,
+            column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
+            U_UP, GATED, PRECISION, BLOCK_R,
+        )  # fmt: skip
     row_weights = gate
     if HAS_ROW_WEIGHTS:
         row_weights = tl.load(row_weights_ptr + pairs, mask=row_mask, other=0.0)

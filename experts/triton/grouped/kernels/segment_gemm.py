@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from experts.triton.kernels.adapters import add_adapters, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.gemm_tile_dispatch import product_tile
 
@@ -22,12 +23,16 @@ def segment_gemm_kernel(
     ONE_SCALE: tl.constexpr, MIDDLE: tl.constexpr, HAS_ZERO: tl.constexpr, PACKED: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_ORDER: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    u_ptr=None, slots_ptr=None, tokens_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
+    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
+    U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, BLOCK_R: tl.constexpr = 16,
 ):  # fmt: skip
     """out[r, n] = act(a[r] @ b[expert of r, rows of n]^T) for the rows of every tile in use.
 
     a is (R, depth) and out (R, columns), both contiguous; other rows are neither read nor written.
     tiles: as in ops.sort.Sorted, of at most BLOCK_M rows each. b as in grouped_gemm_kernel. The
-    grid is the worst case: programs behind the tiles in use return at once.
+    grid is the worst case: programs behind the tiles in use return at once. LORA: as in
+    grouped_gemm_kernel, with a row of u for each row, whose token is in tokens.
     """
     num_m = tl.load(tiles_ptr + 3 * max_tiles)
     num_n = tl.cdiv(columns, BLOCK_N)
@@ -49,6 +54,14 @@ def segment_gemm_kernel(
         MODE, FORMAT, GROUP_N, GROUP_K, ONE_SCALE, MIDDLE, HAS_ZERO, PACKED, GATED, EVEN_K,
         HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
+    if LORA:
+        tokens = tl.load(tokens_ptr + row, mask=row_mask, other=0)
+        slots = load_slots(slots_ptr, tokens, row_mask, num_slots)
+        gate, up = add_adapters(
+            gate, up, slots, row, u_ptr, lora_b_ptr + expert * stride_lbe,
+            column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
+            U_UP, GATED, PRECISION, BLOCK_R,
+        )  # fmt: skip
     row_weights = gate
     if HAS_ROW_WEIGHTS:
         row_weights = tl.load(row_weights_ptr + row, mask=row_mask, other=0.0)

@@ -1,0 +1,1 @@
+"""What parts over other people's products share: the steps around two grouped GEMMs."""

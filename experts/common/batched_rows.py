@@ -1,0 +1,104 @@
+"""Batched rows through a library's products over the rows of each expert.
+
+Launches: GEMM 1; activation [and quantise]; GEMM 2.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
+from modular_kernel import stages
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.roundings import Roundings
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
+
+Rows = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class BatchedRowsExperts(PermuteExpertsUnpermute):
+    """A part whose two products are a library's, over (e, C, K) rows.
+
+    keeps_results: the library returns its results in memory of its own; GEMM 2's are then copied.
+    """
+
+    keeps_results: ClassVar[bool] = False
+
+    @abstractmethod
+    def product(
+        self,
+        rows: Rows,
+        weights: Rows,
+        counts_e: torch.Tensor,
+        workspace: Workspace,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the product (e, C, N) of rows (e, C, K) and weights (e, N, K).
+
+        The first counts_e[i] rows of expert i count. Scales of rows: (1,), or (e, C, groups) of any
+        strides; of weights as `weight_specs` has them. out: None if `keeps_results`.
+        """
+
+    def product_specs(self, shape: BatchedShape) -> Mapping[str, BufferSpec]:
+        """Return the buffers that `product` takes besides its results."""
+        return {}
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, BatchedShape)
+        problem, rows = self.problem, shape.experts * shape.capacity
+        nothing = BufferSpec((0,), problem.dtype)
+        room = BufferSpec((rows, problem.w1_rows), problem.dtype)
+        output = (shape.experts, shape.capacity, problem.hidden)
+        return WorkspaceShapes(
+            workspace13=nothing if self.keeps_results else room,
+            workspace2=nothing,
+            output=BufferSpec(output, problem.dtype),
+            extra={**hidden_specs(problem, rows, shape.experts), **self.product_specs(shape)},
+        )
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return ROUNDINGS
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, BatchedTokens)
+        problem, counts_e = self.problem, tokens.counts_e
+        room = tuple(tokens.x_eCH.shape[:2])
+        with stages.stage(stages.GEMM1):
+            out = None
+            if not self.keeps_results:
+                out = workspace.take("workspace13", (*room, problem.w1_rows))
+            x = tokens.x_eCH, tokens.scale
+            w1 = weights.w1, weights.w1_scale
+            gate_up_eCN = self.product(x, w1, counts_e, workspace, out)
+        flat_RN = gate_up_eCN.flatten(0, 1)
+        h_RI, scale = hidden_rows(flat_RN, problem, counts_e, weights, workspace)
+        if scale is not None and scale.dim() == 2:
+            scale = scale.view(*room, -1)
+        with stages.stage(stages.GEMM2):
+            h = h_RI.view(*room, -1), scale
+            w2 = weights.w2, weights.w2_scale
+            rows_eCH = self.product(
+                h, w2, counts_e, workspace, None if self.keeps_results else output
+            )
+            if self.keeps_results:
+                output.copy_(rows_eCH)

@@ -1,0 +1,77 @@
+"""Between two products of a library: the activation, and the quantisation behind it."""
+
+from collections.abc import Mapping
+
+import torch
+
+from modular_kernel import stages
+from modular_kernel.ops.activation import gated_activation
+from modular_kernel.ops.quantise import (
+    BatchedRows,
+    Quantised,
+    activation_and_quantise,
+    quantise_rows,
+    quantise_specs,
+    take_quantised,
+)
+from modular_kernel.roundings import Roundings
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+from modular_kernel.workspace import BufferSpec, Workspace
+
+# What a library's product leaves is in 16 bits, before the activation and before the sums.
+ROUNDINGS = Roundings(gate_up=True)
+
+
+def hidden_specs(problem: Problem, rows: int, segments: int = 1) -> Mapping[str, BufferSpec]:
+    """Return the buffers that `hidden_rows` takes."""
+    scheme, columns = problem.scheme, problem.intermediate
+    plain = {"h": BufferSpec((rows, columns), problem.dtype)}
+    if not scheme.quantises_activations:
+        return plain
+    quantised = quantise_specs("h", scheme, rows, columns, segments=segments)
+    return plain | quantised if _in_two_steps(problem) else quantised
+
+
+def hidden_rows(
+    gate_up_RN: torch.Tensor,
+    problem: Problem,
+    counts_e: torch.Tensor,
+    weights: ExpertWeights,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return GEMM 2's rows (R, I) and their scales, as `Quantised` has them; None in 16 bits.
+
+    gate_up_RN: (R, N), of which the first counts_e[i] rows of segment i stand for tokens; others
+    hold anything, and what is made of them does too.
+    """
+    rows, scheme = len(gate_up_RN), problem.scheme
+    shape = (rows, problem.intermediate)
+    live = BatchedRows(counts_e)
+    if not scheme.quantises_activations:
+        h_RI = workspace.take("h", shape)
+        with stages.stage(stages.GEMM1):
+            gated_activation(gate_up_RN, problem.act, h_RI)
+        return h_RI, None
+    segments, static = counts_e.numel(), weights.a2_scale
+    out = take_quantised(workspace, "h", scheme, shape, segments=segments, static_scale=static)
+    if not _in_two_steps(problem):
+        with stages.stage(stages.fused(stages.GEMM1, stages.QUANTISE)):
+            activation_and_quantise(gate_up_RN, problem.act, scheme, out=out, live=live)
+        return _rows(out)
+    h_RI = workspace.take("h", shape)
+    with stages.stage(stages.GEMM1):
+        gated_activation(gate_up_RN, problem.act, h_RI)
+    with stages.stage(stages.QUANTISE):
+        quantise_rows(h_RI, scheme, out=out, live=live)
+    return _rows(out)
+
+
+def _rows(out: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
+    return out.q_RK, out.scale
+
+
+def _in_two_steps(problem: Problem) -> bool:
+    """Whether every value of h must be seen before the first can be rounded."""
+    scheme = problem.scheme
+    return scheme.activation_granularity == "tensor" and not scheme.static

@@ -1,0 +1,186 @@
+"""Contiguous tokens through a library's products over rows in the order of experts.
+
+Launches: count, scan, place; permute; GEMM 1; activation [and quantise]; GEMM 2; sum.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from experts.common.hidden_rows import ROUNDINGS, hidden_rows, hidden_specs
+from experts.triton.path import room_for
+from modular_kernel import stages
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.permute import permute_tokens
+from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.ops.reduce import gather_rows, gather_weight_and_sum
+from modular_kernel.ops.sort import sort_pairs, sort_specs
+from modular_kernel.quant import STORAGE
+from modular_kernel.roundings import Roundings
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchedRouting,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import Combine
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import TopKWeightAndReduceNoOp, unless_kept
+
+_TILE_M = 128  # tiles are named where pairs are sorted; libraries find their own
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Where the rows of pairs are.
+
+    row_of_pair_TK: (T, K) int32, -1 where a pair is skipped. ends: (e,) int32, the row behind each
+    expert's last one. used: (1,) int32, rows up to the last one in use.
+    """
+
+    row_of_pair_TK: torch.Tensor
+    ends: torch.Tensor
+    used: torch.Tensor
+
+
+class SortedRowsExperts(PermuteExpertsUnpermute):
+    """A part whose two products are a library's, over rows that lie expert by expert.
+
+    No row stands for a pair of another rank's expert. keeps_results: the library returns its
+    results in memory of its own, instead of writing to the workspace.
+    """
+
+    keeps_results: ClassVar[bool] = False
+
+    @abstractmethod
+    def product(
+        self,
+        rows: tuple[torch.Tensor, torch.Tensor | None],
+        weights: tuple[torch.Tensor, torch.Tensor | None],
+        order: RowOrder,
+        workspace: Workspace,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the product (R, N) of rows (R, K) and each one's expert's weights (e, N, K).
+
+        Scales are as `Quantised` and `weight_specs` have them. out: None if `keeps_results`.
+        """
+
+    def most_rows(self, pairs: int) -> int:
+        """Return how many rows that many pairs take at most."""
+        return pairs
+
+    def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
+        """Return the buffers that `order` takes."""
+        return sort_specs(tokens, top_k, _TILE_M, self.problem.e)
+
+    def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
+        """Give each pair its row."""
+        order = sort_pairs(routing, block_m=_TILE_M, num_local=self.problem.e, workspace=workspace)
+        return RowOrder(order.row_of_pair_TK, order.starts[1:], order.starts[-1:])
+
+    def product_specs(self, rows: int) -> Mapping[str, BufferSpec]:
+        """Return the buffers that `product` takes besides its results."""
+        return {}
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, ContiguousShape)
+        return room_for(self.problem, shape, [self._specs(shape)])
+
+    def _specs(self, shape: ContiguousShape) -> dict[str, BufferSpec]:
+        problem, scheme = self.problem, self.problem.scheme
+        rows = self.most_rows(shape.tokens * shape.top_k)
+        stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
+        specs = {
+            **self.order_specs(shape.tokens, shape.top_k),
+            "permuted_x": BufferSpec((rows, problem.hidden), stored),
+            **hidden_specs(problem, rows),
+            **self.product_specs(rows),
+        }
+        if scheme.quantises_activations and scheme.activation_granularity != "tensor":
+            scales = scale_shape(scheme, rows, problem.hidden)
+            specs["permuted_scale"] = BufferSpec(scales, torch.float32)
+        if not self.keeps_results:
+            dtype = problem.dtype
+            specs["workspace13"] = BufferSpec((rows, problem.w1_rows), dtype)
+            over = ("permuted_x", "workspace13")
+            specs["workspace2"] = BufferSpec((rows, problem.hidden), dtype, over)
+        return specs
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return ROUNDINGS
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        problem, routing = self.problem, tokens.routing
+        with stages.stage(stages.SORT):
+            order = self.order(routing, workspace)
+        rows = self.most_rows(routing.topk_ids_TK.numel())
+        with stages.stage(stages.PERMUTE):
+            x = self._permuted(tokens, order, rows, workspace)
+        with stages.stage(stages.GEMM1):
+            w1 = weights.w1, weights.w1_scale
+            out = self._room("workspace13", (rows, problem.w1_rows), workspace)
+            gate_up_RN = self.product(x, w1, order, workspace, out)
+        h = hidden_rows(gate_up_RN, problem, order.used, weights, workspace)
+        with stages.stage(stages.GEMM2):
+            w2 = weights.w2, weights.w2_scale
+            out = self._room("workspace2", (rows, problem.hidden), workspace)
+            rows_RH = self.product(h, w2, order, workspace, out)
+        self._unpermute(rows_RH, order, routing.topk_weights_TK, output)
+
+    def _room(self, name: str, shape: tuple[int, int], workspace: Workspace) -> torch.Tensor | None:
+        return None if self.keeps_results else workspace.take(name, shape)
+
+    def _permuted(
+        self, tokens: ContiguousTokens, order: RowOrder, rows: int, workspace: Workspace
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Each token at the rows of its pairs, and its scales; one scale for all stays as it is."""
+        x_RH = workspace.take("permuted_x", (rows, self.problem.hidden))
+        scale = tokens.scale
+        of_rows = scale is not None and scale.dim() == 2
+        scale_RG = None
+        if scale is not None and of_rows:
+            scale_RG = workspace.take("permuted_scale", (rows, scale.shape[1]))
+        permute_tokens(
+            tokens.x_TH,
+            order.row_of_pair_TK,
+            None,
+            rows_RH=x_RH,
+            scale_TG=scale if of_rows else None,
+            scale_rows_RG=scale_RG,
+        )
+        return x_RH, scale_RG if of_rows else scale
+
+    def _unpermute(
+        self,
+        rows_RH: torch.Tensor,
+        order: RowOrder,
+        topk_weights_TK: torch.Tensor | None,
+        output: torch.Tensor,
+    ) -> None:
+        problem, row_of_pair_TK = self.problem, order.row_of_pair_TK
+        sums = problem.combine is Combine.SUM
+        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
+            if not sums:
+                gather_rows(rows_RH, row_of_pair_TK, None, scale=1.0, out=output)
+                return
+            factor = problem.routed_scaling_factor
+            gather_weight_and_sum(
+                rows_RH, row_of_pair_TK, topk_weights_TK, scale=factor, out=output
+            )

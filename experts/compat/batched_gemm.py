@@ -1,0 +1,165 @@
+"""`batched_gemm`: one product of rows that lie expert by expert, without a layer around it."""
+
+from collections.abc import Mapping
+
+import torch
+
+from experts.triton.configs.select import choose_config
+from experts.triton.launch_config import LaunchConfig
+from experts.triton.operands import second_product, weight_rejections
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    IncompatibleError,
+    LayoutError,
+    ShapeError,
+)
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import use_triton
+from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.quant import STORAGE, weight_specs
+from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.types import Machine, Problem
+
+
+def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
+    a_eCK: torch.Tensor,
+    b_eNK: torch.Tensor,
+    counts_e: torch.Tensor,
+    *,
+    quant: str = "none",
+    a_scale: torch.Tensor | None = None,
+    b_scale: torch.Tensor | None = None,
+    b_zero_point: torch.Tensor | None = None,
+    b_global_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """out[i, c] = a[i, c] @ b[i]^T for c < counts_e[i]; other rows are neither read nor written.
+
+    a: (e, C, K), contiguous. b: (e, N, K) of any strides, or packed, with scales and zero points
+    as w2 of an `ExpertWeights` of the scheme; b_global_scale: nvfp4's, (e, 1) float32. counts_e:
+    (e,) int32; more than C counts as C. a_scale: float32, (1,), (e, C, 1) or (e, C, ceil(K / g)) as
+    the scheme has activations. out: (e, C, N), contiguous; None makes one of `dtype` if a is
+    quantised, else of a's. Sums are float32. An InputError of a tensor that does not fit,
+    IncompatibleError for groups that no step of the kernel fits.
+    """
+    for what, tensor in (("a", a_eCK), ("b", b_eNK), ("counts", counts_e)):
+        dense(what, tensor)
+    if a_eCK.dim() != 3 or b_eNK.dim() != 3:
+        got = f"{tuple(a_eCK.shape)} and {tuple(b_eNK.shape)}"
+        raise ShapeError("a and b", got=got, need="(e, C, K) and (e, N, K)")
+    (experts, capacity, depth), columns = a_eCK.shape, b_eNK.shape[1]
+    dtype = dtype if out is None else out.dtype
+    problem = Problem(
+        tokens=capacity,
+        hidden=columns,
+        intermediate=depth,
+        experts=experts,
+        top_k=1,
+        dtype=dtype if a_eCK.dtype.itemsize == 1 else a_eCK.dtype,
+        quant=quant,
+    )
+    rejections = weight_rejections("batched_gemm", problem, _machine_of(a_eCK.device))
+    if rejections:
+        raise IncompatibleError("batched_gemm", rejections)
+    if out is None:
+        shape = (experts, capacity, columns)
+        out = torch.empty(shape, dtype=problem.dtype, device=a_eCK.device)
+    given = {"w2": b_eNK, "w2_scale": b_scale, "w2_zero_point": b_zero_point}
+    given["w2_global_scale"] = b_global_scale
+    _check_weights(given, b_eNK, problem)
+    _check_rows(a_eCK, a_scale, counts_e, out, problem)
+    if out.numel() == 0:
+        return out
+    if not use_triton(a_eCK):
+        need = "a GPU with triton, or triton's interpreter"
+        raise DeviceError("device of the tensors", got=a_eCK.device, need=need)
+    from experts.triton.kernels.batched_gemm import batched_gemm_kernel
+
+    weights = ExpertWeights(
+        b_eNK,
+        b_eNK,
+        w2_scale=b_scale,
+        w2_zero_point=b_zero_point,
+        w2_global_scale=b_global_scale,
+    )
+    _, tile = choose_config(problem, capacity).both(LaunchConfig)  # without an activation behind
+    num_m = -(-capacity // tile.block_m)
+    launch(
+        batched_gemm_kernel,
+        (num_m * -(-columns // tile.block_n), experts),
+        a_ptr=a_eCK,
+        out_ptr=out,
+        counts_ptr=counts_e.clamp(max=capacity),
+        capacity=capacity,
+        num_m=num_m,
+        stride_ase=0 if a_scale is None or a_scale.dim() == 1 else a_scale.stride(0),
+        **second_product(weights, problem).arguments(tile, problem.fp32_precision, a_scale),
+    )
+    return out
+
+
+def _machine_of(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine()
+    return Machine("cuda", torch.cuda.get_device_capability(device))
+
+
+def _check_weights(
+    given: Mapping[str, torch.Tensor | None], b_eNK: torch.Tensor, problem: Problem
+) -> None:
+    specs = weight_specs(problem)
+    for name, tensor in given.items():
+        spec, what = specs.get(name), name.replace("w2", "b")
+        if spec is None and tensor is not None:
+            raise ConfigurationError(what, got="a tensor", need=f"None for quant={problem.quant}")
+        if spec is None:
+            continue
+        if tensor is None:
+            raise ConfigurationError(what, got=None, need=f"{spec} for quant={problem.quant}")
+        if tuple(tensor.shape) != spec.shape:
+            raise ShapeError(what, got=tuple(tensor.shape), need=spec.shape)
+        if tensor.dtype not in spec.dtypes:
+            raise DtypeError(what, got=tensor.dtype, need=" or ".join(map(str, spec.dtypes)))
+        if name != "w2" and not tensor.is_contiguous():
+            raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
+        _same_device(what, tensor, b_eNK)
+
+
+def _check_rows(
+    a_eCK: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    counts_e: torch.Tensor,
+    out: torch.Tensor,
+    problem: Problem,
+) -> None:
+    scheme, (experts, capacity, depth) = problem.scheme, a_eCK.shape
+    stored = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
+    shape: tuple[int, ...] | None = None
+    if scheme.quantises_activations:
+        one = scheme.activation_granularity == "tensor"
+        shape = (1,) if one else (experts, capacity, scale_shape(scheme, 1, depth)[1])
+    needs = (
+        ("a", a_eCK, (experts, capacity, depth), stored),
+        ("counts", counts_e, (experts,), torch.int32),
+        ("out", out, (experts, capacity, problem.hidden), problem.dtype),
+        ("a_scale", a_scale, shape, torch.float32),
+    )
+    for what, tensor, need, dtype in needs:
+        if tensor is None and need is None:
+            continue
+        if tensor is None or tuple(tensor.shape) != need:
+            got = None if tensor is None else tuple(tensor.shape)
+            raise ShapeError(what, got=got, need=need)
+        if tensor.dtype is not dtype:
+            raise DtypeError(what, got=tensor.dtype, need=dtype)
+        if not tensor.is_contiguous():
+            raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous")
+        _same_device(what, tensor, a_eCK)
+
+
+def _same_device(what: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    if tensor.device != other.device:
+        raise DeviceError(what, got=tensor.device, need=other.device)

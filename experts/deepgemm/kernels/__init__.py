@@ -1,0 +1,1 @@
+"""Kernels around DeepGEMM's products."""

@@ -1,0 +1,131 @@
+"""DeepGEMM: where it is, what it is told by, and its calls.
+
+Kernels are compiled by the library where they are first launched, for N, K, the number of experts
+and a configuration that it chooses by the rows expected: run a call of every size before a capture.
+"""
+
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, StateError
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.providers import Provider, find
+
+TILE_M = 128  # rows of a tile in the contiguous layout; masked ones have 64 or 128
+BLOCK = 128  # values of K, and rows of weights, that share a scale
+_NAME = "experts.deepgemm.vendored"
+_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
+
+DEEP_GEMM = Provider(
+    name="deep_gemm",
+    places=("deep_gemm", "vllm/third_party/deep_gemm"),
+    signs=(
+        ("__init__.py", "m_grouped_fp8_gemm_nt_masked"),
+        ("__init__.py", "m_grouped_bf16_gemm_nt_contiguous"),
+        # Since 2.4.2 on sm_90: tiles are found by each expert's last row.
+        ("include/deep_gemm/scheduler/gemm.cuh", "MGroupedContiguousWithPsumLayout"),
+    ),
+    need="DeepGEMM 2.4.2 or newer",
+    source=(
+        "install DeepGEMM by the script of https://github.com/deepseek-ai/DeepGEMM, or vLLM, which "
+        "has a copy; the package index's deep-gemm is an older one"
+    ),
+)
+
+
+@cache
+def load() -> Any:
+    """Import DeepGEMM from where `DEEP_GEMM` is found.
+
+    ConfigurationError if it is not, or if it cannot be loaded here: it wants CUDA's folder.
+    """
+    found = find(DEEP_GEMM)
+    if found.folder is None:
+        raise ConfigurationError("deep_gemm", got=found.why or "nothing", need=DEEP_GEMM.need)
+    try:
+        if found.folder.parent.name == "third_party":  # as a submodule it would import all of vLLM
+            return _loaded(found.folder)
+        return import_module("deep_gemm")
+    except _FAILURES as error:
+        got = f"{type(error).__name__}: {error}"[:300]
+        need = "a build for this torch and Python, and CUDA's folder (CUDA_HOME)"
+        raise ConfigurationError(f"deep_gemm in {found.folder}", got=got, need=need) from error
+
+
+def _loaded(folder: Path) -> Any:
+    spec = spec_from_file_location(
+        _NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[_NAME] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[_NAME]
+        raise
+    return module
+
+
+def contiguous(
+    library: Any,
+    rows: tuple[torch.Tensor, torch.Tensor | None],
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    ends: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """out (R, N) = rows (R, K) times each one's expert's weights (e, N, K), in bfloat16.
+
+    R is a multiple of 128. Expert i's rows begin at the first multiple of 128 from ends[i - 1] on,
+    and end before ends[i], (e,) int32. Whole tiles are stored; rows between experts are undefined.
+    fp8 rows have scales (R, K / 128) that lie along R, weights (e, N / 128, K / 128).
+    """
+    tile = library.get_mk_alignment_for_contiguous_layout()
+    if tile != TILE_M:
+        need = f"{TILE_M}: somebody called set_mk_alignment_for_contiguous_layout"
+        raise StateError("DeepGEMM's alignment of contiguous rows", got=tile, need=need)
+    (a, a_scale), (w, w_scale) = rows, weights
+    w = w.contiguous()
+    expected = _expected(len(a) // w.shape[0], len(a))
+    options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
+    if a_scale is None:
+        library.m_grouped_bf16_gemm_nt_contiguous(a, w, out, ends, **options)
+        return
+    library.m_grouped_fp8_gemm_nt_contiguous(
+        (a, a_scale), (w, w_scale), out, ends, disable_ue8m0_cast=True, **options
+    )
+
+
+def masked(
+    library: Any,
+    rows: tuple[torch.Tensor, torch.Tensor | None],
+    weights: tuple[torch.Tensor, torch.Tensor | None],
+    counts_e: torch.Tensor,
+    expected: int,
+    out: torch.Tensor,
+) -> None:
+    """out (e, C, N) = rows (e, C, K) times weights (e, N, K), in bfloat16.
+
+    C is a multiple of 128. The first counts_e[i] rows of expert i count, whole tiles are stored.
+    expected: rows that an expert is likely to have; fp8 scales as in `contiguous`, along C.
+    """
+    (a, a_scale), (w, w_scale) = rows, weights
+    w, expected = w.contiguous(), _expected(expected, a.shape[1])
+    if a_scale is None:
+        library.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_e, expected)
+        return
+    library.m_grouped_fp8_gemm_nt_masked(
+        (a, a_scale), (w, w_scale), out, counts_e, expected, disable_ue8m0_cast=True
+    )
+
+
+def _expected(rows: int, most: int) -> int:
+    """Return one of few numbers, because the library may compile a kernel for each."""
+    return min(most, next_power_of_2(max(1, rows)))

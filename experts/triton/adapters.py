@@ -1,0 +1,242 @@
+"""Adapters in Triton products: A x beforehand, B of it inside the product, tile by tile.
+
+u = A x is (rows, R or 2R) in the problem's dtype, one row for each row of the product. There is no
+buffer of deltas: `add_adapters` adds them to the float32 sums, before weight, bias and activation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel import stages
+from modular_kernel.ops.align import Aligned
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+from modular_kernel.workspace import BufferSpec, Workspace
+
+_LEAST_BLOCK, _MOST_BLOCK = 16, 64  # columns of a program's u, and depth of a step of B u
+_BLOCK_K = 64
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """The left operand of B u in one product. slots: each token's, or each row's; up: how far up's
+    u lies behind gate's, 0 if they are the same."""
+
+    u: torch.Tensor
+    slots: torch.Tensor
+    b: torch.Tensor
+    up: int
+
+    def arguments(self) -> dict[str, object]:
+        """Return the arguments of a kernel that adds deltas."""
+        slots, experts, _, rank = self.b.shape
+        stride_l, stride_e, stride_n, _ = self.b.stride()
+        return {
+            "u_ptr": self.u,
+            "slots_ptr": self.slots,
+            "lora_b_ptr": self.b,
+            "num_slots": slots,
+            "rank": rank,
+            "stride_u": self.u.shape[-1],
+            "stride_lbl": stride_l,
+            "stride_lbe": stride_e if experts > 1 else 0,
+            "stride_lbn": stride_n,
+            "U_UP": self.up,
+            "LORA": True,
+            "BLOCK_R": _block_r(rank),
+        }
+
+
+def arguments_of(shrunk: Shrunk | None) -> Mapping[str, object]:
+    """Return `Shrunk.arguments`; none for a call without adapters, whose kernel has no loop."""
+    return {} if shrunk is None else shrunk.arguments()
+
+
+def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
+    """Return the buffers of u for as many rows; none for a problem without adapters."""
+    spec = problem.adapters
+    if spec is None:
+        return {}
+    return {
+        "lora_u13": BufferSpec((rows, _rows_of_a13(problem)), problem.dtype),
+        "lora_u2": BufferSpec((rows, spec.rank), problem.dtype),
+    }
+
+
+class PairAdapters:
+    """What adapters add in one call over aligned pairs.
+
+    slots_T: the tokens' slots. x_TH: tokens that are not quantised. aligned: in blocks of block_m.
+    """
+
+    def __init__(
+        self,
+        slots_T: torch.Tensor,
+        weights: ExpertWeights,
+        problem: Problem,
+        workspace: Workspace,
+        aligned: Aligned,
+        block_m: int,
+    ) -> None:
+        self._slots_T, self._weights, self._problem = slots_T, weights, problem
+        self._workspace, self._aligned, self._block_m = workspace, aligned, block_m
+
+    def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
+        """Launch A x of the tokens (T, H), for the first product."""
+        a, b = self._weights.lora_a13, self._weights.lora_b13
+        with stages.stage(stages.GATHER_GEMM1):
+            return self._shrunk("lora_u13", x_TH, a, b)
+
+    def of_w2(self, h_PI: torch.Tensor) -> Shrunk:
+        """Launch A h of the pairs (P, I), for the second product."""
+        a, b = self._weights.lora_a2, self._weights.lora_b2
+        with stages.stage(stages.GEMM2_SCATTER):
+            return self._shrunk("lora_u2", h_PI, a, b)
+
+    def _shrunk(
+        self, name: str, x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
+    ) -> Shrunk:
+        from experts.triton.kernels.shrink import shrink_pairs_kernel
+
+        assert a is not None
+        assert b is not None  # the weights were checked
+        problem, aligned = self._problem, self._aligned
+        pairs = len(self._slots_T) * problem.top_k
+        u = self._workspace.take(name, (pairs, a.shape[2]))
+        launch(
+            shrink_pairs_kernel,
+            (aligned.expert_ids.numel(), -(-a.shape[2] // _block_r(a.shape[2]))),
+            x_ptr=x,
+            u_ptr=u,
+            slots_ptr=self._slots_T,
+            sorted_ptr=aligned.sorted_token_ids,
+            expert_ids_ptr=aligned.expert_ids,
+            num_post_ptr=aligned.num_tokens_post_padded,
+            num_pairs=pairs,
+            stride_xm=x.stride(0),
+            stride_xk=x.stride(1),
+            TOP_K=problem.top_k,
+            X_TOP_K=pairs // len(x),
+            BLOCK_M=self._block_m,
+            **_shrink_arguments(a, x.shape[1], problem),
+        )
+        return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
+
+
+class SegmentAdapters:
+    """What adapters add in one call over rows that lie expert by expert, in tiles of block_m."""
+
+    def __init__(
+        self,
+        slots_T: torch.Tensor,
+        problem: Problem,
+        workspace: Workspace,
+        order: Sorted,
+        block_m: int,
+    ) -> None:
+        self._slots_T, self._problem = slots_T, problem
+        self._workspace, self._order, self._block_m = workspace, order, block_m
+
+    def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Shrunk:
+        """Launch A x of the rows' tokens (T, H), for the first product."""
+        return self._shrunk("lora_u13", x_TH, weights.lora_a13, weights.lora_b13, gather=True)
+
+    def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> Shrunk:
+        """Launch A h of the rows (P, I), for the second product."""
+        return self._shrunk("lora_u2", h_RI, weights.lora_a2, weights.lora_b2, gather=False)
+
+    def _shrunk(
+        self,
+        name: str,
+        x: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        *,
+        gather: bool,
+    ) -> Shrunk:
+        from experts.triton.kernels.shrink import shrink_segments_kernel
+
+        assert a is not None
+        assert b is not None  # the weights were checked
+        order = self._order
+        u = self._workspace.take(name, (order.row_of_pair_TK.numel(), a.shape[2]))
+        launch(
+            shrink_segments_kernel,
+            (order.max_tiles, -(-a.shape[2] // _block_r(a.shape[2]))),
+            x_ptr=x,
+            u_ptr=u,
+            slots_ptr=self._slots_T,
+            tokens_ptr=order.token_of_row,
+            tiles_ptr=order.tiles,
+            max_tiles=order.max_tiles,
+            stride_xm=x.stride(0),
+            stride_xk=x.stride(1),
+            GATHER=gather,
+            BLOCK_M=self._block_m,
+            **_shrink_arguments(a, x.shape[1], self._problem),
+        )
+        return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
+
+
+def shrink_batched(
+    u_eCR: torch.Tensor,
+    x_eCK: torch.Tensor,
+    slots_eC: torch.Tensor,
+    counts_e: torch.Tensor,
+    matrices: tuple[torch.Tensor, torch.Tensor],
+    problem: Problem,
+    block_m: int,
+) -> Shrunk:
+    """Launch u = A x over rows that lie expert by expert; matrices: A and B of every slot."""
+    from experts.triton.kernels.shrink import shrink_batched_kernel
+
+    a, b = matrices
+    experts, capacity, depth = x_eCK.shape
+    launch(
+        shrink_batched_kernel,
+        (-(-capacity // block_m), -(-a.shape[2] // _block_r(a.shape[2])), experts),
+        x_ptr=x_eCK,
+        u_ptr=u_eCR,
+        slots_ptr=slots_eC,
+        counts_ptr=counts_e,
+        capacity=capacity,
+        BLOCK_M=block_m,
+        **_shrink_arguments(a, depth, problem),
+    )
+    return Shrunk(u_eCR, slots_eC, b, a.shape[2] - b.shape[3])
+
+
+def _shrink_arguments(a: torch.Tensor, depth: int, problem: Problem) -> dict[str, object]:
+    slots, experts, rank_rows, _ = a.shape
+    stride_l, stride_e, stride_r, _ = a.stride()
+    return {
+        "a_ptr": a,
+        "num_slots": slots,
+        "rank_rows": rank_rows,
+        "depth": depth,
+        "stride_al": stride_l,
+        "stride_ae": stride_e if experts > 1 else 0,
+        "stride_ar": stride_r,
+        "PRECISION": problem.fp32_precision,
+        "BLOCK_R": _block_r(rank_rows),
+        "BLOCK_K": _BLOCK_K,
+        "num_warps": 4,
+        "num_stages": 3,
+    }
+
+
+def _rows_of_a13(problem: Problem) -> int:
+    spec = problem.adapters
+    assert spec is not None
+    return spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)[
+        "lora_a13"
+    ][2]
+
+
+def _block_r(rank: int) -> int:
+    return min(max(next_power_of_2(rank), _LEAST_BLOCK), _MOST_BLOCK)

@@ -1,0 +1,1 @@
+"""Kernels around triton_kernels' product."""

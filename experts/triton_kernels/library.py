@@ -1,0 +1,116 @@
+"""triton_kernels: where it is, what it is told by, and its call.
+
+It has had three interfaces. This is that of 3.5, which vLLM carries: matmul_ogs and RoutingData.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from experts.triton_kernels.tile_maps import SIZES, TileMaps
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.providers import Provider, find
+
+_NAME = "triton_kernels"  # it imports itself by it
+_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
+
+TRITON_KERNELS = Provider(
+    name=_NAME,
+    places=(_NAME, "vllm/third_party/triton_kernels"),
+    signs=(
+        ("matmul_ogs.py", "def matmul_ogs("),
+        ("routing.py", "block_pid_map: dict[int, torch.Tensor]"),
+    ),
+    need="triton_kernels of 3.5, with matmul_ogs and RoutingData",
+    source=(
+        "install vLLM, which has a copy, or python/triton_kernels of triton's release 3.5; the "
+        "package index's triton-kernels is somebody else's"
+    ),
+)
+
+
+@cache
+def load() -> Any:
+    """Import the parts of triton_kernels that are used, from where it is found.
+
+    ConfigurationError if it is not there, cannot be loaded, or another one is imported already.
+    """
+    found = find(TRITON_KERNELS)
+    if found.folder is None:
+        got = found.why or "nothing"
+        raise ConfigurationError(_NAME, got=got, need=TRITON_KERNELS.need)
+    try:
+        with _from(found.folder):
+            product, routing = (
+                import_module(f"{_NAME}.{part}") for part in ("matmul_ogs", "routing")
+            )
+    except _FAILURES as error:
+        got, need = f"{type(error).__name__}: {error}"[:300], "one that goes with this triton"
+        raise ConfigurationError(f"{_NAME} in {found.folder}", got=got, need=need) from error
+    return SimpleNamespace(
+        matmul_ogs=product.matmul_ogs, RoutingData=routing.RoutingData, ExptData=routing.ExptData
+    )
+
+
+@contextmanager
+def _from(folder: Path) -> Iterator[None]:
+    """Have the package be that of the folder, from now on; nothing is left of one that fails."""
+    known = sys.modules.get(_NAME)
+    if known is not None:
+        there = Path(getattr(known, "__file__", None) or "").parent
+        if there != folder:
+            raise ImportError(f"{_NAME} of {there} is imported already")
+        yield
+        return
+    spec = spec_from_file_location(
+        _NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[_NAME] = module
+    try:
+        spec.loader.exec_module(module)
+        yield
+    except BaseException:
+        for name in [n for n in sys.modules if n == _NAME or n.startswith(f"{_NAME}.")]:
+            del sys.modules[name]
+        raise
+
+
+def ragged(
+    library: Any,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    tiles: TileMaps,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Return the product of rows (R, K) and each one's expert's weights (e, N, K), in bfloat16.
+
+    It is in `out` (R, N), or where the library chose. Expert i has the rows from starts[i] on,
+    (e + 1,) int32; rows behind the last one stay as they are. Weights whose values lie side by side
+    neither along K nor along N are copied.
+    """
+    if 1 not in weights.stride()[1:]:
+        weights = weights.contiguous()
+    experts = tiles.counts.numel()
+    data = library.ExptData(
+        tiles.counts,
+        starts,
+        {size: tiles.ends[place] for place, size in enumerate(SIZES)},
+        {size: tiles.maps[place] for place, size in enumerate(SIZES)},
+    )
+    routing = library.RoutingData(None, tiles.counts, experts, 1, data)
+    made: torch.Tensor = library.matmul_ogs(
+        rows, weights.transpose(1, 2), None, routing, y=out[None]
+    )
+    return made

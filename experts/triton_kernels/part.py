@@ -1,0 +1,103 @@
+"""TritonKernelsExperts: both products are triton_kernels'."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from experts.common.sorted_rows import RowOrder, SortedRowsExperts
+from experts.triton_kernels.library import TRITON_KERNELS, load, ragged
+from experts.triton_kernels.tile_maps import (
+    SIZES,
+    TileMaps,
+    most_tiles,
+    tile_maps,
+    tile_specs,
+    write_tile_maps,
+)
+from modular_kernel.ops.sort import sort_pairs, sort_specs
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import ActivationFormat, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace
+
+Rows = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class TiledOrder(RowOrder):
+    """Rows without gaps. starts: (e + 1,) int32."""
+
+    starts: torch.Tensor
+    tiles: TileMaps
+
+
+class TritonKernelsExperts(SortedRowsExperts):
+    """Contiguous tokens, bf16; weights and sums over top-k itself.
+
+    Routing stays ours: an expert may appear twice in a token, and router weights stay float32.
+    """
+
+    load_library = staticmethod(load)
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cuda"}),
+        packages=("triton", TRITON_KERNELS.name),
+        providers=(TRITON_KERNELS,),
+        triton=True,
+        min_arch=(9, 0),
+        dtypes=frozenset({torch.bfloat16}),
+        graph_capturable=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        bias=False,
+        weight_on_input=False,
+        expert_map=True,
+        chunking=True,
+        hidden_multiple=8,  # rows on 16 bytes
+        intermediate_multiple=8,
+        max_experts=1 << 15,  # in the lower half of a program's number
+        library_allocates=True,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._library: Any = self.load_library()
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        """Return the launch that no call makes where the library is missing."""
+        return {"tile maps": _name_without_memory}
+
+    def order_specs(self, tokens: int, top_k: int) -> Mapping[str, BufferSpec]:
+        experts = self.problem.e
+        return {
+            **sort_specs(tokens, top_k, SIZES[-1], experts),
+            **tile_specs(tokens * top_k, experts),
+        }
+
+    def order(self, routing: DispatchedRouting, workspace: Workspace) -> RowOrder:
+        experts, rows = self.problem.e, routing.topk_ids_TK.numel()
+        order = sort_pairs(routing, block_m=SIZES[-1], num_local=experts, workspace=workspace)
+        tiles = tile_maps(order.starts, rows, workspace)
+        ends, used = order.starts[1:], order.starts[-1:]
+        return TiledOrder(order.row_of_pair_TK, ends, used, order.starts, tiles)
+
+    def product(
+        self,
+        rows: Rows,
+        weights: Rows,
+        order: RowOrder,
+        workspace: Workspace,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert out is not None
+        assert isinstance(order, TiledOrder)
+        return ragged(self._library, rows[0], weights[0], order.starts, order.tiles, out)
+
+
+def _name_without_memory() -> None:
+    shapes = ((33,), (32,), (len(SIZES), 33), (len(SIZES), most_tiles(512, 32)))
+    starts, *made = (torch.empty(s, dtype=torch.int32, device="meta") for s in shapes)
+    write_tile_maps(starts, TileMaps(*made))

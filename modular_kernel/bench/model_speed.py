@@ -1,0 +1,171 @@
+"""Tokens per second of a whole model: prefill, and decoding with a static cache.
+
+Each experts implementation first runs the first experts module on what the model gave it with
+"eager", its routing included: near ties do not send tokens elsewhere. What errs is WRONG and has no
+speed.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import IncompatibleError
+from modular_kernel.machine import torch_twins
+from modular_kernel.measure.timing import clock_of
+
+OK, WRONG, FAILED = "ok", "WRONG", "failed"
+EAGER = "eager"
+_WARM, _TIMED = 1, 5
+
+
+@dataclass(frozen=True)
+class Workload:
+    """batch sequences of `prompt` tokens, then `new` tokens each."""
+
+    batch: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One experts implementation of transformers. twins: operations take their torch twins."""
+
+    name: str
+    registered: str
+    twins: bool = False
+
+
+@dataclass(frozen=True)
+class SpeedRow:
+    """Speed of one implementation.
+
+    prefill, decode: tokens per second over the batch, medians; None where not timed. error, bound:
+    of the first experts module, relative to "eager".
+    """
+
+    experts: str
+    status: str
+    prefill: float | None = None
+    decode: float | None = None
+    error: float | None = None
+    bound: float | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A call of an experts module, and what "eager" makes of it."""
+
+    module: torch.nn.Module
+    arguments: tuple[torch.Tensor, ...]
+    result: torch.Tensor
+
+    @property
+    def bound(self) -> float:
+        """Four roundings of a value in the result's dtype, and those of float32 sums."""
+        depth = max(max(p.shape[-2:]) for p in self.module.parameters() if p.dim() > 2)
+        own = torch.finfo(self.result.dtype).eps
+        return 4 * own + torch.finfo(torch.float32).eps * math.sqrt(depth)
+
+    def error(self) -> float:
+        found = self.module(*self.arguments).double()
+        exact = self.result.double()
+        return float((found - exact).norm() / exact.norm())
+
+
+def measure(
+    model: Any, workload: Workload, implementations: Sequence[Implementation]
+) -> list[SpeedRow]:
+    """Time a model of transformers with each implementation; rows in their order.
+
+    The model's implementation is "eager" afterwards. What an implementation raises is its row's
+    note.
+    """
+    ids = _prompt(model, workload)
+    rows = []
+    with torch.inference_mode():
+        known = _known(model, ids)
+        for each in implementations:
+            try:
+                rows.append(_row(model, ids, workload, known, each))
+            except IncompatibleError as refusal:
+                rows.append(SpeedRow(each.name, FAILED, note=" ".join(str(refusal).split())))
+            except Exception as error:  # noqa: BLE001 (anything a model's code raises)
+                told = " ".join(f"{type(error).__name__}: {error}".split())
+                rows.append(SpeedRow(each.name, FAILED, note=told[:300]))
+        model.set_experts_implementation(EAGER)
+    return rows
+
+
+def _prompt(model: Any, workload: Workload) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (workload.batch, workload.prompt)
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator)
+    return ids.to(model.device)
+
+
+def _known(model: Any, ids: torch.Tensor) -> _Known:
+    from modular_kernel.integrations.transformers.modules import dispatched
+
+    module = next(each for each in model.modules() if dispatched(each))
+    found: list[_Known] = []
+
+    def keep(_: object, arguments: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+        copies = tuple(argument.clone() for argument in arguments)
+        found.append(_Known(module, copies, result.clone()))
+
+    model.set_experts_implementation(EAGER)
+    handle = module.register_forward_hook(keep)
+    try:
+        model(input_ids=ids, use_cache=False)
+    finally:
+        handle.remove()
+    return found[0]
+
+
+def _row(
+    model: Any, ids: torch.Tensor, workload: Workload, known: _Known, each: Implementation
+) -> SpeedRow:
+    model.set_experts_implementation(each.registered)
+    with ExitStack() as stack:
+        stack.enter_context(torch_twins(wanted=each.twins))
+        error, bound = known.error(), known.bound
+        row = SpeedRow(each.name, OK, error=error, bound=bound)
+        if not error <= bound:
+            return replace(row, status=WRONG, note=f"error {error:.1e}, bound {bound:.1e}")
+        prefills, decodes = zip(
+            *(_once(model, ids, workload) for _ in range(_WARM + _TIMED)), strict=True
+        )
+    tokens = workload.batch * workload.prompt, workload.batch * workload.new
+    return replace(
+        row,
+        prefill=tokens[0] / median(prefills[_WARM:]),
+        decode=tokens[1] / median(decodes[_WARM:]),
+    )
+
+
+def _once(model: Any, ids: torch.Tensor, workload: Workload) -> tuple[float, float]:
+    """Return the seconds of one prefill, and of all tokens after it."""
+    from transformers import StaticCache
+
+    clock = clock_of(model.device)
+    cache = StaticCache(config=model.config, max_cache_len=workload.prompt + workload.new)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache).logits
+        return logits[:, -1:].argmax(-1)
+
+    start = clock.mark()
+    token = step(ids)
+    middle = clock.mark()
+    for _ in range(workload.new):
+        token = step(token)
+    end = clock.mark()
+    clock.wait()
+    return clock.ms(start, middle) / 1e3, clock.ms(middle, end) / 1e3

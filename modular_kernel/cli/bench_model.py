@@ -1,0 +1,177 @@
+"""`mk bench --hf CONFIG`: a whole transformers model with random weights, in tokens per second."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from modular_kernel.cli import output
+from modular_kernel.cli.host import prepare_host
+from modular_kernel.cli.presets import known, unknown
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.models.config_file import is_file
+
+if TYPE_CHECKING:
+    from modular_kernel.bench.model_speed import Implementation, SpeedRow, Workload
+
+_NO_EP = "MoEPrepareAndFinalizeNoEP"
+_NAME = "mk bench"
+_USUAL = {"cpu": "TorchExperts", "cuda": "TritonExperts"}
+_TORCH_PARTS = ("TorchExperts", "NaiveBatchedExperts")
+_ON_CPU = "no GPU: Triton kernels are interpreted here, and no time says anything of a GPU"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeModel:
+    """A model to be built, and what it is given."""
+
+    hf: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Instead: time a whole transformers model of this config.json (or its folder, or "
+            "a name of `mk models`) with random weights.",
+        ),
+    ] = None
+    layers: Annotated[
+        int | None, typer.Option(help="With --hf: keep so many layers.  [default: all]")
+    ] = None
+    batch: Annotated[int | None, typer.Option(help="With --hf: sequences.  [default: 1]")] = None
+    prompt: Annotated[
+        int | None, typer.Option(help="With --hf: tokens of the prefill.  [default: 128]")
+    ] = None
+    new_tokens: Annotated[
+        int | None, typer.Option(help="With --hf: tokens decoded after it.  [default: 16]")
+    ] = None
+
+    def workload(self) -> "Workload":
+        """Return the numbers given, or the defaults; ConfigurationError for one below 1."""
+        from modular_kernel.bench.model_speed import Workload
+
+        given = {"batch": self.batch, "prompt": self.prompt, "new-tokens": self.new_tokens}
+        defaults = {"batch": 1, "prompt": 128, "new-tokens": 16}
+        numbers = {name: defaults[name] if n is None else n for name, n in given.items()}
+        for name, number in numbers.items():
+            if number < 1:
+                raise ConfigurationError(f"--{name}", got=number, need="1 or more")
+        return Workload(*numbers.values())
+
+    def check_alone(self) -> None:
+        """Raise ConfigurationError for an option that means nothing without --hf."""
+        for each in fields(self):
+            if self.hf is None and getattr(self, each.name) is not None:
+                name = f"--{each.name.replace('_', '-')}"
+                raise ConfigurationError(name, got=f"{name} alone", need="--hf CONFIG with it")
+
+
+def refuse_others(groups: Sequence[object], taken: Sequence[str]) -> None:
+    """Raise ConfigurationError for an option of one layer's benchmark beside --hf."""
+    for group in groups:
+        for each in fields(group):  # type: ignore[arg-type]
+            if each.name not in taken and getattr(group, each.name) != each.default:
+                name = f"--{each.name.replace('_', '-')}"
+                raise ConfigurationError(name, got=f"{name} beside --hf", need="one of them")
+
+
+def bench_model(
+    whole: WholeModel,
+    *,
+    dtype: str | None,
+    pf_type: str | None,
+    experts_type: str | None,
+    as_json: str | None,
+) -> None:
+    """Time a whole model with transformers' eager and grouped_mm experts, and with ours.
+
+    Ends with 1 if a row is wrong or failed.
+    """
+    assert whole.hf is not None
+    if not is_file(whole.hf) and not known(whole.hf):
+        raise unknown(whole.hf)
+    workload = whole.workload()
+    prepare_host()
+    import torch
+
+    from modular_kernel.bench.model_speed import OK, measure
+    from modular_kernel.bench.random_model import random_model, transformers
+    from modular_kernel.measure.environment import environment
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    transformers().logging.set_verbosity_error()
+    pair = pf_type or _NO_EP, experts_type or _USUAL[device.type]
+    implementations = _implementations(device.type, *pair)
+    made = random_model(whole.hf, device, dtype=dtype, layers=whole.layers)
+    rows = measure(made.model, workload, implementations)
+    record = {
+        "model": whole.hf,
+        "model_type": made.model_type,
+        "layers": made.layers[0],
+        "layers_of_config": made.layers[1],
+        "parameters": made.parameters,
+        "bytes": made.bytes,
+        "dtype": made.model.dtype,
+        "notes": made.notes,
+        "workload": workload,
+        "pairing": " x ".join(pair),
+        "rows": rows,
+        "environment": environment(device, shlex.join(["mk", *sys.argv[1:]])),
+    }
+    notes = [*made.notes, f"ours: {record['pairing']}", *([_ON_CPU] * (device.type == "cpu"))]
+    output.answer(record, as_json, lambda: _print(record, notes, rows))
+    if any(row.status != OK for row in rows):
+        raise typer.Exit(1)
+
+
+def _implementations(device: str, pf_type: str, experts_type: str) -> "list[Implementation]":
+    from modular_kernel.bench.model_speed import EAGER, Implementation
+    from modular_kernel.integrations.transformers import register
+
+    name = register(pf_type, experts_type, name=_NAME)
+    twins = device == "cpu" and experts_type in _TORCH_PARTS
+    others = [Implementation(each, each) for each in (EAGER, "grouped_mm")]
+    return [*others, Implementation("ours", name, twins)]
+
+
+def _print(record: Mapping[str, Any], notes: Sequence[str], rows: "Sequence[SpeedRow]") -> None:
+    dtype = str(record["dtype"]).removeprefix("torch.")
+    size = f"{record['parameters'] / 1e6:,.1f} M parameters in {dtype}, random weights"
+    output.line(f"{record['model']}: {record['model_type']}, {size}")
+    for note in notes:
+        output.line(f"  {note}")
+    work = record["workload"]
+    output.line(f"{work.batch} x {work.prompt} tokens of prefill, {work.new} decoded one by one")
+    first = rows[0]
+    cells = [
+        (
+            row.experts,
+            _speed(row.prefill, row.status),
+            _ratio(row.prefill, first.prefill),
+            _speed(row.decode, row.status),
+            _ratio(row.decode, first.decode),
+            "" if row.error is None or row.bound is None else f"{row.error / row.bound:.2f}",
+        )
+        for row in rows
+    ]
+    columns = (
+        "experts",
+        "prefill tokens/s",
+        "x eager",
+        "decode tokens/s",
+        "x eager",
+        "error, of bound",
+    )
+    output.table(columns, cells)
+    for row in rows:
+        if row.note:
+            output.line(f"{row.experts} {row.status}: {row.note}")
+
+
+def _speed(rate: float | None, status: str) -> str:
+    return status if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def _ratio(rate: float | None, first: float | None) -> str:
+    return "" if rate is None or first is None else f"{rate / first:.2f} x"

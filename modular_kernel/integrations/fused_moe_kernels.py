@@ -1,0 +1,193 @@
+"""The kernel behind a call of loose tensors and flags, one for each problem and device."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from modular_kernel.catalog import check, make_kernel, this_machine
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantisation
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.planned import NO_EP, Experts
+from modular_kernel.quant import values_at_once
+from modular_kernel.repacked import VALUES
+from modular_kernel.schemes import QUANT_SCHEMES
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import ActivationSpec, Combine, Problem, parse_dtype
+
+USUAL: tuple[Experts, ...] = ("TritonExperts", "TorchExperts")
+_SMALLEST_CAPACITY = 16
+_DEPTHS = {name: values_at_once(scheme) for name, scheme in QUANT_SCHEMES.items()}
+# What follows w1 and w2 of an ExpertWeights, and the names for it here.
+FIELDS = {
+    "b1": "b1",
+    "b2": "b2",
+    "expert_map": "expert_map",
+    "w1_scale": "w1_scale",
+    "w2_scale": "w2_scale",
+    "w1_zero_point": "w1_zp",
+    "w2_zero_point": "w2_zp",
+    "a1_scale": "a1_scale",
+    "a2_scale": "a2_scale",
+}
+
+
+def check_config(
+    config: MoeRunnerConfig,
+    x_TH: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    options: Quantisation,
+    *,
+    depth: int,
+) -> None:
+    """Raise the ShapeError of the tensor that is not of the sizes which the config has."""
+    for what, tensor in (("w1", w1), ("w2", w2)):
+        if tensor.dim() != 3:
+            raise ShapeError(what, got=tuple(tensor.shape), need="3 dimensions")
+    experts = experts_in(w1, options)
+    sizes = (
+        ("w1", "num_experts", experts, "experts"),
+        ("w1", "num_local_experts", w1.shape[0], "experts here"),
+        ("x", "hidden_size", x_TH.shape[-1] if x_TH.dim() else 0, "hidden values"),
+        ("w2", "intermediate_size_per_partition", w2.shape[2] * depth, "intermediate values"),
+    )
+    for what, name, got, unit in sizes:
+        need = getattr(config, name)
+        if need is not None and need != got:
+            raise ShapeError(what, got=f"{got} {unit}", need=f"{name} = {need}")
+    if config.num_fused_shared_experts > experts:
+        got, need = config.num_fused_shared_experts, f"<= {experts}, the experts"
+        raise ConfigurationError("num_fused_shared_experts", got=got, need=need)
+
+
+def depth_of(quant: str) -> int:
+    """Return how many values of w1 and w2 lie in an element of theirs.
+
+    By the text alone: torch.compile traces this, and no parser.
+    """
+    return VALUES if "repacked=true" in quant else _DEPTHS[quant.split(":")[0]]
+
+
+def experts_in(w1: torch.Tensor, options: Quantisation) -> int:
+    """E of all ranks: what an expert_map counts, otherwise those here."""
+    expert_map = options.get("expert_map")
+    if expert_map is not None and expert_map.dim() != 1:
+        raise ShapeError("expert_map", got=tuple(expert_map.shape), need="(E,)")
+    return w1.shape[0] if expert_map is None else expert_map.shape[0]
+
+
+def weights_of(
+    w1: torch.Tensor, w2: torch.Tensor, extras: Sequence[torch.Tensor | None], quant: str
+) -> ExpertWeights:
+    """Return the weights with scales in the shapes that they have here. extras: by FIELDS."""
+    fields = dict(zip(FIELDS, extras, strict=True))
+    for name in ("w1_scale", "w2_scale"):
+        scale = fields[name]
+        if "_channel" in quant and scale is not None and scale.dim() == 3 and scale.shape[2] == 1:
+            fields[name] = scale[:, :, 0].contiguous()
+    for name in ("a1_scale", "a2_scale"):
+        scale = fields[name]
+        if scale is not None and scale.dim() == 0:
+            fields[name] = scale.reshape(1)
+    for name in ("w1_scale", "w2_scale", "a1_scale", "a2_scale"):
+        scale = fields[name]
+        if scale is not None and scale.dim() < 3:  # one for all experts, expanded, say
+            fields[name] = scale.contiguous()
+    return ExpertWeights(w1, w2, **fields)
+
+
+Facts = tuple[str, str, bool, float, Combine, bool, int | None]
+
+
+def kernel_for(
+    x_TH: torch.Tensor,
+    weights: ExpertWeights,
+    routing: Routing,
+    facts: Facts,
+    parts: tuple[Experts, ...] = USUAL,
+) -> FusedMoEModularKernel:
+    """Return the kernel of a problem as large as the next power of two of tokens.
+
+    parts: experts parts, of which the first that serves the problem is taken.
+    """
+    depth = depth_of(facts[0])
+    _check_sizes(x_TH, weights, depth, facts[1])
+    expert_map, e = weights.expert_map, weights.w1.shape[0]
+    tokens, hidden = x_TH.shape
+    sizes = (
+        max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length()),
+        hidden,
+        weights.w2.shape[2] * depth,
+        e if expert_map is None else expert_map.shape[0],
+        routing.topk_ids_TK.shape[1],
+        None if expert_map is None else e,
+    )
+    bias = weights.b1 is not None or weights.b2 is not None
+    chunk = facts[-1]
+    if chunk is not None and sizes[0] <= chunk:
+        facts = (*facts[:-1], None)  # no call of this kernel is split
+    return _kernel(sizes, x_TH.dtype, bias, facts, x_TH.device, parts)
+
+
+def _check_sizes(x_TH: torch.Tensor, weights: ExpertWeights, depth: int, activation: str) -> None:
+    """Raise the ShapeError of the tensor that the two others contradict."""
+    w1, w2 = weights.w1, weights.w2
+    for what, tensor, dims in (("x", x_TH, 2), ("w1", w1, 3), ("w2", w2, 3)):
+        if tensor.dim() != dims:
+            raise ShapeError(what, got=tuple(tensor.shape), need=f"{dims} dimensions")
+    (e, rows, h1), (e2, h2, i) = w1.shape, w2.shape
+    h, h1, i = x_TH.shape[1], h1 * depth, i * depth
+    if h != h1 == h2:
+        raise ShapeError("x", got=tuple(x_TH.shape), need=f"(T, H) with H = {h1}, as w1 and w2")
+    if h1 != h:
+        need = f"(E, N, H{_halved(depth)}) with H = {h}, as x"
+        raise ShapeError("w1", got=tuple(w1.shape), need=need)
+    if (e2, h2) != (e, h):
+        need = f"(E, H, I{_halved(depth)}) with E = {e}, as w1, and H = {h}, as x"
+        raise ShapeError("w2", got=tuple(w2.shape), need=need)
+    gated = ActivationSpec.parse(activation).gated
+    if rows != i * (1 + gated):
+        got = f"{tuple(w1.shape)} and {tuple(w2.shape)}"
+        need = f"N = {'2I' if gated else 'I'} for {activation}: w1 has N = {rows}, w2 I = {i}"
+        raise ShapeError("w1 and w2", got=got, need=need)
+
+
+def _halved(depth: int) -> str:
+    return "" if depth == 1 else f" / {depth}"
+
+
+@lru_cache(maxsize=256)
+def _kernel(
+    sizes: tuple[int, int, int, int, int, int | None],
+    dtype: torch.dtype,
+    bias: bool,
+    facts: Facts,
+    device: torch.device,
+    parts: tuple[Experts, ...],
+) -> FusedMoEModularKernel:
+    """One for each problem and device: a kernel counts invalid ids where it runs."""
+    tokens, hidden, intermediate, experts, top_k, local_experts = sizes
+    quant, activation, on_input, scale, combine, inplace, chunk_tokens = facts
+    problem = Problem(
+        tokens=tokens,
+        hidden=hidden,
+        intermediate=intermediate,
+        experts=experts,
+        local_experts=local_experts,
+        top_k=top_k,
+        dtype=parse_dtype(dtype),
+        quant=quant,
+        activation=activation,
+        bias=bias,
+        expert_map=local_experts is not None,
+        apply_router_weight_on_input=on_input,
+        routed_scaling_factor=scale,
+        combine=combine,
+        inplace=inplace,
+        chunk_tokens=chunk_tokens,
+    )
+    machine = this_machine(device="cpu" if device.type == "cpu" else None)
+    valid = [part for part in parts if check(NO_EP, part, problem, machine).ok]
+    return make_kernel(NO_EP, (*valid, parts[-1])[0], problem, machine=machine)

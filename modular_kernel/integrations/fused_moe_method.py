@@ -1,0 +1,107 @@
+"""Which pair serves an all2all backend and a quantisation: three names over the resolver.
+
+part    = maybe_make_prepare_finalize(problem, "deepep_low_latency", group)
+experts = select_gemm_impl(problem, part)
+kernel  = init_prepare_finalize(problem, "deepep_low_latency", group)
+"""
+
+from collections.abc import Mapping
+
+from modular_kernel.catalog import Catalog, check, load_catalog, make_kernel, this_machine
+from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.fields import expect
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.planned import NO_EP
+from modular_kernel.support import Rejection
+from modular_kernel.types import Machine, Problem
+
+# All2all backends in the field's names, and the part of each.
+ALL2ALL: Mapping[str, str] = {
+    "naive": "ReplicatedEPPrepareAndFinalize",
+    "allgather_reducescatter": "AllGatherReduceScatterPrepareAndFinalize",
+    "all_to_all": "TorchAll2AllPrepareAndFinalize",
+    "all_to_all_batched": "TorchAll2AllBatchedPrepareAndFinalize",
+    "symm_mem": "SymmMemPrepareAndFinalize",
+    "pplx": "PplxPrepareAndFinalize",
+    "deepep_high_throughput": "DeepEPHTPrepareAndFinalize",
+    "deepep_low_latency": "DeepEPLLPrepareAndFinalize",
+    "deepep_v2": "DeepEPV2PrepareAndFinalize",
+    "flashinfer_cutlass": "FlashInferCutlassMoEPrepareAndFinalize",
+}
+# Of several experts parts that serve a problem the first here, then any other.
+_PREFERRED = ("TritonExperts", "BatchedTritonExperts", "TorchExperts", "NaiveBatchedExperts")
+
+
+def maybe_make_prepare_finalize(
+    problem: Problem, all2all_backend: str | None = None, group: object | None = None
+) -> PrepareAndFinalize | None:
+    """Return the part of an all2all backend; None where no rank but this one has experts.
+
+    ConfigurationError for an unknown name, or none where there are ranks; UnknownPartError where
+    its part is not installed.
+    """
+    part = _part_of(problem, all2all_backend)
+    return None if part == NO_EP else load_catalog().prepare_finalize(part)(problem, group)
+
+
+def select_gemm_impl(
+    problem: Problem,
+    prepare_finalize: PrepareAndFinalize | None = None,
+    machine: Machine | None = None,
+) -> PermuteExpertsUnpermute:
+    """Return the experts that serve a problem, its quantisation among all else, behind a part.
+
+    prepare_finalize: None stands for MoEPrepareAndFinalizeNoEP. IncompatibleError with the reasons
+    of every part of the format if none does. Which is the fastest, `modular_kernel.compose` says.
+    """
+    catalog = load_catalog()
+    kind = type(prepare_finalize) if prepare_finalize else catalog.prepare_finalize(NO_EP)
+    return catalog.experts(_experts_of(problem, kind, catalog, machine))(problem)
+
+
+def init_prepare_finalize(
+    problem: Problem,
+    all2all_backend: str | None = None,
+    group: object | None = None,
+    machine: Machine | None = None,
+) -> FusedMoEModularKernel:
+    """Return the kernel of the pair that the backend and the problem's quantisation choose."""
+    catalog = load_catalog()
+    kind = catalog.prepare_finalize(_part_of(problem, all2all_backend))
+    experts = _experts_of(problem, kind, catalog, machine)
+    return make_kernel(kind, experts, problem, group=group, machine=machine)
+
+
+def _part_of(problem: Problem, all2all_backend: str | None) -> str:
+    expect("problem", problem, Problem)
+    expect("all2all_backend", all2all_backend, str | None)
+    if all2all_backend is not None and all2all_backend not in ALL2ALL:
+        got, need = repr(all2all_backend)[:80], f"None or one of {', '.join(ALL2ALL)}"
+        raise ConfigurationError("all2all_backend", got=got, need=need)
+    ranks = problem.parallel.world_size
+    if ranks == 1:
+        return NO_EP
+    if all2all_backend is None:
+        need = f"one of {', '.join(ALL2ALL)}, for {ranks} ranks"
+        raise ConfigurationError("all2all_backend", got=None, need=need)
+    return ALL2ALL[all2all_backend]
+
+
+def _experts_of(
+    problem: Problem,
+    prepare_finalize: type[PrepareAndFinalize],
+    catalog: Catalog,
+    machine: Machine | None,
+) -> str:
+    machine = this_machine() if machine is None else machine
+    names = sorted(catalog.names("experts"), key=lambda name: name not in _PREFERRED)
+    reasons: list[Rejection] = []
+    for name in (*(n for n in _PREFERRED if n in names), *names):
+        verdict = check(prepare_finalize, name, problem, machine)
+        if verdict.ok:
+            return name
+        if all(rejection.rule != "format" for rejection in verdict.rejections):
+            reasons += verdict.rejections
+    pairing = f"{prepare_finalize.__name__} with any experts"
+    raise IncompatibleError(pairing, tuple(dict.fromkeys(reasons)))

@@ -1,0 +1,350 @@
+"""`MoeRunner`: the experts of a layer behind a dispatcher of its own, by a backend's name.
+
+    runner = MoeRunner("triton", MoeRunnerConfig(num_experts=8, top_k=2, inplace=False))
+    combine_input = runner.run(StandardDispatchOutput(x_TH, topk_output), MoeQuantInfo(w13, w2))
+
+It computes nothing: a call becomes one of an experts part, fused where there is a fused operation,
+else by stages. What it is given reaches the Problem, or is refused by name.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    ShapeError,
+    UnsupportedError,
+)
+from modular_kernel.fields import check_fields, expect
+from modular_kernel.integrations.fused_moe import topk_tensors
+from modular_kernel.integrations.fused_moe_kernels import (
+    FIELDS,
+    check_config,
+    depth_of,
+    kernel_for,
+    weights_of,
+)
+from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantisation, quant_of
+from modular_kernel.integrations.runner_backends import A2A, BACKENDS, parts_of, switches
+from modular_kernel.integrations.runner_formats import (
+    CombineInput,
+    DeepEPLLCombineInput,
+    DeepEPLLDispatchOutput,
+    DeepEPNormalCombineInput,
+    DeepEPNormalDispatchOutput,
+    DispatchOutput,
+    StandardCombineInput,
+    StandardDispatchOutput,
+    expect_format,
+)
+from modular_kernel.integrations.runner_received import run_received
+from modular_kernel.ops.routing_data import by_tokens
+from modular_kernel.planned import NO_EP
+from modular_kernel.routers import TritonKernelTopKOutput
+from modular_kernel.runner import FORMATS, FUSED, PERMUTES
+from modular_kernel.schemes import QuantScheme
+from modular_kernel.support import Verdict
+from modular_kernel.tensors import (
+    BatchedTokens,
+    ContiguousTokens,
+    DispatchedRouting,
+    ExpertWeights,
+    Routing,
+)
+from modular_kernel.types import DTYPES, ActivationFormat, Combine, IdSpace, Problem
+
+__all__ = ["BACKENDS", "MoeQuantInfo", "MoeRunner", "MoeRunnerConfig", "switches"]
+
+# The router's format that a backend demands instead of the standard one.
+_SORTED_BACKENDS = frozenset({"triton_kernel"})
+_BATCHED = "BatchedPrepareAndFinalize"
+_PADDED_SCHEMES = ("none", "fp8_w8a8_tensor", "fp8_w8a8_channel")
+
+
+@dataclass(frozen=True)
+class MoeQuantInfo:
+    """Weights of the experts here, and how they are quantised.
+
+    w13_weight: (e, N, H), w2_weight: (e, H, I), as `ExpertWeights`. quant: a scheme by its one
+    name, in place of the use_* flags of `Quantisation`. expert_map: (E,) int32, where ids count all
+    experts; without it they count those here. use_triton_kernels: w13_weight is (e, H, N) and
+    w2_weight (e, I, H).
+    """
+
+    w13_weight: torch.Tensor
+    w2_weight: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+    use_fp8_w8a8: bool = False
+    use_int8_w8a8: bool = False
+    use_int8_w8a16: bool = False
+    use_int4_w4a16: bool = False
+    per_channel_quant: bool = False
+    block_shape: list[int] | tuple[int, ...] | None = None
+    w13_scale: torch.Tensor | None = None
+    w2_scale: torch.Tensor | None = None
+    w13_zp: torch.Tensor | None = None
+    w2_zp: torch.Tensor | None = None
+    a13_scale: torch.Tensor | None = None
+    a2_scale: torch.Tensor | None = None
+    w13_global_scale: torch.Tensor | None = None
+    w2_global_scale: torch.Tensor | None = None
+    expert_map: torch.Tensor | None = None
+    quant: str | None = None
+    use_triton_kernels: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "MoeQuantInfo.")
+
+    def options(self) -> Quantisation:
+        """Return the same in the names of `fused_experts`."""
+        flags = ("fp8_w8a8", "int8_w8a8", "int8_w8a16", "int4_w4a16")
+        given: dict[str, Any] = {f"use_{flag}": getattr(self, f"use_{flag}") for flag in flags}
+        same = (
+            "per_channel_quant",
+            "block_shape",
+            "b2",
+            "expert_map",
+            "w2_scale",
+            "w2_zp",
+            "a2_scale",
+        )
+        given |= {name: getattr(self, name) for name in same}
+        first = {"b1": "b13", "w1_scale": "w13_scale", "w1_zp": "w13_zp", "a1_scale": "a13_scale"}
+        given |= {name: getattr(self, field) for name, field in first.items()}
+        return given  # type: ignore[return-value]
+
+    def scheme(self) -> str:
+        """Return the scheme as Problem.quant takes it; ConfigurationError for contradictions."""
+        named = quant_of(self.options())
+        if self.quant is None:
+            return named
+        if named != "none":
+            raise ConfigurationError(
+                "quant", got=f"{self.quant} and {named}", need="one of the two"
+            )
+        return str(QuantScheme.parse(self.quant))
+
+
+class MoeRunner:
+    """Experts by a backend's name: one of BACKENDS, of registered stages, or of an experts part.
+
+    config: sizes that it has must be those of the tensors. inplace overwrites hidden_states where
+    they are tokens or rows of the problem's dtype. fused=False: the staged twin of a fused
+    operation, UnsupportedError where there is none. padding: weights have columns behind H and I
+    that are not read. quant: a scheme; with it, and all sizes in the config, a backend that does
+    not serve the layer raises IncompatibleError here and not in a call. dtype: of the results of
+    quantised rows. fast_act and aiter are refused: what they choose, a part chooses itself.
+    """
+
+    def __init__(  # noqa: PLR0913  (one keyword for each switch of the field)
+        self,
+        runner_backend: str,
+        config: MoeRunnerConfig,
+        *,
+        fused: bool = True,
+        padding: bool = False,
+        fast_act: bool = False,
+        aiter: bool = False,
+        quant: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        expect("config", config, MoeRunnerConfig)
+        for name, value in (("fused", fused), ("padding", padding)):
+            expect(name, value, bool)
+        if fast_act:
+            need = "False: a part that has one launch for activation and quantisation takes it"
+            raise UnsupportedError("fast_act", got=fast_act, need=need)
+        if aiter:
+            raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")
+        self.runner_backend, self.config, self.dtype = runner_backend, config, dtype
+        self.fused, self.padding = fused, padding
+        load_catalog()  # registers
+        self._parts = parts_of(runner_backend, fused=fused)
+        self.quant = None if quant is None else str(QuantScheme.parse(quant))
+        if self.quant is not None and None not in self._sizes():
+            refused = [v for v in self.verdicts(self.quant).values() if not v.ok]
+            if len(refused) == len(self._parts):
+                raise IncompatibleError(refused[0].pairing, refused[0].rejections)
+
+    def run(self, dispatch_output: DispatchOutput, quant_info: MoeQuantInfo) -> CombineInput:
+        """Run the experts on what was dispatched; the result is of the same format.
+
+        ConfigurationError with both names where the backend has no part for the format, or the
+        router's output is not of the one that the backend takes. Every InputError of a kernel's
+        call, and IncompatibleError.
+        """
+        format = expect_format(dispatch_output, *self._parts)
+        expect("quant_info", quant_info, MoeQuantInfo)
+        quant = quant_info.scheme()
+        if self.quant is not None and quant != self.quant:
+            raise ConfigurationError("quant_info", got=quant, need=f"{self.quant}, the runner's")
+        part = self._parts[format]
+        if isinstance(dispatch_output, StandardDispatchOutput):
+            routing = self._topk(dispatch_output.topk_output)
+            rows = self._rows(dispatch_output.hidden_states, routing, quant_info, quant, part)
+            return StandardCombineInput(rows)
+        if self.config.no_combine:
+            need = "False: a dispatcher's combine sums"
+            raise ConfigurationError(f"no_combine of {format}", got=True, need=need)
+        if isinstance(dispatch_output, DeepEPNormalDispatchOutput):
+            given = dispatch_output
+            routing = Routing(given.topk_weights, given.topk_ids)
+            if given.hidden_states_scale is None:
+                rows = self._rows(given.hidden_states, routing, quant_info, quant, part)
+            else:
+                rows = self._received(given, quant_info, quant, part)
+            return DeepEPNormalCombineInput(rows, given.topk_ids, given.topk_weights)
+        rows = self._received(dispatch_output, quant_info, quant, part)
+        scale = self._scale()
+        weights = dispatch_output.topk_weights
+        weights = weights if scale == 1 else weights * scale
+        return DeepEPLLCombineInput(rows, dispatch_output.topk_ids, weights)
+
+    def verdicts(self, quant: str = "none", tokens: int = 1) -> dict[str, Verdict]:
+        """Judge each format's part for the config's layer; ConfigurationError without its sizes."""
+        experts, hidden, intermediate, top_k = self._sizes()
+        if None in (experts, hidden, intermediate, top_k):
+            need = "num_experts, hidden_size, intermediate_size_per_partition and top_k"
+            raise ConfigurationError("config", got=self.config, need=need)
+        local = self.config.num_local_experts or experts
+        problem = Problem(
+            tokens, hidden, intermediate, local, top_k, dtype=self.dtype, quant=quant,
+            activation=self.config.activation_spec(),
+            apply_router_weight_on_input=self.config.apply_router_weight_on_input,
+            routed_scaling_factor=self._scale(),
+        )  # fmt: skip
+        prepare = {
+            ActivationFormat.STANDARD: NO_EP,
+            ActivationFormat.BATCHED_EXPERTS: "BatchedPrepareAndFinalize",
+        }
+        return {f: check(prepare[FORMATS[f]], part, problem) for f, part in self._parts.items()}
+
+    def explain(self, quant: str = "none", tokens: int = 1) -> str:
+        """Say in a line or more for each dispatch format which part runs, and why or why not."""
+        lines = [f"backend {self.runner_backend}, quant {quant}"]
+        for format, verdict in self.verdicts(quant, tokens).items():
+            op = FUSED.get_fused_func(A2A[format], self.runner_backend)
+            how = "by one part"
+            if op is not None and FORMATS[format] is op.twin.requires.activation_format:
+                staged = self._parts[format] is op.twin
+                how = "by stages" if staged else f"fused, in place of {op.twin.__name__}"
+            elif (self.runner_backend, format) in PERMUTES.parts:
+                how = "by stages"
+            lines.append(f"{format}: {self._parts[format].__name__}, {how}; {verdict}")
+        lines += [f"{format}: no part" for format in A2A if format not in self._parts]
+        return "\n".join(lines)
+
+    def _sizes(self) -> tuple[Any, ...]:
+        c = self.config
+        return c.num_experts, c.hidden_size, c.intermediate_size_per_partition, c.top_k
+
+    def _scale(self) -> float:
+        factor = self.config.routed_scaling_factor
+        return 1.0 if factor is None else float(factor)
+
+    def _topk(self, topk_output: object) -> Routing:
+        """Return the router's choice; ConfigurationError if it is not of the backend's format."""
+        is_sorted = isinstance(topk_output, TritonKernelTopKOutput)
+        if is_sorted != (self.runner_backend in _SORTED_BACKENDS):
+            names = ("StandardTopKOutput", "TritonKernelTopKOutput")
+            what = f"topk_output of backend {self.runner_backend!r}"
+            raise ConfigurationError(what, got=names[is_sorted], need=names[not is_sorted])
+        if isinstance(topk_output, TritonKernelTopKOutput):
+            topk_output = by_tokens(topk_output)
+        return Routing(*topk_tensors(topk_output, self.config))  # type: ignore[arg-type]
+
+    def _weights(self, info: MoeQuantInfo, quant: str, hidden: int) -> ExpertWeights:
+        w13, w2, options = info.w13_weight, info.w2_weight, info.options()
+        for name, tensor in (("w13_weight", w13), ("w2_weight", w2)):
+            if tensor.dim() != 3:
+                raise ShapeError(name, got=tuple(tensor.shape), need="3 dimensions")
+        if info.use_triton_kernels:
+            w13, w2 = w13.transpose(1, 2), w2.transpose(1, 2)
+        if self.padding:
+            if quant.split(":")[0] not in _PADDED_SCHEMES:
+                need = " or ".join(_PADDED_SCHEMES)
+                raise UnsupportedError("padding", got=quant, need=need)
+            depth = w13.shape[1] // (2 if self.config.activation_spec().gated else 1)
+            if w13.shape[2] < hidden or w2.shape[2] < depth:
+                got = f"{w13.shape[2]} and {w2.shape[2]} columns"
+                raise ShapeError("padded weights", got=got, need=f">= {hidden} and >= {depth}")
+            w13, w2 = w13[:, :, :hidden], w2[:, :, :depth]
+        extras = [options.get(name) for name in FIELDS.values()]
+        weights = weights_of(w13, w2, extras, quant)  # type: ignore[arg-type]
+        scales = info.w13_global_scale, info.w2_global_scale
+        return replace(weights, w1_global_scale=scales[0], w2_global_scale=scales[1])
+
+    def _checked(self, info: MoeQuantInfo, quant: str, x: torch.Tensor) -> ExpertWeights:
+        """Return the weights, of the sizes that the config has."""
+        weights, config = self._weights(info, quant, x.shape[-1]), self.config
+        if info.expert_map is None and config.num_local_experts is not None:
+            config = replace(config, num_experts=config.num_local_experts)  # ids are local
+        check_config(config, x, weights.w1, weights.w2, info.options(), depth=depth_of(quant))
+        return weights
+
+    def _rows(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        info: MoeQuantInfo,
+        quant: str,
+        part: type[PermuteExpertsUnpermute],
+    ) -> torch.Tensor:
+        """Return (T, H), or (T, K, H), by a kernel that prepares on this rank alone."""
+        config = self.config
+        if config.inplace and config.no_combine:
+            need = "inplace=False with it: (T, K, H) does not fit into x"
+            raise ConfigurationError("inplace", got="no_combine=True", need=need)
+        weights = self._checked(info, quant, x_TH)
+        facts = (
+            quant,
+            str(config.activation_spec()),
+            config.apply_router_weight_on_input,
+            self._scale(),
+            Combine.TOPK_WEIGHTED if config.no_combine else Combine.SUM,
+            config.inplace,
+            config.chunk_tokens,
+        )
+        return kernel_for(x_TH, weights, routing, facts, (part,))(x_TH, weights, routing)
+
+    def _received(
+        self,
+        given: DeepEPNormalDispatchOutput | DeepEPLLDispatchOutput,
+        info: MoeQuantInfo,
+        quant: str,
+        part: type[PermuteExpertsUnpermute],
+    ) -> torch.Tensor:
+        """Return what the experts leave of rows as they arrived."""
+        if info.expert_map is not None:
+            need = "None: a dispatcher's ids count the experts here"
+            raise ConfigurationError(f"expert_map of {given.format}", got="a tensor", need=need)
+        x, scale, ids = given.hidden_states, given.hidden_states_scale, given.topk_ids
+        weights = self._checked(info, quant, x)
+        batched = isinstance(given, DeepEPLLDispatchOutput)
+        config, depth = self.config, depth_of(quant)
+        problem = Problem(
+            tokens=x.shape[-2],
+            hidden=x.shape[-1],
+            intermediate=weights.w2.shape[2] * depth,
+            experts=weights.w1.shape[0],
+            top_k=ids.shape[1],
+            dtype=x.dtype if x.dtype in DTYPES.values() else self.dtype,
+            quant=quant,
+            activation=config.activation_spec(),
+            bias=weights.b1 is not None or weights.b2 is not None,
+            apply_router_weight_on_input=config.apply_router_weight_on_input,
+            routed_scaling_factor=1.0 if batched else self._scale(),
+        )
+        if isinstance(given, DeepEPLLDispatchOutput):
+            return run_received(part, problem, BatchedTokens(x, given.masked_m, scale), weights)
+        counter = torch.zeros(1, dtype=torch.int32, device=x.device)
+        routing = DispatchedRouting(
+            given.topk_weights, ids, IdSpace.LOCAL, problem.experts, None, counter
+        )
+        return run_received(part, problem, ContiguousTokens(x, routing, scale), weights)

@@ -1,0 +1,88 @@
+"""Which experts part serves a backend's name in each dispatch format, and the field's switches."""
+
+from collections.abc import Mapping
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import ConfigurationError, UnknownPartError, UnsupportedError
+from modular_kernel.fields import expect
+from modular_kernel.runner import FORMATS, FUSED, PERMUTES
+from modular_kernel.types import ActivationFormat
+
+_STANDARD, _BATCHED = ActivationFormat.STANDARD, ActivationFormat.BATCHED_EXPERTS
+# Backends in the field's names, and the part of each format. Others are registered by stages.
+BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
+    "triton": {_STANDARD: "TritonExperts", _BATCHED: "BatchedTritonExperts"},
+    "triton_kernel": {_STANDARD: "TritonKernelsExperts"},
+    "deep_gemm": {_STANDARD: "DeepGemmExperts", _BATCHED: "BatchedDeepGemmExperts"},
+    "flashinfer_cutlass": {_STANDARD: "FlashInferExperts"},
+    "cutlass": {_STANDARD: "CutlassExpertsFP8", _BATCHED: "BatchedCutlassExpertsFP8"},
+    "torch": {_STANDARD: "TorchExperts", _BATCHED: "NaiveBatchedExperts"},
+}
+# The all2all backend, in the fused operations' keys, of each dispatch format.
+A2A = {"standard": "none", "deepep_normal": "deepep", "deepep_ll": "deepep"}
+# The field's environment variables, the option of each, and whether its "1" means True.
+SWITCHES: Mapping[str, tuple[str, bool]] = {
+    "SGLANG_CI_DISABLE_MOE_FUSED_FUNC": ("fused", False),
+    "SGLANG_MOE_PADDING": ("padding", True),
+    "SGLANG_MASKED_GEMM_FAST_ACT": ("fast_act", True),
+    "SGLANG_MOE_USE_AITER": ("aiter", True),
+}
+
+
+def parts_of(backend: str, *, fused: bool) -> dict[str, type[PermuteExpertsUnpermute]]:
+    """Return a backend's part for each dispatch format that it has one for.
+
+    UnknownPartError where nothing has the name; UnsupportedError where `fused` is False and there
+    are no stages.
+    """
+    expect("runner_backend", backend, str)
+    found: dict[str, type[PermuteExpertsUnpermute]] = {}
+    staged = False
+    for format, a2a in A2A.items():
+        part, op = PERMUTES.parts.get((backend, format)), FUSED.get_fused_func(a2a, backend)
+        if op is not None and op.twin.requires.activation_format is FORMATS[format]:
+            part = FUSED.parts.get((a2a, backend), op.twin) if fused else op.twin
+        staged |= part is not None
+        if part is None and fused:
+            part = _named(backend, FORMATS[format])
+        if part is not None:
+            found[format] = part
+    if found:
+        return found
+    stages = sorted({key[0] for key in PERMUTES.parts})
+    if not fused and not staged and _known(backend):
+        need = f"True, or a backend by stages: {', '.join(stages)}"
+        raise UnsupportedError(f"fused of backend {backend!r}", got=False, need=need)
+    names = ", ".join(sorted({*BACKENDS, *stages}))
+    need = f"one of {names}, or an experts part by its name"
+    raise UnknownPartError("runner backend", got=repr(backend)[:80], need=need)
+
+
+def _known(backend: str) -> bool:
+    return backend in BACKENDS or backend in load_catalog().names("experts")
+
+
+def _named(backend: str, format: ActivationFormat) -> type[PermuteExpertsUnpermute] | None:
+    """Return the part that a name of the field, or its own name, stands for; None if none does."""
+    catalog = load_catalog()
+    name = BACKENDS.get(backend, {}).get(format, backend)
+    if name not in catalog.names("experts"):
+        return None
+    part = catalog.experts(name)
+    return part if part.requires.activation_format is format else None
+
+
+def switches(environment: Mapping[str, str]) -> dict[str, bool]:
+    """Return the options that the field's environment variables mean, for `MoeRunner`.
+
+    Other variables are left alone; ConfigurationError for a value that is no switch.
+    """
+    found: dict[str, bool] = {}
+    for name, (option, on) in SWITCHES.items():
+        value = environment.get(name, "0").strip().lower()
+        if value not in ("0", "1", "true", "false", ""):
+            raise ConfigurationError(name, got=repr(value)[:80], need="0 or 1")
+        if name in environment:
+            found[option] = on == (value in ("1", "true"))
+    return found

@@ -1,0 +1,56 @@
+"""A routing by tokens as one by experts, in the names of triton_kernels, and back."""
+
+import torch
+
+from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.routers import (
+    Permutation,
+    RoutingData,
+    StandardTopKOutput,
+    TritonKernelTopKOutput,
+)
+
+
+def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
+    """Sort pairs by expert, stably; pairs of ids outside [0, num_experts) get no row.
+
+    topk_output: weights (T, K) float32 and ids (T, K); more of it is not read.
+    """
+    weights_TK, ids_TK = topk_output[:2]
+    if ids_TK.dim() != 2 or weights_TK.shape != ids_TK.shape:
+        got = f"{tuple(weights_TK.shape)} and {tuple(ids_TK.shape)}"
+        raise ShapeError("topk_weights and topk_ids", got=got, need="(T, K) both")
+    ids = ids_TK.flatten().long()
+    ids = ids.where((ids >= 0) & (ids < num_experts), num_experts)
+    order = ids.argsort(stable=True)
+    live = ids[order] < num_experts
+    rows = torch.arange(len(ids), device=ids.device)
+    pair_of_row = order.where(live, -1)
+    row_of_pair = torch.empty_like(order)
+    row_of_pair[order] = rows.where(live, -1)
+    gate = (weights_TK.flatten().float()[order]).where(live, 0.0)
+    hist = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
+    data = RoutingData(ids_TK.shape[1], gate, hist.to(torch.int32), num_experts)
+    pair, row = pair_of_row.to(torch.int32), row_of_pair.to(torch.int32)
+    return TritonKernelTopKOutput(data, Permutation(pair, row), Permutation(row, pair))
+
+
+def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:
+    """Return the routing that `by_experts` sorted; skipped pairs have id -1 and weight 0."""
+    data, gather, _ = topk_output
+    top_k, pairs = data.n_expts_act, gather.src_indx.numel()
+    if data.expt_hist is None:
+        raise ConfigurationError(
+            "routing_data.expt_hist", got=None, need="(E,) rows of each expert"
+        )
+    if top_k < 1 or pairs % top_k or data.gate_scal.numel() != pairs:
+        got = f"{pairs} pairs, {data.gate_scal.numel()} gates, K = {top_k}"
+        raise ShapeError("routing_data", got=got, need="T * K pairs and as many gates")
+    rows = torch.arange(pairs, device=gather.src_indx.device)
+    expert = torch.searchsorted(data.expt_hist.cumsum(0), rows, right=True)
+    live = gather.src_indx >= 0
+    ids = torch.full((pairs,), -1, dtype=torch.int32, device=rows.device)
+    weights = torch.zeros(pairs, dtype=torch.float32, device=rows.device)
+    at = gather.src_indx[live].long()
+    ids[at], weights[at] = expert[live].to(torch.int32), data.gate_scal[live].float()
+    return StandardTopKOutput(weights.view(-1, top_k), ids.view(-1, top_k))

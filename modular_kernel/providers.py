@@ -1,0 +1,93 @@
+"""Optional packages that are told by what is in them, because their names prove nothing.
+
+An index may hold somebody else's package of a name, or one too old; another project may ship a
+copy inside its own. What is looked at are files: nothing is imported before it is chosen.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+_VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
+_MOST_BYTES = 1 << 20  # of a file that is looked at
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An optional package of a given interface.
+
+    name: as `Requirements.packages` has it. places: folders that may hold it, the first one wins,
+    each an importable package and what lies below it: "deep_gemm", "vllm/third_party/deep_gemm".
+    signs: (file of such a folder, word in it), all of which must be there. need: what they stand
+    for. source: how to get it.
+    """
+
+    name: str
+    places: tuple[str, ...]
+    signs: tuple[tuple[str, str], ...]
+    need: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a provider is; or why what was found there is not it: "" if nothing was found."""
+
+    folder: Path | None = None
+    version: str = ""
+    why: str = ""
+
+
+def find(provider: Provider) -> Found:
+    """Look for a provider, in its places in order; nothing is imported."""
+    why = []
+    for place in provider.places:
+        for folder in _folders(place):
+            lacks = next(filter(None, (_lacks(folder, *sign) for sign in provider.signs)), "")
+            version = version_in(folder)
+            if not lacks:
+                return Found(folder, version)
+            why.append(f"another {f'{place} {version}'.strip()}: {lacks}")
+    return Found(why="; ".join(why))
+
+
+def sort_out(providers: Iterable[Provider]) -> tuple[frozenset[str], dict[str, str]]:
+    """Return the names of those that are here, and why others that seem to be are not."""
+    found = {provider.name: find(provider) for provider in providers}
+    here = frozenset(name for name, one in found.items() if one.folder is not None)
+    return here, {name: one.why for name, one in found.items() if one.why}
+
+
+def version_in(folder: Path) -> str:
+    """Return the version that a package's `__init__.py` states, "" if it does not."""
+    stated = _VERSION.search(_text(folder / "__init__.py") or "")
+    return stated[1] if stated else ""
+
+
+def _folders(place: str) -> Iterator[Path]:
+    top, _, below = place.partition("/")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):  # a stub in sys.modules, or a broken finder
+        return
+    for root in (spec and spec.submodule_search_locations) or ():
+        folder = Path(root, below)
+        if folder.is_dir():
+            yield folder
+
+
+def _lacks(folder: Path, file: str, word: str) -> str:
+    text = _text(folder / file)
+    if text is None:
+        return f"no {file}"
+    return "" if word in text else f"no {word} in {file}"
+
+
+def _text(path: Path) -> str | None:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_BYTES)
+    except OSError:
+        return None

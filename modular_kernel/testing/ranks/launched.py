@@ -1,0 +1,253 @@
+"""The ranks of a world that a launcher started, for whom a `RankPool` would start processes.
+
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m modular_kernel test
+
+Every rank runs the same verb and makes the same runs in one order; each does its own share of a
+run, and hears what all the others found, through the launcher's store. So every rank knows the
+same, ends with the same status, and rank 0 alone needs to report.
+"""
+
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.settings import Launcher, hide_gpus, read_settings
+from modular_kernel.testing.ranks.pool import SILENT, Backend, RankError, RankPool
+
+R = TypeVar("R")
+_FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
+
+
+class LaunchedRanks:
+    """The ranks of a launcher's world, this process one of them; `run` as a `RankPool` has it.
+
+    launcher: as `read_launcher` found it. backend: gloo on the CPU, or nccl with the GPU that
+    LOCAL_RANK names. group_timeout: seconds after which a collective that waits for a peer raises.
+    grace: seconds beyond that which ranks have to answer after another failed. A rank that does
+    not answer cannot be ended from here: every later run is refused, and its launcher must start
+    the world anew. Making it is collective. ConfigurationError where this host has no GPU of that
+    number; RankError where the store does not answer, or ranks run different commands.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        backend: Backend = "gloo",
+        *,
+        group_timeout: float = 60,
+        grace: float = 5,
+        command: str = "",
+    ) -> None:
+        if backend == "nccl" and torch.cuda.device_count() <= launcher.local_rank:
+            need = f"LOCAL_RANK {launcher.local_rank} among them"
+            raise ConfigurationError("GPUs", got=torch.cuda.device_count(), need=need)
+        if backend == "gloo":
+            hide_gpus()
+            torch.set_num_threads(1)
+        self.rank, self.world_size = launcher.rank, launcher.world_size
+        self.backend, self.grace = backend, grace
+        self._launcher, self._group_timeout = launcher, group_timeout
+        self._generation, self._joined = 0, -1
+        self._run = 0
+        self._lost: dict[int, str] = {}
+        self._store = self._connected()
+        self._hosts = self._meet(command)
+
+    def __enter__(self) -> "LaunchedRanks":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def hosts(self) -> int:
+        """On how many hosts the ranks say they are: by the boot's id, or MK_HOST_ID."""
+        return len(set(self._hosts))
+
+    def run(self, function: Callable[..., R], *arguments: Any, timeout: float = 120) -> list[R]:
+        """function(rank, world_size, group, *arguments) on every rank; the results by rank.
+
+        Collective: every rank makes the same run. Results must be picklable. RankError, the same on
+        every rank that answers, if one raises or does not answer within `timeout` seconds.
+        """
+        if self._lost:
+            raise RankError(self._lost, {})
+        started = time.monotonic()
+        what = f"{function.__module__}.{function.__qualname__}"
+        mine = self._mine(function, arguments, started)
+        told = self._exchange("run", (*mine, what), started + timeout)
+        answers = {rank: _same_run(what, *answer) for rank, answer in told.items()}
+        results = {rank: value for rank, (good, value) in answers.items() if good}
+        failures = {rank: value for rank, (good, value) in answers.items() if not good}
+        order = sorted(failures, key=lambda rank: failures[rank][0])
+        texts = {rank: failures[rank][1] for rank in order}
+        silent = [rank for rank in range(self.world_size) if rank not in answers]
+        if silent:
+            after = " after another rank failed" if texts else ""
+            self._lost = dict.fromkeys(silent, f"{SILENT}{after}")
+            texts |= self._lost
+        if texts:
+            self._generation += 1
+            raise RankError(texts, results)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def collect(self, read: Callable[[int], R], *, timeout: float = 120) -> list[R]:
+        """read(rank) on each rank for itself; what they read, by rank. Collective."""
+        return self.run(_read_own, read, timeout=timeout)
+
+    def close(self) -> None:
+        """Leave the process group; a later run joins a new one."""
+        if self._joined < 0:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._joined = -1
+        self._generation += 1
+
+    def _connected(self) -> Store:
+        """Return the launcher's store; RankError where it does not answer in time."""
+        from torch.distributed.rendezvous import rendezvous
+
+        limit = timedelta(seconds=self._group_timeout)
+        try:
+            store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
+        except (RuntimeError, ValueError) as error:
+            text = f"rank {self.rank} does not reach the store of {self._launcher.address}: {error}"
+            raise RankError({self.rank: text}, {}) from error
+        return PrefixStore("modular_kernel", store)
+
+    def _meet(self, command: str) -> list[str]:
+        """Hear the host of every rank; RankError unless all run the same command."""
+        mine = (True, (_host(), command), "")
+        told = self._exchange("meet", mine, time.monotonic() + self._group_timeout)
+        missing = [rank for rank in range(self.world_size) if rank not in told]
+        if missing:
+            raise RankError(dict.fromkeys(missing, SILENT), {})
+        commands = {rank: value[1] for rank, (_, value, _) in told.items()}
+        other = {rank: f"runs {text!r}" for rank, text in commands.items() if text != command}
+        if other:
+            raise RankError(other | {self.rank: f"runs {command!r}"}, {})
+        return [told[rank][1][0] for rank in range(self.world_size)]
+
+    def _mine(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], started: float
+    ) -> tuple[bool, Any]:
+        """Do this rank's share: (True, result), or (False, (seconds, traceback))."""
+        try:
+            self._join()
+            return True, function(self.rank, self.world_size, dist.group.WORLD, *arguments)
+        except KeyboardInterrupt:
+            raise
+        # Whatever it is, the others are told, and the world goes on.
+        except BaseException:  # noqa: BLE001
+            return False, (time.monotonic() - started, traceback.format_exc())
+
+    def _join(self) -> None:
+        """Be in the process group of this generation: one that failed is not used again."""
+        if self._joined == self._generation:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        device = None
+        if self.backend == "nccl":
+            device = torch.device("cuda", self._launcher.local_rank)
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            self.backend,
+            store=PrefixStore(f"group/{self._generation}", self._store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self._group_timeout),
+            device_id=device,
+        )
+        self._joined = self._generation
+
+    def _exchange(self, kind: str, mine: tuple[bool, Any, str], until: float) -> dict[int, Any]:
+        """Tell `mine` and hear what every rank told, by rank, as far as known at `until`."""
+        self._run += 1
+        heard: dict[int, Any] = {}
+        pause = _FIRST_POLL_S
+        try:
+            self._store.set(self._key(kind, self._run, self.rank), _pickled(mine))  # type: ignore[arg-type]
+            while len(heard) < self.world_size and time.monotonic() < until:
+                self._listen(kind, heard)
+                if any(not good for good, _, _ in heard.values()):
+                    until = min(until, time.monotonic() + self._group_timeout + self.grace)
+                if len(heard) < self.world_size:
+                    time.sleep(pause)
+                    pause = min(2 * pause, _LAST_POLL_S)
+            self._forget(kind, complete=len(heard) == self.world_size)
+        except RuntimeError as error:
+            self._lost = {self.rank: f"the store of {self._launcher.address} fails: {error}"}
+            raise RankError(self._lost, {}) from error
+        return heard
+
+    def _listen(self, kind: str, heard: dict[int, Any]) -> None:
+        for rank in range(self.world_size):
+            key = self._key(kind, self._run, rank)
+            if rank not in heard and self._store.check([key]):
+                heard[rank] = _unpickled(self._store.get(key))
+
+    def _forget(self, kind: str, *, complete: bool) -> None:
+        """Remove this rank's word of the run before, which whoever answered now has read."""
+        if complete and self._run > 1:
+            self._store.delete_key(self._key("run", self._run - 1, self.rank))
+
+    @staticmethod
+    def _key(kind: str, run: int, rank: int) -> str:
+        return f"{kind}/{run}/{rank}"
+
+
+AnyRanks = RankPool | LaunchedRanks
+
+
+def _read_own(rank: int, _world_size: int, _group: object, read: Callable[[int], R]) -> R:
+    return read(rank)
+
+
+def _same_run(mine: str, good: bool, value: Any, theirs: str) -> tuple[bool, Any]:
+    """Return the answer of a rank, or that it made another run than this one."""
+    if theirs != mine:
+        return False, (0.0, f"ran {theirs}, and not {mine}: ranks must run the same command")
+    return good, value
+
+
+def _pickled(answer: tuple[bool, Any, str]) -> bytes:
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:  # noqa: BLE001  what it returns may refuse in any way
+        text = f"returned what cannot be pickled: {error!r}"
+        return pickle.dumps((False, (0.0, text), answer[2]))
+
+
+def _unpickled(told: bytes) -> tuple[bool, Any, str]:
+    try:
+        answer: tuple[bool, Any, str] = pickle.loads(told)
+    except Exception as error:  # noqa: BLE001  it may need anything, and fail in any way
+        return False, (0.0, f"returned what cannot be unpickled: {error!r}"), "?"
+    return answer
+
+
+def _host() -> str:
+    """Name this host for a count of hosts; parts find out for themselves who shares memory."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = socket.gethostname()
+    return read_settings().host_id or boot

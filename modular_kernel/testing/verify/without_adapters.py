@@ -1,0 +1,40 @@
+"""Tokens without an adapter: they have the bits that they have where nobody has one."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from modular_kernel.testing.verify.invariance import rows_that_differ
+from modular_kernel.testing.verify.trial import Trial
+from modular_kernel.validate import ADAPTER_TENSORS
+
+
+def without_adapters(trial: Trial) -> Iterator[str]:
+    """Other tokens' adapters, and the matrices of slots that nobody names, change no bit of theirs.
+
+    A call that says that it has none is the layer without any, launch by launch.
+    """
+    case, i = trial.case, trial.first.inputs
+    slots_T = i.routing.slots_T
+    # Ranks call alike, whatever their own number of tokens.
+    if case.problem.adapters is None or not trial.deterministic or not case.problem.tokens:
+        return
+    if slots_T is None:
+        names: dict[str, Any] = dict.fromkeys(ADAPTER_TENSORS)
+        plain = replace(case, problem=replace(case.problem, lora="none"))
+        kernel, weights = trial.build(plain, trial.machine, True), replace(i.weights, **names)
+        routing = replace(i.routing, adapters_T=None)
+        got = kernel(trial.first.x_TH(), weights, routing)
+        if count := rows_that_differ(got, trial.eager):
+            yield f"{count} rows of a call without adapters are not those of the layer without any"
+        return
+    scheme = case.problem.scheme
+    if scheme.activation_granularity == "tensor" and not scheme.static:
+        return  # one scale for the h of all tokens
+    nobody = torch.full_like(slots_T, -1)
+    got = trial.kernel(trial.first.x_TH(), i.weights, replace(i.routing, adapters_T=nobody))
+    base = slots_T < 0
+    if count := rows_that_differ(got[base], trial.eager[base]):
+        yield f"{count} of {int(base.sum())} rows without an adapter are changed by the others'"

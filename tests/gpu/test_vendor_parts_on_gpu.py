@@ -1,0 +1,81 @@
+"""Parts over vendors' libraries on a GPU, each where its library is found.
+
+pytest tests/gpu/test_vendor_parts_on_gpu.py -rs       # what was skipped, and why
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
+from modular_kernel.rules import unavailable
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.types import Combine, Problem
+
+pytestmark = pytest.mark.gpu
+
+NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+CHANNEL, TENSOR, BLOCK = "fp8_w8a8_channel", "fp8_w8a8_tensor", "fp8_w8a8_block"
+PARTS = {
+    "CutlassRowwiseExpertsFP8": (NO_EP, (CHANNEL, TENSOR, f"{TENSOR}:static=true")),
+    "BatchedCutlassExpertsFP8": (BATCHED, (CHANNEL, TENSOR, f"{TENSOR}:static=true")),
+    "DeepGemmExperts": (NO_EP, ("none", BLOCK)),
+    "BatchedDeepGemmExperts": (BATCHED, ("none", BLOCK)),
+    "TritonOrDeepGemmExperts": (NO_EP, ("none", BLOCK)),
+    "BatchedTritonOrDeepGemmExperts": (BATCHED, ("none", BLOCK)),
+    "TritonKernelsExperts": (NO_EP, ("none",)),
+}
+BASE = Problem(tokens=33, hidden=256, intermediate=384, experts=5, top_k=2)
+CASES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "uniform"),
+    ({"tokens": 0}, "uniform"),
+    ({"tokens": 1, "top_k": 1}, "uniform"),
+    ({"experts": 2, "tokens": 257}, "all_to_one"),
+    ({"experts": 300, "top_k": 8, "tokens": 65}, "zipf"),
+    ({"expert_map": True, "local_experts": 3}, "out_of_range"),
+    ({"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5}, "skips"),
+    ({"activation": "relu2", "inplace": True}, "empty_experts"),
+    ({"activation": "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"}, "duplicates"),
+    ({"top_k": 3}, "all_skipped"),
+)
+ALL = [(name, quant) for name, (_, quants) in PARTS.items() for quant in quants]
+
+
+def available(name: str) -> None:
+    """Skip where the part cannot run, and say why."""
+    reasons = unavailable(name, load_catalog().experts(name).requires, this_machine())
+    if reasons:
+        pytest.skip("; ".join(map(str, reasons)))
+
+
+@pytest.mark.parametrize(("change", "routing"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "quant"), ALL)
+def test_proven(name: str, quant: str, change: dict[str, Any], routing: str) -> None:
+    """Numbers, plans, graphs: all checks of the harness."""
+    available(name)
+    problem = replace(BASE, quant=quant, **change)
+    verdict = check(PARTS[name][0], name, problem)
+    if not verdict.ok:
+        pytest.skip(str(verdict))
+    proof = prove(Case(PARTS[name][0], name, problem, routing))
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("tokens", [64, 2048])
+@pytest.mark.parametrize(("name", "quant"), ALL)
+def test_a_layer_of_a_published_size_is_as_triton_s(name: str, quant: str, tokens: int) -> None:
+    """Qwen3-30B's experts: 128 of 768 columns, top-8."""
+    available(name)
+    prepare, _ = PARTS[name]
+    problem = Problem(tokens, 2048, 768, 128, 8, quant=quant)
+    other = "TritonExperts" if prepare == NO_EP else "BatchedTritonExperts"
+    given = make_inputs(problem, "uniform", torch.device("cuda"))
+    ours, theirs = (
+        make_kernel(prepare, part, problem)(given.x_TH, given.weights, given.routing).float()
+        for part in (name, other)
+    )
+    assert ours.isfinite().all()
+    assert ((ours - theirs).norm() / theirs.norm()).item() < 0.02

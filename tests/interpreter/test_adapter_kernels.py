@@ -1,0 +1,97 @@
+"""Adapters in Triton products: rows without one, ranks beyond a block, slots out of range."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.configs.select import choose_config, explain, override_config
+from experts.triton.contiguous import paths_of
+from modular_kernel import reference
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.types import Problem
+
+CPU = torch.device("cpu")
+MACHINE = this_machine(device="cpu")
+PROBLEM = Problem(
+    tokens=9, hidden=32, intermediate=32, experts=3, top_k=2, dtype=torch.bfloat16,
+    lora="adapters=3,rank=20",
+)  # fmt: skip
+CONTIGUOUS = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+SEGMENTS = ("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts")
+BATCHED = ("BatchedPrepareAndFinalize", "BatchedTritonExperts")
+NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+
+
+def run(pair: tuple[str, str], problem: Problem, i: Inputs) -> torch.Tensor:
+    kernel = mk.make_kernel(*pair, problem, machine=MACHINE, poison=True)
+    return kernel(i.x_TH, i.weights, i.routing).clone()
+
+
+@pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel"])
+def test_rows_without_an_adapter_have_the_bits_of_the_path_without_any(
+    pair: tuple[str, str], quant: str
+) -> None:
+    """Of the same launches: a layer without adapters could take another path."""
+    problem = replace(PROBLEM, quant=quant)
+    i = make_inputs(problem, "uniform", CPU)
+    slots_T = i.routing.slots_T
+    assert slots_T is not None
+    plain = replace(problem, lora="none")
+    base = Inputs(
+        i.x_TH,
+        replace(i.weights, **dict.fromkeys(NAMES)),
+        replace(i.routing, adapters_T=None),
+    )
+    with override_config(choose_config(plain, 9, (AlignedPath.name,))):
+        got, want = run(pair, problem, i), run(pair, plain, base)
+    nobody = slots_T < 0
+    assert 0 < int(nobody.sum()) < 9
+    assert torch.equal(got[nobody], want[nobody])
+    assert bool((got[~nobody] != want[~nobody]).any(1).all())
+
+
+@pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
+@pytest.mark.parametrize("rank", [1, 130])
+def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
+    problem = replace(PROBLEM, dtype=torch.float32, tokens=5, lora=f"adapters=2,rank={rank}")
+    i = make_inputs(problem, "uniform", CPU)
+    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    error = (run(pair, problem, i).double() - exact).norm() / exact.norm()
+    assert float(error) <= 1e-6
+
+
+@pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
+def test_slots_out_of_range_are_none(pair: tuple[str, str]) -> None:
+    i = make_inputs(PROBLEM, "uniform", CPU)
+    assert i.routing.slots_T is not None
+    nobody_T = i.routing.slots_T.clone()
+    nobody_T[::2] = -1
+    wild_T = nobody_T.clone()
+    wild_T[::2] = torch.tensor([3, -2, 2**31 - 1, -(2**31), 7], dtype=torch.int32)
+    with_none = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T=nobody_T))
+    wild = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T=wild_T))
+    assert torch.equal(run(pair, PROBLEM, wild), run(pair, PROBLEM, with_none))
+
+
+def test_a_call_without_adapters_takes_the_paths_of_the_layer_without() -> None:
+    """More paths serve that layer, and `explain` says so."""
+    plain = replace(PROBLEM, lora="none", tokens=1)
+    one = replace(PROBLEM, tokens=1)
+    assert paths_of(one) == (AlignedPath.name,)
+    assert choose_config(plain, 1, paths_of(plain)).path == "gemv"
+    said = explain(one, 1, paths=paths_of(one))
+    assert f"path: {AlignedPath.name}" in said
+    assert "calls with adapters do not take the paths" in said
+    assert "gemv" in said
+    assert "adapters" not in explain(plain, 1, paths=paths_of(plain))
+    i = make_inputs(one, "uniform", CPU)
+    without = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T="none"))
+    base = Inputs(
+        i.x_TH, replace(i.weights, **dict.fromkeys(NAMES)), replace(i.routing, adapters_T=None)
+    )
+    assert torch.equal(run(CONTIGUOUS, one, without), run(CONTIGUOUS, plain, base))

@@ -1,0 +1,97 @@
+"""triton_kernels' ragged product with the interface of 3.5, in float32 on a CPU.
+
+Only what the tables name is computed: a program whose number is wrong computes what it says, as
+the library's would. Rows that no program takes are left as they are.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+BF16, INT32 = torch.bfloat16, torch.int32
+SIZES = (16, 32, 64, 128)
+launched = []
+
+
+def require(holds, what):
+    assert holds, what
+
+
+@dataclass
+class ExptData:
+    hist: torch.Tensor
+    token_offs_raw: torch.Tensor
+    token_offs_pad: dict
+    block_pid_map: dict
+
+    def __post_init__(self):
+        tables = (*self.token_offs_pad.values(), *self.block_pid_map.values())
+        for table in (self.hist, self.token_offs_raw, *tables):
+            require(table.dtype is INT32, "int32 tables")
+
+
+@dataclass
+class RoutingData:
+    gate_scal: torch.Tensor
+    expt_hist: torch.Tensor
+    n_expts_tot: int
+    n_expts_act: int
+    expt_data: ExptData = None
+    expected_tokens_per_expt: int = None
+
+    def n_blocks(self, n_rows, block_m):
+        if n_rows <= self.n_expts_tot:
+            return n_rows
+        return -(-max(n_rows - self.n_expts_tot + 1, 0) // block_m) + self.n_expts_tot - 1
+
+
+def matmul_ogs(
+    x, w, bias, routing_data=None, gather_indx=None, scatter_indx=None, precision_config=None,
+    betas=None, gammas=None, out_alpha=None, y=None, fused_activation=None, epilogue=None,
+):  # fmt: skip
+    unused = (gather_indx, scatter_indx, precision_config, betas, gammas, out_alpha)
+    require(all(one is None for one in (*unused, bias, fused_activation, epilogue)), "no extras")
+    require(x.dim() == 2 and w.dim() == 3, "rows of all experts")
+    require(x.dtype is BF16 and w.dtype is BF16, "bfloat16")
+    (rows, depth), (experts, k, columns) = x.shape, w.shape
+    require(k == depth, "one K")
+    require(x.stride(1) == 1, "values of a row side by side")
+    require(1 in w.stride()[1:], "weights side by side along K or along N")
+    require(y is not None and tuple(y.shape) == (1, rows, columns), "y of (1, M, N)")
+    require(y.dtype is BF16 and y.stride(-1) == 1, "y of x's dtype")
+    data = routing_data.expt_data
+    require(routing_data.n_expts_tot == experts, "as many experts as weights")
+    require(routing_data.n_expts_act == 1, "a row for each pair")
+    require(tuple(data.hist.shape) == (experts,), "a count for each expert")
+    require(tuple(data.token_offs_raw.shape) == (experts + 1,), "a start for each, and the end")
+    block = SIZES[len(launched) % len(SIZES)]  # the library's choice: each has its turn
+    launched.append(block)
+    require(set(data.block_pid_map) == set(SIZES) == set(data.token_offs_pad), "every tile size")
+    tiles, programs = data.token_offs_pad[block], data.block_pid_map[block]
+    require(tuple(tiles.shape) == (experts + 1,), "tiles before each expert, and all of them")
+    grid = routing_data.n_blocks(rows, block)
+    require(programs.numel() >= grid, "a number for each program of the grid")
+    _check_tables(data, tiles, programs[:grid], rows, block)
+    starts, counts = data.token_offs_raw.tolist(), data.hist.tolist()
+    for number in programs[:grid].tolist():
+        if number == -1:
+            continue
+        expert, tile = number & 0xFFFF, number >> 16
+        first, last = tile * block, min((tile + 1) * block, counts[expert])
+        taken = slice(starts[expert] + first, starts[expert] + last)
+        y[0, taken] = (x[taken].float() @ w[expert].float()).bfloat16()
+    return y[0]
+
+
+def _check_tables(data, tiles, programs, rows, block):
+    """What the kernels read without asking."""
+    counts, starts = data.hist.long(), data.token_offs_raw.long()
+    require(bool((counts >= 0).all()) and int(counts.sum()) <= rows, "counts within the rows")
+    require(torch.equal(starts.diff(), counts) and starts[0] == 0, "starts from counts")
+    made = torch.nn.functional.pad((-(-counts // block)).cumsum(0), (1, 0))
+    require(torch.equal(tiles.long(), made), "tiles from counts")
+    named = sorted(number for number in programs.tolist() if number != -1)
+    want = sorted(
+        (b << 16) | e for e, n in enumerate(counts.tolist()) for b in range(-(-n // block))
+    )
+    require(named == want, "each tile has one program")

@@ -1,0 +1,151 @@
+"""Rows expert by expert without a layer around them: the product, and alignment into blocks."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from experts.compat.batched_gemm import batched_gemm
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    IncompatibleError,
+    InputError,
+    LayoutError,
+    ShapeError,
+)
+from modular_kernel.ops.align import batched_moe_align_block_size
+from modular_kernel.ops.quantise import dequantise_rows, quantised
+from modular_kernel.quant import dequantise, quantise_weights
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+
+E, C, N, K = 3, 5, 48, 64
+COUNTS = torch.tensor([5, 0, 3], dtype=torch.int32)
+SCHEMES = (
+    "none",
+    "fp8_w8a8_tensor",
+    "fp8_w8a8_channel",
+    "fp8_w8a8_block:block=32x32",
+    "int8_w8a8_channel",
+    "int8_w8a16_group:group=32,zero_points=true",
+    "int4_w4a16_group:group=32",
+    "mxfp4_w4a16",
+)
+
+
+def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """Arguments with NaN past the counts, and the product of what they stand for in float64."""
+    g = torch.Generator().manual_seed(1)
+    problem = Problem(C, N, K, E, 1, dtype=torch.float32, quant=quant)
+    plain = ExpertWeights(torch.zeros(E, 2 * K, N), torch.randn(E, N, K, generator=g))
+    weights = quantise_weights(plain, problem) if quant != "none" else plain
+    a = torch.randn(E, C, K, generator=g)
+    given: dict[str, Any] = {
+        "a_eCK": a, "b_eNK": weights.w2, "counts_e": COUNTS, "quant": quant,
+        "b_scale": weights.w2_scale, "b_zero_point": weights.w2_zero_point,
+    }  # fmt: skip
+    scheme, b = problem.scheme, weights.w2
+    if scheme.quantised:
+        b = dequantise(b, weights.w2_scale, weights.w2_zero_point, scheme)
+    if scheme.quantises_activations:
+        q, scale = quantised(a.flatten(0, 1), scheme)
+        a = dequantise_rows(q, scale, scheme).view(E, C, K)
+        given["a_eCK"] = q.view(E, C, K)
+        given["a_scale"] = scale if scale.dim() == 1 else scale.view(E, C, -1)
+    want = torch.einsum("eck,enk->ecn", a.double(), b.double())
+    live = torch.arange(C) < COUNTS[:, None]
+    if not scheme.quantises_activations:
+        given["a_eCK"][~live] = torch.nan
+    return given, want.masked_fill(~live[..., None], torch.nan)
+
+
+@pytest.mark.parametrize("quant", SCHEMES)
+def test_a_product_of_rows_by_expert(quant: str) -> None:
+    given, want = operands(quant)
+    out = torch.full((E, C, N), torch.nan)
+    got = batched_gemm(**given, out=out)
+    assert got is out
+    assert torch.equal(got.isnan(), want.isnan())
+    error = (got.double() - want).nan_to_num().norm() / want.nan_to_num().norm()
+    assert float(error) < 1e-6
+
+
+def test_more_rows_than_there_is_room_for_are_none() -> None:
+    """Memory past an expert's room is the next expert's."""
+    given, _ = operands("none")
+    full = given | {"a_eCK": given["a_eCK"].nan_to_num(), "counts_e": torch.full((E,), C).int()}
+    more = batched_gemm(**full | {"counts_e": torch.full((E,), C + 99).int()})
+    assert torch.equal(more, batched_gemm(**full))
+
+
+def test_it_makes_its_output_and_reads_strided_weights() -> None:
+    given, want = operands("none")
+    turned = given["b_eNK"].transpose(1, 2).contiguous().transpose(1, 2)
+    got = batched_gemm(**given | {"b_eNK": turned})
+    assert torch.allclose(got[0].double(), want[0], atol=1e-4)
+    given, _ = operands("fp8_w8a8_channel")
+    assert batched_gemm(**given).dtype is torch.bfloat16
+    assert batched_gemm(**given, dtype=torch.float16).dtype is torch.float16
+    none = {"a_eCK": given["a_eCK"][:, :0], "a_scale": given["a_scale"][:, :0]}
+    assert batched_gemm(**given | none).shape == (E, 0, N)
+
+
+BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
+    ({"a_eCK": torch.zeros(C, K)}, ShapeError, "a and b"),
+    ({"a_eCK": torch.zeros(E, C, 2 * K)[:, :, ::2]}, LayoutError, "a"),
+    ({"b_eNK": torch.zeros(E, N, K + 1)}, ShapeError, "b"),
+    ({"b_eNK": torch.zeros(E, N, K).half()}, DtypeError, "b"),
+    ({"counts_e": COUNTS.long()}, DtypeError, "counts"),
+    ({"counts_e": COUNTS[1:]}, ShapeError, "counts"),
+    ({"b_scale": torch.ones(E)}, ConfigurationError, "b_scale"),
+    ({"a_scale": torch.ones(1)}, ShapeError, "a_scale"),
+    ({"out": torch.zeros(E, C, N).half()}, DtypeError, "out"),
+    ({"quant": "int8_w8a16_channel"}, DtypeError, "b"),
+)
+
+
+@pytest.mark.parametrize(("change", "error", "what"), BAD)
+def test_what_does_not_fit_is_named(
+    change: dict[str, Any], error: type[InputError], what: str
+) -> None:
+    given, _ = operands("none")
+    with pytest.raises(error) as caught:
+        batched_gemm(**given | change)
+    assert caught.value.what == what
+
+
+def test_groups_that_no_step_fits_are_refused() -> None:
+    given, _ = operands("fp8_w8a8_block:block=32x32")
+    with pytest.raises(IncompatibleError, match="a group of 24"):
+        batched_gemm(**given | {"quant": "fp8_w8a8_block:block=24x24"})
+    with pytest.raises(ShapeError, match="a_scale"):
+        batched_gemm(**given | {"a_scale": None})
+
+
+@pytest.mark.parametrize("block", [2, 16])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_alignment_of_rows_by_expert(block: int, dtype: torch.dtype) -> None:
+    counts = torch.tensor([3, 0, 4, 9, 1], dtype=dtype)  # 9: more than there is room for
+    rows, experts, padded = batched_moe_align_block_size(counts, 4, block)
+    want: list[int] = []
+    owners: list[int] = []
+    for expert, count in enumerate([3, 0, 4, 4, 1]):
+        found = [expert * 4 + c for c in range(count)]
+        found += [20] * (-count % block)
+        want, owners = want + found, owners + [expert] * (len(found) // block)
+    assert int(padded) == len(want)
+    assert rows.tolist() == want + [20] * (len(rows) - len(want))
+    assert experts.tolist() == owners + [-1] * (len(experts) - len(owners))
+
+
+def test_alignment_refuses_what_are_no_counts() -> None:
+    for counts, capacity, error in (
+        (torch.zeros(2, 2).int(), 4, ShapeError),
+        (torch.zeros(2), 4, DtypeError),
+        (torch.zeros(2).int(), -1, ShapeError),
+    ):
+        with pytest.raises(error):
+            batched_moe_align_block_size(counts, capacity, 16)
+    rows, _, padded = batched_moe_align_block_size(COUNTS, 0, 16)
+    assert (rows.numel(), int(padded)) == (0, 0)

@@ -1,0 +1,148 @@
+"""`mk bench --hf`: a whole model with random weights, timed with three experts implementations."""
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from run_mk import run_mk
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from modular_kernel.bench import model_speed, random_model
+from modular_kernel.bench.model_speed import FAILED, OK, WRONG, Implementation, Workload, measure
+from modular_kernel.cli.demo_models import SMALL_MODELS, small_model
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.integrations.transformers import register
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHORT = ("--prompt", "9", "--new-tokens", "3")
+
+
+def config_file(folder: Path, name: str, **changes: object) -> Path:
+    small_model(name, "float32", "cpu").config.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _once(monkeypatch) -> None:
+    monkeypatch.setattr(model_speed, "_TIMED", 1)
+
+
+@pytest.mark.parametrize("name", SMALL_MODELS)
+def test_a_folder_is_built_timed_and_told(name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("modular_kernel.cli.output.width", lambda: 80)
+    config_file(tmp_path, name, dtype="float32", quantization_config={"quant_method": "fp8"})
+    record = tmp_path / "record.json"
+    ended = run_mk(capsys, "bench", "--hf", str(tmp_path), *SHORT, "--json", str(record))
+    assert ended.code == 0, ended.out + ended.err
+    assert max(map(len, ended.out.splitlines())) <= 80
+    assert "quantization_config is left out" in ended.out
+    assert ("kernels are interpreted" in " ".join(ended.out.split())) is (DEVICE.type == "cpu")
+    told = json.loads(record.read_text())
+    assert [row["experts"] for row in told["rows"]] == ["eager", "grouped_mm", "ours"]
+    for row in told["rows"]:
+        assert row["status"] == OK
+        assert row["error"] <= row["bound"]
+        assert min(row["prefill"], row["decode"]) > 0
+    assert told["rows"][0]["error"] == 0
+    assert told["model_type"] == name
+    assert (told["layers"], told["dtype"]) == (2, "float32")
+
+
+def test_fewer_layers_are_said_and_a_name_stands_for_a_published_layer(monkeypatch) -> None:
+    monkeypatch.setattr(random_model, "free_bytes", lambda _: None)
+    built = random_model._built
+
+    def small(library, source, config, dtype, device):
+        """Of the model asked for only what is meta is made."""
+        return built(library, source, config, dtype, torch.device("meta"))
+
+    monkeypatch.setattr(random_model, "_built", small)
+    made = random_model.random_model("qwen3-235b", DEVICE, layers=2)
+    config = made.model.config
+    sizes = config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size
+    assert sizes == (128, 8, 1536)
+    assert (config.hidden_size, config.num_hidden_layers) == (4096, 2)
+    assert any("2 of" in note for note in made.notes)
+    assert any("defaults of Qwen3MoeConfig" in note for note in made.notes)
+    assert made.bytes == 2 * made.parameters
+    mixtral = random_model.random_model("mixtral-8x7b", DEVICE).model.config
+    assert (mixtral.num_local_experts, mixtral.intermediate_size) == (8, 14336)
+
+
+def test_lists_with_an_entry_for_each_layer_are_cut_with_them(tmp_path) -> None:
+    config_file(tmp_path, "gpt_oss")
+    made = random_model.random_model(str(tmp_path), DEVICE, layers=1)
+    assert len(made.model.config.layer_types) == 1
+    assert made.layers == (1, 2)
+
+
+def refused(source: object, match: str, **options: object) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        random_model.random_model(str(source), DEVICE, **options)
+
+
+def test_what_is_no_model_of_experts_is_refused_by_name(tmp_path, monkeypatch) -> None:
+    path = config_file(tmp_path, "deepseek_v3")
+    refused(path, "no such experts in DeepseekV3ForCausalLM.*more --layers", layers=1)
+    refused(path, "--layers: got 3, need from 1 to 2", layers=3)
+    refused(path, "--layers: got 0", layers=0)
+    config_file(tmp_path, "mixtral", model_type="llama")
+    refused(tmp_path, "model_type = 'llama', need one with experts")
+    config_file(tmp_path, "mixtral", model_type="kimi_k2")
+    refused(tmp_path, "model_type = 'kimi_k2', need one that AutoModelForCausalLM")
+    config_file(tmp_path, "mixtral", num_key_value_heads=0)
+    refused(tmp_path, "need a config that")
+    config_file(tmp_path, "mixtral", num_hidden_layers="two")
+    refused(tmp_path, "num_hidden_layers = 'two'")
+    refused("llama-4-scout", "the layer of meta-llama.* alone, need the path of its config.json")
+    config_file(tmp_path, "mixtral")
+    monkeypatch.setattr(random_model, "free_bytes", lambda _: 1000)
+    refused(tmp_path, "of weights, need at most")
+    monkeypatch.setitem(sys.modules, "modular_kernel.integrations.transformers", None)
+    refused(tmp_path, "need transformers: pip install")
+
+
+def test_other_options_and_numbers_are_bad_usage(capsys, tmp_path) -> None:
+    config_file(tmp_path, "mixtral")
+    for words, told in (
+        (("--prompt", "9"), "--prompt alone"),
+        (("--hf", str(tmp_path), "--tokens-list", "4"), "--tokens-list beside --hf"),
+        (("--hf", str(tmp_path), "--quant", "none"), "--quant beside --hf"),
+        (("--hf", str(tmp_path), "--new-tokens", "0"), "--new-tokens: got 0"),
+        (("--hf", "mixtral-8x"), "mixtral-8x7b"),
+    ):
+        ended = run_mk(capsys, "bench", *words)
+        assert ended.code == 2
+        assert told in ended.err
+
+
+def test_an_implementation_that_errs_has_no_speed_and_one_that_raises_says_so(capsys) -> None:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+    def doubled(module, x, ids, weights):
+        return 2 * ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, x, ids, weights)
+
+    def broken(module, x, ids, weights):
+        raise RuntimeError("no such luck")
+
+    for name, function in (("doubled", doubled), ("broken", broken)):
+        ExpertsInterface.register(name, function)
+    refused_pair = register("BatchedPrepareAndFinalize", "TorchExperts", name="refused")
+    model = small_model("mixtral", "float32", str(DEVICE))
+    names = ("doubled", "broken", refused_pair, "eager")
+    rows = measure(model, Workload(1, 5, 2), [Implementation(each, each) for each in names])
+    assert [row.status for row in rows] == [WRONG, FAILED, FAILED, OK]
+    assert rows[0].prefill is None
+    assert rows[0].error == pytest.approx(1.0, rel=1e-3)
+    assert "no such luck" in rows[1].note
+    assert "BatchedPrepareAndFinalize x TorchExperts" in rows[2].note
+    assert model.config._experts_implementation == "eager"
+    assert rows[3].error == 0

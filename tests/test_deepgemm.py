@@ -1,0 +1,318 @@
+"""The parts over DeepGEMM, against a stand-in that demands what the library does."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vendor_stand_in import (
+    BatchedDeepGemm,
+    BatchedTritonOrDeepGemm,
+    DeepGemm,
+    TritonOrDeepGemm,
+    deep_gemm_2,
+    libraries,
+    proven,
+)
+
+from experts.deepgemm import library
+from experts.deepgemm.aligned_rows import aligned_rows, aligned_rows_ref, most_aligned
+from experts.deepgemm.either import LEAST_ROWS, least_tokens
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import ConfigurationError, StateError
+from modular_kernel.ops.sort import Sorted
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.types import Combine, Machine, Problem
+
+BLOCK = "fp8_w8a8_block"
+BASE = Problem(tokens=17, hidden=128, intermediate=128, experts=5, top_k=2)
+COMMON: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "uniform"),
+    ({"quant": BLOCK}, "skips"),
+    ({"quant": BLOCK, "hidden": 256, "intermediate": 384}, "duplicates"),
+    ({"quant": BLOCK, "tokens": 1, "top_k": 1}, "uniform"),
+    ({"tokens": 0}, "uniform"),
+    ({"activation": "relu2", "quant": BLOCK}, "empty_experts"),
+    ({"activation": "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"}, "zipf"),
+    ({"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5}, "skips"),
+    ({"expert_map": True, "local_experts": 3, "quant": BLOCK}, "out_of_range"),
+    ({"experts": 1, "top_k": 1, "tokens": 129, "quant": BLOCK}, "all_to_one"),
+    ({"experts": 2, "top_k": 1, "tokens": 130}, "all_to_one"),
+    ({"inplace": True, "top_k": 3}, "all_skipped"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    deep_gemm_2.launched.clear()
+    deep_gemm_2.alignment[0] = 128
+    yield
+    deep_gemm_2.alignment[0] = 128
+
+
+@pytest.mark.parametrize(
+    ("change", "routing"), [*COMMON, ({"chunk_tokens": 7, "quant": BLOCK}, "skips")]
+)
+def test_contiguous(change: dict[str, Any], routing: str) -> None:
+    proof = proven(DeepGemm, replace(BASE, **change), routing)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize(("change", "routing"), COMMON)
+def test_masked(change: dict[str, Any], routing: str) -> None:
+    proof = proven(BatchedDeepGemm, replace(BASE, **change), routing)
+    assert proof.passed, str(proof)
+
+
+# ---------------------------------------------------------------------------------- either of two
+
+
+FEW = replace(BASE, experts=2, tokens=127)  # with top-2, an expert has the rows of each token
+
+
+@pytest.mark.parametrize("quant", ["none", BLOCK])
+@pytest.mark.parametrize(("tokens", "many"), [(127, False), (129, True)])
+def test_either(quant: str, tokens: int, many: bool) -> None:
+    assert least_tokens(FEW, LEAST_ROWS) == 128
+    proof = proven(TritonOrDeepGemm, replace(FEW, tokens=tokens, quant=quant))
+    assert proof.passed, str(proof)
+    assert bool(deep_gemm_2.launched) is many
+
+
+@pytest.mark.parametrize(("experts", "many"), [(2, True), (5, False)])
+def test_either_of_batched(experts: int, many: bool) -> None:
+    proof = proven(BatchedTritonOrDeepGemm, replace(FEW, experts=experts, tokens=40))
+    assert proof.passed, str(proof)
+    assert bool(deep_gemm_2.launched) is many  # 128 rows are room for two experts' 64 each
+
+
+@pytest.mark.parametrize("part", [TritonOrDeepGemm, BatchedTritonOrDeepGemm])
+@pytest.mark.parametrize("change", [{"hidden": 48}, {"bias": True}, {"intermediate": 80}])
+def test_sizes_that_the_library_does_not_take_go_to_triton(part: Any, change: Any) -> None:
+    problem = replace(FEW, tokens=130, **change)
+    assert "every call" in part.explained(problem)[0]
+    assert part(problem)._many is None
+
+
+def test_what_is_taken_is_said() -> None:
+    few, many = TritonOrDeepGemm.explained(replace(BASE, experts=64, top_k=8))
+    assert few == "calls of fewer than 1024 tokens: TritonExperts"
+    assert many.startswith("calls of 1024 tokens or more: DeepGemmExperts")
+
+
+def test_room_is_declared_for_either() -> None:
+    """Weights that are views, or a call of fewer tokens, go to Triton in a plan for many."""
+    problem = replace(FEW, tokens=200)
+    with libraries():
+        part = TritonOrDeepGemm(problem)
+        kernel = make_kernel("MoEPrepareAndFinalizeNoEP", TritonOrDeepGemm, problem, machine=CPU)
+        plan = kernel.plan()
+        for tokens, launches in ((200, 2), (50, 2), (128, 4)):
+            given = make_inputs(problem.with_tokens(tokens), "uniform", torch.device("cpu"))
+            plan(given.x_TH, given.weights, given.routing)
+            assert len(deep_gemm_2.launched) == launches
+    assert part is not None
+
+
+CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
+
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+SIGNS = "from ._C import m_grouped_fp8_gemm_nt_masked, m_grouped_bf16_gemm_nt_contiguous"
+
+
+def put(site: Path, name: str, text: str = "", *, psum: bool = True) -> None:
+    folder = site / name
+    headers = folder / "include/deep_gemm/scheduler"
+    headers.mkdir(parents=True)
+    (headers / "gemm.cuh").write_text("MGroupedContiguousWithPsumLayout" if psum else "nothing")
+    (folder / "_C.py").write_text("m_grouped_fp8_gemm_nt_masked = 1\n"
+                                  "m_grouped_bf16_gemm_nt_contiguous = 2\n")  # fmt: skip
+    (folder / "__init__.py").write_text(f"{SIGNS}\n__version__ = '2.5.0'\n{text}\n")
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library.load.cache_clear()
+    yield tmp_path
+    library.load.cache_clear()
+    for name in [n for n in sys.modules if n.startswith(("deep_gemm.", library._NAME))]:
+        del sys.modules[name]
+    sys.modules.pop("deep_gemm", None)
+
+
+def test_loaded_by_name(site: Path) -> None:
+    put(site, "deep_gemm")
+    assert library.load().m_grouped_fp8_gemm_nt_masked == 1
+
+
+def test_a_copy_in_vllm_is_loaded_without_vllm(site: Path) -> None:
+    (site / "vllm").mkdir()
+    (site / "vllm/__init__.py").write_text("raise SystemExit('vllm was imported')")
+    put(site, "vllm/third_party/deep_gemm")
+    assert library.load().m_grouped_bf16_gemm_nt_contiguous == 2
+    assert "vllm" not in sys.modules
+    assert "deep_gemm" not in sys.modules
+
+
+def test_missing_or_another(site: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"got nothing, need DeepGEMM 2\.4\.2"):
+        library.load()
+    put(site, "deep_gemm", psum=False)
+    with pytest.raises(ConfigurationError, match=r"another deep_gemm 2\.5\.0: no MGrouped"):
+        library.load()
+
+
+def test_one_that_cannot_be_loaded_says_why(site: Path) -> None:
+    put(site, "deep_gemm", "assert None is not None, 'no CUDA_HOME'")
+    with pytest.raises(ConfigurationError, match="no CUDA_HOME, need a build for this torch"):
+        library.load()
+
+
+def test_a_foreign_alignment_is_refused() -> None:
+    deep_gemm_2.alignment[0] = 64
+    with pytest.raises(StateError, match="got 64, need 128"):
+        library.contiguous(deep_gemm_2, (torch.empty(0), None), (torch.empty(0), None), *[None] * 2)
+
+
+# ----------------------------------------------------------------------------------- aligned rows
+
+
+def test_aligned_rows_and_their_twin() -> None:
+    counts = torch.tensor([0, 129, 0, 1, 128, 0], dtype=torch.int32)
+    starts = torch.cat((counts[:1] * 0, counts.cumsum(0).int()))
+    rows = torch.randperm(258).int()
+    rows_TK = torch.cat((rows, torch.full((2,), -1, dtype=torch.int32))).view(130, 2)
+    order = Sorted(rows_TK, starts, starts, starts)
+    out, ends = torch.empty_like(rows_TK), torch.empty(6, dtype=torch.int32)
+    aligned_rows_ref(order, 128, rows_TK=out, ends=ends)
+    assert ends.tolist() == [0, 129, 256, 257, 512, 512]
+    moved = torch.where(rows_TK < 129, rows_TK, torch.where(rows_TK == 129, 256, rows_TK + 254))
+    assert torch.equal(out, torch.where(rows_TK < 0, -1, moved).int())
+    again, ends_again = torch.empty_like(out), torch.empty_like(ends)
+    aligned_rows(order, 128, rows_TK=again, ends=ends_again)
+    assert torch.equal(again, out)
+    assert torch.equal(ends_again, ends)
+    assert most_aligned(258, 6, 128) == 8 * 128
+    assert most_aligned(3, 6, 128) == 3 * 128
+
+
+# ---------------------------------------------------------------------------------------- planted
+
+
+FP8 = torch.float8_e4m3fn
+
+
+def by_ends(fp8: bool = True) -> dict[str, Any]:
+    a, w = torch.randn(384, 256), torch.randn(3, 128, 256)
+    ends = torch.tensor([7, 128, 130], dtype=torch.int32)
+    shared = {"d": torch.zeros(384, 128).bfloat16(), "grouped_layout": ends,
+              "use_psum_layout": True}  # fmt: skip
+    if not fp8:
+        return {"a": a.bfloat16(), "b": w.bfloat16(), **shared}
+    sfa, sfb = torch.rand(2, 384).T, torch.rand(3, 1, 2)
+    return {"a": (a.to(FP8), sfa), "b": (w.to(FP8), sfb), "disable_ue8m0_cast": True, **shared}
+
+
+def by_counts() -> dict[str, Any]:
+    a, w = torch.randn(3, 128, 256).to(FP8), torch.randn(3, 128, 256).to(FP8)
+    sfa, sfb = torch.rand(3, 2, 128).transpose(1, 2), torch.rand(3, 1, 2)
+    counts = torch.tensor([5, 0, 128], dtype=torch.int32)
+    d = torch.zeros(3, 128, 128).bfloat16()
+    return {"a": (a, sfa), "b": (w, sfb), "d": d, "masked_m": counts, "expected_m": 44,
+            "disable_ue8m0_cast": True}  # fmt: skip
+
+
+def test_the_stand_in_computes_and_spoils_what_the_library_does() -> None:
+    given = by_ends()
+    deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(**given)
+    (a, sfa), (w, sfb), d = given["a"], given["b"], given["d"]
+    x = a[:7].float() * sfa[:7].repeat_interleave(128, 1)
+    want = x @ (w[0].float() * sfb[0].repeat_interleave(128, 1)).T
+    assert torch.equal(d[:7], want.bfloat16())
+    assert not d[64:128].any()  # a half without rows
+    assert d[7:64].any()  # what lies there is multiplied, too
+    given = by_counts()
+    deep_gemm_2.m_grouped_fp8_gemm_nt_masked(**given)
+    assert given["d"][1].isnan().all()
+    assert given["d"][0, 64:].isnan().all()
+    assert not given["d"][0, :64].isnan().any()
+
+
+def test_a_tile_that_reaches_into_the_next_expert_spoils_it() -> None:
+    """Capacity 16: a tile of the first expert's rows is stored after the second's."""
+    a, w = torch.ones(2, 16, 64).bfloat16(), torch.ones(2, 8, 64).bfloat16()
+    w[0] = 7
+    d = torch.zeros(2, 16, 8).bfloat16()
+    counts = torch.tensor([3, 3], dtype=torch.int32)
+    deep_gemm_2.m_grouped_bf16_gemm_nt_masked(a, w, d, counts, 3)
+    assert d[1, 0, 0] == 7 * 64  # where the second expert's result should be
+
+
+ENDS = {"grouped_layout": torch.tensor([7, 20, 130], dtype=torch.int32)}
+PLANTED_ENDS: dict[str, Any] = {
+    "a plain sum of counts": ENDS,
+    "an end behind the rows": {"grouped_layout": torch.tensor([7, 128, 385], dtype=torch.int32)},
+    "ends of int64": {"grouped_layout": torch.tensor([7, 128, 130])},
+    "a first row, and ends": {"grouped_layout": torch.tensor([0, 7, 128, 130]).int()},
+    "the other layout": {"use_psum_layout": False},
+    "rows that are no whole tiles": lambda g: {
+        "a": (g["a"][0][:383], torch.rand(2, 384).T[:383]), "d": g["d"][:383]
+    },
+    "scales a row": lambda g: {"a": (g["a"][0], torch.rand(384, 2))},
+    "a group of scales short": lambda g: {"a": (g["a"][0], torch.rand(1, 384).T)},
+    "scales of packed exponents": {"disable_ue8m0_cast": False},
+    "scales of weights along K": lambda g: {"b": (g["b"][0], torch.rand(3, 2, 1))},
+    "scales of every weight row": lambda g: {"b": (g["b"][0], torch.rand(3, 128, 2))},
+    "weights along N": lambda g: {"b": (g["b"][0].mT.contiguous().mT, g["b"][1])},
+    "rows apart": lambda g: {"a": (torch.zeros(384, 512).to(FP8)[:, :256], g["a"][1])},
+    "results of float32": {"d": torch.zeros(384, 128)},
+    "rows of another kind": lambda g: {"a": (g["a"][0].view(torch.uint8), g["a"][1])},
+}  # fmt: skip
+PLANTED_COUNTS: dict[str, Any] = {
+    "more rows than room": {"masked_m": torch.tensor([5, 0, 129], dtype=torch.int32)},
+    "counts of int64": {"masked_m": torch.tensor([5, 0, 128])},
+    "a count short": {"masked_m": torch.tensor([5, 0], dtype=torch.int32)},
+    "no rows expected": {"expected_m": 0},
+    "rows expected on the device": {"expected_m": torch.tensor(44)},
+    "scales a row": lambda g: {"a": (g["a"][0], torch.rand(3, 128, 2))},
+    "scales of all groups' rows": lambda g: {
+        "a": (g["a"][0], torch.rand(2, 3, 128).permute(1, 2, 0))
+    },
+    "scales of 16 bits": lambda g: {"a": (g["a"][0], g["a"][1].bfloat16())},
+    "results of fewer rows": {"d": torch.zeros(3, 64, 128).bfloat16()},
+    "groups apart": lambda g: {"a": (torch.zeros(3, 256, 256).to(FP8)[:, :128], g["a"][1])},
+    "weights of another group": lambda g: {"b": (g["b"][0][:2], g["b"][1][:2])},
+}
+
+
+@pytest.mark.parametrize("name", PLANTED_ENDS)
+def test_planted_in_contiguous(name: str) -> None:
+    given, change = by_ends(), PLANTED_ENDS[name]
+    with pytest.raises(RuntimeError, match="Assertion error"):
+        deep_gemm_2.m_grouped_fp8_gemm_nt_contiguous(
+            **given | (change(given) if callable(change) else change)
+        )
+
+
+@pytest.mark.parametrize("name", PLANTED_COUNTS)
+def test_planted_in_masked(name: str) -> None:
+    given, change = by_counts(), PLANTED_COUNTS[name]
+    with pytest.raises(RuntimeError, match="Assertion error"):
+        deep_gemm_2.m_grouped_fp8_gemm_nt_masked(
+            **given | (change(given) if callable(change) else change)
+        )
+
+
+def test_planted_in_16_bits() -> None:
+    given = by_ends(fp8=False)
+    deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**given)
+    for change in ({"a": given["a"].half()}, ENDS, {"d": given["d"][:, :64]}):
+        with pytest.raises(RuntimeError, match="Assertion error"):
+            deep_gemm_2.m_grouped_bf16_gemm_nt_contiguous(**given | change)

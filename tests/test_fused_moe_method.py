@@ -1,0 +1,85 @@
+"""The pair that an all2all backend and a quantisation choose."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from modular_kernel.catalog import check, load_catalog
+from modular_kernel.composer import random_inputs
+from modular_kernel.errors import ConfigurationError, IncompatibleError
+from modular_kernel.integrations.fused_moe_method import (
+    ALL2ALL,
+    init_prepare_finalize,
+    maybe_make_prepare_finalize,
+    select_gemm_impl,
+)
+from modular_kernel.reference import oracle
+from modular_kernel.types import Machine, Parallel, Problem
+
+PROBLEM = Problem(tokens=9, hidden=64, intermediate=32, experts=4, top_k=2, dtype=torch.float32)
+RANKS = replace(PROBLEM, parallel=Parallel(2))
+CPU = Machine("cpu", packages=frozenset({"triton"}), interpreter=True)
+PLAIN = Machine("cpu")
+
+
+def test_one_rank_needs_no_part_of_ranks() -> None:
+    assert maybe_make_prepare_finalize(PROBLEM) is None
+    assert maybe_make_prepare_finalize(PROBLEM, "pplx") is None
+    x_TH, weights, routing = random_inputs(PROBLEM, torch.device("cpu"))
+    kernel = init_prepare_finalize(PROBLEM, machine=PLAIN)
+    assert kernel.pairing == "MoEPrepareAndFinalizeNoEP x TorchExperts"
+    want = oracle(x_TH, weights, routing, PROBLEM)
+    assert torch.allclose(kernel(x_TH, weights, routing).double(), want, atol=1e-5)
+
+
+HERE = [b for b, part in ALL2ALL.items() if part in load_catalog().names("prepare_finalize")]
+
+
+@pytest.mark.parametrize("backend", HERE)
+def test_a_backend_names_a_part_and_the_quantisation_the_experts(backend: str) -> None:
+    catalog = load_catalog()
+    part = catalog.prepare_finalize(ALL2ALL[backend])
+    bf16 = replace(RANKS, dtype=torch.bfloat16, hidden=2048, intermediate=128, experts=64)
+    machine = Machine("cuda", (9, 0), frozenset({"triton", *part.requires.packages}))
+    for quant in ("none", "fp8_w8a8_block"):
+        problem = replace(bf16, quant=quant)
+        valid = [
+            name for name in catalog.names("experts") if check(part, name, problem, machine).ok
+        ]
+        if not valid:
+            continue
+        chosen = select_of(problem, part, machine)
+        assert chosen in valid
+        assert chosen in ("TritonExperts", "BatchedTritonExperts")
+
+
+def select_of(problem: Problem, part: type, machine: Machine) -> str:
+    """What `select_gemm_impl` chooses behind a part that needs ranks or a library to be made."""
+    from modular_kernel.integrations import fused_moe_method
+
+    return fused_moe_method._experts_of(problem, part, load_catalog(), machine)
+
+
+def test_experts_are_those_that_serve() -> None:
+    assert type(select_gemm_impl(PROBLEM, machine=PLAIN)).__name__ == "TorchExperts"
+    assert type(select_gemm_impl(PROBLEM, machine=CPU)).__name__ == "TritonExperts"
+    beyond = replace(PROBLEM, top_k=17)
+    with pytest.raises(IncompatibleError) as caught:
+        select_gemm_impl(beyond, machine=PLAIN)
+    assert "MoEPrepareAndFinalizeNoEP with any experts" in str(caught.value)
+    assert {rejection.rule for rejection in caught.value.rejections} >= {"top_k"}
+
+
+def test_every_backend_of_ours_is_there() -> None:
+    assert len(HERE) >= 9
+
+
+def test_names_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="all2all_backend: got 'carrier_pigeon'"):
+        maybe_make_prepare_finalize(PROBLEM, "carrier_pigeon")
+    for make in (maybe_make_prepare_finalize, init_prepare_finalize):
+        with pytest.raises(ConfigurationError, match="all2all_backend: got None, need one of"):
+            make(RANKS)
+    with pytest.raises(ConfigurationError, match="problem: got 7"):
+        maybe_make_prepare_finalize(7)  # type: ignore[arg-type]

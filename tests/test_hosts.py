@@ -1,0 +1,209 @@
+"""Ranks of several hosts: found by what they share, refused where one is needed, named in errors.
+
+MK_HOST_ID lets the ranks of one machine stand for those of several.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from modular_kernel.catalog import check, make_kernel
+from modular_kernel.errors import CommunicationError, ConfigurationError, ModularKernelError
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.types import Machine, Parallel, Problem
+from prepare_finalize import TorchGroup
+from prepare_finalize.rendezvous import hosts as hosts_module
+from prepare_finalize.rendezvous.connect import store_at_new_place
+from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, find_hosts
+from prepare_finalize.rendezvous.store_rounds import Meeting
+
+SYMM_MEM, ALL2ALL = "SymmMemPrepareAndFinalize", "TorchAll2AllPrepareAndFinalize"
+FOLDER = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4, grace=15) as ranks:
+        yield ranks
+
+
+def simulated(rank: int, ids: str) -> None:
+    os.environ["MK_HOST_ID"] = ids[rank]  # noqa: TID251  the rank's own, as a launcher sets it
+
+
+def found(rank: int, world: int, group: object, ids: str) -> tuple[str, tuple[int, ...]]:
+    simulated(rank, ids)
+    store = store_at_new_place(dist.group.WORLD, 10.0)
+    hosts = find_hosts(Meeting(store, rank, world, 10.0), rank)
+    return str(hosts), hosts.index_W
+
+
+@pytest.mark.parametrize(
+    ("ids", "index_W", "told"),
+    [
+        ("aabb", (0, 0, 1, 1), "4 ranks on 2 hosts: 0, 1 on a; 2, 3 on b"),
+        ("abab", (0, 1, 0, 1), "4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b"),
+        ("aaaa", (0, 0, 0, 0), "4 ranks on one host, a"),
+        ("abcd", (0, 1, 2, 3), "4 ranks on 4 hosts: 0 on a; 1 on b; 2 on c; 3 on d"),
+    ],
+)
+def test_every_rank_finds_the_same_hosts(
+    four: RankPool, ids: str, index_W: tuple[int, ...], told: str
+) -> None:
+    assert four.run(found, ids) == [(told, index_W)] * 4
+
+
+def blind(rank: int, world: int, group: object) -> tuple[str, tuple[int, ...]]:
+    """Ranks 2 and 3 cannot open what others leave, as in a container of their own."""
+    os.environ["MK_HOST_ID"] = ""  # noqa: TID251
+    content = hosts_module._content
+    if rank >= 2:
+        hosts_module._content = lambda path: ""
+    try:
+        return found(rank, world, group, [""] * 4)
+    finally:
+        hosts_module._content = content
+
+
+def test_ranks_that_do_not_share_memory_are_on_other_hosts_whatever_their_name(
+    four: RankPool,
+) -> None:
+    told = four.run(blind)
+    assert {index_W for _, index_W in told} == {(0, 0, 1, 2)}
+    assert " (2); " in told[0][0]
+
+
+@pytest.mark.skipif(FOLDER is None, reason="no /dev/shm here")
+def test_nothing_is_left_in_memory(four: RankPool) -> None:
+    four.run(found, "aabb")
+    assert not list(FOLDER.glob("modular_kernel-host-*"))
+
+
+def made(rank: int, world: int, group: object, ids: str, part: str, per_host: int | None) -> str:
+    simulated(rank, ids)
+    parallel = Parallel(world, "linear", rank, per_host)
+    problem = Problem(
+        tokens=8, hidden=64, intermediate=64, experts=8, top_k=2, dtype=torch.float32,
+        parallel=parallel,
+    )  # fmt: skip
+    started = time.monotonic()
+    try:
+        make_kernel(part, "TorchExperts", problem, group=group).prepare_finalize.destroy()
+    except ModularKernelError as error:
+        assert time.monotonic() - started < 5
+        return f"{type(error).__name__} {error}"
+    return "made"
+
+
+@pytest.mark.parametrize(
+    ("ids", "part", "per_host", "told"),
+    [
+        ("aabb", ALL2ALL, 2, "made"),
+        ("aabb", ALL2ALL, None, "made"),
+        ("aabb", ALL2ALL, 4, "need 4 on each, in blocks"),
+        ("aaaa", ALL2ALL, 2, "need 2 on each, in blocks"),
+        ("abab", ALL2ALL, 2, "got 4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b"),
+    ],
+)
+def test_a_part_is_made_on_the_hosts_that_the_problem_tells(
+    four: RankPool, ids: str, part: str, per_host: int | None, told: str
+) -> None:
+    answers = four.run(made, ids, part, per_host)
+    assert all(told in answer for answer in answers), answers
+    assert told == "made" or all(answer.startswith("ConfigurationError") for answer in answers)
+
+
+def test_shared_memory_over_two_hosts_is_refused_by_every_rank_and_leaves_nothing(
+    four: RankPool,
+) -> None:
+    answers = four.run(made, "aabb", SYMM_MEM, None)
+    need = f"need one host, whose memory {SYMM_MEM} shares"
+    assert all(need in answer for answer in answers), answers
+    if FOLDER is not None:
+        assert not list(FOLDER.glob("modular_kernel-*"))
+    assert four.run(made, "aaaa", SYMM_MEM, None) == ["made"] * 4
+
+
+def test_a_described_cluster_is_judged() -> None:
+    sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 8, "top_k": 2}
+    machine = Machine("cuda", (9, 0), frozenset({"triton", "deep_ep", "pplx_kernels"}))
+    names = ("DeepEPHT", "DeepEPLL", "Pplx", "SymmMem", "TorchAll2All", "AllGatherReduceScatter")
+    refused = set()
+    for name in names:
+        for per_host in (None, 2):
+            problem = Problem(**sizes, parallel=Parallel(4, ranks_per_host=per_host))
+            experts = "BatchedTritonExperts" if name in ("DeepEPLL", "Pplx") else "TritonExperts"
+            verdict = check(f"{name}PrepareAndFinalize", experts, problem, machine)
+            rules = {rejection.rule for rejection in verdict.rejections}
+            assert ("hosts" in rules) <= (per_host == 2)
+            refused |= {name} if "hosts" in rules else set()
+    assert refused == {"DeepEPHT", "DeepEPLL", "Pplx", "SymmMem"}
+
+
+@pytest.mark.parametrize("per_host", [0, 3, 5, 8, True, "2"])
+def test_ranks_per_host_that_no_world_has(per_host: object) -> None:
+    with pytest.raises(ConfigurationError, match="ranks_per_host"):
+        Parallel(4, ranks_per_host=per_host)
+
+
+def late(rank: int, world: int, group: object, skew_s: float) -> str:
+    """Rank 2 comes late; the clocks of host b, ranks 2 and 3, are `skew_s` ahead."""
+    simulated(rank, "aabb")
+    clock = time.time
+    if rank >= 2:
+        time.time = lambda: clock() + skew_s
+    try:
+        manager = TorchGroup(group, deadline_s=3.0)
+        if rank == 2:
+            time.sleep(3.3)
+        manager.all_reduce(torch.ones(1), step=1, phase="counts").wait()
+    except CommunicationError as error:
+        return f"{error.peers} {error}"
+    finally:
+        time.time = clock
+    return "whole"
+
+
+@pytest.mark.parametrize("skew_s", [0.0, 60.0, -60.0])
+def test_a_skewed_clock_accuses_nobody(four: RankPool, skew_s: float) -> None:
+    told = four.run(late, skew_s)
+    for rank in (0, 1, 3):
+        assert told[rank].startswith("(2,)"), told
+        assert "s late" in told[rank]
+        assert "rank 2: on host b" in told[rank]
+    assert "this rank came at least" in told[2]
+
+
+def gone(rank: int, world: int, group: object) -> str:
+    """Host b stays away from an exchange."""
+    simulated(rank, "aabb")
+    manager = TorchGroup(group, deadline_s=1.0)
+    if rank >= 2:
+        time.sleep(2.5)
+        return ""
+    try:
+        manager.all_reduce(torch.ones(1), step=1, phase="counts").wait()
+    except CommunicationError as error:
+        return str(error)
+    return "whole"
+
+
+def test_a_host_that_stays_away_is_named(four: RankPool) -> None:
+    told = four.run(gone)
+    assert all("ranks 2, 3: all of host b" in text for text in told[:2]), told
+
+
+def test_hosts_in_words() -> None:
+    hosts = Hosts((0, 0, 1, 1), ("a", "b"))
+    assert hosts.in_blocks_of(2)
+    assert not hosts.in_blocks_of(4)
+    assert not hosts.in_blocks_of(3)
+    assert hosts.ranks_on(1) == (2, 3)
+    assert hosts.name_of(2) == "b"
+    with pytest.raises(ConfigurationError, match="need one host, whose memory X shares"):
+        check_hosts(hosts, part="X", one_host=True, ranks_per_host=2)

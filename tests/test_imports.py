@@ -1,0 +1,50 @@
+"""What an import brings in, and what it leaves for the call that needs it."""
+
+import subprocess
+import sys
+
+# Costs more than a tenth of a second each, and judges nothing.
+HEAVY = (
+    "triton.experimental.gluon",
+    "triton.runtime.interpreter",
+    "ml_dtypes",
+    "transformers",
+    "safetensors",
+    "matplotlib",
+    "jinja2",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+)
+
+
+def loaded(code: str) -> set[str]:
+    """Modules that a fresh process has after `code`."""
+    ends = "\nimport sys\nprint(*sys.modules)"
+    # With the interpreter on, triton itself imports it.
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-c", code + ends]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_package_itself_imports_nothing() -> None:
+    found = loaded("import modular_kernel")
+    assert {"torch", "triton", "numpy"} & found == set()
+    assert [name for name in found if name.startswith("modular_kernel.")] == []
+
+
+def test_help_comes_without_torch() -> None:
+    """Verbs import it inside."""
+    found = loaded("import modular_kernel.cli.main")
+    assert {"torch", "triton", "numpy"} & found == set()
+
+
+def test_judging_leaves_out_what_only_computing_needs() -> None:
+    judge = (
+        "import torch\nimport modular_kernel as mk\nproblem = mk.Problem(8, 64, 64, 8, 2)\n"
+        "mk.check_all(problem, mk.Machine('cuda', (9, 0)))\n"
+        "mk.check('MoEPrepareAndFinalizeNoEP', 'TritonExperts', problem)"
+    )
+    found = loaded(judge)
+    assert "experts.triton.contiguous" in found
+    assert [name for name in HEAVY if name in found - loaded("import torch")] == []

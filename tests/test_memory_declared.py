@@ -1,0 +1,155 @@
+"""What a call allocates is what its parts declare: recorded on a CPU, kernels interpreted."""
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import GridExecutor
+
+from experts import GroupedGemmExperts, TritonExperts
+from modular_kernel.catalog import make_kernel
+from modular_kernel.composer import random_inputs
+from modular_kernel.kernel import FusedMoEModularKernel
+from modular_kernel.tensors import ContiguousShape
+from modular_kernel.types import Combine, Machine, Problem
+from modular_kernel.workspace import workspace_bytes
+from prepare_finalize.common.tokens import token_specs
+
+CPU = torch.device("cpu")
+NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+PROBLEM = Problem(tokens=12, hidden=64, intermediate=32, experts=3, top_k=2)
+
+
+@pytest.fixture(autouse=True)
+def _launches_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the interpreter makes for itself is no memory of the call's."""
+    interpreted = GridExecutor.__call__
+
+    def call(self: GridExecutor, *args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return interpreted(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", call)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every memory that an operation makes, in order; `alive`: of those still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_memory(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and _memory(tensor) not in given:
+                self.made.append(tensor.untyped_storage().nbytes())
+                self._tensors.append(weakref.ref(tensor))
+        return result
+
+    @property
+    def alive(self) -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in self._tensors)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+CALLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    (NO_EP, "TritonExperts", {}),
+    (NO_EP, "TritonExperts", {"tokens": 1}),
+    (NO_EP, "TritonExperts", {"quant": "fp8_w8a8_block:block=32x32"}),
+    (NO_EP, "TritonExperts", {"quant": "fp8_w8a8_tensor"}),
+    (NO_EP, "TritonExperts", {"quant": "int4_w4a16_group:group=32"}),
+    (NO_EP, "TritonExperts", {"chunk_tokens": 7}),
+    (NO_EP, "TritonExperts", {"combine": Combine.TOPK_WEIGHTED}),
+    (NO_EP, "TritonExperts", {"inplace": True}),
+    (NO_EP, "GroupedGemmExperts", {"quant": "fp8_w8a8_channel"}),
+    (NO_EP, "GroupedGemmExperts", {"apply_router_weight_on_input": True}),
+    (BATCHED, "BatchedTritonExperts", {}),
+    (BATCHED, "BatchedTritonExperts", {"quant": "fp8_w8a8_block:block=32x32"}),
+)
+
+
+@pytest.mark.parametrize(("pf", "experts", "change"), CALLS, ids=str)
+def test_a_call_allocates_what_is_declared_and_its_output(
+    pf: str, experts: str, change: dict[str, Any]
+) -> None:
+    problem = replace(PROBLEM, **change)
+    kernel = make_kernel(pf, experts, problem)
+    x_TH, weights, routing = random_inputs(problem, CPU)
+    output = x_TH.new_empty(problem.output_shape).nbytes * (not problem.inplace)
+    kernel(x_TH.clone(), weights, routing)  # makes the counter of invalid ids
+    declared = workspace_bytes(kernel.workspace_specs(problem.tokens))
+    for _ in range(2):
+        with Allocations() as found:
+            kernel(x_TH, weights, routing)
+        assert sum(found.made) == declared + output
+        assert sorted(found.made) == sorted(n for n in (declared, output) if n)
+        assert found.alive == 0  # what it returned is gone as well
+    plan = kernel.plan()
+    assert plan.nbytes == declared
+    plan(x_TH, weights, routing)
+    with Allocations() as found:
+        plan(x_TH, weights, routing)
+        plan(x_TH[:5], weights, few(routing))
+    assert found.made == []
+
+
+def few(routing: Any) -> Any:
+    return type(routing)(routing.topk_weights_TK[:5], routing.topk_ids_TK[:5])
+
+
+def test_memory_that_nobody_declared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = make_kernel(NO_EP, "TritonExperts", PROBLEM)
+    given = random_inputs(PROBLEM, CPU)
+    kernel(*given)
+    finish = FusedMoEModularKernel.finish
+
+    def with_more(self: FusedMoEModularKernel, pending: Any) -> torch.Tensor:
+        return finish(self, pending) + torch.empty(1000).sum().to(torch.bfloat16) * 0
+
+    monkeypatch.setattr(FusedMoEModularKernel, "finish", with_more)
+    with Allocations() as found:
+        kernel(*given)
+    assert 4000 in found.made
+
+
+# name, H, I, experts, K
+LAYERS = (
+    ("DeepSeek-V3", 7168, 2048, 256, 8),
+    ("Qwen3-30B", 2048, 768, 128, 8),
+    ("Mixtral", 4096, 14336, 8, 2),
+    ("gpt-oss", 2880, 2880, 32, 4),
+)
+GPU = Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100")
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", "fp8_w8a8_block"])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer[0])
+@pytest.mark.parametrize("part", [TritonExperts, GroupedGemmExperts])
+def test_workspaces_stay_below_two_shared_caches(
+    part: type[TritonExperts], layer: tuple[str, int, int, int, int], quant: str
+) -> None:
+    """At most rows of max(2I, H) for what both products write, and of I between them."""
+    _, hidden, intermediate, experts, top_k = layer
+    problem = Problem(4096, hidden, intermediate, experts, top_k, quant=quant)
+    if part.extra_rejections(problem, GPU):
+        return
+    with part.described(GPU):
+        shapes = part(problem).workspace_shapes(ContiguousShape(4096, top_k)).buffers()
+    pairs = 4096 * top_k
+    integers = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.int32)
+    scales = sum(spec.nbytes for spec in shapes.values() if spec.dtype is torch.float32)
+    bound = pairs * (max(2 * intermediate, hidden) + intermediate) * 2
+    assert workspace_bytes(shapes) <= bound + integers + scales + 256 * len(shapes)
+    assert workspace_bytes(token_specs(problem, 4096)) <= 4096 * (hidden + 4 * hidden // 128 + 512)

@@ -1,0 +1,72 @@
+"""What mutation operators leave alone because nothing can tell it, and which cases come first."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_mutation import KERNEL, mutants_in
+
+from modular_kernel.catalog import this_machine
+from modular_kernel.testing.cases.lists import cases_for
+from modular_kernel.testing.mutation.apart import DEVICE, apart
+from modular_kernel.testing.mutation.attempt import Killers, axes
+from modular_kernel.testing.mutation.coverage import Covered
+
+
+def test_tails_of_kernels_round_up_as_kernels_divide(tmp_path: Path) -> None:
+    text = KERNEL.replace("range(0, 4)", "range(0, columns // BLOCK)")
+    inside = [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
+    assert inside == ["for step in range(0, (columns + (BLOCK) - 1) // (BLOCK)):"]
+    text = KERNEL.replace("range(0, 4)", "range(0, BLOCK // 8)")
+    assert not [line for operator, line in mutants_in(tmp_path, text) if operator == "tail"]
+    host = "def blocks(columns: int, block: int) -> int:\n    return columns // block\n"
+    outside = [line for operator, line in mutants_in(tmp_path, host) if operator == "tail"]
+    assert outside == ["return -(-(columns) // (block))"]
+
+
+def test_seconds_are_none_or_a_thousandfold(tmp_path: Path) -> None:
+    text = "_GRACE_S = 1.5\nLIMIT = 1.5\n"
+    found = {line for operator, line in mutants_in(tmp_path, text) if operator == "constant"}
+    assert found == {"_GRACE_S = 0.0", "_GRACE_S = 1500.0", "LIMIT = 1.875"}
+
+
+@pytest.mark.parametrize(
+    ("body", "changed"),
+    [
+        ("total += x[i]", True),
+        ("last = step(last, x[i])", True),
+        ("found.append(x[i])", True),
+        ("if x[i]:\n            return i", True),
+        ("store(out, i, x[i])", False),
+        ("mine = x[i]\n        if mine is not None:\n            out[i] = mine", False),
+    ],
+)
+def test_the_order_of_a_loop_is_changed_where_a_step_can_tell(
+    tmp_path: Path, body: str, changed: bool
+) -> None:
+    text = f"def f(x, out, found, last, total):\n    for i in range(8):\n        {body}\n"
+    operators = {operator for operator, _ in mutants_in(tmp_path, text)}
+    assert ("order" in operators) is changed
+    assert "loop" in operators
+
+
+def test_what_asks_for_a_gpu_is_listed_apart(tmp_path: Path) -> None:
+    text = 'def f(self):\n    if self.device == "cuda" and self.group:\n        stop(1 + 1)\n'
+    found = mutants_in(tmp_path, text).values()
+    told = {mutant.first: apart(mutant) for mutant in found}
+    assert told == {2: DEVICE, 3: None}
+
+
+def test_a_case_with_another_value_of_an_axis_comes_before_cheaper_ones(tmp_path: Path) -> None:
+    mutant = mutants_in(tmp_path, KERNEL)["step lost", "pass"]
+    case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]
+    large = replace(case, problem=case.problem.with_tokens(40 * case.problem.tokens + 129))
+    lines = {str(mutant.path): frozenset({mutant.first})}
+    covered = [
+        Covered(each, seconds, "", lines)
+        for each, seconds in ((case, 1.0), (replace(case, seed=1), 2.0), (large, 9.0))
+    ]
+    assert [c.seconds for c in Killers().ordered(mutant, covered)] == [1.0, 9.0, 2.0]
+    assert axes(case) == axes(replace(case, seed=1))
+    pairs = large.problem.tokens * large.problem.top_k
+    assert axes(large) > {("routing", case.routing), ("pairs", str(pairs.bit_length()))}

@@ -1,0 +1,112 @@
+"""Packages are told by what is in them: their names prove nothing, and nothing is imported."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from modular_kernel.machine import current_machine
+from modular_kernel.providers import Found, Provider, find, sort_out
+from modular_kernel.rules import unavailable
+from modular_kernel.select import keys
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.types import ActivationFormat, Reduce
+
+WANTED = Provider(
+    "swift_gemm",
+    ("swift_gemm", "engine/third_party/swift_gemm"),
+    (("api.py", "def grouped_gemm("), ("api.py", "psum")),
+    "swift_gemm 2 or newer",
+    "its install script",
+)
+RIGHT = "raise SystemExit('imported')\ndef grouped_gemm(a, psum): ..."
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def put(site: Path, name: str, *, version: str = "2.0", **files: str) -> Path:
+    folder = site / name
+    folder.mkdir(parents=True)
+    top = site / name.split("/")[0] / "__init__.py"
+    top.write_text("raise SystemExit('imported')\n")
+    (folder / "__init__.py").write_text(
+        f"raise SystemExit('imported')\n__version__ = '{version}'\n"
+    )
+    for file, text in files.items():
+        (folder / f"{file}.py").write_text(text)
+    return folder
+
+
+def test_absent() -> None:
+    assert find(WANTED) == Found()
+
+
+def test_found_by_its_interface_and_not_imported(site: Path) -> None:
+    folder = put(site, "swift_gemm", api=RIGHT)
+    assert find(WANTED) == Found(folder, "2.0")
+    assert "swift_gemm" not in sys.modules
+
+
+def test_found_below_another_package_which_is_not_imported(site: Path) -> None:
+    folder = put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
+    assert find(WANTED) == Found(folder, "2.5.0")
+    assert "engine" not in sys.modules
+
+
+def test_another_package_of_the_name(site: Path) -> None:
+    put(site, "swift_gemm", version="0.1")
+    assert find(WANTED) == Found(why="another swift_gemm 0.1: no api.py")
+
+
+def test_too_old_a_package(site: Path) -> None:
+    put(site, "swift_gemm", version="1.0.0", api="def grouped_gemm(a, m_indices): ...")
+    assert find(WANTED).why == "another swift_gemm 1.0.0: no psum in api.py"
+
+
+def test_a_copy_elsewhere_does_where_the_name_is_taken(site: Path) -> None:
+    put(site, "swift_gemm", version="0.1")
+    folder = put(site, "engine/third_party/swift_gemm", api=RIGHT)
+    assert find(WANTED) == Found(folder, "2.0")
+
+
+def test_a_file_of_the_name_is_no_package(site: Path) -> None:
+    (site / "swift_gemm.py").write_text(RIGHT)
+    assert find(WANTED) == Found()
+
+
+def test_the_machine_says_which_is_which(site: Path) -> None:
+    other = replace(WANTED, name="calm", places=("calm",))
+    put(site, "calm", api=RIGHT)
+    put(site, "swift_gemm", version="0.1")
+    here, others = sort_out((WANTED, other))
+    assert here == {"calm"}
+    assert others == {"swift_gemm": "another swift_gemm 0.1: no api.py"}
+    machine = current_machine(("swift_gemm", "calm"), providers=(WANTED, other), device="cpu")
+    assert "calm" in machine.packages
+    assert "swift_gemm" not in machine.packages  # though its name can be imported
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduce=Reduce.NOOP,
+        packages=("swift_gemm",),
+        providers=(WANTED,),
+    )
+    (rejection,) = unavailable("Fast", requires, machine)
+    assert str(rejection) == (
+        "[package] Fast / machine: got another swift_gemm 0.1: no api.py, "
+        "need swift_gemm 2 or newer (its install script)"
+    )
+
+
+def test_a_choice_is_of_the_version_that_is_found(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a copy inside another package no metadata tells."""
+    put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
+    monkeypatch.setattr(keys, "providers_of", lambda catalog: (WANTED,))
+    assert keys._version("swift_gemm") == "2.5.0"
+    assert keys._version("no_such_package") == "none"

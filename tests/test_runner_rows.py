@@ -1,0 +1,197 @@
+"""Rows of the runner's checklist, the memory and the metadata beside it: the tests of each.
+
+R1 to R26 are the runner's features, A45 to A65 those of the layer that it serves, M10 workspaces. A
+row names tests as `file::function`; what a row has beyond them, or why something of it is not
+there, stands behind.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from modular_kernel.ops.permute import permute_tokens
+from modular_kernel.ops.reduce import gather_weight_and_sum
+from modular_kernel.ops.sort import sort_pairs, sort_specs
+from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.types import IdSpace
+from modular_kernel.workspace import Workspace
+
+TESTS = Path(__file__).parent
+
+
+class Row(NamedTuple):
+    """What is asked for, its tests, and what they leave out."""
+
+    what: str
+    tests: tuple[str, ...]
+    left_out: str = ""
+
+
+RUNNER, STAGES = "test_moe_runner", "test_runner_stages"
+ROWS = {
+    "R1": Row("MoeRunner.run, fused or by stages", (
+        f"{RUNNER}::test_fused_and_staged_give_the_same_numbers",
+        f"{RUNNER}::test_the_facade_is_the_kernel_s_own_call",
+    )),
+    "R2": Row("a switch that turns fused operations off", (
+        f"{RUNNER}::test_fused_and_staged_give_the_same_numbers",
+        f"{RUNNER}::test_backends_are_the_field_s_names_registered_ones_and_parts",
+    )),
+    "R3": Row("FusedOpPool, duplicates raise", (
+        f"{STAGES}::test_a_key_registered_twice_raises_with_both_origins",
+        f"{STAGES}::test_two_of_one_name_in_one_module_are_two",
+    )),
+    "R4": Row("PermuteMethodPool, a missing key lists what exists", (
+        f"{STAGES}::test_a_key_registered_twice_raises_with_both_origins",
+        f"{STAGES}::test_what_is_not_registered_is_told_with_what_is",
+    )),
+    "R5": Row("types state their backend, and are checked", (
+        f"{STAGES}::test_what_another_backend_takes_is_refused_with_both_names",
+        f"{STAGES}::test_nonsense_is_refused_where_it_is_registered",
+    )),
+    "R6": Row("typed state of one call", (f"{STAGES}::test_state_is_made_for_each_call",)),
+    "R7": Row("every field of MoeRunnerConfig reaches the Problem or is refused", (
+        f"{RUNNER}::test_there_is_one_config",
+        f"{RUNNER}::test_every_field_reaches_the_problem",
+        f"{RUNNER}::test_or_raises",
+        "test_fused_moe_keywords::test_the_config_has_the_field_s_fourteen_fields",
+    )),
+    "R8": Row("the Triton backend's input, all schemes", (
+        f"{STAGES}::test_triton_by_stages_is_triton_fused",
+        f"{RUNNER}::test_flags_or_a_name_say_the_scheme",
+    )),
+    "R9": Row('the fused ("none", "triton") and its staged twin', (
+        f"{STAGES}::test_our_staged_twin_declares_what_triton_experts_does",
+        f"{STAGES}::test_triton_by_stages_is_triton_fused",
+    )),
+    "R10": Row("triton_kernel: routing data, gather, scatter", (
+        f"{RUNNER}::test_a_backend_takes_one_format_of_the_router",
+        f"{RUNNER}::test_routing_by_experts_and_back",
+        f"{RUNNER}::test_triton_kernels_by_its_stand_in",
+        "test_triton_kernels::test_proven",
+    )),
+    "R11": Row("DeepGEMM's input: fp8 rows, scales by 128, counts", (
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
+        "test_ops_permute_quantise::test_it_is_both_in_turn",
+    )),
+    "R12": Row("contiguous mode: experts padded to whole blocks", (
+        "test_deepgemm::test_contiguous",
+        "test_deepgemm::test_aligned_rows_and_their_twin",
+    )),
+    "R13": Row("masked mode: (e, C, H) with counts", (
+        "test_deepgemm::test_masked",
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
+    ), "expected_m is a hint, and is not read"),
+    "R14": Row("GEMM, activation, quantise, GEMM", (
+        "test_deepgemm::test_contiguous",
+        "test_deepgemm::test_planted_in_masked",
+        "test_ops_quantise::test_activation_and_quantise_is_both_in_turn",
+    ), "scales are float32; fast_act is refused: a part chooses launches itself"),
+    "R15": Row("sort, quantise and back with weights and scaling", (
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
+        "test_deepgemm::test_contiguous",
+        "test_ops_rows::test_gather_and_sum_reads_only_named_rows",
+    )),
+    "R16": Row("deepep_ll passes through, unweighted, with ids and weights", (
+        f"{RUNNER}::test_batches_come_back_unweighted_with_ids_and_weights",
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
+    )),
+    "R17": Row("scatter and gather: x times the sum of its weights", (
+        "test_runner_rows::test_gathering_what_was_scattered_weighs_it",
+        f"{RUNNER}::test_received_rows_are_weighted_and_summed",
+    )),
+    "R18": Row("the router's format is checked on entry", (
+        f"{RUNNER}::test_a_backend_takes_one_format_of_the_router",
+    )),
+    "R19": Row("a new backend without an edit of the core", (
+        f"{STAGES}::test_a_third_party_s_backend_is_proven_by_entry_point_alone",
+    )),
+    "R20": Row("dead buffers share room; inplace only where allowed", (
+        "interpreter/test_workspace_use::test_a_prefill_takes_what_lives_at_once",
+        "test_memory_declared::test_a_call_allocates_what_is_declared_and_its_output",
+        f"{RUNNER}::test_inplace_is_the_default_and_overwrites_tokens_only_then",
+    )),
+    "R21": Row("refused where the runner is made", (
+        f"{RUNNER}::test_what_is_not_served_is_refused_where_the_runner_is_made",
+        "test_matrix::test_every_other_pairing_is_refused_with_a_reason",
+    ), "needs the scheme and all sizes; else a call refuses"),
+    "R22": Row("fused and staged, formats, schemes, top-k, leaks", (
+        f"{STAGES}::test_triton_by_stages_is_triton_fused",
+        "test_matrix::test_every_two_values_meet",
+        "test_memory_declared::test_a_call_allocates_what_is_declared_and_its_output",
+    )),
+    "R23": Row("dispatch outputs and combine inputs by format", (
+        f"{RUNNER}::test_formats_are_told_apart",
+        f"{RUNNER}::test_a_wrong_format_raises_with_both_names",
+    )),
+    "R24": Row("half a pair is reported at start-up", (
+        f"{STAGES}::test_half_a_pair_is_reported",
+        f"{STAGES}::test_a_third_party_s_backend_is_proven_by_entry_point_alone",
+    )),
+    "R25": Row("a plain torch core", ("test_matrix::test_proven",),
+               "no HIP, AMX or NPU: aiter is refused by name"),
+    "R26": Row("the field's switches as options", (
+        f"{RUNNER}::test_switches_by_the_field_s_names",
+    )),
+    "A45": Row("a bound on workspaces", (
+        "test_memory_declared::test_workspaces_stay_below_two_shared_caches",
+    )),
+    "A59": Row("transposed storage", (
+        f"{RUNNER}::test_transposed_storage_is_the_same_layer",
+        "test_quant_torch_parts::test_weights_may_be_strided",
+    )),
+    "A61": Row("routing data of triton_kernels", (
+        f"{RUNNER}::test_routing_by_experts_and_back",
+        f"{RUNNER}::test_triton_kernels_by_its_stand_in",
+    )),
+    "A63": Row("metadata of a plain tuple", (
+        f"{RUNNER}::test_both_metadata_types_are_made_of_a_plain_tuple",
+    )),
+    "A65": Row("padded weights", (f"{RUNNER}::test_padded_weights_give_the_same_result",)),
+    "M10": Row("what is allocated is what is declared", (
+        "test_memory_declared::test_a_call_allocates_what_is_declared_and_its_output",
+        "test_memory_declared::test_memory_that_nobody_declared_is_seen",
+        "test_workspace::test_a_write_past_the_end_is_named",
+        "test_workspace::test_a_buffer_is_poisoned_when_it_is_taken_over_another",
+    )),
+}  # fmt: skip
+
+
+@cache
+def functions(file: str) -> frozenset[str]:
+    tree = ast.parse((TESTS / f"{file}.py").read_text(encoding="utf-8"))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def test_every_row_is_here() -> None:
+    assert {f"R{number}" for number in range(1, 27)} <= ROWS.keys()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_its_tests_exist(row: str) -> None:
+    assert ROWS[row].tests
+    for name in ROWS[row].tests:
+        file, _, function = name.partition("::")
+        assert function in functions(file), name
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_gathering_what_was_scattered_weighs_it(top_k: int) -> None:
+    """x times the sum of its weights, those of skipped pairs left out."""
+    g = torch.Generator().manual_seed(top_k)
+    x_TH = torch.randn(17, 32, generator=g)
+    weights_TK = torch.rand(17, top_k, generator=g)
+    ids_TK = torch.randint(-1, 4, (17, top_k), generator=g, dtype=torch.int32)
+    counter = torch.zeros(1, dtype=torch.int32)
+    routing = DispatchedRouting(weights_TK, ids_TK, IdSpace.LOCAL, 4, None, counter)
+    workspace = Workspace(sort_specs(17, top_k, 16, 4), torch.device("cpu"), poison=True)
+    order = sort_pairs(routing, block_m=16, num_local=4, workspace=workspace)
+    rows_RH, out_TH = torch.full((17 * top_k, 32), torch.nan), torch.full_like(x_TH, torch.nan)
+    permute_tokens(x_TH, order.row_of_pair_TK, None, rows_RH=rows_RH)
+    gather_weight_and_sum(rows_RH, order.row_of_pair_TK, weights_TK, scale=1.0, out=out_TH)
+    sums = weights_TK.masked_fill(ids_TK < 0, 0).sum(1, keepdim=True)
+    assert torch.allclose(out_TH, x_TH * sums, atol=1e-5)

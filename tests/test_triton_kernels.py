@@ -1,0 +1,197 @@
+"""TritonKernelsExperts against a stand-in of triton_kernels' ragged product."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vendor_stand_in import TritonKernels, proven, triton_kernels_3_5
+
+from experts.triton_kernels import library
+from experts.triton_kernels.tile_maps import (
+    SIZES,
+    TileMaps,
+    most_tiles,
+    tile_maps_ref,
+    tile_specs,
+    write_tile_maps,
+)
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.types import Combine, Problem
+
+BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "routing"),
+    [
+        ({}, "uniform"),
+        ({"top_k": 3, "hidden": 104}, "duplicates"),
+        ({"tokens": 1, "top_k": 1}, "uniform"),
+        ({"tokens": 0}, "uniform"),
+        ({"experts": 1, "top_k": 1, "tokens": 129}, "all_to_one"),
+        ({"experts": 300, "top_k": 2, "tokens": 9}, "zipf"),
+        ({"activation": "relu2"}, "empty_experts"),
+        ({"activation": "swiglu_oai:alpha=1.702,limit=1.0,interleaved=true"}, "zipf"),
+        ({"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5}, "skips"),
+        ({"expert_map": True, "local_experts": 3}, "out_of_range"),
+        ({"inplace": True, "top_k": 3}, "all_skipped"),
+        ({"chunk_tokens": 7}, "skips"),
+    ],
+)
+def test_proven(change: dict[str, Any], routing: str) -> None:
+    proof = proven(TritonKernels, replace(BASE, **change), routing)
+    assert proof.passed, str(proof)
+
+
+# -------------------------------------------------------------------------------------- tile maps
+
+
+def made_for(counts: list[int], rows: int) -> tuple[torch.Tensor, TileMaps]:
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
+    specs = tile_specs(rows, len(counts)).values()
+    return starts, TileMaps(*(torch.full(s.shape, 7, dtype=torch.int32) for s in specs))
+
+
+@pytest.mark.parametrize("counts", [[0, 129, 0, 1, 128, 0], [3], [0], [0, 0, 5], [17] * 40])
+def test_tile_maps_and_their_twin(counts: list[int]) -> None:
+    starts, made = made_for(counts, sum(counts) + 2)
+    _, twin = made_for(counts, sum(counts) + 2)
+    write_tile_maps(starts, made)
+    tile_maps_ref(starts, twin)
+    for kernel, torch_s in zip(vars(made).values(), vars(twin).values(), strict=True):
+        assert torch.equal(kernel, torch_s)
+    for place, size in enumerate(SIZES):
+        tiles = [(b << 16) | e for e, n in enumerate(counts) for b in range(-(-n // size))]
+        behind = most_tiles(sum(counts) + 2, len(counts)) - len(tiles)
+        assert made.maps[place].tolist() == tiles + [-1] * behind
+
+
+# ---------------------------------------------------------------------------------------- planted
+
+
+def given() -> dict[str, Any]:
+    starts, tiles = made_for([7, 0, 33], 44)
+    tile_maps_ref(starts, tiles)
+    return {
+        "rows": torch.randn(44, 32).bfloat16(),
+        "weights": torch.randn(3, 24, 32).bfloat16(),
+        "starts": starts,
+        "tiles": tiles,
+        "out": torch.full((44, 24), torch.nan, dtype=torch.bfloat16),
+    }
+
+
+def changed(tensor: torch.Tensor, value: int, *place: int) -> torch.Tensor:
+    other = tensor.clone()
+    other[place] = value
+    return other
+
+
+def test_the_stand_in_computes() -> None:
+    one = given()
+    library.ragged(triton_kernels_3_5, **one)
+    want = one["rows"][7:40].float() @ one["weights"][2].float().T
+    assert torch.equal(one["out"][7:40], want.bfloat16())
+    assert one["out"][40:].isnan().all()
+
+
+def maps(g: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    return {"tiles": replace(g["tiles"], maps=of(g["tiles"].maps))}
+
+
+def counted(g: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    return {"tiles": replace(g["tiles"], counts=of(g["tiles"].counts))}
+
+
+PLANTED: dict[str, Any] = {
+    "a start short": lambda g: {"starts": g["starts"][:-1]},
+    "starts of int64": lambda g: {"starts": g["starts"].long()},
+    "starts that are ends": lambda g: {"starts": changed(g["starts"], 7, 0)},
+    "a count too many": lambda g: counted(g, lambda counts: changed(counts, 8, 0)),
+    "a tile twice": lambda g: maps(g, lambda m: m[:, :1].expand(4, 5)),
+    "expert and tile exchanged": lambda g: maps(g, lambda m: m * 65536),
+    "zero for no work": lambda g: maps(g, lambda m: m.clamp(min=0)),
+    "programs short": lambda g: maps(g, lambda m: m[:, :2]),
+    "tiles of another size": lambda g: {"tiles": replace(g["tiles"], ends=g["tiles"].ends.flip(0))},
+    "rows of float16": lambda g: {"rows": g["rows"].half()},
+    "rows along M": lambda g: {"rows": g["rows"].T.contiguous().T},
+    "another K": lambda g: {"rows": g["rows"][:, :16]},
+    "results of fewer rows": lambda g: {"out": g["out"][:40]},
+    "results of float32": lambda g: {"out": g["out"].float()},
+}
+
+
+def with_each_size(**one: Any) -> None:
+    """Each size of tiles has its turn."""
+    for _ in SIZES:
+        library.ragged(triton_kernels_3_5, **one)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(name: str) -> None:
+    one = given()
+    with pytest.raises(AssertionError):
+        with_each_size(**one | PLANTED[name](one))
+
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+def put(site: Path, name: str, *, old: bool = True) -> None:
+    folder = site / name
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "target_info.py").write_text("here = 1\n")
+    product = "from triton_kernels import target_info\ndef matmul_ogs(): ...\n"
+    (folder / "matmul_ogs.py").write_text(product)
+    kind = "block_pid_map: dict[int, torch.Tensor]" if old else "block_pid_map_data"
+    text = f"class ExptData:\n    '''{kind}'''\nclass RoutingData: ...\n"
+    (folder / "routing.py").write_text(text)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library.load.cache_clear()
+    yield tmp_path
+    library.load.cache_clear()
+    for name in [n for n in sys.modules if n.split(".")[0] == "triton_kernels"]:
+        del sys.modules[name]
+
+
+def test_a_copy_in_vllm_becomes_the_package_that_it_takes_itself_for(site: Path) -> None:
+    (site / "vllm").mkdir()
+    (site / "vllm/__init__.py").write_text("raise SystemExit('vllm was imported')")
+    put(site, "vllm/third_party/triton_kernels")
+    assert library.load().RoutingData.__module__ == "triton_kernels.routing"
+    assert "vllm" not in sys.modules
+
+
+def test_another_interface_or_package_is_refused(site: Path) -> None:
+    put(site, "triton_kernels", old=False)
+    with pytest.raises(ConfigurationError, match="no block_pid_map: dict"):
+        library.load()
+
+
+def test_nothing_is_left_of_one_that_fails(site: Path) -> None:
+    put(site, "triton_kernels")
+    (site / "triton_kernels/target_info.py").write_text("raise ImportError('no such driver')")
+    with pytest.raises(ConfigurationError, match="no such driver, need one that goes with"):
+        library.load()
+    assert "triton_kernels" not in sys.modules
+
+
+def test_one_that_was_imported_from_elsewhere_stays(site: Path) -> None:
+    put(site, "triton_kernels", old=False)
+    other = import_module("triton_kernels")
+    (site / "vllm").mkdir()
+    (site / "vllm/__init__.py").write_text("")
+    put(site, "vllm/third_party/triton_kernels")
+    with pytest.raises(ConfigurationError, match="is imported already"):
+        library.load()
+    assert sys.modules["triton_kernels"] is other

@@ -1,0 +1,101 @@
+"""Parts over vendors' libraries on a CPU: themselves, over stand-ins of the libraries."""
+
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from experts import (
+    BatchedCutlassExpertsFP8,
+    BatchedDeepGemmExperts,
+    BatchedTritonOrDeepGemmExperts,
+    CutlassRowwiseExpertsFP8,
+    DeepGemmExperts,
+    TritonKernelsExperts,
+    TritonOrDeepGemmExperts,
+)
+from modular_kernel.machine import torch_twins
+from modular_kernel.testing import Case, prove
+from modular_kernel.types import Machine
+
+FOLDER = Path(__file__).parent / "stand_ins"
+if str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))
+
+import deep_gemm_2  # noqa: E402
+import triton_kernels_3_5  # noqa: E402
+from scaled_grouped_mm import scaled_grouped_mm  # noqa: E402
+
+CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
+NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
+
+
+def here(requires, **changes):
+    """As declared, but for a CPU."""
+    plain = {"devices": frozenset({"cpu"}), "packages": (), "providers": (), "triton": False}
+    return replace(requires, min_arch=None, archs=None, **plain, **changes)
+
+
+class CutlassRowwise(CutlassRowwiseExpertsFP8):
+    requires = here(CutlassRowwiseExpertsFP8.requires)
+
+
+class BatchedCutlass(BatchedCutlassExpertsFP8):
+    requires = here(BatchedCutlassExpertsFP8.requires)
+
+
+class DeepGemm(DeepGemmExperts):
+    requires = here(DeepGemmExperts.requires)
+    load_library = staticmethod(lambda: deep_gemm_2)
+
+
+class BatchedDeepGemm(BatchedDeepGemmExperts):
+    requires = here(BatchedDeepGemmExperts.requires)
+    load_library = staticmethod(lambda: deep_gemm_2)
+
+
+class TritonOrDeepGemm(TritonOrDeepGemmExperts):
+    requires = here(TritonOrDeepGemmExperts.requires)
+    with_library = DeepGemm
+
+
+class BatchedTritonOrDeepGemm(BatchedTritonOrDeepGemmExperts):
+    requires = here(BatchedTritonOrDeepGemmExperts.requires)
+    with_library = BatchedDeepGemm
+
+
+class TritonKernels(TritonKernelsExperts):
+    requires = here(TritonKernelsExperts.requires)
+    load_library = staticmethod(lambda: triton_kernels_3_5)
+
+
+@contextmanager
+def libraries():
+    """Every stand-in in its library's place; our own operations by their twins in torch."""
+    with mock.patch.object(torch, "_scaled_grouped_mm", scaled_grouped_mm), torch_twins():
+        yield
+
+
+def beside(part):
+    """The local PrepareAndFinalize of a part's format."""
+    return BATCHED if part.requires.activation_format.value == "batched_experts" else NO_EP
+
+
+def proven(part, problem, routing="uniform", **manner):
+    """The proof of one case of a part."""
+    with libraries():
+        return prove(Case(beside(part), part, problem, routing, **manner), CPU)
+
+
+PARTS = (
+    "CutlassRowwise",
+    "BatchedCutlass",
+    "DeepGemm",
+    "BatchedDeepGemm",
+    "TritonOrDeepGemm",
+    "BatchedTritonOrDeepGemm",
+    "TritonKernels",
+)
