@@ -126,6 +126,7 @@ verify: $(READY)
 	  TRITON_INTERPRET=1 $(PY) -m modular_kernel test --level full --world-size 2 --backend gloo \
 	    --json out/verified-2.json; two=$$?; \
 	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" out/verified-*.json > $(VERIFIED) && \
+	  TRITON_INTERPRET=1 PYTHONPATH=tests $(PY) tests/vendor_list.py && \
 	  exit $$((one > two ? one : two))
 
 fuzz: $(READY)

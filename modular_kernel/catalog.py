@@ -100,7 +100,11 @@ class Catalog:
     planned: tuple[Planned, ...] = ()
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """Return the names of one kind that stand for exactly one class, in the order found."""
+        """Return the names of one kind that stand for exactly one class, in the order found.
+
+        ConfigurationError where nothing offers parts.
+        """
+        self.require_parts()
         names = [part.name for part in self.parts if part.kind == kind]
         return tuple(name for name in dict.fromkeys(names) if names.count(name) == 1)
 
@@ -144,7 +148,6 @@ class Catalog:
         failed = [b for b in self.broken if wanted in (b.name, b.origin)]
         if failed:
             raise BrokenPartError(f"part {wanted!r}", got=failed[0].error, need="an import")
-        self.require_parts()
         meant = next((one for one in self.planned if one.name == wanted), None)
         if meant is not None:
             need = f"a part that is there; this one is planned: {meant.why}"
@@ -316,7 +319,6 @@ def check_all(problem: Problem, machine: Machine | None = None) -> Verdicts:
     'MoEPrepareAndFinalizeNoEP x TorchExperts'
     """
     catalog = load_catalog()
-    catalog.require_parts()
     machine = this_machine() if machine is None else machine
     expect("problem", problem, Problem)  # where there is no part to judge it with, too
     return Verdicts(

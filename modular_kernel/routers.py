@@ -49,7 +49,7 @@ class RoutingData(NamedTuple):
     n_expts_tot: int = 0
 
 
-class Indx(NamedTuple):
+class Permutation(NamedTuple):
     """A permutation and its inverse, (T * K,) int32; -1 where there is nothing."""
 
     src_indx: torch.Tensor
@@ -64,8 +64,8 @@ class TritonKernelTopKOutput(NamedTuple):
     """
 
     routing_data: RoutingData
-    gather_indx: Indx
-    scatter_indx: Indx
+    gather_indx: Permutation
+    scatter_indx: Permutation
 
 
 @dataclass(frozen=True)

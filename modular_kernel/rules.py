@@ -33,6 +33,7 @@ from modular_kernel.types import (
 )
 
 Violations = Iterator[Rejection]
+RuleFunction = Callable[[Pairing], Violations]
 
 
 def _format(p: Pairing) -> Violations:
@@ -323,7 +324,7 @@ def _chunking(p: Pairing) -> Violations:
         yield Rejection("chunking", (p.ex_name, "problem"), got, "chunk_tokens=None")
 
 
-def _property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> "RuleFunction":
+def _property(rule: str, wanted: Callable[[Problem], bool], declared: str) -> RuleFunction:
     """Make a rule for a property that, if the problem wants it, both parts must declare."""
 
     def check(p: Pairing) -> Violations:
@@ -359,18 +360,14 @@ def _asynchronous(p: Pairing) -> Violations:
 
 def _lora(p: Pairing) -> Violations:
     """Both parts carry adapters: their slots beside the tokens, their deltas in the products."""
-    if p.problem.adapters is None:
-        return
     for name, req in p.each():
-        if not req.lora:
+        if p.problem.adapters is not None and not req.lora:
             moves = isinstance(req, PrepareFinalizeRequirements)
             hint = "tokens lose their slots on the way" if moves else "products without deltas"
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
     if p.problem.scheme.act_order:  # h lies as w2's columns do, which no adapter was trained on
         yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")
 
-
-RuleFunction = Callable[[Pairing], Violations]
 
 RULES: dict[str, RuleFunction] = {
     "format": _format,
@@ -436,8 +433,7 @@ def judge(
 
 def unavailable(name: str, requires: Requirements, machine: Machine) -> tuple[Rejection, ...]:
     """Say why one part cannot run on `machine` whatever it is paired with; empty if it can."""
-    any_problem = Problem(tokens=1, hidden=1, intermediate=1, experts=1, top_k=1)
-    fmt = requires.activation_format
+    any_problem, fmt = Problem(1, 1, 1, 1, 1), requires.activation_format
     pf = PrepareFinalizeRequirements(activation_format=fmt, reduces=frozenset(Reduce))
     ex = ExpertsRequirements(activation_format=fmt, reduce=Reduce.NOOP)
     if isinstance(requires, ExpertsRequirements):

@@ -166,8 +166,9 @@ class _Pool(Generic[T]):
         """Return what has the key; UnknownPartError that lists what exists."""
         value = self.found.get(key)
         if value is None:
-            there = ", ".join(shown(each) for each in sorted(self.found)) or "none is registered"
-            raise UnknownPartError(f"{self.kind}", got=shown(key), need=f"one of {there}")
+            there = ", ".join(shown(each) for each in sorted(self.found))
+            need = f"one of {there}" if there else "a registered one: there is none"
+            raise UnknownPartError(self.kind, got=shown(key), need=need)
         return value
 
     def origin(self, key: Key) -> str:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel.errors import DtypeError, LayoutError
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
 from modular_kernel.types import IdSpace
 
 
@@ -231,3 +231,13 @@ def dense(what: str, value: object) -> None:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
     if not is_compiling() and value.is_neg():  # torch.compile does not know the question
         raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+
+
+def check_lead(what: str, given: torch.Tensor, lead: tuple[int, ...], last: str) -> None:
+    """Raise ShapeError where what is given for batches of tokens lies in other batches than x.
+
+    given: (..., last), or (T, last). lead: dimensions of x before H.
+    """
+    if given.dim() > 2 and tuple(given.shape[:-1]) != lead:
+        need = f"({', '.join(map(str, lead))}, {last}) as x has it, or (T, {last})"
+        raise ShapeError(what, got=tuple(given.shape), need=need)

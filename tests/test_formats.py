@@ -28,7 +28,7 @@ def projections(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, Projec
     found = {}
     for name in ("w1", "w3", "w2"):
         own: Projection = {}
-        for stored in format_of(KINDS[kind].config).stored:
+        for stored in format_of(KINDS[kind].config, depth=192).stored:
             each = [
                 tensors.get(f"{AT}.{e}.{name}.{alias}")
                 for alias in (stored.name, *stored.also)
@@ -46,7 +46,7 @@ def test_stacks_and_single_matrices_merge_alike(kind: str, tmp_path: Path) -> No
     write(tmp_path, "mixtral", kind, intermediate=192)
     loaded = mk.load_experts(tmp_path, 0)
     tensors = load_file(tmp_path / "model.safetensors")
-    format, own = format_of(KINDS[kind].config), projections(tensors, kind)
+    format, own = format_of(KINDS[kind].config, depth=192), projections(tensors, kind)
     scheme = fit(format, 192)
     assert str(scheme) == loaded.problem_fields["quant"]
     dtype = loaded.problem_fields["dtype"]
@@ -82,7 +82,7 @@ def test_mxfp4_and_blocks_are_views(tmp_path: Path) -> None:
 
 def test_formats_are_told() -> None:
     assert str(format_of(None)) == "none"
-    told = {str(format_of(kind.config)) for kind in KINDS.values()}
+    told = {str(format_of(kind.config, depth=256)) for kind in KINDS.values()}
     assert {
         "fp8_w8a8_block (fp8)",
         "int4_w4a16_group:group=64 (gptq)",

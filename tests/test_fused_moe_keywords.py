@@ -210,6 +210,11 @@ def test_batches_of_sequences() -> None:
     got = fused_moe(x_BSH, weights.w1, weights.w2, three, MoeRunnerConfig())
     assert got is x_BSH
     assert torch.equal(got, want.view(2, 3, H))
+    turned = [t.view(3, 2, K) for t in three]
+    with pytest.raises(ShapeError, match=r"topk_ids: got \(3, 2, \d\), need \(2, 3, K\)"):
+        fused_moe(x_BSH, weights.w1, weights.w2, turned)
+    with pytest.raises(ShapeError, match="gating_output"):
+        fused_moe(x_BSH, weights.w1, weights.w2, logits.view(3, 2, E), top_k=K)
     with pytest.raises(LayoutError, match="x of an inplace call: got strides"):
         fused_moe(x_BSH.mT, weights.w1, weights.w2, three, MoeRunnerConfig())
 

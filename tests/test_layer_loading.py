@@ -81,16 +81,42 @@ def test_a_layer_at_once(kind: str, tmp_path: Path) -> None:
         assert error < BOUND[kind]
 
 
-def test_rows_that_alternate_load_at_once_alone(tmp_path: Path) -> None:
-    sample = write(tmp_path, "gpt_oss", "bf16", intermediate=I)
+@pytest.mark.parametrize("kind", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("split", [(1, 1), (2, 2)], ids=str)
+def test_rows_that_alternate_load_at_once_and_expert_by_expert(kind, split, tmp_path) -> None:
+    sample = write(tmp_path, "gpt_oss", kind, intermediate=I)
+    tensors = load_file(tmp_path / "model.safetensors")
     x, weights, ids = sample.inputs(T)
-    layer = layer_of("bf16", LayerParallel(), layer_id=0, activation="swiglu_oai", bias=True)
-    layer.load(tmp_path)
-    want = sample.truth(x, weights, ids)
-    got = layer(x.bfloat16(), (weights, ids)).double()
-    assert float((got - want).norm() / want.norm()) < 1e-2
-    with pytest.raises(UnsupportedError, match="weight_loader: got activation=swiglu_oai"):
-        layer.weight_loader(layer.w2_weight, torch.zeros(H, I), "w2_weight", "w2", 0)
+    want = sample.truth(x.bfloat16().double(), weights, ids)
+    sums = [torch.zeros(T, H, dtype=torch.float64) for _ in range(2)]
+    for ep, tp in product(range(split[0]), range(split[1])):
+        place = LayerParallel(ep=(ep, split[0]), tp=(tp, split[1]))
+        layers = [
+            layer_of(kind, place, layer_id=0, activation="swiglu_oai", bias=True) for _ in sums
+        ]
+        layers[0].load(tmp_path)
+        experts_loaded(layers[1], tensors, transposed=kind == "bf16")
+        for total, layer in zip(sums, layers, strict=True):
+            total += layer(x.bfloat16(), (weights, ids)).double()
+    for total in sums:
+        assert float((total - want).norm() / want.norm()) < 1e-2
+    with pytest.raises(ConfigurationError, match="shard_id: got 'w1', need one of w13, w2"):
+        layers[1].weight_loader(layers[1].w13_bias, torch.zeros(I), "w13_bias", "w1", 0)
+
+
+def experts_loaded(layer: FusedMoE, tensors: dict[str, torch.Tensor], *, transposed: bool) -> None:
+    """What a loader of gpt-oss does: one stacked tensor at a time, expert by expert."""
+    parameters = dict(layer.named_parameters())
+    for name, stacked in tensors.items():
+        for long, shard in (("gate_up_proj", "w13"), ("down_proj", "w2")):
+            if long in name:
+                kind = name.rpartition(long)[2].removeprefix("_") or "weight"
+                own = f"{shard}_{kind}"
+                for expert in range(E):
+                    one = stacked[expert]
+                    one = one.mT if kind == "weight" and transposed else one
+                    layer.weight_loader(parameters[own], one, own, shard, expert)
+    layer.process_weights_after_loading()
 
 
 def test_a_checkpoint_of_another_layer_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from modular_kernel.layers.balance import rebalance
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.router import Router, RouterSpec
-from modular_kernel.layers.weight_loading import ExpertLoader, Share
+from modular_kernel.layers.share import Share
+from modular_kernel.layers.weight_loading import ExpertLoader
 
 E, H, I = 4, 32, 64  # noqa: E741 (intermediate)
 BIASED = RouterSpec(2, "sigmoid", selection_bias=True)

@@ -341,6 +341,18 @@ SCHEMES: dict[str, tuple[dict[str, object], str]] = {
         group(I8 | {"strategy": "channel"}, I8 | TOKEN),
         "int8_w8a8_channel",
     ),
+    "ct int4 by channel": (
+        group(I4 | {"strategy": "channel", "symmetric": True}),
+        "int4_w4a16_group:group=14336",
+    ),
+    "ct int8 of one group": (
+        group(I8 | {"strategy": "group", "group_size": -1}),
+        "int8_w8a16_group:group=14336",
+    ),
+    "gptq of one group": (
+        {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
+        "int4_w4a16_group:group=14336",
+    ),
     "ct int8 weights": (group(I8 | {"strategy": "channel"}), "int8_w8a16_channel"),
     "ct nvfp4": (group(F4, F4 | {"dynamic": "local"}), "nvfp4_w4a16"),
     "ct nvfp4 weights alone": (group(F4), "nvfp4_w4a16"),
@@ -370,7 +382,7 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "experts in 4 bits": FP8 | {"expert_dtype": "fp4"},
     "gptq without sym": {"quant_method": "gptq", "bits": 4, "group_size": 128},
     "gptq without a group": {"quant_method": "gptq", "bits": 4, "sym": True},
-    "one scale a column": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
+    "groups of none": {"quant_method": "gptq", "bits": 4, "group_size": -2, "sym": True},
     "awq without zero_point": {"quant_method": "awq", "bits": 4, "group_size": 128},
     "modelopt, mixed": OPT | {"quant_algo": "MIXED_PRECISION"},
     "modelopt without an algorithm": OPT,
@@ -389,7 +401,7 @@ UNKNOWN: dict[str, dict[str, object]] = {
     "ct block by another group": group(
         BLOCK, F8 | {"strategy": "group", "group_size": 64, "dynamic": True}
     ),
-    "ct int4 by channel": group(I4 | {"strategy": "channel", "symmetric": True}),
+    "ct int4 by channel w4a8": group(I4 | {"strategy": "channel", "symmetric": True}, I8 | TOKEN),
     "ct int4 w4a8": group(I4 | {"symmetric": True}, I8 | TOKEN),
     "ct int4 without symmetric": group(I4),
     "ct fp8 in act-order": group(BLOCK | {"actorder": "group"}),

@@ -7,9 +7,11 @@ import pytest
 import torch
 from fused_samples import BASE, DEVICES, E, H, I, K, T, close, layer
 from toy_backend import FusedToyExperts, ToyExperts
+from vendor_stand_in import BatchedDeepGemm, DeepGemm, TritonKernels
 
 from experts import StagedTritonExperts, TorchExperts, TritonExperts
 from modular_kernel.catalog import make_kernel
+from modular_kernel.composer import random_inputs
 from modular_kernel.errors import (
     ConfigurationError,
     DtypeError,
@@ -53,7 +55,8 @@ def info_of(weights: ExpertWeights, **flags: Any) -> MoeQuantInfo:
     return MoeQuantInfo(
         weights.w1, weights.w2, weights.b1, weights.b2, expert_map=weights.expert_map,
         w13_scale=weights.w1_scale, w2_scale=weights.w2_scale, w13_zp=weights.w1_zero_point,
-        w2_zp=weights.w2_zero_point, a13_scale=weights.a1_scale, a2_scale=weights.a2_scale, **flags,
+        w2_zp=weights.w2_zero_point, a13_scale=weights.a1_scale, a2_scale=weights.a2_scale,
+        w13_global_scale=weights.w1_global_scale, w2_global_scale=weights.w2_global_scale, **flags,
     )  # fmt: skip
 
 
@@ -84,7 +87,10 @@ def test_fused_and_staged_give_the_same_numbers(backend: str, fused: bool) -> No
 
 
 def test_backends_are_the_field_s_names_registered_ones_and_parts() -> None:
-    assert {"triton", "triton_kernel", "deep_gemm"} <= BACKENDS.keys()
+    for backend in ("triton", "triton_kernel", "deep_gemm", "cutlass", "torch"):
+        parts = parts_of(backend, fused=True)
+        named = {part.__name__ for part in parts.values()}
+        assert named == set(BACKENDS[backend].values())
     assert parts_of("torch", fused=True)["standard"] is TorchExperts
     assert parts_of("TorchExperts", fused=True) == {
         "standard": TorchExperts,
@@ -177,6 +183,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_int8_w8a16": True}, "int8_w8a16_channel"),
     ({"use_int4_w4a16": True, "block_shape": [0, 32]}, "int4_w4a16_group:group=32"),
     ({"quant": "mxfp4_w4a16"}, "mxfp4_w4a16"),
+    ({"quant": "nvfp4_w4a16"}, "nvfp4_w4a16"),
 )
 
 
@@ -400,6 +407,62 @@ def test_a_backend_takes_one_format_of_the_router(monkeypatch: pytest.MonkeyPatc
         runner.run(plain, info_of(weights))
     got = runner.run(found, info_of(weights))
     close(got.hidden_states, oracle(x_TH, weights, routing, BASE), 1e-6)
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_block"])
+@pytest.mark.parametrize("format", ["standard", "deepep_normal", "deepep_ll"])
+def test_deep_gemm_by_its_stand_in(format: str, quant: str) -> None:
+    """Rows by expert or in a row, with scales of 128 values as a dispatcher leaves them."""
+    problem = Problem(T, 128, 128, E, K, dtype=torch.bfloat16, quant=quant)
+    x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
+    runner = MoeRunner("deep_gemm", replace(OUT, activation="silu"))
+    runner._parts = {
+        "standard": DeepGemm, "deepep_normal": DeepGemm, "deepep_ll": BatchedDeepGemm,
+    }  # fmt: skip
+    info = info_of(weights, quant=quant)
+    ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
+    want = oracle(x_TH, weights, routing, problem)
+    if format == "standard":
+        got = runner.run(standard(x_TH, routing), info)
+        close(got.hidden_states, want, 0.1)
+        return
+    rows, scale = x_TH, None
+    if quant != "none":
+        rows, scale = quantised(x_TH.float(), problem.scheme)
+    if format == "deepep_normal":
+        got = runner.run(DeepEPNormalDispatchOutput(rows, scale, ids, gates), info)
+        close(got.hidden_states, want, 0.1)
+        return
+    counts = torch.full((E,), T, dtype=torch.int32)
+    few = DeepEPLLDispatchOutput(_by_expert(rows, T), _by_expert(scale, T), ids, gates, counts)
+    with pytest.raises(IncompatibleError, match="a multiple of 128"):
+        runner.run(few, info)
+    rows, scale = _by_expert(rows, 128), _by_expert(scale, 128)
+    batches = DeepEPLLDispatchOutput(rows, scale, ids, gates, counts, T)
+    given = runner.run(batches, info)
+    token = torch.arange(T)[:, None].expand(T, K)
+    got_TH = (given.hidden_states[ids.long(), token].float() * gates[..., None]).sum(1)
+    close(got_TH, want, 0.1)
+
+
+def _by_expert(rows: torch.Tensor | None, capacity: int) -> torch.Tensor | None:
+    """The same rows for each expert, and what nobody may use behind them."""
+    if rows is None:
+        return None
+    whole = torch.full((E, capacity, rows.shape[1]), torch.nan).to(rows.dtype)
+    whole.view(torch.uint8)[:, : len(rows)] = rows.contiguous().view(torch.uint8)
+    return whole
+
+
+def test_triton_kernels_by_its_stand_in() -> None:
+    problem = Problem(T, H, 48, E, K, dtype=torch.bfloat16)
+    x_TH, weights, routing = random_inputs(problem, torch.device("cpu"))
+    runner = MoeRunner("triton_kernel", OUT)
+    runner._parts = {"standard": TritonKernels}
+    topk = by_experts(StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, None), E)
+    stored = replace(weights, w1=weights.w1.mT.contiguous(), w2=weights.w2.mT.contiguous())
+    got = runner.run(StandardDispatchOutput(x_TH, topk), info_of(stored, use_triton_kernels=True))
+    close(got.hidden_states, oracle(x_TH, weights, routing, problem), 0.02)
 
 
 # ------------------------------------------------------------------------------ switches

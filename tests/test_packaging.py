@@ -147,6 +147,12 @@ def test_the_oldest_and_the_newest_triton_are_tested(metadata: Message) -> None:
     assert tuple(f"3.{minor}" for minor in minors) == compat.REPLAYED
 
 
+def test_the_least_transformers_is_the_one_that_is_tested(metadata: Message) -> None:
+    needs = [r for r in metadata.get_all("Requires-Dist", []) if r.startswith("transformers")]
+    assert {re.search(r">=([\d.]+)", need)[1] for need in needs} == {"5.23"}  # type: ignore[index]
+    assert pins("cpu")["transformers"].startswith("5.23.")
+
+
 def test_every_requirement_is_named_not_located(metadata: Message) -> None:
     """A requirement by URL cannot be uploaded, and makes resolving any extra build its source."""
     assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []

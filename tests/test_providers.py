@@ -9,6 +9,7 @@ import pytest
 from modular_kernel.machine import current_machine
 from modular_kernel.providers import Found, Provider, find, sort_out
 from modular_kernel.rules import unavailable
+from modular_kernel.select import keys
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.types import ActivationFormat, Reduce
 
@@ -99,3 +100,13 @@ def test_the_machine_says_which_is_which(site: Path) -> None:
         "[package] Fast / machine: got another swift_gemm 0.1: no api.py, "
         "need swift_gemm 2 or newer (its install script)"
     )
+
+
+def test_a_choice_is_of_the_version_that_is_found(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a copy inside another package no metadata tells."""
+    put(site, "engine/third_party/swift_gemm", version="2.5.0", api=RIGHT)
+    monkeypatch.setattr(keys, "providers_of", lambda catalog: (WANTED,))
+    assert keys._version("swift_gemm") == "2.5.0"
+    assert keys._version("no_such_package") == "none"

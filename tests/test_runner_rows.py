@@ -71,30 +71,34 @@ ROWS = {
     "R10": Row("triton_kernel: routing data, gather, scatter", (
         f"{RUNNER}::test_a_backend_takes_one_format_of_the_router",
         f"{RUNNER}::test_routing_by_experts_and_back",
-    ), "the library's own call is a matter of the part that wraps it"),
+        f"{RUNNER}::test_triton_kernels_by_its_stand_in",
+        "test_triton_kernels::test_proven",
+    )),
     "R11": Row("DeepGEMM's input: fp8 rows, scales by 128, counts", (
-        f"{RUNNER}::test_batches_come_back_unweighted_with_ids_and_weights",
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
         "test_ops_permute_quantise::test_it_is_both_in_turn",
-    ), "the library's own call is a matter of the part that wraps it"),
+    )),
     "R12": Row("contiguous mode: experts padded to whole blocks", (
-        "test_ops_align::test_block_sizes_and_id_dtypes",
-        "test_ops_align::test_few_pairs_shrink_the_bound",
-    ), "expert_ids are by block, not by row"),
+        "test_deepgemm::test_contiguous",
+        "test_deepgemm::test_aligned_rows_and_their_twin",
+    )),
     "R13": Row("masked mode: (e, C, H) with counts", (
-        "test_ops_rows::test_rows_follow_the_tokens_and_repeats_share_one",
-        "test_bare_batched::test_a_product_of_rows_by_expert",
+        "test_deepgemm::test_masked",
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
     ), "expected_m is a hint, and is not read"),
     "R14": Row("GEMM, activation, quantise, GEMM", (
+        "test_deepgemm::test_contiguous",
+        "test_deepgemm::test_planted_in_masked",
         "test_ops_quantise::test_activation_and_quantise_is_both_in_turn",
-        "test_matrix::test_proven",
     ), "scales are float32; fast_act is refused: a part chooses launches itself"),
     "R15": Row("sort, quantise and back with weights and scaling", (
-        "test_ops_sort::test_rows_and_tiles",
-        "test_ops_rows::test_scales_move_with_their_rows",
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
+        "test_deepgemm::test_contiguous",
         "test_ops_rows::test_gather_and_sum_reads_only_named_rows",
     )),
     "R16": Row("deepep_ll passes through, unweighted, with ids and weights", (
         f"{RUNNER}::test_batches_come_back_unweighted_with_ids_and_weights",
+        f"{RUNNER}::test_deep_gemm_by_its_stand_in",
     )),
     "R17": Row("scatter and gather: x times the sum of its weights", (
         "test_runner_rows::test_gathering_what_was_scattered_weighs_it",
@@ -142,8 +146,8 @@ ROWS = {
     )),
     "A61": Row("routing data of triton_kernels", (
         f"{RUNNER}::test_routing_by_experts_and_back",
-        f"{RUNNER}::test_a_backend_takes_one_format_of_the_router",
-    ), "gammas are a matter of the part that wraps the library"),
+        f"{RUNNER}::test_triton_kernels_by_its_stand_in",
+    )),
     "A63": Row("metadata of a plain tuple", (
         f"{RUNNER}::test_both_metadata_types_are_made_of_a_plain_tuple",
     )),

@@ -162,7 +162,7 @@ def test_what_is_not_registered_is_told_with_what_is() -> None:
     with pytest.raises(UnknownPartError) as caught:
         runner.stages_of("x", "standard")
     assert str(caught.value) == (
-        "pre-permute: got ('standard', 'x'), need one of none is registered"
+        "pre-permute: got ('standard', 'x'), need a registered one: there is none"
     )
     register_pre_permute("standard", "x")(pre)
     register_pre_permute("deepep_ll", "y")(pre)
@@ -394,7 +394,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"quant": "fp8_w8a8_tensor"},
     {"quant": "fp8_w8a8_channel", "tokens": 1},
     {"quant": "fp8_w8a8_block:block=32x32", "dtype": torch.bfloat16},
-    {"quant": "int8_w8a8_channel"},
+    {"quant": "int8_w8a8_channel", "lora": "adapters=3,rank=16"},
     {"quant": "int8_w8a16_group:group=32,zero_points=true"},
     {"quant": "int4_w4a16_group:group=32", "dtype": torch.bfloat16},
 )

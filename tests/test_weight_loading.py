@@ -9,14 +9,12 @@ from safetensors.torch import load_file
 
 import modular_kernel as mk
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
-from modular_kernel.importers import format_of
+from modular_kernel.importers import Format, format_of
+from modular_kernel.layers.share import Move, Share, destination
 from modular_kernel.layers.weight_loading import (
     ExpertLoader,
     Fp8EPMoEMethod,
-    Move,
-    Share,
     UnquantizedEPMoEMethod,
-    destination,
     make_expert_params_mapping,
 )
 from modular_kernel.testing.checkpoints.formats import KINDS
@@ -26,7 +24,11 @@ FULL = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))
 
 
 def loaded_by_name(
-    loader: ExpertLoader, tensors: dict[str, torch.Tensor], dtype: torch.dtype, experts: int = 4
+    loader: ExpertLoader,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    experts: int = 4,
+    shards: "dict[str, str] | None" = None,
 ) -> torch.nn.Module:
     """What an engine's load_weights does: names are replaced, parameters found by them."""
     layer = torch.nn.Module()
@@ -34,6 +36,8 @@ def loaded_by_name(
     loader.create_weights(layer.experts, dtype)
     parameters = dict(layer.named_parameters())
     mapping = make_expert_params_mapping("w1", "w2", "w3", experts)
+    for name, prefix in (shards or {}).items():
+        mapping += [(f"experts.{prefix}", f"experts.{e}.{name}.", e, name) for e in range(experts)]
     for name, tensor in tensors.items():
         for prefix, weight, expert, shard in mapping:
             if weight in name:
@@ -52,7 +56,7 @@ def test_every_format_loads_as_from_files(kind: str, tmp_path: Path) -> None:
     write(tmp_path, "mixtral", kind)
     tensors = load_file(tmp_path / "model.safetensors")
     experts = {name: t for name, t in tensors.items() if ".experts." in name}
-    format = format_of(KINDS[kind].config)
+    format = format_of(KINDS[kind].config, depth=256)
     for ep, tp in ((1, 1), (2, 2)):
         for e, t in product(range(ep), range(tp)):
             if format.scheme.static:  # gate and up share an input scale here
@@ -72,6 +76,59 @@ def test_every_format_loads_as_from_files(kind: str, tmp_path: Path) -> None:
             if format.scheme.static:
                 scales = [t for n, t in experts.items() if "w1.input_scale" in n]
                 assert float(got.a1_scale) == float(torch.stack(scales).max())
+
+
+def joined(format: Format, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gate and up of every expert as one matrix, which engines call w13."""
+    names = {alias: each for each in format.stored for alias in (each.name, *each.also)}
+    found = dict(tensors)
+    for name in [name for name in tensors if ".w1." in name]:
+        up, gate = found.pop(name.replace(".w1.", ".w3.")), found.pop(name)
+        axes = [dim.axis for dim in names[name.rpartition(".")[2]].dims]
+        both = torch.cat([gate, up], axes.index("N")) if "N" in axes else gate
+        found[name.replace(".w1.", ".w13.")] = both
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "fp32",
+        "deepseek fp8",
+        "compressed fp8 channel",
+        "awq",
+        "gptq",
+        "compressed int4, zero points",
+        "mxfp4",
+    ],
+)
+def test_gate_and_up_in_one_matrix_load_as_two(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, "mixtral", kind)
+    tensors = load_file(tmp_path / "model.safetensors")
+    experts = {name: t for name, t in tensors.items() if ".experts." in name}
+    format, found = format_of(KINDS[kind].config), []
+    for given in (experts, joined(format, experts)):
+        loader = ExpertLoader(Share(4, 128, 256, ep=(1, 2), tp=(1, 2)), format)
+        layer = loaded_by_name(loader, given, torch.float32, shards={"w13": "w13_"})
+        found.append(loader.expert_weights(layer))
+    for name, tensor in vars(found[0]).items():
+        other = getattr(found[1], name)
+        assert tensor is other is None or torch.equal(tensor.float(), other.float()), name
+
+
+@pytest.mark.parametrize("kind", ["fp8 tensor, dynamic", "modelopt nvfp4"])
+def test_one_scale_of_rows_that_alternate_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match="interleaved: got .* need gate rows first"):
+        ExpertLoader(Share(2, 128, 192, interleaved=True), format_of(KINDS[kind].config))
+
+
+def test_a_block_of_scales_over_gate_and_up_is_refused() -> None:
+    format = format_of(KINDS["deepseek fp8"].config)
+    loader, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()
+    loader.create_weights(layer, torch.bfloat16)
+    scale = torch.ones(3, 1)
+    with pytest.raises(ConfigurationError, match="gate rows: got 192, need multiples of 128"):
+        loader.weight_loader(layer.w13_weight_scale_inv, scale, "w13_weight_scale_inv", "w13", 0)
 
 
 @pytest.mark.parametrize("grid", FULL)

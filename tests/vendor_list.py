@@ -1,6 +1,8 @@
 """Every case that the harness has for a part over a vendor's library, against its stand-in.
 
-python tests/vendor_list.py [PART...]       # a line for each part, 1 if a case fails
+    PYTHONPATH=tests TRITON_INTERPRET=1 python tests/vendor_list.py [PART...]
+
+A line for each part; the exit status is 1 if a case fails. `make verify` runs it.
 """
 
 import sys

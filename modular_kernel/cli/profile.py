@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from modular_kernel.profiling.report import Profile
     from modular_kernel.types import Machine, Problem
 
-_LONGEST_NAME = 150  # file systems allow 255 bytes, and two names may stand in one
+_LONGEST_NAME = 72  # file systems allow 255 bytes, and a line of a terminal 80 or so
 _CALLS, _CALLS_ON_CPU = 5, 1
 _MOST_CALLS = 100  # a trace of more opens slowly
 _RANK_SECONDS = 600.0
@@ -141,9 +141,9 @@ def refuse_unless_valid(pf: str, experts: str, problem: "Problem", machine: "Mac
 def file_stem(what: str, problem: "Problem") -> str:
     """Begin a file name: one of its own for everything that is profiled."""
     case = f"{what.replace(' ', '')}-{problem}"
-    name = re.sub(r"[^A-Za-z0-9._=-]", "_", case)
+    name = re.sub(r"[^A-Za-z0-9._=-]", "_", re.sub("PrepareAndFinalize|Experts", "", case))
     if name != case or len(name) > _LONGEST_NAME:
-        # Two cases may differ in a replaced character, or past the cut.
+        # Two cases may differ in what is left out or replaced, or past the cut.
         name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(case.encode()).hexdigest()[:8]}"
     return name
 

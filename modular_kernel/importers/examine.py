@@ -55,7 +55,8 @@ def examine(
     facts = facts_of_config(path, read)
     given = read.get("quantization_config", read.get("compression_config"))
     _, layers = find_layers(files, LAYOUTS[read["model_type"]], prefix)
-    return Examined(files, facts, format_of(given, path=str(path)), layers)
+    depth = max(facts["hidden"], facts["intermediate"])
+    return Examined(files, facts, format_of(given, path=str(path), depth=depth), layers)
 
 
 @dataclass(frozen=True)

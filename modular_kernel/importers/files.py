@@ -9,7 +9,6 @@ Headers are checked by the safetensors library, an index here. Every error names
 in an index leads out of its folder.
 """
 
-import json
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError, DtypeError, WeightsError
 
 _NEED = "safetensors: pip install safetensors"
@@ -191,13 +191,8 @@ def _found(path: Path) -> list[Path]:
 def _indexed(index: Path) -> dict[str, Path]:
     """Return the weight_map of an index, each file of it beside the index."""
     try:
-        if not stat.S_ISREG(index.stat().st_mode) or index.stat().st_size > _MOST_INDEX_BYTES:
-            need = f"a regular file of at most {_MOST_INDEX_BYTES} bytes"
-            raise WeightsError(str(index), got="another", need=need)
-        content = json.loads(index.read_bytes().decode("utf-8"), object_pairs_hook=_once)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, WeightsError):
-            raise
+        content = json_files.parse(json_files.content(index, _MOST_INDEX_BYTES))
+    except (OSError, ValueError) as error:
         got = f"no JSON: {str(error)[:100]}"
         raise WeightsError(str(index), got=got, need="an index of safetensors") from None
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -212,10 +207,3 @@ def _indexed(index: Path) -> dict[str, Path]:
             )
             raise WeightsError(str(index), got=got, need=need)
     return {name: index.parent / file for name, file in weight_map.items()}
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name twice in one object")
-    return made

@@ -55,11 +55,12 @@ class Format:
         return f"{self.scheme} ({self.method}{inputs})"
 
 
-def format_of(given: object, *, path: str = "config.json") -> Format:
+def format_of(given: object, *, path: str = "config.json", depth: int | None = None) -> Format:
     """Name the format of a quantization_config; None is an unquantised checkpoint.
 
-    path: of the file, for messages. ConfigurationError for what is not known, or has no recipe
-    here: AWQ of other than 4 bits.
+    path: of the file, for messages. depth: max(H, I) of the layer, which a group_size of -1 and
+    channels of 4 bits need: they are groups as long as that. ConfigurationError for what is not
+    known, or has no recipe here: AWQ of other than 4 bits.
     """
     if given is None:
         return Format("none", QuantScheme.parse("none"))
@@ -68,7 +69,8 @@ def format_of(given: object, *, path: str = "config.json") -> Format:
         raise ConfigurationError(
             f"model {path}: quantization_config", got=str(given)[:80], need=need
         )
-    scheme = QuantScheme.parse(str(scheme_of(path, {"quantization_config": dict(given)})))
+    quant = scheme_of(path, {"quantization_config": dict(given)}, depth=depth)
+    scheme = QuantScheme.parse(str(quant))
     method = str(given["quant_method"])
     if method == "awq" and scheme.weight != "uint4":
         need = "AWQ of 4 bits"
@@ -107,6 +109,8 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
                 raise ConfigurationError("tp: share", got=got, need=need)
         return replace(scheme, group=(rows, columns))
     if scheme.granularity != "group" or world == 1 or share % scheme.group[0] == 0:
+        return scheme
+    if scheme.group[0] >= intermediate:  # one group of a row, and so of each share
         return scheme
     if scheme.weight == "float4_e2m1":
         got, need = f"{share} columns of groups of {scheme.group[0]}", "whole groups"

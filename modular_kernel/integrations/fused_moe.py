@@ -34,7 +34,7 @@ from modular_kernel.integrations.fused_moe_options import (
 )
 from modular_kernel.ops.route import route
 from modular_kernel.routers import MOST_TOP_K, RouterSpec, StandardTopKOutput
-from modular_kernel.tensors import Routing
+from modular_kernel.tensors import Routing, check_lead
 from modular_kernel.types import Combine
 
 __all__ = [
@@ -82,7 +82,7 @@ def _fused_experts(
         if not isinstance(tensor, torch.Tensor):
             raise DtypeError(what, got=type(tensor).__name__, need="a tensor")
     x_TH = _flat(hidden_states, inplace=config.inplace)
-    weights_TK, ids_TK = topk_tensors(topk_output, config)
+    weights_TK, ids_TK = topk_tensors(topk_output, config, tuple(hidden_states.shape[:-1]))
     if config.inplace and config.no_combine:
         need = "inplace=False with it: (T, K, H) does not fit into x"
         raise ConfigurationError("inplace", got="no_combine=True", need=need)
@@ -145,6 +145,8 @@ def fused_moe(
     if getattr(w1, "ndim", 0) == 3 and experts != experts_in(w1, given):  # else told further on
         need = f"(..., E) with E = {experts_in(w1, given)}, the experts"
         raise ShapeError("gating_output", got=tuple(gating_output.shape), need=need)
+    lead = tuple(getattr(hidden_states, "shape", ())[:-1])  # checked further on
+    check_lead("gating_output", gating_output, lead, "E")
     logits_TE = gating_output.reshape(-1, experts)
     routing = route(logits_TE, RouterSpec(top_k, renormalise=renormalize)).routing
     chosen = StandardTopKOutput(routing.topk_weights_TK, routing.topk_ids_TK, gating_output)
@@ -162,7 +164,9 @@ def _flat(hidden_states: torch.Tensor, *, inplace: bool) -> torch.Tensor:
 
 
 def topk_tensors(
-    topk_output: Sequence[torch.Tensor | None], config: MoeRunnerConfig
+    topk_output: Sequence[torch.Tensor | None],
+    config: MoeRunnerConfig,
+    lead: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = topk_output if isinstance(topk_output, list | tuple) else ()
     weights_TK, ids_TK = (*given, None, None)[:2]
@@ -174,6 +178,8 @@ def topk_tensors(
     if ids_TK.dim() < 2 or config.top_k not in (None, ids_TK.shape[-1]):
         top_k = "" if config.top_k is None else f" with K = top_k = {config.top_k}"
         raise ShapeError("topk_ids", got=tuple(ids_TK.shape), need=f"(T, K){top_k}")
+    if lead is not None:
+        check_lead("topk_ids", ids_TK, lead, "K")
     if ids_TK.dim() > 2 and weights_TK.shape == ids_TK.shape:
         shape = (-1, ids_TK.shape[-1])
         return weights_TK.reshape(shape), ids_TK.reshape(shape)

@@ -16,7 +16,7 @@ BACKENDS: Mapping[str, Mapping[ActivationFormat, str]] = {
     "triton_kernel": {_STANDARD: "TritonKernelsExperts"},
     "deep_gemm": {_STANDARD: "DeepGemmExperts", _BATCHED: "BatchedDeepGemmExperts"},
     "flashinfer_cutlass": {_STANDARD: "FlashInferExperts"},
-    "cutlass": {_STANDARD: "CutlassExpertsFP8"},
+    "cutlass": {_STANDARD: "CutlassExpertsFP8", _BATCHED: "BatchedCutlassExpertsFP8"},
     "torch": {_STANDARD: "TorchExperts", _BATCHED: "NaiveBatchedExperts"},
 }
 # The all2all backend, in the fused operations' keys, of each dispatch format.

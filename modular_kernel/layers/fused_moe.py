@@ -31,11 +31,8 @@ from modular_kernel.layers.routing import (
     spec_of,
     top_k_of,
 )
-from modular_kernel.layers.weight_loading import (
-    ExpertLoader,
-    Share,
-    make_expert_params_mapping,
-)
+from modular_kernel.layers.share import Share
+from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.placement import Placement
 from modular_kernel.planned import (
@@ -126,7 +123,8 @@ class FusedMoE(ExpertParameters):
         away = ep_size > 1 and not over_ranks
         act = ActivationSpec.parse(activation)
         sizes = num_experts, hidden_size, intermediate_size
-        held = partial(Share, *sizes, parallel.ep, parallel.tp, placement, act.gated)
+        rows = act.gated, act.interleaved
+        held = partial(Share, *sizes, parallel.ep, parallel.tp, placement, *rows)
         loader, quant = _loader_of(quant_config, held, bias=bias)
         problem = Problem(
             tokens=max_tokens or 1,
@@ -242,7 +240,7 @@ class FusedMoE(ExpertParameters):
         if token_ids is not None:
             dense("token_ids", token_ids)
         words = None if token_ids is None else token_ids.reshape(-1)
-        routed = self._routed(x_TH, routing, words)
+        routed = self._routed(x_TH, routing, words, tuple(hidden_states.shape[:-1]))
         y_TH, shared_TH = self._computed(x_TH, routed.routing)
         if routed.identity_T is not None and self._adds_once():
             factor = routed.identity_T[:, None] * self.problem.routed_scaling_factor
@@ -272,7 +270,11 @@ class FusedMoE(ExpertParameters):
             getattr(part, "destroy", lambda: None)()
 
     def _routed(
-        self, x_TH: torch.Tensor, given: RoutingLike, token_ids_T: torch.Tensor | None
+        self,
+        x_TH: torch.Tensor,
+        given: RoutingLike,
+        token_ids_T: torch.Tensor | None,
+        lead: tuple[int, ...],
     ) -> Routed:
         router = self.router
         if isinstance(router, Router):
@@ -281,14 +283,14 @@ class FusedMoE(ExpertParameters):
                 raise ConfigurationError("routing", got=type(given).__name__, need=need)
             return router.routed(x_TH, token_ids_T, ids_dtype=self._ids_dtype())
         if router is not None:
-            logits = flat_logits(given, router.columns(self.num_experts))
+            logits = flat_logits(given, router.columns(self.num_experts), lead)
             tensors = RouterTensors(self.selection_bias)
             return route(
                 logits, router, tensors, token_ids_T=token_ids_T, ids_dtype=self._ids_dtype()
             )
         if token_ids_T is not None:
             raise ConfigurationError("token_ids", got="a tensor", need="None without a router")
-        return Routed(given_routing(given))
+        return Routed(given_routing(given, lead))
 
     def _ids_dtype(self) -> torch.dtype:
         part = load_catalog().prepare_finalize(self.prepare_finalize)
@@ -342,7 +344,8 @@ def _share(intermediate: int, ranks: int, quant: str) -> int:
         need = f"a multiple of {ranks}, the TP ranks"
         raise ConfigurationError("intermediate_size", got=intermediate, need=need)
     scheme = Problem(1, 1, 1, 1, 1, quant=quant).scheme
-    for size in scheme.group if ranks > 1 else ():
+    one_group = scheme.granularity == "group" and scheme.group[0] >= intermediate
+    for size in scheme.group if ranks > 1 and not one_group else ():
         if share % size:
             need = f"{ranks} shares of whole groups of {size}"
             raise ConfigurationError("intermediate_size", got=intermediate, need=need)
@@ -358,7 +361,9 @@ def _loader_of(
     """
     if isinstance(quant_config, str):
         return None, quant_config
-    loader = ExpertLoader(held(), format_of(quant_config), bias=bias)
+    share = held()
+    depth = max(share.hidden, share.intermediate)
+    loader = ExpertLoader(share, format_of(quant_config, depth=depth), bias=bias)
     return loader, str(loader.scheme)
 
 

@@ -1,5 +1,7 @@
 """The parameters of a layer's experts: what each must be, and how kernels see them."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -30,6 +32,7 @@ PARAMETERS = {
 }
 
 _NAN = 255  # of a byte of E8M0 or e4m3
+_READY = "modular_kernel_ready"  # of a state_dict's metadata
 
 
 class ExpertParameters(nn.Module):
@@ -105,9 +108,6 @@ class ExpertParameters(nn.Module):
         self.set_weights(self._of_checkpoint("process_weights_after_loading").expert_weights(self))
 
     def _of_checkpoint(self, method: str) -> ExpertLoader:
-        if self.problem.act.interleaved:  # a loader puts gate rows first
-            got, need = f"activation={self.problem.act}", "set_weights: gate and up rows alternate"
-            raise UnsupportedError(method, got=got, need=need)
         if self._loader is None:
             need = "quant_config: a checkpoint's quantization_config, or None"
             raise UnsupportedError(method, got=f"quant_config={self.problem.quant!r}", need=need)
@@ -152,6 +152,46 @@ class ExpertParameters(nn.Module):
                 self._loader.mark(parameter, self.weight_loader)  # a checkpoint's shape still
             self.register_parameter(PARAMETERS[field], parameter)
         self._ready = True
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", {}).get(prefix[:-1])
+        if metadata is not None:
+            metadata[_READY] = self._ready
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *others: Any,
+    ) -> None:
+        """Load what a layer like this one had, whether a checkpoint's tensors or kernels' own.
+
+        Those of kernels make this layer ready, as `set_weights` does. Where both look alike, what
+        the layer that was saved says of itself decides.
+        """
+        if not self._ready:
+            self._take_ready(state_dict, prefix, bool(local_metadata.get(_READY, False)))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+    def _take_ready(self, state_dict: dict[str, Any], prefix: str, said: bool) -> None:
+        """Take the state's tensors if they are as kernels want them; leave them else."""
+        device, found = next(self.parameters()).device, {}
+        for field, spec in self.specs().items():
+            tensor = state_dict.get(prefix + PARAMETERS[field])
+            if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != spec.shape:
+                return
+            if tensor.dtype not in spec.dtypes:
+                return
+            found[field] = tensor
+        own = {name: (tuple(p.shape), p.dtype) for name, p in self.named_parameters(recurse=False)}
+        theirs = {PARAMETERS[name]: (tuple(t.shape), t.dtype) for name, t in found.items()}
+        if said or own != theirs:
+            copies = {name: tensor.detach().clone().to(device) for name, tensor in found.items()}
+            self.set_weights(ExpertWeights(**copies))
 
     def weights(self) -> ExpertWeights:
         """Return the parameters as kernels take them; the same object until one is exchanged.

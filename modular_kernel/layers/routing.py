@@ -5,7 +5,7 @@ import torch
 from modular_kernel.errors import ConfigurationError, ShapeError
 from modular_kernel.layers.router import Router
 from modular_kernel.routers import RouterSpec
-from modular_kernel.tensors import Routing, dense
+from modular_kernel.tensors import Routing, check_lead, dense
 
 
 def spec_of(router: Router | RouterSpec | None) -> RouterSpec | None:
@@ -45,19 +45,23 @@ def top_k_of(top_k: int | None, router: Router | RouterSpec | None, experts: int
     return spec.top_k
 
 
-def flat_logits(given: object, columns: int) -> torch.Tensor:
-    """Return logits (..., E) as (T, E)."""
+def flat_logits(given: object, columns: int, lead: tuple[int, ...]) -> torch.Tensor:
+    """Return logits (..., E) as (T, E). lead: dimensions of x before H."""
     if not isinstance(given, torch.Tensor):
         need = "the router's logits (..., E)"
         raise ConfigurationError("routing", got=type(given).__name__, need=need)
     if given.dim() < 2 or given.shape[-1] != columns:
         need = f"(..., E) with E = {columns}"
         raise ShapeError("router logits", got=tuple(given.shape), need=need)
+    check_lead("router logits", given, lead, "E")
     return given.reshape(-1, columns)
 
 
-def given_routing(given: object) -> Routing:
-    """Return what a caller's router chose as (T, K) tensors that lie in memory in one piece."""
+def given_routing(given: object, lead: tuple[int, ...]) -> Routing:
+    """Return what a caller's router chose as (T, K) tensors that lie in memory in one piece.
+
+    lead: dimensions of x before H; those of the routing are the same, or T alone.
+    """
     if isinstance(given, Routing):
         weights, ids = given.topk_weights_TK, given.topk_ids_TK
     elif isinstance(given, tuple | list) and len(given) >= 2:
@@ -70,6 +74,7 @@ def given_routing(given: object) -> Routing:
     if weights.dim() < 2 or weights.shape != ids.shape:
         got = f"{tuple(weights.shape)} and {tuple(ids.shape)}"
         raise ShapeError("topk_weights and topk_ids", got=got, need="one shape, (..., K)")
+    check_lead("topk_weights and topk_ids", ids, lead, "K")
     if weights.dtype in (torch.bfloat16, torch.float16):
         weights = weights.float()
     top_k = weights.shape[-1]

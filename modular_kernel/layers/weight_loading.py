@@ -8,113 +8,30 @@
     weights = loader.expert_weights(layer)                  # of every format as a kernel takes it
 
 Parameters have the shapes that the checkpoint's format has, so any format of
-`modular_kernel.importers` can be loaded. Where a tensor goes is decided by `destination`, which
-touches none.
+`modular_kernel.importers` can be loaded. Where a tensor goes is decided by `share.destination`,
+which touches none.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
 
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError, WeightsError
-from modular_kernel.fields import Count, check_fields, expect
+from modular_kernel.fields import Count, expect
 from modular_kernel.importers.formats import Format, fit, format_of
 from modular_kernel.importers.merging import Matrix, piece, stack
-from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Range, Stored, cut
+from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Stored, cut
 from modular_kernel.importers.tensors import static_scale
-from modular_kernel.placement import Experts, Placement
+from modular_kernel.layers.share import FUSED, SHARDS, Move, Share, destination
 from modular_kernel.tensors import ExpertWeights, dense
-from modular_kernel.types import Parallel
 
-SHARDS = ("w1", "w2", "w3")  # gate, down, up
 Mapping = list[tuple[str, str, int, str]]
 WeightLoader = Callable[[torch.nn.Parameter, torch.Tensor, str, str, int], None]
 
 _BIAS = Stored("bias", "bias", (Dim("N"),), FLOATS)
 _SAME = 1e-5  # that input scales of an expert's gate and up may differ by
+_OF_MATRIX = ("scale", "global_scale")
 _SCALES, _UNSET = ("scale", "global_scale", "a_scale"), 1.0  # what they are before they are loaded
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one rank holds of a layer's experts.
-
-    experts, hidden, intermediate: of the whole layer. ep, tp: (rank, ranks). placement: which
-    experts a rank of ep holds. gated: w1 has gate and up rows.
-    """
-
-    experts: Experts
-    hidden: Count
-    intermediate: Count
-    ep: tuple[int, int] = (0, 1)
-    tp: tuple[int, int] = (0, 1)
-    placement: Literal["linear"] | Placement = "linear"
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, "share ")
-        rank, world = self.tp
-        if not 0 <= rank < world:
-            raise ConfigurationError("tp: rank", got=rank, need=f"in [0, {world})")
-        if self.intermediate % world:
-            need = f"a multiple of the {world} tensor-parallel ranks"
-            raise ConfigurationError("intermediate", got=self.intermediate, need=need)
-        _ = self.slots  # raises where there is no such placement
-
-    @cached_property
-    def slots(self) -> tuple[int, ...]:
-        """The experts of this rank, in the order of its rows."""
-        parallel = Parallel(self.ep[1], self.placement, self.ep[0])
-        return parallel.place(self.experts).slots[self.ep[0]]
-
-    @property
-    def width(self) -> int:
-        """I of this rank."""
-        return self.intermediate // self.tp[1]
-
-    def local_expert(self, expert: int) -> int:
-        """Return the row of a global expert id, -1 where another rank has it."""
-        if type(expert) is not int or not 0 <= expert < self.experts:
-            raise ConfigurationError("expert_id", got=expert, need=f"in [0, {self.experts})")
-        return self.slots.index(expert) if expert in self.slots else -1
-
-
-@dataclass(frozen=True)
-class Move:
-    """Where one tensor of one projection goes.
-
-    slot: the expert's row of the parameter. rows, columns: of the matrix that lies there.
-    of_rows, of_columns: of the loaded matrix, what is copied there.
-    """
-
-    slot: int
-    rows: Range
-    columns: Range
-    of_rows: Range
-    of_columns: Range
-
-
-def destination(expert: int, shard: str, share: Share) -> Move | None:
-    """Return where a projection of an expert goes, None where another rank has it.
-
-    shard: "w1" (gate) goes to rows [0, I) of w13 and "w3" (up) to rows [I, 2I), I being this
-    rank's; "w2" (down) is cut along its columns. ConfigurationError for any other.
-    """
-    if shard not in SHARDS or (shard == "w1" and not share.gated):
-        need = f"one of {', '.join(SHARDS if share.gated else SHARDS[1:])}"
-        raise ConfigurationError("shard_id", got=repr(shard)[:80], need=need)
-    slot = share.local_expert(expert)
-    if slot < 0:
-        return None
-    width, hidden = share.width, (0, share.hidden)
-    of = (share.tp[0] * width, (share.tp[0] + 1) * width)
-    if shard == "w2":
-        return Move(slot, hidden, (0, width), hidden, of)
-    begin = width if shard == "w3" and share.gated else 0
-    return Move(slot, (begin, begin + width), hidden, of, hidden)
 
 
 def make_expert_params_mapping(
@@ -152,6 +69,10 @@ class ExpertLoader:
         self.share = share
         self.format = format_of(None) if format is None else format
         self.bias, self.transposed = bias, transposed
+        numbers = [each for each in self.format.stored if each.role in _OF_MATRIX and not each.dims]
+        if share.interleaved and numbers:
+            need = "gate rows first: one scale of each projection is merged by rows"
+            raise ConfigurationError("interleaved", got=str(self.format), need=need)
         if transposed and self.format.scheme.quantised:
             raise ConfigurationError("transposed", got=str(self.format), need="no quantisation")
         if self.format.scheme.act_order:
@@ -184,7 +105,7 @@ class ExpertLoader:
         for name, matrix in sizes.items():
             for kept in self._kept.values():
                 shape = kept.shape(*matrix)
-                of_each = kept.role in ("scale", "global_scale") and not kept.dims
+                of_each = kept.role in _OF_MATRIX and not kept.dims
                 if of_each and name == "w13" and share.gated:
                     shape = (2,)  # one of each projection, until they are merged
                 if kept.role == "w" and self.transposed:
@@ -238,15 +159,20 @@ class ExpertLoader:
         """Copy this rank's share of one tensor of a checkpoint to its place in a parameter.
 
         param: as `create_weights` made it. loaded_weight: the whole tensor of one projection of one
-        expert. weight_name: ends with the parameter's or the tensor's own name, such as
-        "w13_weight_scale". An expert of another rank is skipped. Raises ConfigurationError for an
-        unknown shard, name or expert, ShapeError and DtypeError for a tensor that is not as the
-        format has it, WeightsError for input scales of gate and up that differ.
+        expert; of shard "w13", of gate and up: gate rows first, or in turns where the layer's are.
+        weight_name: ends with the parameter's or the tensor's own name, such as "w13_weight_scale".
+        An expert of another rank is skipped. Raises ConfigurationError for an unknown shard, name
+        or expert, ShapeError and DtypeError for a tensor that is not as the format has it,
+        WeightsError for input scales of gate and up that differ.
         """
-        move = destination(expert_id, shard_id, self.share)
         stored = self._named(weight_name)
-        width, hidden = self.share.intermediate, self.share.hidden
-        sizes = (hidden, width) if shard_id == "w2" else (width, hidden)
+        if shard_id == FUSED and self.share.gated and not self.share.interleaved:
+            halves = self._halves(weight_name, stored, loaded_weight)
+            for shard, half in zip(("w1", "w3"), halves, strict=True):
+                self.weight_loader(param, half, weight_name, shard, expert_id)
+            return
+        move = destination(expert_id, shard_id, self.share)
+        sizes = self._sizes(shard_id)
         dense(weight_name, loaded_weight)
         need = stored.shape(*sizes)
         stored.check(weight_name, tuple(loaded_weight.shape), loaded_weight.dtype, need)
@@ -267,6 +193,30 @@ class ExpertLoader:
             else:
                 self._copy_number(param.data[move.slot], loaded_weight, stored, shard_id)
         self._loaded.add((stored.name, shard_id, move.slot))
+
+    def _sizes(self, shard: str) -> tuple[int, int]:
+        """Return (N, K) of the whole matrix of a shard."""
+        width, hidden = self.share.intermediate, self.share.hidden
+        return {"w2": (hidden, width), FUSED: (2 * width, hidden)}.get(shard, (width, hidden))
+
+    def _halves(
+        self, name: str, stored: Stored, loaded: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what is stored of gate and of up: halves of its rows, or the same twice.
+
+        Scales of tiles that lie in both cannot be divided.
+        """
+        dense(name, loaded)
+        need, width = stored.shape(*self._sizes(FUSED)), self.share.intermediate
+        stored.check(name, tuple(loaded.shape), loaded.dtype, need)
+        along = next((place for place, dim in enumerate(stored.dims) if dim.axis == "N"), None)
+        if along is None:
+            return loaded, loaded
+        if width % stored.dims[along].step:
+            rows = f"multiples of {stored.dims[along].step}: {stored.name} has one for so many rows"
+            raise ConfigurationError(f"{name}: gate rows", got=width, need=rows)
+        first, second = loaded.reshape(need).chunk(2, along)
+        return first, second
 
     def expert_weights(self, layer: torch.nn.Module) -> ExpertWeights:
         """Return what a kernel takes, made of the parameters of `layer`.
@@ -320,7 +270,7 @@ class ExpertLoader:
     def _copy_number(
         self, target: torch.Tensor, loaded: torch.Tensor, stored: Stored, shard: str
     ) -> None:
-        both = stored.role in ("scale", "global_scale") and target.dim()
+        both = stored.role in _OF_MATRIX and target.dim()
         (target[0 if shard == "w1" else 1] if both else target).copy_(loaded)
 
     def _put_input_scale(
@@ -354,11 +304,10 @@ class ExpertLoader:
         return stack(self._fine, parts, plain)
 
     def _check_whole(self) -> None:
-        shards = SHARDS if self.share.gated else SHARDS[1:]
         missing = [
             f"{stored.name} of {shard}, expert {self.share.slots[slot]}"
             for stored in self._stored
-            for shard in shards
+            for shard in self.share.shards
             for slot in range(len(self.share.slots))
             if not (stored.optional or stored.role in UNREAD)
             and (stored.name, shard, slot) not in self._loaded

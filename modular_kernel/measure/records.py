@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel import json_files
 
 SCHEMA = "mk-bench/1"
 
@@ -101,23 +101,14 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> "Report":
         """Read what `to_json` wrote; raise ConfigurationError for anything else."""
-        record = json.loads(text)
-        found = record.get("schema") if isinstance(record, dict) else None
-        if found != SCHEMA:
-            raise ConfigurationError("benchmark record", got=found, need=SCHEMA)
+        record = json_files.record(text, SCHEMA, "benchmark record")
         known = {f.name for f in fields(Row)}
         rows = [Row(**{k: v for k, v in row.items() if k in known}) for row in record["rows"]]
         return cls(record["environment"], record["peaks"], tuple(rows), record["stopped"])
 
     def write(self, path: Path) -> None:
         """Through a file beside it: a run that is killed leaves the last whole record."""
-        path = path.resolve()
-        if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
-            path.write_text(self.to_json() + "\n", encoding="utf-8")
-            return
-        part = path.with_name(path.name + ".part")
-        part.write_text(self.to_json() + "\n", encoding="utf-8")
-        part.replace(path)
+        json_files.write(path, self.to_json() + "\n")
 
 
 def best(rows: Iterable[Row], *, ours: bool) -> float | None:

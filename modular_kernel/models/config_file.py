@@ -6,12 +6,11 @@ the file, the entry, what it has and what is needed.
 """
 
 import difflib
-import json
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
+from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.models.families import FAMILIES, Family
 from modular_kernel.models.quantised import scheme_of
@@ -63,29 +62,17 @@ def config_of_file(model: str) -> tuple[Path, Config]:
     try:
         if path.is_dir():
             path = path / "config.json"
-        content = _content(path)
-    except ConfigurationError:
-        raise
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigurationError("model", got=f"{model[:200]!r}: {why}", need="a file") from None
+        content = json_files.content(path, _MOST_BYTES)
+    except OSError as error:
+        got = f"{model[:200]!r}: {error.strerror}"
+        raise ConfigurationError("model", got=got, need="a file") from None
+    except ValueError as error:
+        raise _bad(path, str(error), "a config.json") from None
     try:
-        config = json.loads(content.decode("utf-8"), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
+        config = json_files.parse(content, constants=True)  # Mamba's limits are infinite
+    except ValueError as error:
         raise _bad(path, f"no JSON: {str(error)[:100]}", "a config.json") from None
     return path, _of_layers(path, config)
-
-
-def _content(path: Path) -> bytes:
-    """Read the bytes of a regular file of at most 1 MiB."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise _bad(path, "no regular file", "a config.json")
-        content = file.read(_MOST_BYTES + 1)
-    if len(content) > _MOST_BYTES:
-        raise _bad(path, f"more than {_MOST_BYTES} bytes", "a config.json")
-    return content
 
 
 def _of_layers(path: Path, config: Any) -> Config:
@@ -156,7 +143,8 @@ def facts_of_config(path: Path, config: Config) -> dict[str, object]:
     if family.scaling:
         found["routed_scaling_factor"] = _scaling(path, config, family.scaling)
     found |= _dtype(path, config)
-    quant = scheme_of(str(path), config)
+    depth = max(sizes["hidden"], sizes["intermediate"])
+    quant = scheme_of(str(path), config, depth=depth)
     return found if quant is None else found | {"quant": quant}
 
 
@@ -272,13 +260,6 @@ def _dtype(path: Path, config: Config) -> dict[str, object]:
         got = " and ".join(f"{str(one)[:60]!r}" for one in given)
         raise _bad(path, f"dtype {got}", f"one of {', '.join(_DTYPES)}")
     return {"dtype": given[0]}
-
-
-def _once(pairs: list[tuple[str, Any]]) -> Config:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name twice in one object")
-    return made
 
 
 def _bad(path: Path, got: str, need: str) -> ConfigurationError:

@@ -40,13 +40,16 @@ _PACKINGS = {
     "nvfp4_w4a16": ("nvfp4-pack-quantized",),
 }
 
+_GROUPS = ("group_size", "q_group_size")
+
 Given = dict[str, Any]
 
 
-def scheme_of(path: str, config: Given) -> str | None:
+def scheme_of(path: str, config: Given, *, depth: int | None = None) -> str | None:
     """Name the scheme of `config`, an object of a config.json; None for an unquantised model.
 
-    path: of the file, for messages. ConfigurationError if no scheme of this toolkit is meant.
+    path: of the file, for messages. depth: the most columns of a matrix, which a group of -1 or a
+    channel of 4 bits spans. ConfigurationError if no scheme of this toolkit is meant.
     """
     given = config.get("quantization_config", config.get("compression_config"))
     if given is None:
@@ -69,7 +72,37 @@ def scheme_of(path: str, config: Given) -> str | None:
         "modelopt": _modelopt,
         "modelopt_fp4": _modelopt,
     }[method]
-    return read(path, {"expert_dtype": config.get("expert_dtype")} | given)
+    given = {"expert_dtype": config.get("expert_dtype")} | given
+    return read(path, given if depth is None else _with_depth(given, depth + depth % 2))
+
+
+def _with_depth(given: Given, depth: int) -> Given:
+    """State the columns of groups that span a whole row: a scheme has one size for all matrices.
+
+    A scale covers the columns there are, so a size above a matrix's own means one group too.
+    """
+
+    def spelled(one: Any) -> Any:
+        if not isinstance(one, dict):
+            return one
+        one = {k: depth if k in _GROUPS and _is_minus_one(v) else v for k, v in one.items()}
+        if one.get("strategy") == "channel" and _is(one, num_bits=4, type="int"):
+            return one | {"strategy": "group", "group_size": depth}
+        return one
+
+    found: Given = spelled(given)
+    groups = given.get("config_groups")
+    if isinstance(groups, dict):
+        whole = {
+            name: one | {"weights": spelled(one.get("weights"))} if isinstance(one, dict) else one
+            for name, one in groups.items()
+        }
+        found = found | {"config_groups": whole}
+    return found
+
+
+def _is_minus_one(value: object) -> bool:
+    return type(value) is int and value == -1
 
 
 def quantises_inputs(given: Mapping[str, Any]) -> bool:
@@ -132,7 +165,8 @@ def _integers(
 
 def _grouped(path: str, bits: int, group: Any, *, zero_points: bool) -> str:
     if type(group) is not int or not 1 <= group <= _MOST or group % 2:
-        raise _bad(path, f"group_size = {_short(group)}", "an even number of columns")
+        need = "an even number of columns, or -1 where the layer's sizes are known"
+        raise _bad(path, f"group_size = {_short(group)}", need)
     points = ",zero_points=true" if zero_points else ""
     return f"int{bits}_w{bits}a16_group:group={group}{points}"
 

@@ -3,7 +3,12 @@
 import torch
 
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.routers import Indx, RoutingData, StandardTopKOutput, TritonKernelTopKOutput
+from modular_kernel.routers import (
+    Permutation,
+    RoutingData,
+    StandardTopKOutput,
+    TritonKernelTopKOutput,
+)
 
 
 def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKernelTopKOutput:
@@ -27,7 +32,7 @@ def by_experts(topk_output: StandardTopKOutput, num_experts: int) -> TritonKerne
     hist = torch.bincount(ids, minlength=num_experts + 1)[:num_experts]
     data = RoutingData(ids_TK.shape[1], gate, hist.to(torch.int32), num_experts)
     pair, row = pair_of_row.to(torch.int32), row_of_pair.to(torch.int32)
-    return TritonKernelTopKOutput(data, Indx(pair, row), Indx(row, pair))
+    return TritonKernelTopKOutput(data, Permutation(pair, row), Permutation(row, pair))
 
 
 def by_tokens(topk_output: TritonKernelTopKOutput) -> StandardTopKOutput:

@@ -6,13 +6,13 @@ report for each world), and what others published (mk-published/1). Of a measure
 counts: a dispatch or a combine alone lies between two events, which take longer than short ones.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from modular_kernel import json_files
 from modular_kernel.bench.all2all.records import SCHEMA as EXCHANGES
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OK, SCHEMA
@@ -134,13 +134,9 @@ def cells_of(path: Path) -> list[ComparedTime]:
     ConfigurationError for another file.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"more than {_MOST_BYTES} bytes")
-        found = json.loads(content)
+        found = json_files.parse(json_files.content(path, _MOST_BYTES), constants=True)
         return _reader(found)(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{type(error).__name__}: {str(error)[:200]}"
         need = f"rows of mk bench, of mk exchange, or {PUBLISHED}"
         raise ConfigurationError(f"measured rows in {path}", got=got, need=need) from None

@@ -4,11 +4,11 @@ Three forms are known: what `mk bench --json` writes; rows of layers named by `p
 of cells with the time of each scheme. A file of another form is kept by its name alone.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OK, OURS, PEER, SCHEMA, Report, Row, ranked
 
@@ -45,7 +45,7 @@ def read_records(folder: Path) -> tuple[BenchmarkRecord, ...]:
 def _read(path: Path) -> Report | None:
     text = path.read_text(encoding="utf-8")
     try:
-        found = json.loads(text)
+        found = json_files.parse(text, constants=True)
     except ValueError as error:
         raise ConfigurationError(str(path), got=str(error), need="JSON") from error
     if isinstance(found, dict) and found.get("schema") == SCHEMA:

@@ -7,7 +7,6 @@ last writer wins; its file is whole all the same.
 
 import errno
 import os
-import stat
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select import stored
 from modular_kernel.select.keys import Facts, digest
@@ -123,27 +123,17 @@ class Cache:
 
     def _read(self) -> tuple[StoredChoice, ...]:
         """() if there is no file; ConfigurationError for one that cannot be used."""
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)
         try:
-            handle = os.open(self.path, flags)
+            content = json_files.content(self.path, stored.MOST_BYTES, links=False)
         except FileNotFoundError:
             return ()
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise _refused("a link") from None
             raise
-        with os.fdopen(handle, "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise _refused("no regular file")
-            content = file.read(stored.MOST_BYTES + 1)
-        if len(content) > stored.MOST_BYTES:
-            raise _refused(f"more than {stored.MOST_BYTES} bytes")
-        try:
-            text = content.decode("utf-8")
-        except UnicodeDecodeError:
-            raise _refused("no UTF-8") from None
-        return stored.from_text(text, self.identity)
+        except ValueError as error:
+            raise _refused(str(error)) from None
+        return stored.from_text(content, self.identity)
 
     def _changes(self, record: StoredChoice) -> str:
         names = sorted({*record.versions, *self.versions})

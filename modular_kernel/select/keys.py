@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from modular_kernel.catalog import load_catalog
+from modular_kernel.catalog import load_catalog, providers_of
+from modular_kernel.providers import find
 from modular_kernel.settings import read_settings
 from modular_kernel.types import Machine, Problem
 
@@ -69,6 +70,9 @@ def _parts() -> tuple[tuple[str, str, str], ...]:
 @cache
 def _version(name: str) -> str:
     """Of the distribution, or of that which has the import package; "none" if there is none."""
+    for provider in providers_of(load_catalog()):  # a copy that another package carries, say
+        if provider.name == name and (stated := find(provider).version):
+            return stated
     try:
         return version(name)
     except PackageNotFoundError:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.select.keys import Facts
 from modular_kernel.select.record import Bucket, TimedOutcome
@@ -59,14 +60,14 @@ def to_text(identity: Facts, records: Sequence[StoredChoice]) -> str:
             newest = [replace(last, buckets=last.buckets[len(last.buckets) // 2 + 1 :])]
 
 
-def from_text(text: str, identity: Facts) -> tuple[StoredChoice, ...]:
+def from_text(text: str | bytes, identity: Facts) -> tuple[StoredChoice, ...]:
     """Read the records of a file's text.
 
     ConfigurationError says what is wrong with it.
     """
     try:
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        found = json_files.parse(text)
+    except ValueError as error:
         raise _bad(f"no JSON: {str(error)[:100]}") from None
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise _bad(f"no {SCHEMA}")
@@ -153,17 +154,6 @@ def _list(value: Any, name: str, most: int) -> list[Any]:
     if not isinstance(found, list) or len(found) > most:
         raise _bad(f"{name} that are no list of at most {most}")
     return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name twice in one object")
-    return made
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
 
 
 def _bad(got: str) -> ConfigurationError:

@@ -29,11 +29,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 from experts.triton.configs.former import FORMER_NAMES
 from experts.triton.launch_config import Launch, LaunchConfig, MoEConfig
 from experts.triton.paths import BASE, BY_NAME, NAMES
+from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
 
 VERSION = 2
@@ -103,46 +104,31 @@ class Recipe:
 
 def read_recipe(path: Path) -> Recipe:
     """Read the recipe in a file; raise ConfigurationError, naming the file, if it is not one."""
-    return parse_recipe(_text(path), str(path))
+    return parse_recipe(_content(path), str(path))
 
 
-def _text(path: Path) -> str:
+def _content(path: Path) -> bytes:
     what = f"config file {path}"
     try:
-        if not path.is_file():
-            raise ConfigurationError(what, got="no regular file", need="a JSON file")
-        with path.open("rb") as stream:
-            data = stream.read(MOST_BYTES + 1)
+        if not path.is_file():  # or a link that leads nowhere
+            raise ValueError("no regular file")
+        return json_files.content(path, MOST_BYTES)
     except OSError as error:
         raise ConfigurationError(what, got=str(error), need="a readable file") from error
-    if len(data) > MOST_BYTES:
-        raise ConfigurationError(what, got=f"over {MOST_BYTES} bytes", need=f"<= {MOST_BYTES}")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(what, got=str(error), need="UTF-8") from error
+    except ValueError as error:
+        need = f"a JSON file of <= {MOST_BYTES} bytes"
+        raise ConfigurationError(what, got=str(error), need=need) from error
 
 
-def parse_recipe(text: str, origin: str) -> Recipe:
+def parse_recipe(text: str | bytes, origin: str) -> Recipe:
     """Parse the recipe in a file's text; origin: the name for errors."""
     what = f"config file {origin}"
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # a JSONDecodeError is a ValueError
-        got = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ConfigurationError(what, got=got, need="JSON, every key once, finite") from error
+        value = json_files.parse(text)
+    except ValueError as error:  # a JSONDecodeError is one
+        need = "JSON, every key once, finite"
+        raise ConfigurationError(what, got=str(error), need=need) from error
     return _recipe(value, what, origin)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key twice")
-    return found
-
-
-def _no_constant(name: str) -> Never:
-    raise ValueError(f"{name} is no number")
 
 
 def override_recipe(value: "MoEConfig | Mapping[str, object]") -> Recipe:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from modular_kernel import json_files
 from modular_kernel.bench.all2all.cases import ExchangeCase, TransportLink
-from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import FAILED, OK, REFUSED, SKIPPED, WRONG
 
 SCHEMA = "mk-exchange/1"
@@ -121,21 +121,12 @@ class ExchangeReport:
     @classmethod
     def from_json(cls, text: str) -> "ExchangeReport":
         """Read what `to_json` wrote; raise ConfigurationError for anything else."""
-        record = json.loads(text)
-        found = record.get("schema") if isinstance(record, dict) else None
-        if found != SCHEMA:
-            raise ConfigurationError("record of exchanges", got=found, need=SCHEMA)
+        record = json_files.record(text, SCHEMA, "record of exchanges")
         return cls(record["environment"], tuple(ExchangeRow(**row) for row in record["rows"]))
 
     def write(self, path: Path) -> None:
         """Through a file beside it: a run that is killed leaves the last whole record."""
-        path = path.resolve()
-        if path.exists() and not path.is_file():  # a pipe or a device is written to, not replaced
-            path.write_text(self.to_json() + "\n", encoding="utf-8")
-            return
-        part = path.with_name(path.name + ".part")
-        part.write_text(self.to_json() + "\n", encoding="utf-8")
-        part.replace(path)
+        json_files.write(path, self.to_json() + "\n")
 
     def with_rows_of(self, others: Iterable["ExchangeReport"]) -> "ExchangeReport":
         """Return this one's environment with everybody's rows.

@@ -164,11 +164,12 @@ def compressed(bits: int, group: int | None, *, symmetric: bool = True) -> Make:
 
 def awq(group: int, *, zero_point: bool = True) -> Make:
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        codes, groups = _codes(rows, depth, 4, g), depth // group
+        width = depth if group == -1 else group
+        codes, groups = _codes(rows, depth, 4, g), depth // width
         zeros = _points((rows, groups), 4, g, not zero_point)
         scale = (_uniform((rows, groups), g) * gain * 0.375 / depth**0.5).to(torch.float16)
-        values = (codes - spread(zeros, rows, depth, 1, group)) * spread(
-            scale, rows, depth, 1, group
+        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
+            scale, rows, depth, 1, width
         )
         tensors = {
             "qweight": words(codes.T, 1, 4, FOUND),
@@ -184,18 +185,19 @@ def gptq(bits: int, group: int, *, symmetric: bool = True, less: int = 1) -> Mak
     """less: what a stored zero point is less than it is, 1 in the format's first version."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
-        codes, groups = _codes(rows, depth, bits, g), depth // group
+        width = depth if group == -1 else group
+        codes, groups = _codes(rows, depth, bits, g), depth // width
         zeros = _points((rows, groups), bits, g, symmetric)
         size = gain * 3 / (1 << (bits - 1)) / depth**0.5
         scale = (_uniform((rows, groups), g) * size).to(torch.float16)
-        values = (codes - spread(zeros, rows, depth, 1, group)) * spread(
-            scale, rows, depth, 1, group
+        values = (codes - spread(zeros, rows, depth, 1, width)) * spread(
+            scale, rows, depth, 1, width
         )
         tensors = {
             "qweight": words(codes.T, 0, bits),
             "qzeros": words(zeros.T - less, 1, bits),
             "scales": scale.T.contiguous(),
-            "g_idx": torch.arange(depth, dtype=torch.int32) // group,
+            "g_idx": torch.arange(depth, dtype=torch.int32) // width,
         }
         return Stored(tensors, values)
 
@@ -440,6 +442,16 @@ KINDS: dict[str, Kind] = {
         "int4_w4a16_group:group=64,zero_points=true",
     ),
     "gptq int8": Kind(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
+    # One group of a whole row: as long as the wider matrix of a layer of samples.write's sizes.
+    "awq, one group": Kind(
+        _AWQ | {"group_size": -1}, awq(-1), "int4_w4a16_group:group=256,zero_points=true"
+    ),
+    "gptq, one group": Kind(_GPTQ | {"group_size": -1}, gptq(4, -1), "int4_w4a16_group:group=256"),
+    "compressed int4, channels": Kind(
+        _compressed_config("pack-quantized", _ints(4, None)),
+        compressed(4, None),
+        "int4_w4a16_group:group=256",
+    ),
     "mxfp4": Kind({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
 }
 

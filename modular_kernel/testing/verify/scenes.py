@@ -212,6 +212,7 @@ def broken_off(on: Stage) -> Lines:
 def _without_a_word(on: Stage) -> tuple[str, str]:
     """Every rank's library fails, and does not say why."""
     manager = manager_of(on.kernel().prepare_finalize)
+    dist.barrier()  # nobody may still be connecting
     manager._communicator.group = _Silent()
 
     def exchange() -> torch.Tensor:

@@ -1,0 +1,68 @@
+"""A layer's state loads into a fresh one, packed as it is; batches of routing lie as those of x."""
+
+import pytest
+import torch
+from test_layer_loading import E, H, I, K, layer_of
+
+from modular_kernel.errors import ShapeError, StateError
+from modular_kernel.layers.parallel import LayerParallel
+from modular_kernel.layers.router import RouterSpec
+from modular_kernel.testing.checkpoints.samples import write
+
+KINDS_OF_STATE = (
+    "fp32",
+    "awq",
+    "gptq",
+    "compressed int4",
+    "compressed mxfp4",
+    "mxfp4",
+    "deepseek fp8",
+    "compressed fp8 channel",
+    "compressed int8",
+    "fp8 tensor, static",
+)
+# Formats whose tensors on disk are what kernels take, so that a state alone does not say which.
+ALIKE = ("compressed fp8 channel", "compressed int8")
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_STATE)
+def test_a_state_of_a_ready_layer_makes_a_fresh_one_ready(kind, tmp_path) -> None:
+    sample = write(tmp_path, "mixtral", kind, intermediate=I)
+    x, weights, ids = sample.inputs(5)
+    layer, fresh = layer_of(kind, LayerParallel()), layer_of(kind, LayerParallel())
+    layer.load(tmp_path, 0)
+    x_TH = x.to(layer.problem.dtype)
+    want, outer = layer(x_TH, (weights, ids)), torch.nn.ModuleDict({"moe": fresh})
+    state = torch.nn.ModuleDict({"moe": layer}).state_dict()
+    outer.load_state_dict(state)
+    assert torch.equal(fresh(x_TH, (weights, ids)), want)
+    for name, tensor in state.items():
+        assert tensor.data_ptr() != outer.state_dict()[name].data_ptr()
+    if kind not in ALIKE:  # without what torch keeps beside tensors
+        again = layer_of(kind, LayerParallel())
+        again.load_state_dict({name: t.clone() for name, t in layer.state_dict().items()})
+        assert torch.equal(again(x_TH, (weights, ids)), want)
+
+
+@pytest.mark.parametrize("kind", ["awq", *ALIKE])
+def test_a_state_that_is_not_ready_makes_nothing_ready(kind) -> None:
+    raw, fresh = layer_of(kind, LayerParallel()), layer_of(kind, LayerParallel())
+    fresh.load_state_dict(raw.state_dict())
+    with pytest.raises(StateError, match="as a checkpoint has them"):
+        fresh(torch.zeros(2, H, dtype=torch.bfloat16), (torch.ones(2, K), torch.zeros(2, K).int()))
+
+
+def test_batches_of_routing_lie_as_those_of_x() -> None:
+    layer = layer_of("fp32", LayerParallel())
+    for parameter in layer.parameters():
+        parameter.data.fill_(0.5)
+    x, ids = torch.randn(5, 1, H), torch.randint(E, (5, 1, K), dtype=torch.int32)
+    weights = torch.rand(5, 1, K)
+    want = layer(x, (weights, ids))
+    assert torch.equal(layer(x, (weights.view(5, K), ids.view(5, K))), want)
+    need = r"got \(1, 5, 2\), need \(5, 1, K\) as x has it, or \(T, K\)"
+    with pytest.raises(ShapeError, match=need):
+        layer(x, (weights.view(1, 5, K), ids.view(1, 5, K)))
+    routed = layer_of("fp32", LayerParallel(), top_k=None, router=RouterSpec(K))
+    with pytest.raises(ShapeError, match=r"router logits: got \(1, 5, 4\), need \(5, 1, E\)"):
+        routed(x, torch.randn(1, 5, E))
