@@ -55,7 +55,8 @@ def info_of(weights: ExpertWeights, **flags: Any) -> MoeQuantInfo:
     return MoeQuantInfo(
         weights.w1, weights.w2, weights.b1, weights.b2, expert_map=weights.expert_map,
         w13_scale=weights.w1_scale, w2_scale=weights.w2_scale, w13_zp=weights.w1_zero_point,
-        w2_zp=weights.w2_zero_point, a13_scale=weights.a1_scale, a2_scale=weights.a2_scale, **flags,
+        w2_zp=weights.w2_zero_point, a13_scale=weights.a1_scale, a2_scale=weights.a2_scale,
+        w13_global_scale=weights.w1_global_scale, w2_global_scale=weights.w2_global_scale, **flags,
     )  # fmt: skip
 
 
@@ -182,6 +183,7 @@ FLAGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"use_int8_w8a16": True}, "int8_w8a16_channel"),
     ({"use_int4_w4a16": True, "block_shape": [0, 32]}, "int4_w4a16_group:group=32"),
     ({"quant": "mxfp4_w4a16"}, "mxfp4_w4a16"),
+    ({"quant": "nvfp4_w4a16"}, "nvfp4_w4a16"),
 )
 
 

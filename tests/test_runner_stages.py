@@ -394,7 +394,7 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"quant": "fp8_w8a8_tensor"},
     {"quant": "fp8_w8a8_channel", "tokens": 1},
     {"quant": "fp8_w8a8_block:block=32x32", "dtype": torch.bfloat16},
-    {"quant": "int8_w8a8_channel"},
+    {"quant": "int8_w8a8_channel", "lora": "adapters=3,rank=16"},
     {"quant": "int8_w8a16_group:group=32,zero_points=true"},
     {"quant": "int4_w4a16_group:group=32", "dtype": torch.bfloat16},
 )

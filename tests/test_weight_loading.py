@@ -116,6 +116,12 @@ def test_gate_and_up_in_one_matrix_load_as_two(kind: str, tmp_path: Path) -> Non
         assert tensor is other is None or torch.equal(tensor.float(), other.float()), name
 
 
+@pytest.mark.parametrize("kind", ["fp8 tensor, dynamic", "modelopt nvfp4"])
+def test_one_scale_of_rows_that_alternate_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match="interleaved: got .* need gate rows first"):
+        ExpertLoader(Share(2, 128, 192, interleaved=True), format_of(KINDS[kind].config))
+
+
 def test_a_block_of_scales_over_gate_and_up_is_refused() -> None:
     format = format_of(KINDS["deepseek fp8"].config)
     loader, layer = ExpertLoader(Share(2, 128, 192), format), torch.nn.Module()

@@ -92,6 +92,8 @@ class MoeQuantInfo:
     w2_zp: torch.Tensor | None = None
     a13_scale: torch.Tensor | None = None
     a2_scale: torch.Tensor | None = None
+    w13_global_scale: torch.Tensor | None = None
+    w2_global_scale: torch.Tensor | None = None
     expert_map: torch.Tensor | None = None
     quant: str | None = None
     use_triton_kernels: bool = False
@@ -274,7 +276,9 @@ class MoeRunner:
                 raise ShapeError("padded weights", got=got, need=f">= {hidden} and >= {depth}")
             w13, w2 = w13[:, :, :hidden], w2[:, :, :depth]
         extras = [options.get(name) for name in FIELDS.values()]
-        return weights_of(w13, w2, extras, quant)  # type: ignore[arg-type]
+        weights = weights_of(w13, w2, extras, quant)  # type: ignore[arg-type]
+        scales = info.w13_global_scale, info.w2_global_scale
+        return replace(weights, w1_global_scale=scales[0], w2_global_scale=scales[1])
 
     def _checked(self, info: MoeQuantInfo, quant: str, x: torch.Tensor) -> ExpertWeights:
         """Return the weights, of the sizes that the config has."""
