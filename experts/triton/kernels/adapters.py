@@ -60,6 +60,8 @@ def add_adapters(
     r = tl.arange(0, BLOCK_R)
     u_rows = u_ptr + rows.to(tl.int64)[:, None] * stride_u
     b_rows = b_ptr + row.to(tl.int64)[None, :] * stride_bn
+    # An argument of 1, as up_row of alternating rows is, is a constant without a dtype of its own.
+    up_rows = b_ptr + (row + up_row).to(tl.int64)[None, :] * stride_bn
     slot = tl.min(slots, axis=0)
     while slot < NO_SLOT:
         mine = (slots == slot)[:, None]
@@ -74,7 +76,7 @@ def add_adapters(
             if GATED:
                 if U_UP > 0:
                     u = tl.load(u_rows + at[None, :] + U_UP, mask=u_mask, other=0.0)
-                up_ptrs = b_ptrs + up_row.to(tl.int64) * stride_bn
+                up_ptrs = up_rows + slot.to(tl.int64) * stride_bl
                 b = tl.load(up_ptrs + at[:, None], mask=b_mask, other=0.0)
                 up = tl.dot(u, b, up, input_precision=PRECISION)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)

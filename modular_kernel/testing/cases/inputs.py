@@ -46,7 +46,10 @@ LAYOUTS = (
     "shifted",  # contiguous from the second element of the memory on
 )
 
-_SCALES = ("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale")
+_BESIDE = (  # weights
+    *("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale"),
+    *("w1_global_scale", "w2_global_scale", "w1_order"),
+)
 # What given activation scales cover of x and between the GEMMs. No power of two lies between them:
 # float8 rounds alike by both scales then, and one taken for the other changes no value.
 _X_RANGE, _H_RANGE = 5.0, 37.0
@@ -100,7 +103,7 @@ class Inputs:
             "topk_weights": r.topk_weights_TK,
             "topk_ids": r.topk_ids_TK,
             "adapters": r.slots_T,
-            **{name: getattr(w, name) for name in (*_SCALES, *ADAPTER_TENSORS)},
+            **{name: getattr(w, name) for name in (*_BESIDE, *ADAPTER_TENSORS)},
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

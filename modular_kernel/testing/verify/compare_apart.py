@@ -34,7 +34,8 @@ class Fair:
                 worst = max(worst, float((got - want).norm() / want.norm()))
                 rows = want.flatten(0, -2).norm(dim=1)
                 errors = (got - want).flatten(0, -2).norm(dim=1)
-                worst_row = max(worst_row, float((errors / rows)[rows > 0].amax()))
+                shares = (errors / rows)[rows > 0]
+                worst_row = max(worst_row, float(shares.amax()) if len(shares) else 0.0)
         return cls(worst, worst_row)
 
 
