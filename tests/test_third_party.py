@@ -331,7 +331,7 @@ def test_where_no_part_is_found_every_verb_says_why(
     """As in a checkout that is not installed: there are no entry points."""
     monkeypatch.setattr(catalogs, "load_catalog", lambda: build_catalog([]))
     pair = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
-    for words in (["list"], ["check"], ["check", *pair], ["plan", *pair]):
+    for words in (["list"], ["check"], ["check", *pair], ["test", *pair]):
         ended = run_mk(capsys, *words)
         assert ended[0] == 2, words
         told = " ".join((ended[1] + ended[2]).split())
