@@ -365,7 +365,8 @@ def _lora(p: Pairing) -> Violations:
             moves = isinstance(req, PrepareFinalizeRequirements)
             hint = "tokens lose their slots on the way" if moves else "products without deltas"
             yield Rejection("lora", (name, "problem"), str(p.problem.lora), "no adapters", hint)
-    if p.problem.scheme.act_order:  # h lies as w2's columns do, which no adapter was trained on
+    if p.problem.adapters is not None and p.problem.scheme.act_order:
+        # h lies as w2's columns do, which no adapter was trained on.
         yield Rejection("lora", ("problem",), p.problem.quant, "columns in their order")
 
 

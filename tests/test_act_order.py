@@ -84,6 +84,14 @@ def test_the_aligned_path_alone_gathers(text: str) -> None:
     assert "quant" in {rejection.rule for rejection in verdict.rejections}
 
 
+def test_adapters_are_refused_and_nothing_else() -> None:
+    """Rows of w1 lie otherwise than an adapter was trained on."""
+    pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+    assert mk.check(*pair, BASE).ok
+    verdict = mk.check(*pair, replace(BASE, lora="adapters=2,rank=8"))
+    assert [rejection.need for rejection in verdict.rejections] == ["columns in their order"]
+
+
 # ----------------------------------------------------------------------------------- checkpoints
 
 

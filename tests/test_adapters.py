@@ -164,6 +164,17 @@ def test_a_plan_takes_calls_with_and_without_adapters_by_turns() -> None:
             plan(i.x_TH, i.weights, replace(routing, adapters_T=None))
 
 
+def test_a_plan_asks_for_slots_before_it_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that lost its slots has the signature of one that says that it has none."""
+    plan = mk.make_kernel(*PAIR, PROBLEM, machine=Machine()).plan()
+    i = make_inputs(PROBLEM, "uniform", CPU, manner=Manner(named="without"))
+    plan(i.x_TH, i.weights, i.routing)
+    monkeypatch.setattr(plan._recorded, "find", lambda _signature: "a recording")
+    monkeypatch.setattr(plan, "_may_replay", lambda *_: pytest.fail("it was to be replayed"))
+    with pytest.raises(RoutingError, match="adapters: got None"):
+        plan(i.x_TH, i.weights, replace(i.routing, adapters_T=None))
+
+
 ALONE = "lora_a13"
 
 

@@ -23,6 +23,8 @@ OF_VALUES = (
     "a channel's scale of 0",
     "a static scale below 0",
     "columns out of order",
+    "groups of act-order of other sizes",
+    "gate and up in other orders",
 )
 
 

@@ -155,6 +155,12 @@ BAD: dict[str, tuple[dict[str, Any], type[InputError], str]] = {
 }
 
 
+def test_one_group_of_a_row_is_one_of_each_share() -> None:
+    """However it is cut: 100 halves to no group of 32 or more that divides 50."""
+    format = format_of(KINDS["awq, one group"].config, depth=100)
+    assert fit(format, 100, world=2).group == (100,)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_compressed_integers_are_checked(case: str) -> None:
     change, kind, words = BAD[case]

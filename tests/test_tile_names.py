@@ -109,7 +109,7 @@ def test_every_problem_has_names(quant: str, dtype: str) -> None:
     assert {key.experts for key in keys} == {8}
     known = {"", "float32", "fp8_w8a8", "fp8_w8a16", "int8_w8a8", "int8_w8a16", "int4_w4a16"}
     known |= {"int4_w4a16_act_order", "int8_w8a16_act_order"}
-    assert {key.dtype for key in keys} <= known | {"mxfp4_w4a16", "nvfp4_w4a4"}
+    assert {key.dtype for key in keys} <= known | {"mxfp4_w4a16", "nvfp4_w4a16", "nvfp4_w4a4"}
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_gate_and_up_in_one_matrix_load_as_two(kind: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("kind", ["fp8 tensor, dynamic", "modelopt nvfp4"])
 def test_one_scale_of_rows_that_alternate_is_refused(kind: str) -> None:
-    with pytest.raises(ConfigurationError, match="interleaved: got .* need gate rows first"):
+    with pytest.raises(ConfigurationError, match=r"interleaved: got .* need gate rows first"):
         ExpertLoader(Share(2, 128, 192, interleaved=True), format_of(KINDS[kind].config))
 
 

@@ -52,7 +52,7 @@ def examine(
     """Read the config.json of a checkpoint, and find its layers with experts by their names."""
     folder = files.path if files.path.is_dir() else files.path.parent
     path, read = config_of_file(str(folder / "config.json" if config is None else config))
-    facts = facts_of_config(path, read)
+    facts: dict[str, Any] = facts_of_config(path, read)
     given = read.get("quantization_config", read.get("compression_config"))
     _, layers = find_layers(files, LAYOUTS[read["model_type"]], prefix)
     depth = max(facts["hidden"], facts["intermediate"])

@@ -144,15 +144,12 @@ def _valid(
 
 
 def _start(requires: ExpertsRequirements) -> Problem:
-    """_START, as a part takes it that is for some schemes only: in its first one."""
+    """Return _START in sizes that a part takes, and in its first scheme if it is for some alone."""
+    whole = math.lcm(_START.intermediate, requires.intermediate_multiple)
+    start = replace(_START, intermediate=whole)
     if "none" in requires.schemes:
-        return _START
-    return replace(
-        _START,
-        quant=min(requires.schemes),
-        dtype=min(requires.dtypes, key=str),
-        intermediate=math.lcm(_START.intermediate, requires.intermediate_multiple),
-    )
+        return start
+    return replace(start, quant=min(requires.schemes), dtype=min(requires.dtypes, key=str))
 
 
 def _around(
