@@ -68,7 +68,7 @@ def test_check_finds_every_kind_of_staleness_and_write_mends_it(mk: Run, docs: P
     where = ("--docs", str(docs))
     assert mk("--check", *where)[0] == 0
     matrix = docs / "support-matrix.md"
-    matrix.write_text(matrix.read_text(encoding="utf-8").replace("yes: 10", "yes: 11"))
+    matrix.write_text(matrix.read_text(encoding="utf-8").replace("yes: ", "yes: 9", 1))
     (docs / "errors.md").unlink()
     (docs / "plots/gone.svg").write_text("<svg/>")
     code, said = mk("--check", *where)
