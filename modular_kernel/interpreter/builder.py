@@ -55,6 +55,13 @@ def _as_bits(handle: Handle) -> Handle:
     return upstream.TensorHandle(np.ascontiguousarray(handle.data).view(bits), handle.dtype)
 
 
+def _divisor(handle: Handle) -> Handle:
+    """Return it; ZeroDivisionError for a 0, by which numpy divides to 0 and a GPU to anything."""
+    if not np.all(handle.data):
+        raise ZeroDivisionError("a kernel divides an integer by 0")
+    return handle
+
+
 def honest_options(builder: Foreign) -> Foreign:
     """Return options with assertions on, without the slow int64 twin of every int32 operation."""
     return replace(builder.options, debug=True, sanitize_overflow=False)
@@ -128,6 +135,18 @@ class HonestBuilder(upstream.InterpreterBuilder):  # type: ignore[misc]
 
     def create_erf(self, arg: Handle) -> Handle:
         return self.unary_op(arg, erf)
+
+    def create_sdiv(self, lhs: Handle, rhs: Handle) -> Handle:
+        return super().create_sdiv(lhs, _divisor(rhs))
+
+    def create_udiv(self, lhs: Handle, rhs: Handle) -> Handle:
+        return super().create_udiv(lhs, _divisor(rhs))
+
+    def create_srem(self, lhs: Handle, rhs: Handle) -> Handle:
+        return super().create_srem(lhs, _divisor(rhs))
+
+    def create_urem(self, lhs: Handle, rhs: Handle) -> Handle:
+        return super().create_urem(lhs, _divisor(rhs))
 
     def create_ashr(self, lhs: Handle, rhs: Handle) -> Handle:
         # Before 3.8 upstream made its operands signed in place, for whoever used them next.

@@ -180,7 +180,9 @@ def multiply_tile_weight_only(
             a = tl.load(a_ptrs, mask=a_inside, other=0.0)
         codes = tl.load(b_ptrs, mask=b_mask, other=0.0)
         if FORMAT == "nvfp4":
-            at = ((start // WIDTH + row) // (GROUP_K // WIDTH))[:, None] * stride_bsk
+            # The interpreter divides by 0 without a word, a GPU makes an address of it.
+            group = (start // WIDTH + row) // (GROUP_K // WIDTH) if GROUP_K > 0 else row * 0
+            at = group[:, None] * stride_bsk
             gate += _nvfp4_step(
                 a, codes, scale_ptrs[None, :] + at, b_mask, PRECISION, BLOCK_M, BLOCK_K
             )
