@@ -13,10 +13,10 @@ from experts.deepgemm import (
 )
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
+from experts.triton.aligned.staged import StagedTritonExperts
 from experts.triton.batched import BatchedTritonExperts
 from experts.triton.contiguous import TritonExperts
 from experts.triton.permuted import GroupedGemmExperts
-from experts.triton.staged import StagedTritonExperts
 from experts.triton_kernels import TritonKernelsExperts
 from modular_kernel.support import Planned
 

@@ -207,7 +207,7 @@ def _world_size(p: Pairing) -> Violations:
 def _hosts(p: Pairing) -> Violations:
     hosts = p.problem.parallel.hosts
     if p.pf.one_host and hosts > 1:
-        yield Rejection("hosts", (p.pf_name, "problem"), f"{hosts} hosts", "one host")
+        yield Rejection("hosts", (p.pf_name, "problem"), f"{hosts} hosts", "at most 1")
 
 
 def _placement(p: Pairing) -> Violations:

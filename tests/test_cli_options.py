@@ -92,7 +92,7 @@ def test_problem_options_are_the_same_for_every_verb(
 ) -> None:
     _, shown, _ = run_mk(capsys, verb, "--help")
     names = [name.replace("_", "-") for name in ProblemOptions.__dataclass_fields__]
-    assert len(names) == 26
+    assert len(names) == 27
     assert [name for name in names if f"--{name}" not in shown] == []
 
 

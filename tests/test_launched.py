@@ -68,7 +68,7 @@ def test_what_shares_memory_is_refused_over_two_hosts_by_every_rank() -> None:
     told = world("test", *pair)
     assert [status for status, _, _ in told] == [1, 1]
     assert "hosts" in told[0][1]
-    assert "one host" in told[0][1]
+    assert "at most 1" in told[0][1]
     assert told[1][1] == ""
 
 

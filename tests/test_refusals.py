@@ -191,7 +191,7 @@ CASES = (
     Case("world_size", "pf.world_sizes", (2, None), (1, None), PF_P, "1", ">= 2"),
     Case("world_size", "problem.parallel", Parallel(4), Parallel(2), PF_P, "4", "1 to 2",
          {"pf.world_sizes": (1, 2), "problem.expert_map": True}),
-    Case("hosts", "pf.one_host", True, False, PF_P, "2 hosts", "one host",
+    Case("hosts", "pf.one_host", True, False, PF_P, "2 hosts", "at most 1",
          {"problem.parallel": Parallel(2, ranks_per_host=1), "problem.expert_map": True}),
     Case("placement", "problem.experts", 9, 8, PF_P, "experts=9", "a multiple of world_size 2",
          LINEAR | TWO_RANKS),

@@ -46,6 +46,7 @@ DEEP = (
     (BATCHED, "NaiveBatchedExperts", None),
     ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts", None),
     (NO_EP, "TorchExperts", GPU),
+    (NO_EP, "TritonExperts", GPU),
 )
 
 
@@ -181,6 +182,7 @@ def test_mutants_are_made() -> None:
         "max_experts",
         "addressing",
         "world_size",
+        "hosts",
         "capacity",
     }
     assert {mutant.values[0] for mutant in MUTANTS} == by_size

@@ -189,6 +189,7 @@ def _parallels(problem: Problem) -> Iterator[object]:
     yield replace(parallel, placement="linear")
     yield replace(parallel, placement=Placement.round_robin(experts, parallel.world_size))
     if parallel.world_size > 1:
+        yield replace(parallel, ranks_per_host=1)
         yield replace(parallel, placement=linear.with_copies({0: (1,)}))
 
 
