@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     )
     from modular_kernel.errors import IncompatibleError, ModularKernelError
     from modular_kernel.importers.checkpoint import load_experts
+    from modular_kernel.importers.peft import load_adapter
     from modular_kernel.kernel import FusedMoEModularKernel
     from modular_kernel.select.choosing import compose
     from modular_kernel.support import Rejection, Verdict
@@ -34,6 +35,7 @@ _HOME = {
     "make_kernel": "catalog",
     "compose": "select.choosing",
     "load_experts": "importers.checkpoint",
+    "load_adapter": "importers.peft",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",
@@ -58,6 +60,7 @@ __all__ = [  # noqa: RUF022 (in the order of the table above)
     "make_kernel",
     "compose",
     "load_experts",
+    "load_adapter",
     "PermuteExpertsUnpermute",
     "PrepareAndFinalize",
     "TopKWeightAndReduce",

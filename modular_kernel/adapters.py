@@ -7,7 +7,7 @@ the matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import torch
@@ -76,6 +76,26 @@ class AdapterSpec:
             "lora_a2": (slots, experts, rank, intermediate),
             "lora_b2": (slots, outer, hidden, rank),
         }
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One adapter of rank r for one layer: the tensors of `ExpertWeights` without their slots.
+
+    lora_a13: (e, 2r, H), gate's r rows, then up's; (e, r, H) where both share them, or without a
+    gate. lora_b13: (e, N, r), rows as w1's. lora_a2: (e, r, I). lora_b2: (e, H, r). e is 1 for
+    lora_a13 and lora_b2 where the experts share them. Its scaling is in lora_b13 and lora_b2.
+    """
+
+    lora_a13: torch.Tensor
+    lora_b13: torch.Tensor
+    lora_a2: torch.Tensor
+    lora_b2: torch.Tensor
+
+    def __repr__(self) -> str:
+        """Return its shapes, without its numbers."""
+        shapes = (f"{each.name}={tuple(getattr(self, each.name).shape)}" for each in fields(self))
+        return f"Adapter({', '.join(shapes)})"
 
 
 def adapters_of_sequences(
