@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from modular_kernel.adapter_pool import AdapterPool
     from modular_kernel.catalog import check, check_all, make_kernel
     from modular_kernel.contracts import (
         PermuteExpertsUnpermute,
@@ -36,6 +37,7 @@ _HOME = {
     "compose": "select.choosing",
     "load_experts": "importers.checkpoint",
     "load_adapter": "importers.peft",
+    "AdapterPool": "adapter_pool",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",
@@ -61,6 +63,7 @@ __all__ = [  # noqa: RUF022 (in the order of the table above)
     "compose",
     "load_experts",
     "load_adapter",
+    "AdapterPool",
     "PermuteExpertsUnpermute",
     "PrepareAndFinalize",
     "TopKWeightAndReduce",

@@ -55,7 +55,7 @@ class WeightsError(InputError):
 
 
 class CapacityError(InputError):
-    """More tokens than a plan, a part or a communication buffer was made for."""
+    """More tokens than a plan, a part or a buffer was made for, or more adapters than slots."""
 
 
 class UnsupportedError(InputError):

@@ -24,6 +24,7 @@ from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import StateError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
+from modular_kernel.replay import capturing
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Machine, Problem
 
@@ -80,7 +81,7 @@ class Planned:
         with self._turn:
             kernel = self.kernels.get(key)
             if kernel is None:
-                if _capturing(device):  # kernels are compiled and loaded as they are made
+                if capturing(device):  # kernels are compiled and loaded as they are made
                     got, need = "a CUDA graph being captured", "warm_up, or a call, before it"
                     raise StateError("a kernel of a new size", got=got, need=need)
                 kind: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
@@ -162,14 +163,10 @@ def _may_keep_buffers(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return True
-    if _capturing(device):
+    if capturing(device):
         return False
     trees = modules.get("torch._inductor.cudagraph_trees")
     if trees is None:
         return True
     manager: Callable[..., object] = trees.get_manager
     return manager(device.index or 0, create_if_none_exists=False) is None
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -139,6 +139,11 @@ def unrecorded() -> Iterator[None]:
         made.paused = False
 
 
+def capturing(device: torch.device) -> bool:
+    """Tell whether the current stream of a device is being captured in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the byte behind its last."""
     start = tensor.data_ptr()

@@ -287,7 +287,7 @@ def test_large_calls_and_captures_keep_no_buffers(monkeypatch: pytest.MonkeyPatc
     layer.warm_up(9)
     assert not shared.plans
     with monkeypatch.context() as capture:
-        capture.setattr(planning, "_capturing", lambda device: True)
+        capture.setattr(planning, "capturing", lambda device: True)
         layer(sample.x_TH[:9], sample.logits[:9])
         with pytest.raises(StateError, match="a kernel of a new size: got a CUDA graph being"):
             layer(sample.x_TH[:40], sample.logits[:40])

@@ -1,0 +1,182 @@
+"""Adapters of a layer that come and go, in tensors that stay where they are.
+
+pool = AdapterPool(problem, device)
+slot = pool.load("mine", load_adapter("adapter/", 3, problem))
+y_TH = kernel(x_TH, pool.weights(base), routing)  # its tokens name `slot`
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from modular_kernel.adapters import Adapter
+from modular_kernel.errors import (
+    CapacityError,
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    StateError,
+    WeightsError,
+)
+from modular_kernel.fields import expect
+from modular_kernel.replay import capturing
+from modular_kernel.tensors import ExpertWeights, dense
+from modular_kernel.types import Problem
+
+_MOST_NAME = 256
+
+
+class AdapterPool:
+    """The slots of a problem's adapters: L of rank R, as `problem.lora` says, zero while free.
+
+    Adapters are copied into the same memory, so that kernels, plans and captured graphs which have
+    read `weights` read the new ones. Copies are on the current stream: a call that names the slot
+    on another stream has to wait for it. Calls of one pool must not overlap in time.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
+        """Make the tensors, zeros in the problem's dtype; ConfigurationError without adapters."""
+        expect("problem", problem, Problem)
+        expect("device", device, torch.device | str)
+        if problem.adapters is None:
+            raise ConfigurationError("lora", got="none", need="a problem with adapters")
+        self._problem, self._spec = problem, problem.adapters
+        shapes = self._shapes(self._spec.rank)
+        self._tensors = {
+            name: torch.zeros(self._spec.adapters, *shape, dtype=problem.dtype, device=device)
+            for name, shape in shapes.items()
+        }
+        self._slots = dict[str, int]()
+
+    @property
+    def slots(self) -> Mapping[str, int]:
+        """The slot of each loaded adapter by its name, to be read alone."""
+        return MappingProxyType(self._slots)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self._tensors["lora_a2"].device
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(each[0].numel() * each.element_size() for each in self._tensors.values())
+
+    def weights(self, base: ExpertWeights) -> ExpertWeights:
+        """Return the base weights with the tensors of this pool; WeightsError if they have some."""
+        given = [name for name in self._tensors if getattr(base, name) is not None]
+        if given:
+            raise WeightsError("base weights", got=", ".join(given), need="none: the pool has them")
+        return replace(base, **self._tensors)
+
+    def load(self, name: str, adapter: Adapter) -> int:
+        """Copy an adapter into a free slot and return the slot.
+
+        name: of at most 256 characters, not loaded yet. adapter: of a rank up to the pool's, its
+        tensors on the pool's device or the CPU; what the slot has beyond that rank stays zero. Its
+        values are read, which waits for the device.
+
+        Raises, and leaves the pool as it was: StateError for a name that is loaded, or while a
+        stream is being captured; CapacityError without a free slot; WeightsError for a rank above
+        the pool's, and values that are not finite; ShapeError, DtypeError, DeviceError,
+        LayoutError for tensors that do not fit.
+        """
+        self._check_state(name)
+        if name in self._slots:
+            got = f"loaded in slot {self._slots[name]}"
+            raise StateError(f"adapter {name!r}", got=got, need="a name that is not, or evict it")
+        free = set(range(self._spec.adapters)) - set(self._slots.values())
+        if not free:
+            got = f"{self._spec.adapters} slots, all of them in use"
+            need = f"a free one, {self.slot_bytes} bytes on {self.device}: evict, or a larger pool"
+            raise CapacityError(f"adapter {name!r}", got=got, need=need)
+        rank = self._check(name, adapter)
+        slot = min(free)
+        with torch.no_grad():
+            # All memory that it takes is there before the slot is written.
+            ready = {each: getattr(adapter, each).to(self.device) for each in self._tensors}
+            try:
+                for each, tensor in ready.items():
+                    self._room(each, slot, rank).copy_(self._in_halves(each, tensor))
+            except BaseException:
+                self._clear(slot)
+                raise
+        self._slots[name] = slot
+        return slot
+
+    def evict(self, name: str) -> None:
+        """Free an adapter's slot, with zeros: tokens that still name it are as without an adapter.
+
+        StateError for a name that is not loaded, or while a stream is being captured.
+        """
+        self._check_state(name)
+        if name not in self._slots:
+            loaded = ", ".join(sorted(self._slots)[:8]) or "none"
+            need = f"a loaded one: {loaded}"
+            raise StateError(f"adapter {name!r}", got="not loaded", need=need)
+        self._clear(self._slots[name])
+        del self._slots[name]
+
+    @torch.no_grad()
+    def _clear(self, slot: int) -> None:
+        for tensor in self._tensors.values():
+            tensor[slot].zero_()
+
+    def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of one adapter of a rank."""
+        problem = self._problem
+        sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
+        shapes = replace(self._spec, rank=rank).shapes(*sizes)
+        return {name: shape[1:] for name, shape in shapes.items()}
+
+    def _check_state(self, name: str) -> None:
+        expect("name of an adapter", name, str)
+        if not 0 < len(name) <= _MOST_NAME:
+            need = f"1 to {_MOST_NAME} characters"
+            raise ConfigurationError("name of an adapter", got=len(name), need=need)
+        if capturing(self.device):
+            got = "a stream that is being captured"
+            raise StateError(f"adapter {name!r}", got=got, need="a change outside of captures")
+
+    def _check(self, name: str, adapter: Adapter) -> int:
+        """Check an adapter's tensors, and return its rank."""
+        expect(f"adapter {name!r}", adapter, Adapter)
+        tensors = {each: getattr(adapter, each) for each in self._tensors}
+        for each, tensor in tensors.items():
+            dense(f"adapter {name!r}: {each}", tensor)
+        rank = tensors["lora_a2"].shape[1] if tensors["lora_a2"].dim() == 3 else self._spec.rank
+        if not 0 < rank <= self._spec.rank:
+            need = f"1 to {self._spec.rank}, the pool's"
+            raise WeightsError(f"adapter {name!r}: rank", got=rank, need=need)
+        for each, shape in self._shapes(rank).items():
+            what, tensor = f"adapter {name!r}: {each}", tensors[each]
+            if tuple(tensor.shape) != shape:
+                raise ShapeError(what, got=tuple(tensor.shape), need=f"{shape}, of rank {rank}")
+            if tensor.dtype is not self._problem.dtype:
+                raise DtypeError(what, got=tensor.dtype, need=self._problem.dtype)
+            if tensor.device not in (self.device, torch.device("cpu")):
+                raise DeviceError(what, got=tensor.device, need=f"{self.device} or cpu")
+        for each, tensor in tensors.items():
+            if not bool(tensor.isfinite().all()):
+                got = "values that are not finite"
+                raise WeightsError(f"adapter {name!r}: {each}", got=got, need="finite ones")
+        return rank
+
+    def _room(self, name: str, slot: int, rank: int) -> torch.Tensor:
+        """Return the part of a slot that an adapter of a rank fills."""
+        tensor = self._tensors[name][slot]
+        if "_a" not in name:
+            return tensor[:, :, :rank]
+        halves = tensor.shape[1] // self._spec.rank
+        return tensor.view(len(tensor), halves, self._spec.rank, -1)[:, :, :rank]
+
+    def _in_halves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an adapter's tensor in the dimensions of its room: A with gate and up apart."""
+        if "_a" not in name:
+            return tensor
+        halves = self._shapes(1)[name][1]
+        return tensor.reshape(len(tensor), halves, -1, tensor.shape[-1])
