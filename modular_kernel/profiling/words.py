@@ -149,7 +149,7 @@ def _clocks(pair: PairProfile) -> str:
     if pair.barrier_spread_us is None:
         return ""
     return (
-        "Clocks: every rank's times are of this machine's one clock, put on one base. Ranks left "
+        "Clocks: every rank's times are of its machine's clock, put on one base. Ranks left "
         f"one barrier within {number(pair.barrier_spread_us)} us by it: what clocks may differ by, "
         "and how unequally the barrier let go."
     )

@@ -86,7 +86,12 @@ class Sample:
         """The recipe's errors over more tokens of the same layer: here may be few."""
         problem = replace(self.problem.with_tokens(_MORE_TOKENS), chunk_tokens=None)
         more = make_inputs(problem, "uniform", self.device, seed=self.seed)
-        given = more.x_TH, self.pristine.weights, more.routing, problem
+        # Adapters that no token here names hold NaN: take those of these tokens, by turns.
+        named = self.pristine.routing.adapters_T
+        if isinstance(named, torch.Tensor) and len(named):
+            named = named[torch.arange(_MORE_TOKENS, device=named.device) % len(named)]
+        routing = replace(more.routing, adapters_T=named)
+        given = more.x_TH, self.pristine.weights, routing, problem
         exact = reference.oracle(*given)
         recipe = reference.recipe(*given, input_weighted=self.input_weighted)
         return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, len(self.pristine.x_TH))))
