@@ -226,7 +226,7 @@ def test_two_blocks_of_experts_in_a_layer_are_refused(tmp_path: Path) -> None:
     for side, shape in (("A", (4 * E, H)), ("B", (2 * I, 4 * E))):
         other = BLOCK.replace("model.layers", "other.layers")
         folder.tensors[f"{other}.lora_{side}.weight"] = torch.zeros(shape)
-    with pytest.raises(WeightsError, match="model.layers.1.mlp.experts and .*other.layers"):
+    with pytest.raises(WeightsError, match=r"model.layers.1.mlp.experts and .*other.layers"):
         folder.load()
 
 
