@@ -43,8 +43,12 @@ FINE: dict[type, dict[str, tuple[Any, ...]]] = {
         "parallel": (Parallel(),),
     },
     ActivationSpec: {"alpha": (None,), "limit": (None,)},
-    Parallel: {"rank": (0,), "placement": (Placement.linear(8, 1),)},
-    Machine: {"name": tuple(v for v in JUNK if isinstance(v, str)), "arch": (None,)},
+    Parallel: {"rank": (0,), "ranks_per_host": (None,), "placement": (Placement.linear(8, 1),)},
+    Machine: {
+        "name": tuple(v for v in JUNK if isinstance(v, str)),
+        "arch": (None,),
+        "others": ((),),
+    },
     Terms: {
         "tokens": (None, (1,)),
         "budget": (0, 2.5, 16.0, 2**31, 2**63),

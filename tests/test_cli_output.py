@@ -88,7 +88,9 @@ def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.Mon
     for width in (80, 10_000):
         monkeypatch.setattr(output, "width", lambda width=width: width)
         shown = mk("check").out
-        rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.strip()}
+        rows: dict[str, list[str]] = {}
+        for words in filter(None, map(str.split, shown.splitlines())):
+            rows.setdefault(words[0], []).extend(words[1:])  # a grid may come in parts
         letters = {name: row[0] for row in rows.items() for name in row[1][:1] if len(row[0]) == 1}
         for pair in pairs:
             cells = rows[pair["prepare_finalize"].removesuffix("PrepareAndFinalize")]

@@ -49,7 +49,11 @@ def test_inputs_fit_their_problem(problem: Problem, routing: str, strided: bool)
     check_input(inputs.x_TH, problem, "cpu")
     check_weights(inputs.weights, inputs.x_TH, problem)
     check_routing(inputs.routing, inputs.x_TH, problem)
-    assert all(t.float().isfinite().all() for t in inputs.tensors().values())
+    slots = inputs.routing.slots_T
+    named = [] if slots is None else sorted(set(slots.tolist()) - {-1})
+    for name, tensor in inputs.tensors().items():  # adapters that no token names hold NaN
+        read = tensor[named] if name.startswith("lora_") else tensor
+        assert read.float().isfinite().all(), name
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
@@ -235,7 +239,7 @@ def test_reading_past_an_input_gives_nan() -> None:
 
 def test_cases_are_unlike_each_other_and_can_be_replayed_by_name() -> None:
     cases = [Case("P", "X", problem, routing) for problem, routing in VARIANTS]
-    assert 120 <= len(cases) <= 170
+    assert 120 <= len(cases) <= 180
     assert (
         len({str(case) for case in cases}) == len({command(case) for case in cases}) == len(cases)
     )

@@ -18,7 +18,20 @@ TRITON_PARTS = {
     "GroupedGemmExperts",
     "BatchedTritonExperts",
     "CutlassExpertsFP8",
+    "CutlassRowwiseExpertsFP8",
+    "BatchedCutlassExpertsFP8",
+    "DeepGemmExperts",
+    "BatchedDeepGemmExperts",
+    "TritonOrDeepGemmExperts",
+    "BatchedTritonOrDeepGemmExperts",
+    "TritonKernelsExperts",
     "SymmMemPrepareAndFinalize",
+}
+
+# Packages whose names prove nothing.
+TOLD_BY_WHAT_IS_IN_THEM = {
+    "deep_gemm": "DeepGEMM 2.4.2 or newer",
+    "triton_kernels": "triton_kernels of 3.5, with matmul_ogs and RoutingData",
 }
 
 
@@ -63,7 +76,9 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
         ("modular_kernel", "interpreter"),
         ("experts", "compat"),
         ("experts", "cutlass"),
+        ("experts", "deepgemm"),
         ("experts", "triton"),
+        ("experts", "triton_kernels"),
         ("prepare_finalize", "symm_mem"),
     }
     assert len(modules) > 50
@@ -127,7 +142,8 @@ def test_triton_parts_are_listed_with_the_reason() -> None:
         assert part["available"] is not (needs_triton or bool(others))
     for name in TRITON_PARTS:
         missing = [r for r in parts[name]["unavailable"] if r["rule"] == "package"]
-        needs = ["triton", *sorted(set(parts[name]["requires"]["packages"]) - {"triton"})]
+        packages = sorted(set(parts[name]["requires"]["packages"]) - {"triton"})
+        needs = ["triton", *(TOLD_BY_WHAT_IS_IN_THEM.get(package, package) for package in packages)]
         assert [(r["parties"], r["need"]) for r in missing] == [
             ([name, "machine"], need) for need in needs
         ]

@@ -47,6 +47,7 @@ def test_what_is_not_known_is_not_replayed(found: dict[str, Any], what: str, rea
 
 def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("modular_kernel.ops.launch.launch")
+    triton_versions = pytest.importorskip("modular_kernel.ops.launch.triton_versions")
     from modular_kernel.states import replay
 
     monkeypatch.setattr(launch.triton.knobs.runtime, "interpret", True)
@@ -59,11 +60,11 @@ def test_replay_says_that_it_is_off_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     assert str(replay()) == "off: there is no C compiler"
     monkeypatch.setattr(launch.cuda_replay, "why_no_module", lambda: "")
     assert str(replay()) == "on"
-    for release in launch.triton_versions.REPLAYED:
-        monkeypatch.setattr(launch.triton_versions, "RELEASE", release)
+    for release in triton_versions.REPLAYED:
+        monkeypatch.setattr(triton_versions, "RELEASE", release)
         assert str(replay()) == "on"
     for release in ("3.5", "3.10", "4.0"):
-        monkeypatch.setattr(launch.triton_versions, "RELEASE", release)
+        monkeypatch.setattr(triton_versions, "RELEASE", release)
         assert str(replay()).startswith("off: launchers of triton")
     monkeypatch.setattr(launch, "HAS_TRITON", False)
     assert str(replay()) == "off: there is no triton"

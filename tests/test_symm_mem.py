@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -193,11 +194,18 @@ def test_tensors_of_another_device_are_refused(rank_pool: Pool) -> None:
 def lonely(rank: int, world: int, group: object) -> ModularKernelError | None:
     if rank == 1:
         return None
+    return error_of(lambda: SymmetricGroup(group, deadline_s=0.3))
+
+
+def without_the_other(rank: int, world: int, group: object) -> ModularKernelError | None:
     manager = SymmetricGroup(group, deadline_s=0.3)
+    if rank == 1:
+        return None
     return error_of(lambda: manager.heap(256, "nothing", lambda _heap: None))
 
 
-def test_memory_is_made_together_or_not_at_all(rank_pool: Pool) -> None:
+@pytest.mark.parametrize("lonely", [lonely, without_the_other])
+def test_memory_is_made_together_or_not_at_all(rank_pool: Pool, lonely: Any) -> None:
     error = rank_pool(2).run(lonely)[0]
     assert isinstance(error, CommunicationError)
     assert (error.phase, error.peers) == ("construct", (1,))

@@ -208,13 +208,24 @@ def print_matrix(verdicts: "list[Verdict]", problem: "Problem", machine: "Machin
 
 
 def _print_grid(rows: list[tuple[str, ...]], names: tuple[str, ...]) -> None:
-    """Print cells below the names of experts, or where these do not fit, below their numbers."""
-    short = tuple(f"[{number}]" for number, _ in enumerate(names, 1))
+    """Print cells below the names of experts, or where these do not fit, below their numbers.
+
+    Where these do not fit either, so many at a time as do.
+    """
     head = f"..{_SUFFIX}"
-    fit = layout((head, *names), rows, output.width()).columns
-    output.table((head, *(names if fit else short)), rows)
-    if not fit:
-        output.line(", ".join(f"{at}={name}" for at, name in zip(short, names, strict=True)))
+    if layout((head, *names), rows, output.width()).columns:
+        output.table((head, *names), rows)
+        return
+    short, first = tuple(f"[{number}]" for number, _ in enumerate(names, 1)), 0
+    while first < len(names):
+        for end in range(len(names), first, -1):
+            part = [(row[0], *row[1 + first : 1 + end]) for row in rows]
+            columns = (head, *short[first:end])
+            if layout(columns, part, output.width()).columns or end == first + 1:
+                output.table(columns, part)
+                break
+        first = end
+    output.line(", ".join(f"{at}={name}" for at, name in zip(short, names, strict=True)))
 
 
 def _cell(verdict: "Verdict", letters: dict[str, str]) -> str:

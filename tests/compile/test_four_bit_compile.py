@@ -48,7 +48,7 @@ def compiled(problem: Problem) -> list[CompileRecord]:
     def multiply(rows: int, product: Product, launch: Launch) -> None:
         a = torch.empty(rows, product.depth, dtype=problem.dtype, device=META)
         out = torch.empty(pairs, product.columns, dtype=problem.dtype, device=META)
-        path.multiply((a, None), product, launch, aligned, out, None)
+        path.multiply((a, None), product, launch, aligned, out, None, None)
 
     with record_compiles("sm_90") as records:
         multiply(problem.tokens, first_product(weights, problem), config.gemm1)
@@ -68,7 +68,9 @@ def test_few_rows(quant: str, model: Problem, tokens: int) -> None:
         assert check(record, expect="HMMA") == ()
         assert Counter(record.instructions)["LDGSTS"] > 0
         # Halves of registers are values that products take together: none is put beside another.
-        assert record.instructions["PRMT"] <= 2 * record.instructions["HMMA"]
+        # Scales of nvfp4, a byte each, are: 22 to 61 for 16 and 32 products (triton 3.6).
+        most = 3 if quant == "nvfp4_w4a16" else 2
+        assert record.instructions["PRMT"] <= most * record.instructions["HMMA"]
 
 
 @pytest.mark.parametrize(
