@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from modular_kernel.adapter_pool import AdapterPool
     from modular_kernel.catalog import check, check_all, make_kernel
     from modular_kernel.contracts import (
         PermuteExpertsUnpermute,
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     )
     from modular_kernel.errors import IncompatibleError, ModularKernelError
     from modular_kernel.importers.checkpoint import load_experts
-    from modular_kernel.importers.peft import load_adapter
     from modular_kernel.kernel import FusedMoEModularKernel
     from modular_kernel.select.choosing import compose
     from modular_kernel.support import Rejection, Verdict
@@ -36,8 +34,6 @@ _HOME = {
     "make_kernel": "catalog",
     "compose": "select.choosing",
     "load_experts": "importers.checkpoint",
-    "load_adapter": "importers.peft",
-    "AdapterPool": "adapter_pool",
     "PermuteExpertsUnpermute": "contracts",
     "PrepareAndFinalize": "contracts",
     "TopKWeightAndReduce": "contracts",
@@ -62,8 +58,6 @@ __all__ = [  # noqa: RUF022 (in the order of the table above)
     "make_kernel",
     "compose",
     "load_experts",
-    "load_adapter",
-    "AdapterPool",
     "PermuteExpertsUnpermute",
     "PrepareAndFinalize",
     "TopKWeightAndReduce",

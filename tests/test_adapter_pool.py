@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 import modular_kernel as mk
 from modular_kernel import adapter_pool, reference
+from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.adapters import Adapter
 from modular_kernel.errors import (
     CapacityError,
@@ -22,6 +23,7 @@ from modular_kernel.errors import (
     StateError,
     WeightsError,
 )
+from modular_kernel.importers.peft import load_adapter
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.types import Machine
 
@@ -46,7 +48,7 @@ def adapter(rank: int = 4, problem: mk.Problem = PROBLEM, seed: int = 0) -> Adap
     })  # fmt: skip
 
 
-def held(pool: mk.AdapterPool) -> tuple[torch.Tensor, ...]:
+def held(pool: AdapterPool) -> tuple[torch.Tensor, ...]:
     """The tensors of a pool."""
     nothing = torch.zeros(())
     weights = pool.weights(mk.ExpertWeights(nothing, nothing))
@@ -77,17 +79,17 @@ def merged_result(problem: mk.Problem, i: Any, slots: dict[int, str]) -> torch.T
     return want
 
 
-def run(pair: tuple[str, str], problem: mk.Problem, i: Any, pool: mk.AdapterPool) -> torch.Tensor:
+def run(pair: tuple[str, str], problem: mk.Problem, i: Any, pool: AdapterPool) -> torch.Tensor:
     kernel = mk.make_kernel(*pair, problem)
     base = replace(i.weights, **dict.fromkeys(NAMES))
     return kernel(i.x_TH.clone(), pool.weights(base), i.routing)
 
 
-def loaded() -> tuple[mk.AdapterPool, dict[int, str]]:
+def loaded() -> tuple[AdapterPool, dict[int, str]]:
     """Ranks 3 and 5 by rank_pattern in one, 4 of down alone, and one of separate experts."""
-    pool = mk.AdapterPool(PROBLEM)
+    pool = AdapterPool(PROBLEM)
     kinds = ("fused", "down", "modules")
-    return pool, {pool.load(kind, mk.load_adapter(GOLDEN / kind, 1, PROBLEM)): kind
+    return pool, {pool.load(kind, load_adapter(GOLDEN / kind, 1, PROBLEM)): kind
                   for kind in kinds}  # fmt: skip
 
 
@@ -124,7 +126,7 @@ def test_what_is_loaded_later_is_read_where_it_was() -> None:
     torch.testing.assert_close(freed[mine], bare[mine], rtol=1e-6, atol=1e-7)
     assert torch.equal(freed[~mine], before[~mine])
     assert not any(each[2].any() for each in held(pool))
-    assert pool.load("again", mk.load_adapter(GOLDEN / "modules", 1, PROBLEM)) == 2
+    assert pool.load("again", load_adapter(GOLDEN / "modules", 1, PROBLEM)) == 2
     assert torch.equal(kernel(i.x_TH.clone(), weights, i.routing), before)
     assert [each.data_ptr() for each in held(pool)] == places
 
@@ -135,7 +137,7 @@ def test_what_is_loaded_later_is_read_where_it_was() -> None:
 )
 def test_a_smaller_rank_lies_in_front_of_zeros(shared: str, activation: str) -> None:
     problem = replace(PROBLEM, activation=activation, lora="adapters=3,rank=6" + shared)
-    small, pool = adapter(2, problem), mk.AdapterPool(problem)
+    small, pool = adapter(2, problem), AdapterPool(problem)
     pool.load("whole", adapter(6, problem, 1))
     slot = pool.load("small", small)
     a13, b13, a2, b2 = (each[slot] for each in held(pool))
@@ -157,7 +159,7 @@ def test_a_full_pool_tells_the_bytes_it_needs() -> None:
         unchanged(pool, "more", adapter())
 
 
-def unchanged(pool: mk.AdapterPool, name: Any, given: Any) -> None:
+def unchanged(pool: AdapterPool, name: Any, given: Any) -> None:
     """Load; where it raises, the pool is as it was, to the bit."""
     before, slots = [each.clone() for each in held(pool)], dict(pool.slots)
     try:
@@ -193,14 +195,14 @@ def poisoned(value: float) -> torch.Tensor:
 def test_tensors_that_do_not_fit_leave_the_pool_as_it_was(
     name: str, tensor: Any, error: type[Exception], match: str
 ) -> None:
-    pool = mk.AdapterPool(PROBLEM)
+    pool = AdapterPool(PROBLEM)
     pool.load("first", adapter(6, seed=1))
     with pytest.raises(error, match=f"adapter 'bad': {match}"):
         unchanged(pool, "bad", replace(adapter(), **{name: tensor}))
 
 
 def test_names_are_loaded_once_and_known() -> None:
-    pool = mk.AdapterPool(PROBLEM)
+    pool = AdapterPool(PROBLEM)
     pool.load("a", adapter())
     with pytest.raises(StateError, match="adapter 'a': got loaded in slot 0"):
         unchanged(pool, "a", adapter(seed=1))
@@ -216,7 +218,7 @@ def test_names_are_loaded_once_and_known() -> None:
 
 
 def test_nothing_changes_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = mk.AdapterPool(PROBLEM)
+    pool = AdapterPool(PROBLEM)
     pool.load("a", adapter())
     monkeypatch.setattr(adapter_pool, "capturing", lambda device: True)
     with pytest.raises(StateError, match="adapter 'b': got a stream that is being captured"):
@@ -228,7 +230,7 @@ def test_nothing_changes_while_a_stream_is_captured(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = mk.AdapterPool(PROBLEM)
+    pool = AdapterPool(PROBLEM)
 
     def fail(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == "lora_b2":
@@ -242,8 +244,8 @@ def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_a_pool_is_made_from() -> None:
     with pytest.raises(ConfigurationError, match="lora: got none"):
-        mk.AdapterPool(replace(PROBLEM, lora="none"))
-    pool = mk.AdapterPool(PROBLEM)
+        AdapterPool(replace(PROBLEM, lora="none"))
+    pool = AdapterPool(PROBLEM)
     i = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
     with pytest.raises(WeightsError, match="base weights: got lora_a13, lora_b13"):
         pool.weights(i.weights)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import modular_kernel as mk
 from modular_kernel.adapters import Adapter
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError, WeightsError
+from modular_kernel.importers.peft import load_adapter
 
 GOLDEN = Path(__file__).parent / "golden" / "peft"
 DELTAS = load_file(GOLDEN / "deltas.safetensors")
@@ -53,7 +54,7 @@ def products(adapter: Adapter, problem: mk.Problem) -> tuple[torch.Tensor, torch
 def test_products_are_those_of_peft(kind: str, shared: str) -> None:
     problem = PROBLEMS.get(kind, PROBLEM)
     problem = replace(problem, lora=problem.lora + shared)  # type: ignore[operator]
-    adapter = mk.load_adapter(GOLDEN / kind, 1, problem)
+    adapter = load_adapter(GOLDEN / kind, 1, problem)
     # Gate, of 5 rows, and up, of 3, lie below each other where they have one A.
     assert adapter.lora_a2.shape[1] == (8 if shared and kind == "modules" else RANKS[kind])
     got, want = products(adapter, problem), wanted(kind, problem.act.interleaved)
@@ -64,14 +65,14 @@ def test_products_are_those_of_peft(kind: str, shared: str) -> None:
 @pytest.mark.parametrize("shared", ["", ",a13=shared"])
 def test_rows_of_separate_gate_and_up_alternate_where_those_of_w1_do(shared: str) -> None:
     problem = replace(OSS, lora=f"adapters=2,rank=8{shared}")
-    first, _ = products(mk.load_adapter(GOLDEN / "modules", 1, problem), problem)
+    first, _ = products(load_adapter(GOLDEN / "modules", 1, problem), problem)
     want, _ = wanted("modules", interleaved=False)
     torch.testing.assert_close(first[:, 0::2], want[:, :I], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(first[:, 1::2], want[:, I:], rtol=1e-5, atol=1e-7)
 
 
 def test_rows_beyond_a_projections_rank_are_zero_and_scaling_is_in_b() -> None:
-    adapter = mk.load_adapter(GOLDEN / "modules", 1, PROBLEM)
+    adapter = load_adapter(GOLDEN / "modules", 1, PROBLEM)
     stored = load_file(GOLDEN / "modules" / "adapter_model.safetensors")
     assert not adapter.lora_a2[:, 2:].any()
     assert not adapter.lora_b2[:, :, 2:].any()
@@ -83,7 +84,7 @@ def test_rows_beyond_a_projections_rank_are_zero_and_scaling_is_in_b() -> None:
 
 
 def test_what_is_not_targeted_is_zero() -> None:
-    adapter = mk.load_adapter(GOLDEN / "down", 1, PROBLEM)
+    adapter = load_adapter(GOLDEN / "down", 1, PROBLEM)
     assert not adapter.lora_a13.any()
     assert not adapter.lora_b13.any()
     assert adapter.lora_a2.any()
@@ -91,17 +92,17 @@ def test_what_is_not_targeted_is_zero() -> None:
 
 @pytest.mark.parametrize("kind", ["fused", "modules"])
 def test_ranks_have_their_experts(kind: str) -> None:
-    whole = mk.load_adapter(GOLDEN / kind, 1, PROBLEM)
+    whole = load_adapter(GOLDEN / kind, 1, PROBLEM)
     share = replace(PROBLEM, parallel=mk.Parallel(2, "linear", 1))
     partial = replace(PROBLEM, local_experts=2, expert_map=True)
     for got in (
-        mk.load_adapter(GOLDEN / kind, 1, share),
-        mk.load_adapter(GOLDEN / kind, 1, partial, ep=(1, 2)),
+        load_adapter(GOLDEN / kind, 1, share),
+        load_adapter(GOLDEN / kind, 1, partial, ep=(1, 2)),
     ):
         for mine, theirs in zip(products(got, share), products(whole, PROBLEM), strict=True):
             assert torch.equal(mine, theirs[2:])
     with pytest.raises(ConfigurationError, match="ep: got 4 experts on rank 0 of 1, need 2"):
-        mk.load_adapter(GOLDEN / kind, 1, partial)
+        load_adapter(GOLDEN / kind, 1, partial)
 
 
 class Folder:
@@ -116,7 +117,7 @@ class Folder:
     def load(self, problem: mk.Problem = PROBLEM, layer: int = 1, **options: Any) -> Adapter:
         save_file(self.tensors, self.path / "adapter_model.safetensors")
         (self.path / "adapter_config.json").write_text(json.dumps(self.config))
-        return mk.load_adapter(self.path, layer, problem, **options)
+        return load_adapter(self.path, layer, problem, **options)
 
 
 def test_experts_with_one_a_and_b_are_one_where_the_problem_shares_them(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_experts_with_one_a_and_b_are_one_where_the_problem_shares_them(tmp_path
     for got, want in zip(products(shared, problem), products(apart, PROBLEM), strict=True):
         assert torch.equal(got, want)
     with pytest.raises(WeightsError, match="lora_a13 that differs between experts"):
-        mk.load_adapter(GOLDEN / "modules", 1, problem)
+        load_adapter(GOLDEN / "modules", 1, problem)
 
 
 def test_other_modules_are_named_or_refused(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_what_is_no_config_is_refused(tmp_path: Path, text: str | None) -> None:
     path = folder.path / "adapter_config.json"
     path.unlink() if text is None else path.write_text(text)
     with pytest.raises(ConfigurationError, match=r"adapter_config.json: got"):
-        mk.load_adapter(folder.path, 1, PROBLEM)
+        load_adapter(folder.path, 1, PROBLEM)
 
 
 FIRST, LAST = f"{EXPERT}.0.w1.lora_A.weight", f"{EXPERT}.3.w2.lora_B.weight"
@@ -270,7 +271,7 @@ def test_two_layouts_at_once_are_refused(tmp_path: Path) -> None:
 def test_another_base_models_sizes_are_refused(kind: str, sizes: dict[str, int]) -> None:
     problem = replace(PROBLEM, **sizes)  # type: ignore[arg-type]
     with pytest.raises((ShapeError, WeightsError), match="got"):
-        mk.load_adapter(GOLDEN / kind, 1, problem)
+        load_adapter(GOLDEN / kind, 1, problem)
 
 
 def test_fused_factors_that_may_lie_either_way_need_the_release(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_fused_factors_that_may_lie_either_way_need_the_release(tmp_path: Path) 
 
 def test_a_problem_without_adapters_and_values_too_large_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="lora: got none"):
-        mk.load_adapter(GOLDEN / "down", 1, replace(PROBLEM, lora="none"))
+        load_adapter(GOLDEN / "down", 1, replace(PROBLEM, lora="none"))
 
 
 def test_values_beyond_the_problems_dtype_are_refused(tmp_path: Path) -> None:
