@@ -55,12 +55,14 @@ def compare(
     *,
     fair: float = 0.0,
     fair_row: float = 0.0,
+    fair_value: float = 0.0,
 ) -> Comparison:
     """Judge `out`, (T, H) or (T, K, H), by the float64 tensors `exact` and `recipe`.
 
     Rows that are zero in `exact` (every pair skipped) must be zero bit for bit, but for the sign.
     fair: the recipe's relative error over more tokens of the same layer, where `out` is of a few;
-    the larger one counts. fair_row: of its worst row among those, for quantised problems.
+    the larger one counts. fair_row, fair_value: of its worst row and value among those, for
+    quantised problems.
     """
     wrong = _wrong_kind(out, exact, problem)
     if wrong:
@@ -76,7 +78,8 @@ def compare(
         return Comparison(0.0, EPS)
     index = live.nonzero().flatten()
     least = fair_row if problem.scheme.quantised else None
-    return _compare_rows(ours[live], exact[live], recipe[live], index, fair, least)
+    given = ours[live], exact[live], recipe[live], index
+    return _compare_rows(*given, fair, least, fair_value)
 
 
 def _wrong_kind(out: torch.Tensor, exact: torch.Tensor, problem: Problem) -> tuple[str, ...]:
@@ -114,6 +117,7 @@ def _compare_rows(
     index: torch.Tensor,
     fair_of_more: float,
     fair_row: float | None,
+    fair_value: float,
 ) -> Comparison:
     """Rows that are nowhere all zero; `index` is where each stood. fair_row: None unless quantised.
 
@@ -134,7 +138,7 @@ def _compare_rows(
     value_bound = VALUE_FACTOR * (typical + EPS)
     if fair_row is not None:
         row_bounds = torch.maximum(row_bounds, FACTOR * fair_rows.clamp(min=fair_row))
-        value_bound = max(value_bound, 2 * float(fair_values.max()))
+        value_bound = max(value_bound, 2 * max(fair_value, float(fair_values.max())))
     worst = int((rows / row_bounds).argmax())
     worst_row, row_bound, worst_value = (
         float(rows[worst]),

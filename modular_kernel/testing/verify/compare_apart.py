@@ -19,24 +19,29 @@ from modular_kernel.types import Problem
 @dataclass(frozen=True)
 class Fair:
     """What the recipe's own error may be where a call has few rows: that of the worst of several
-    calls as small, and of their worst row."""
+    calls as small, of their worst row, and of their worst value beside its row's size."""
 
     fair: float = 0.0
     fair_row: float = 0.0
+    fair_value: float = 0.0
 
     @classmethod
     def of(cls, exact: torch.Tensor, recipe: torch.Tensor, tokens: int) -> "Fair":
         """From many tokens' (T, H) or (T, K, H), in calls of `tokens`."""
-        worst = worst_row = 0.0
+        worst = worst_row = worst_value = 0.0
         for start in range(0, len(exact), tokens):
             want, got = exact[start : start + tokens], recipe[start : start + tokens]
             if len(want) == tokens and bool(want.any()):
                 worst = max(worst, float((got - want).norm() / want.norm()))
                 rows = want.flatten(0, -2).norm(dim=1)
                 errors = (got - want).flatten(0, -2).norm(dim=1)
-                shares = (errors / rows)[rows > 0]
-                worst_row = max(worst_row, float(shares.amax()) if len(shares) else 0.0)
-        return cls(worst, worst_row)
+                live = rows > 0
+                if bool(live.any()):
+                    worst_row = max(worst_row, float((errors / rows)[live].amax()))
+                    largest = (got - want).flatten(0, -2).abs().amax(1)
+                    values = largest[live] / rows[live] * want.shape[-1] ** 0.5
+                    worst_value = max(worst_value, float(values.amax()))
+        return cls(worst, worst_row, worst_value)
 
 
 NONE_FAIR = Fair()

@@ -15,7 +15,7 @@ from modular_kernel.types import Combine, Problem
 
 # Enough for some 36 groups of 7 tokens: with 64, w8a8 cases of so few failed by chance where the
 # error over many tokens is the recipe's.
-_MORE_TOKENS = 256
+_MORE_TOKENS = 1024
 
 
 class Sample:
