@@ -44,14 +44,52 @@ def least_tokens(problem: Problem, rows: int) -> int:
     return -(-rows * problem.experts // problem.top_k)
 
 
-class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
+class _Either(PermuteExpertsUnpermute):
+    """A part over Triton and one over DeepGEMM of the same format, and what is alike in both."""
+
+    of_triton: ClassVar[type[PermuteExpertsUnpermute]]
+    with_library: ClassVar[type[PermuteExpertsUnpermute]]
+    least_rows: ClassVar[int]  # an expert's, on average, for DeepGEMM
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._few = self.of_triton(problem)
+        self._many = self.with_library(problem) if fits(problem) else None
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found = cls.of_triton.extra_rejections(problem, machine)
+        return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in found)
+
+    @classmethod
+    def described(cls, machine: Machine) -> AbstractContextManager[None]:
+        return cls.of_triton.described(machine)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return self._few.finalize_weight_and_reduce_impl()
+
+    def _part(self, size: int) -> PermuteExpertsUnpermute:
+        """Return whose call it is, of so many tokens, or rows of an expert in a batch."""
+        enough = size >= least_tokens(self.problem, self.least_rows)
+        return self._few if self._many is None or not enough else self._many
+
+    def _room(self, size: int, shape: DispatchShape) -> WorkspaceShapes:
+        """Return room for either where the call may be DeepGEMM's, else for Triton's alone."""
+        few, part = self._few.workspace_shapes(shape), self._part(size)
+        # What came may be less than what a plan has room for, and go the other way.
+        return few if part is self._few else _room_of_both(few, part.workspace_shapes(shape))
+
+
+class TritonOrDeepGemmExperts(_Either):
     """TritonExperts or, for 128 rows an expert and more, DeepGemmExperts.
 
     Weights that do not lie row by row are left to TritonExperts, too. A workspace has room for
     either where a call may take either.
     """
 
+    of_triton = TritonExperts
     with_library: ClassVar[type[DeepGemmExperts]] = DeepGemmExperts
+    least_rows = LEAST_ROWS
     requires = replace(
         DeepGemmExperts.requires,
         bias=True,
@@ -61,55 +99,30 @@ class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
         blocks=None,
     )
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._few = TritonExperts(problem)
-        self._many = self.with_library(problem) if fits(problem) else None
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = TritonExperts.extra_rejections(problem, machine)
-        return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in found)
-
-    @classmethod
-    def described(cls, machine: Machine) -> AbstractContextManager[None]:
-        return TritonExperts.described(machine)
-
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
         if not fits(problem):
             return ("every call: TritonExperts, because DeepGEMM does not take these sizes",)
-        least = least_tokens(problem, LEAST_ROWS)
+        least = least_tokens(problem, cls.least_rows)
         return (
             f"calls of fewer than {least} tokens: TritonExperts",
             f"calls of {least} tokens or more: DeepGemmExperts, if weights lie row by row",
         )
 
-    def _has_many(self, tokens: int) -> bool:
-        return self._many is not None and tokens >= least_tokens(self.problem, LEAST_ROWS)
-
-    def _part(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
+    def _part_of(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
         by_rows = weights.w1.is_contiguous() and weights.w2.is_contiguous()
-        if self._many is not None and self._has_many(tokens) and by_rows:
-            return self._many
-        return self._few
+        return self._part(tokens) if by_rows else self._few
 
     def takes_unquantised(self, shape: DispatchShape) -> bool:
         assert isinstance(shape, ContiguousShape)
-        return not self._has_many(shape.tokens) and self._few.takes_unquantised(shape)
+        return self._part(shape.tokens) is self._few and self._few.takes_unquantised(shape)
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, ContiguousShape)
-        few = self._few.workspace_shapes(shape)
-        if self._many is None or not self._has_many(shape.tokens):
-            return few
-        return _room_of_both(few, self._many.workspace_shapes(shape))
-
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return self._few.finalize_weight_and_reduce_impl()
+        return self._room(shape.tokens, shape)
 
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
-        return self._part(len(x_TH), weights).roundings(x_TH, weights)
+        return self._part_of(len(x_TH), weights).roundings(x_TH, weights)
 
     def apply(
         self,
@@ -120,18 +133,20 @@ class TritonOrDeepGemmExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, ContiguousTokens)
-        part = self._part(len(tokens.x_TH), weights)
+        part = self._part_of(len(tokens.x_TH), weights)
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
 
-class BatchedTritonOrDeepGemmExperts(PermuteExpertsUnpermute):
+class BatchedTritonOrDeepGemmExperts(_Either):
     """BatchedTritonExperts or, for 64 rows an expert and more, BatchedDeepGemmExperts.
 
     The rows are those that a batch of this room is likely to have; a plan fixes them. An expert
     has room for a multiple of 128 rows in either case.
     """
 
+    of_triton = BatchedTritonExperts
     with_library: ClassVar[type[BatchedDeepGemmExperts]] = BatchedDeepGemmExperts
+    least_rows = LEAST_BATCHED_ROWS
     requires = replace(
         BatchedDeepGemmExperts.requires,
         bias=True,
@@ -141,39 +156,23 @@ class BatchedTritonOrDeepGemmExperts(PermuteExpertsUnpermute):
         capacity_multiple=TILE_M,
     )
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._few = BatchedTritonExperts(problem)
-        self._many = self.with_library(problem) if fits(problem) else None
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = BatchedTritonExperts.extra_rejections(problem, machine)
-        return tuple(replace(r, parties=(cls.__name__, *r.parties[1:])) for r in found)
-
     @classmethod
     def explained(cls, problem: Problem) -> tuple[str, ...]:
         if not fits(problem):
             return ("every call: BatchedTritonExperts, DeepGEMM does not take these sizes",)
-        least = least_tokens(problem, LEAST_BATCHED_ROWS)
+        least = least_tokens(problem, cls.least_rows)
         return (
             f"experts with room for fewer than {least} rows: BatchedTritonExperts",
             f"experts with room for {least} rows or more: BatchedDeepGemmExperts",
         )
 
-    def _has_many(self, capacity: int) -> bool:
-        return self._many is not None and capacity >= least_tokens(self.problem, LEAST_BATCHED_ROWS)
-
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
-        few = self._few.workspace_shapes(shape)
-        if self._many is None or not self._has_many(shape.capacity):
-            return few
-        # What came may be less than what a plan has room for, and go the other way.
-        return _room_of_both(few, self._many.workspace_shapes(shape))
+        return self._room(shape.capacity, shape)
 
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return self._few.finalize_weight_and_reduce_impl()
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
+        # Tokens do not tell how much room a batch gives an expert, which decides.
+        return self._few.roundings(x_TH, weights) if self._many is None else None
 
     def apply(
         self,
@@ -184,9 +183,7 @@ class BatchedTritonOrDeepGemmExperts(PermuteExpertsUnpermute):
         output: torch.Tensor,
     ) -> None:
         assert isinstance(tokens, BatchedTokens)
-        part: PermuteExpertsUnpermute = self._few
-        if self._many is not None and self._has_many(tokens.x_eCH.shape[1]):
-            part = self._many
+        part = self._part(tokens.x_eCH.shape[1])
         part.apply(tokens, weights=weights, workspace=workspace, output=output)
 
 

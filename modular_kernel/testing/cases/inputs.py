@@ -25,7 +25,6 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
 from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
 from modular_kernel.types import ActivationSpec, Problem
-from modular_kernel.validate import ADAPTER_TENSORS
 
 ROUTINGS = (
     "uniform",  # distinct experts, each as likely as the others
@@ -46,10 +45,6 @@ LAYOUTS = (
     "shifted",  # contiguous from the second element of the memory on
 )
 
-_BESIDE = (  # weights
-    *("w1_scale", "w2_scale", "w1_zero_point", "w2_zero_point", "a1_scale", "a2_scale"),
-    *("w1_global_scale", "w2_global_scale", "w1_order"),
-)
 # What given activation scales cover of x and between the GEMMs. No power of two lies between them:
 # float8 rounds alike by both scales then, and one taken for the other changes no value.
 _X_RANGE, _H_RANGE = 5.0, 37.0
@@ -91,19 +86,14 @@ class Inputs:
     routing: Routing
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every tensor by name."""
-        w, r = self.weights, self.routing
+        """Every tensor by name: all fields of weights, whatever they come to be."""
+        r = self.routing
         named = {
             "x": self.x_TH,
-            "w1": w.w1,
-            "w2": w.w2,
-            "b1": w.b1,
-            "b2": w.b2,
-            "expert_map": w.expert_map,
+            **vars(self.weights),
             "topk_weights": r.topk_weights_TK,
             "topk_ids": r.topk_ids_TK,
             "adapters": r.slots_T,
-            **{name: getattr(w, name) for name in (*_BESIDE, *ADAPTER_TENSORS)},
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
