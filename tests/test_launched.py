@@ -11,6 +11,8 @@ import pytest
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_launcher
+from modular_kernel.testing.ranks.launched import LaunchedRanks
+from modular_kernel.testing.ranks.pool import RankError
 
 PAIR = ("--pf-type", "ReplicatedEPPrepareAndFinalize", "--experts-type", "TorchExperts")
 ONE = ("--one", "--tokens", "3", "--dtype", "float32")
@@ -82,8 +84,22 @@ def test_another_world_size_is_bad_usage_on_every_rank() -> None:
 
 def test_ranks_that_run_other_commands_are_told() -> None:
     told = world("test", *PAIR, *ONE, other="--seed 7")
-    assert all(status not in (0, None) for status, _, _ in told)
-    assert "runs" in told[0][2]
+    assert [status for status, _, _ in told] == [2, 2]
+    for _, _, error in told:
+        assert "commands of ranks: got rank 0: " in error
+        assert "--seed 7, need one on all ranks" in error
+        assert "Traceback" not in error
+
+
+def test_a_world_whose_other_rank_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is rank 0's, which is not there: within its timeout, and not by a traceback."""
+    port = str(free_port())
+    placed(monkeypatch, VARIABLES | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"})
+    monkeypatch.setenv("MASTER_PORT", port)
+    launcher = read_launcher()
+    assert launcher is not None
+    with pytest.raises(RankError, match=f"does not reach the store of 127.0.0.1:{port}"):
+        LaunchedRanks(launcher, group_timeout=2)
 
 
 def test_bench_is_of_one_process() -> None:

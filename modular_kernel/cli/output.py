@@ -18,7 +18,12 @@ import typer
 
 from modular_kernel.cli.streams import LOST_OUTPUT
 from modular_kernel.cli.tables import Layout, folded, layout, records
-from modular_kernel.errors import ConfigurationError, IncompatibleError, InputError
+from modular_kernel.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    InputError,
+    ModularKernelError,
+)
 from modular_kernel.printable import counted, printable
 from modular_kernel.settings import read_launcher
 
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
 _PIPE_WIDTH = 10_000
 STDOUT = "-"
+BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _FIRST_WORD_S, _LATER_WORDS_S = 5.0, 20.0
 _WRITABLE = "a file that can be written, or - for stdout"
 
@@ -238,7 +244,10 @@ def rejections(found: Sequence["Rejection"]) -> None:
 
 
 def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad usage ends with 2, a refusal with 1, both with their reasons and without a traceback."""
+    """Bad usage ends with 2, a refusal with 1, both with their reasons and without a traceback.
+
+    What fails on the way, such as a rank that does not answer, ends with BROKEN and its reason.
+    """
 
     @functools.wraps(command)
     def guarded(**values: Any) -> None:
@@ -264,6 +273,9 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
                 )
             _error(str(error))
             raise typer.Exit(2) from None
+        except ModularKernelError as error:
+            _error(str(error))
+            raise typer.Exit(BROKEN) from None
 
     return guarded
 

@@ -12,6 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +38,7 @@ class LaunchedRanks:
     grace: seconds beyond that which ranks have to answer after another failed. A rank that does
     not answer cannot be ended from here: every later run is refused, and its launcher must start
     the world anew. Making it is collective. ConfigurationError where this host has no GPU of that
-    number; RankError where the store does not answer, or ranks run different commands.
+    number, or ranks run different commands; RankError where the store or a rank does not answer.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LaunchedRanks:
 
     def close(self) -> None:
         """Leave the process group; a later run joins a new one."""
+        self._take_leave()
         if self._joined < 0:
             return
         if dist.is_initialized():
@@ -133,17 +135,27 @@ class LaunchedRanks:
         return PrefixStore("modular_kernel", store)
 
     def _meet(self, command: str) -> list[str]:
-        """Hear the host of every rank; RankError unless all run the same command."""
+        """Hear the host of every rank; ConfigurationError unless all run the same command."""
         mine = (True, (_host(), command), "")
         told = self._exchange("meet", mine, time.monotonic() + self._group_timeout)
         missing = [rank for rank in range(self.world_size) if rank not in told]
         if missing:
             raise RankError(dict.fromkeys(missing, SILENT), {})
         commands = {rank: value[1] for rank, (_, value, _) in told.items()}
-        other = {rank: f"runs {text!r}" for rank, text in commands.items() if text != command}
-        if other:
-            raise RankError(other | {self.rank: f"runs {command!r}"}, {})
+        if len(set(commands.values())) > 1:
+            got = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(commands.items()))
+            self._take_leave()
+            raise ConfigurationError("commands of ranks", got=got, need="one on all ranks")
         return [told[rank][1][0] for rank in range(self.world_size)]
+
+    def _take_leave(self) -> None:
+        """Tell that all is heard. Rank 0, who may keep the store, waits for the others to."""
+        with suppress(RuntimeError):  # a store that is gone has nobody to wait for
+            self._store.set(self._key("left", self._run, self.rank), "")
+            others = [self._key("left", self._run, rank) for rank in range(1, self.world_size)]
+            until = time.monotonic() + (0 if self.rank or self._lost else self.grace)
+            while time.monotonic() < until and not self._store.check(others):
+                time.sleep(_FIRST_POLL_S)
 
     def _mine(
         self, function: Callable[..., Any], arguments: tuple[Any, ...], started: float
