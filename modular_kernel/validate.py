@@ -38,7 +38,7 @@ ADAPTER_TENSORS = {
 }
 
 
-def _memory(what: str, tensor: torch.Tensor) -> None:
+def check_held(what: str, tensor: torch.Tensor) -> None:
     """Check that a tensor of this process's devices has all the memory that it reaches.
 
     It reaches as far as its shape and strides say.
@@ -97,13 +97,13 @@ def check_adapters_given(routing: Routing, problem: Problem) -> None:
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
     """Check that a call's own tensors, which are dense, have their memory."""
-    _memory("x", x_TH)
-    _memory("topk_weights", routing.topk_weights_TK)
-    _memory("topk_ids", routing.topk_ids_TK)
+    check_held("x", x_TH)
+    check_held("topk_weights", routing.topk_weights_TK)
+    check_held("topk_ids", routing.topk_ids_TK)
     if routing.slots_T is not None:
-        _memory("adapters", routing.slots_T)
+        check_held("adapters", routing.slots_T)
     if out is not None:
-        _memory("out", out)
+        check_held("out", out)
 
 
 def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
@@ -226,7 +226,7 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     for name, tensor in vars(weights).items():
         if tensor is not None:
             dense(name, tensor)
-            _memory(name, tensor)
+            check_held(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     if problem.scheme.quantised:
         check_weights_quantised(weights, problem, x_TH.device)
