@@ -22,10 +22,9 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.fields import expect
-from modular_kernel.replay import capturing
+from modular_kernel.replay import capturing, check_held
 from modular_kernel.tensors import ExpertWeights, dense
 from modular_kernel.types import Problem
-from modular_kernel.validate import check_held
 
 _MOST_NAME = 256
 

@@ -24,7 +24,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.printable import counted
 from modular_kernel.quant import SCALE_FIELDS, check_weights_quantised
-from modular_kernel.replay import overlap, span
+from modular_kernel.replay import check_held, overlap
 from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import Combine, Problem, dtype_name
 
@@ -36,25 +36,6 @@ ADAPTER_TENSORS = {
     "lora_a2": "(L, e, R, I)",
     "lora_b2": "(L, e or 1, H, R)",
 }
-
-
-def check_held(what: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor of this process's devices has all the memory that it reaches.
-
-    It reaches as far as its shape and strides say.
-    """
-    if tensor.is_meta or not tensor.numel():
-        return  # where it may not be, the check of devices tells
-    try:
-        pointer, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
-        raise LayoutError(what, got=got, need="a plain tensor") from None
-    start, stop = span(tensor)
-    reach = tensor.storage_offset() * tensor.element_size() + stop - start
-    if not pointer or held < reach:
-        got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
-        raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
 
 
 def rows_of(x_TH: object) -> int:
