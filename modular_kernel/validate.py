@@ -195,6 +195,21 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 
+def check_order(weights: ExpertWeights, problem: Problem) -> None:
+    """Raise WeightsError unless every value of w1_order is in [0, H).
+
+    For checked mode. Synchronises with the device.
+    """
+    order_eH = weights.w1_order
+    if order_eH is None:
+        return
+    bad = (order_eH < 0) | (order_eH >= problem.hidden)
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        got = f"{counted(int(bad.sum()), 'value')}, the first {int(order_eH[where])} at {where}"
+        raise WeightsError("w1_order", got=got, need=f"0 to {problem.hidden - 1}")
+
+
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
     """Check w1, w2, scales, biases and expert_map to be exactly as the problem declares.
 
