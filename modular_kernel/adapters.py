@@ -114,7 +114,8 @@ def adapters_of_sequences(
         number = tensor.is_floating_point() or tensor.is_complex()
         if number or tensor.dtype is torch.bool:
             raise DtypeError(what, got=tensor.dtype, need="integers")
-    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+    expect("tokens", tokens, int)
+    if tokens < 0:
         raise ConfigurationError("tokens", got=shown(tokens), need="an int >= 0")
     if starts_S1.device != slots_S.device:
         need = f"{starts_S1.device}, where the starts are"

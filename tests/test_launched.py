@@ -84,6 +84,7 @@ def test_ranks_that_run_other_commands_are_told() -> None:
     told = world("test", *PAIR, *ONE, other="--seed 7")
     assert all(status not in (0, None) for status, _, _ in told)
     assert "runs" in told[0][2]
+    assert not any("Traceback" in error for _, _, error in told)
 
 
 def test_bench_is_of_one_process() -> None:

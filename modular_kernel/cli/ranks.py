@@ -153,7 +153,7 @@ def pool_of(world_size: int, backend: str | None) -> "AnyRanks":
     import torch
 
     from modular_kernel.testing.ranks.launched import LaunchedRanks
-    from modular_kernel.testing.ranks.pool import RankPool
+    from modular_kernel.testing.ranks.pool import RankError, RankPool
 
     if backend not in ("gloo", "nccl", None):
         raise ConfigurationError("--backend", got=repr(backend), need="nccl or gloo")
@@ -167,7 +167,11 @@ def pool_of(world_size: int, backend: str | None) -> "AnyRanks":
     kind: Literal["gloo", "nccl"] = "nccl" if backend == "nccl" else "gloo"
     if backend is None and gpus:  # every host decides alike, or the ranks' commands differ
         kind = "nccl"
-    ranks = LaunchedRanks(launcher, kind, command=shlex.join([kind, *sys.argv[1:]]))
+    try:
+        ranks = LaunchedRanks(launcher, kind, command=shlex.join([kind, *sys.argv[1:]]))
+    except RankError as error:
+        need = "ranks that reach one store and run the same command"
+        raise ConfigurationError("launcher's world", got=str(error), need=need) from None
     hosts = counted(ranks.hosts, "host")
     note(f"{world_size} ranks of {launcher.address} on {hosts}, over {kind}")
     return ranks
