@@ -22,11 +22,20 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.fields import expect
-from modular_kernel.replay import capturing
+from modular_kernel.replay import capturing, check_held
 from modular_kernel.tensors import ExpertWeights, dense
 from modular_kernel.types import Problem
 
 _MOST_NAME = 256
+
+
+def _check_device(device: torch.device | str) -> None:
+    """DeviceError unless a tensor can be there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0][:160]
+        raise DeviceError("pool", got=f"{device}: {why}", need="a device of this torch") from None
 
 
 class AdapterPool:
@@ -38,13 +47,17 @@ class AdapterPool:
     """
 
     def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
-        """Make the tensors, zeros in the problem's dtype; ConfigurationError without adapters."""
+        """Make the tensors, zeros in the problem's dtype.
+
+        ConfigurationError without adapters, DeviceError for a device that is not there.
+        """
         expect("problem", problem, Problem)
         expect("device", device, torch.device | str)
         if problem.adapters is None:
             raise ConfigurationError("lora", got="none", need="a problem with adapters")
         self._problem, self._spec = problem, problem.adapters
         shapes = self._shapes(self._spec.rank)
+        _check_device(device)
         self._tensors = {
             name: torch.zeros(self._spec.adapters, *shape, dtype=problem.dtype, device=device)
             for name, shape in shapes.items()
@@ -68,6 +81,7 @@ class AdapterPool:
 
     def weights(self, base: ExpertWeights) -> ExpertWeights:
         """Return the base weights with the tensors of this pool; WeightsError if they have some."""
+        expect("base weights", base, ExpertWeights)
         given = [name for name in self._tensors if getattr(base, name) is not None]
         if given:
             raise WeightsError("base weights", got=", ".join(given), need="none: the pool has them")
@@ -160,6 +174,7 @@ class AdapterPool:
                 raise DtypeError(what, got=tensor.dtype, need=self._problem.dtype)
             if tensor.device not in (self.device, torch.device("cpu")):
                 raise DeviceError(what, got=tensor.device, need=f"{self.device} or cpu")
+            check_held(what, tensor)
         for each, tensor in tensors.items():
             if not bool(tensor.isfinite().all()):
                 got = "values that are not finite"

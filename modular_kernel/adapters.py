@@ -12,12 +12,12 @@ from typing import Annotated
 
 import torch
 
-from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.fields import Between, check_fields, shown
+from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
+from modular_kernel.fields import Between, check_fields, expect, shown
 
 NO_ADAPTERS = "none"
 MOST_ADAPTERS, MOST_RANK = 65536, 256
-_OPTION = re.compile(r"(adapters|rank)=(\d{1,9})|(a13|outer)=shared")
+_OPTION = re.compile(r"(adapters|rank)=([0-9]{1,9})|(a13|outer)=shared")
 _NEED = "none, or adapters=L,rank=R[,a13=shared][,outer=shared], each option once"
 
 
@@ -107,15 +107,25 @@ def adapters_of_sequences(
     starts[s + 1], none if these are equal. slots_S: (S,) integers, the slot of each sequence's
     adapter, -1 for none. tokens: T; those behind the last sequence have no adapter. It neither
     synchronises nor depends on values in its shapes, so it can be captured in a CUDA graph.
-    DtypeError or ShapeError for tensors that are not these.
+    ConfigurationError, DtypeError, ShapeError or DeviceError for what is not these.
     """
     for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
-        if tensor.is_floating_point() or tensor.dtype is torch.bool:
+        expect(what, tensor, torch.Tensor)
+        number = tensor.is_floating_point() or tensor.is_complex()
+        if number or tensor.dtype is torch.bool:
             raise DtypeError(what, got=tensor.dtype, need="integers")
+    expect("tokens", tokens, int)
+    if tokens < 0:
+        raise ConfigurationError("tokens", got=shown(tokens), need="an int >= 0")
+    if starts_S1.device != slots_S.device:
+        need = f"{starts_S1.device}, where the starts are"
+        raise DeviceError("slots of sequences", got=slots_S.device, need=need)
     if slots_S.dim() != 1 or starts_S1.shape != (len(slots_S) + 1,):
         got = f"{tuple(starts_S1.shape)} starts, {tuple(slots_S.shape)} slots"
         raise ShapeError("sequences", got=got, need="(S + 1,) starts and (S,) slots")
-    token_T = torch.arange(tokens, device=starts_S1.device, dtype=starts_S1.dtype)
-    sequence_T = torch.searchsorted(starts_S1[1:].contiguous(), token_T, right=True)
+    # Narrow integers hold neither every token nor -1; wide ones are not cut to a slot that exists.
+    token_T = torch.arange(tokens, device=starts_S1.device)
+    sequence_T = torch.searchsorted(starts_S1[1:].long().contiguous(), token_T, right=True)
+    slots_S = slots_S.long().clamp(-(1 << 31), (1 << 31) - 1)
     nobody = slots_S.new_full((1,), -1)
     return torch.cat([slots_S, nobody])[sequence_T].to(torch.int32)

@@ -122,6 +122,7 @@ class Execution:
             validate.check_ids(routing, self.problem)
             validate.check_adapter_slots(routing, self.problem)
             validate.check_expert_map(weights, self.problem)
+            validate.check_order(weights, self.problem)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
         """Return every buffer that a call of `tokens` tokens takes, from both parts."""

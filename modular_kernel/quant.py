@@ -225,8 +225,11 @@ def values_of(
     assert scale is not None
     values = dequantise(w_eNK, scale, field("_zero_point"), problem.scheme)
     if name == "w1" and weights.w1_order is not None:
-        order = weights.w1_order[experts].long()[:, None].expand_as(values)
-        values = torch.empty_like(values).scatter_(2, order, values)
+        order, columns = weights.w1_order[experts].long(), values.shape[2]
+        # One column more for those of w1 that multiply none of x.
+        order = torch.where((order < 0) | (order >= columns), columns, order)[:, None]
+        room = values.new_zeros(*values.shape[:2], columns + 1)
+        values = room.scatter_(2, order.expand_as(values), values)[..., :columns].contiguous()
     whole = field("_global_scale")
     if whole is None:
         return values

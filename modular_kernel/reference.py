@@ -208,7 +208,9 @@ def _moe(
         w1 = rules.weight(_matrix(weights, "w1", expert, problem, dtype))
         x_RH = x_TKH[token, slot]
         if weights.w1_order is not None:
-            x_RH = x_RH[:, weights.w1_order[expert].long()]
+            order = weights.w1_order[expert].long()
+            inside = (order >= 0) & (order < x_RH.shape[1])  # any other column reads 0
+            x_RH = torch.where(inside, x_RH[:, order.where(inside, 0)], 0.0)
         h = rules.product(operand(x_RH), operand(w1))
         plain = x[token]
         if on_input and not behind:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from modular_kernel.errors import LayoutError
 from modular_kernel.tensors import ExpertWeights
 
 Replay = Callable[[int, Sequence[int]], None]  # (stream, pointers of the inputs)
@@ -153,6 +154,25 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
         return start, start
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def check_held(what: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor of this process's devices has all the memory that it reaches.
+
+    It reaches as far as its shape and strides say.
+    """
+    if tensor.is_meta or not tensor.numel():
+        return  # where it may not be, the check of devices tells
+    try:
+        pointer, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
+        raise LayoutError(what, got=got, need="a plain tensor") from None
+    start, stop = span(tensor)
+    reach = tensor.storage_offset() * tensor.element_size() + stop - start
+    if not pointer or held < reach:
+        got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
+        raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -67,6 +67,7 @@ class Launcher:
     address: str
 
 
+_MOST_DIGITS = 18
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -85,20 +86,23 @@ def read_launcher() -> Launcher | None:
         raise ConfigurationError("launcher's variables", got=got, need=need)
     world_size = _number("WORLD_SIZE", 1, None)
     rank = _number("RANK", 0, world_size)
-    local = _number("LOCAL_RANK", 0, world_size) if os.environ.get("LOCAL_RANK") else rank
-    address = f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT', 0, 1 << 16)}"
+    # Rank 0 would take any free port for 0, which no other rank knows.
+    address = f"{os.environ['MASTER_ADDR']}:{_number('MASTER_PORT', 1, 1 << 16)}"
     beside = "LOCAL_WORLD_SIZE"
     here = _number(beside, 1, world_size + 1) if os.environ.get(beside) else None
+    end = here or world_size
+    local = _number("LOCAL_RANK", 0, end) if os.environ.get("LOCAL_RANK") else rank
     return Launcher(rank, world_size, local, here, address)
 
 
 def _number(name: str, least: int, end: int | None) -> int:
     """ConfigurationError unless the variable is an integer in [least, end)."""
     text = os.environ[name]
-    number = int(text) if text.isascii() and text.isdecimal() else -1
+    short = len(text) <= _MOST_DIGITS and text.isascii() and text.isdecimal()
+    number = int(text) if short else -1
     if number < least or (end is not None and number >= end):
         need = f">= {least}" if end is None else f"in [{least}, {end})"
-        raise ConfigurationError(name, got=text, need=need)
+        raise ConfigurationError(name, got=text[:80], need=need)
     return number
 
 

@@ -62,8 +62,8 @@ class ExpertWeights:
         other value skips too, and is a WeightsError in checked mode.
     *_scale, *_zero_point: as `modular_kernel.quant.weight_specs` says; None if unquantised.
     w1_order: (e, H) int32, of act-order: the column of x that each column of w1 multiplies; any
-        other value reads 0. Each column once: `load_experts` makes it so, and puts w1's rows
-        where w2's columns lie.
+        other value reads 0, and is a WeightsError in checked mode. Each column once: `load_experts`
+        makes it so, and puts w1's rows where w2's columns lie.
     *_global_scale: of nvfp4, one of each matrix: (e, 2) of gate and up, (e, 1) of any other.
     lora_*: of L adapters, in the problem's dtype, whatever the scheme; None if it has no adapters.
         lora_a13: (L, e, 2R, H), gate's R rows, then up's; (L, e, R, H) where both share them, or

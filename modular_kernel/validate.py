@@ -24,7 +24,7 @@ from modular_kernel.errors import (
 )
 from modular_kernel.printable import counted
 from modular_kernel.quant import SCALE_FIELDS, check_weights_quantised
-from modular_kernel.replay import overlap, span
+from modular_kernel.replay import check_held, overlap
 from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import Combine, Problem, dtype_name
 
@@ -36,25 +36,6 @@ ADAPTER_TENSORS = {
     "lora_a2": "(L, e, R, I)",
     "lora_b2": "(L, e or 1, H, R)",
 }
-
-
-def _memory(what: str, tensor: torch.Tensor) -> None:
-    """Check that a tensor of this process's devices has all the memory that it reaches.
-
-    It reaches as far as its shape and strides say.
-    """
-    if tensor.is_meta or not tensor.numel():
-        return  # where it may not be, the check of devices tells
-    try:
-        pointer, held = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
-        raise LayoutError(what, got=got, need="a plain tensor") from None
-    start, stop = span(tensor)
-    reach = tensor.storage_offset() * tensor.element_size() + stop - start
-    if not pointer or held < reach:
-        got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
-        raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
 
 
 def rows_of(x_TH: object) -> int:
@@ -97,13 +78,13 @@ def check_adapters_given(routing: Routing, problem: Problem) -> None:
 
 def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None) -> None:
     """Check that a call's own tensors, which are dense, have their memory."""
-    _memory("x", x_TH)
-    _memory("topk_weights", routing.topk_weights_TK)
-    _memory("topk_ids", routing.topk_ids_TK)
+    check_held("x", x_TH)
+    check_held("topk_weights", routing.topk_weights_TK)
+    check_held("topk_ids", routing.topk_ids_TK)
     if routing.slots_T is not None:
-        _memory("adapters", routing.slots_T)
+        check_held("adapters", routing.slots_T)
     if out is not None:
-        _memory("out", out)
+        check_held("out", out)
 
 
 def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
@@ -214,6 +195,21 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 
+def check_order(weights: ExpertWeights, problem: Problem) -> None:
+    """Raise WeightsError unless every value of w1_order is in [0, H).
+
+    For checked mode. Synchronises with the device.
+    """
+    order_eH = weights.w1_order
+    if order_eH is None:
+        return
+    bad = (order_eH < 0) | (order_eH >= problem.hidden)
+    if bool(bad.any()):
+        where = tuple(bad.nonzero()[0].tolist())
+        got = f"{counted(int(bad.sum()), 'value')}, the first {int(order_eH[where])} at {where}"
+        raise WeightsError("w1_order", got=got, need=f"0 to {problem.hidden - 1}")
+
+
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:
     """Check w1, w2, scales, biases and expert_map to be exactly as the problem declares.
 
@@ -226,7 +222,7 @@ def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) 
     for name, tensor in vars(weights).items():
         if tensor is not None:
             dense(name, tensor)
-            _memory(name, tensor)
+            check_held(name, tensor)
     e, n, h, i = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
     if problem.scheme.quantised:
         check_weights_quantised(weights, problem, x_TH.device)

@@ -77,6 +77,22 @@ def test_what_does_not_fit_is_named(
         check_weights_quantised(weights, other, CPU)
 
 
+def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() -> None:
+    _, weights, problem = made()
+    assert weights.w1_order is not None
+    order, want = weights.w1_order.clone(), values_of(weights, "w1", problem)
+    order[0, 5], order[1, 7] = 96, -1
+    want[0, :, weights.w1_order[0, 5]] = want[1, :, weights.w1_order[1, 7]] = 0
+    wrong = replace(weights, w1_order=order)
+    assert torch.equal(values_of(wrong, "w1", problem), want)
+    kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, checked=True)
+    routing = mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5))
+    x_TH = torch.zeros(5, 96, dtype=problem.dtype)
+    kernel(x_TH, weights, routing)
+    with pytest.raises(WeightsError, match=r"w1_order: got 2 values, the first 96 at \(0, 5\)"):
+        kernel(x_TH, wrong, routing)
+
+
 @pytest.mark.parametrize("text", ["int4_w4a16_act_order", "int8_w8a16_act_order"])
 def test_the_aligned_path_alone_gathers(text: str) -> None:
     assert paths_of(replace(BASE, quant=text)) == ("aligned",)

@@ -249,3 +249,22 @@ def test_what_a_pool_is_made_from() -> None:
     i = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
     with pytest.raises(WeightsError, match="base weights: got lora_a13, lora_b13"):
         pool.weights(i.weights)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    with pytest.raises(DeviceError, match=f"pool: got {device}: "):
+        AdapterPool(PROBLEM, device)
+
+
+def test_memory_that_was_freed_is_not_read() -> None:
+    given = adapter()
+    given.lora_a2.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="lora_a2: got 0 bytes of memory"):
+        AdapterPool(PROBLEM).load("mine", given)
+
+
+def test_base_weights_are_expert_weights() -> None:
+    base: Any = None
+    with pytest.raises(ConfigurationError, match="base weights: got None"):
+        AdapterPool(PROBLEM).weights(base)

@@ -16,6 +16,7 @@ from modular_kernel.errors import (
     DtypeError,
     InputError,
     LayoutError,
+    ModularKernelError,
     RoutingError,
     ShapeError,
     WeightsError,
@@ -289,3 +290,29 @@ def test_sequences_give_their_tokens_their_slots() -> None:
         adapters_of_sequences(starts[:-1], slots, 7)
     with pytest.raises(DtypeError, match="slots of sequences"):
         adapters_of_sequences(starts, slots.float(), 7)
+
+
+def test_slots_of_sequences_are_right_in_every_integer() -> None:
+    starts, slots = torch.tensor([0, 3, 100]), torch.tensor([2, 1])
+    want = [2] * 3 + [1] * 97 + [-1] * 200
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int64):
+        assert adapters_of_sequences(starts.to(dtype), slots.to(dtype), 300).tolist() == want
+    # A slot beyond 32 bits stays one that does not exist.
+    assert adapters_of_sequences(starts, slots + (1 << 32), 1).tolist() == [(1 << 31) - 1]
+
+
+@pytest.mark.parametrize(
+    ("starts", "slots", "tokens", "error"),
+    [
+        (torch.tensor([0, 3]), torch.tensor([1]), -1, "tokens: got -1, need an int >= 0"),
+        (torch.tensor([0, 3]), torch.tensor([1]), 2.5, "tokens: got 2.5, need"),
+        ([0, 3], torch.tensor([1]), 4, "starts of sequences: got list"),
+        (torch.tensor([0, 3]) + 0j, torch.tensor([1]), 4, "starts of sequences: got torch.complex"),
+        (torch.tensor([0, 3], device="meta"), torch.tensor([1]), 4, "slots of sequences: got cpu"),
+    ],
+)
+def test_sequences_that_are_none_are_refused(
+    starts: Any, slots: Any, tokens: Any, error: str
+) -> None:
+    with pytest.raises(ModularKernelError, match=error):
+        adapters_of_sequences(starts, slots, tokens)

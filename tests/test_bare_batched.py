@@ -7,12 +7,14 @@ import torch
 
 from experts.compat.batched_gemm import batched_gemm
 from modular_kernel.errors import (
+    CapacityError,
     ConfigurationError,
     DtypeError,
     IncompatibleError,
     InputError,
     LayoutError,
     ShapeError,
+    UnsupportedError,
 )
 from modular_kernel.ops.align import batched_moe_align_block_size
 from modular_kernel.ops.quantise import dequantise_rows, quantised
@@ -102,6 +104,10 @@ BAD: tuple[tuple[dict[str, Any], type[InputError], str], ...] = (
     ({"a_scale": torch.ones(1)}, ShapeError, "a_scale"),
     ({"out": torch.zeros(E, C, N).half()}, DtypeError, "out"),
     ({"quant": "int8_w8a16_channel"}, DtypeError, "b"),
+    ({"out": [1]}, DtypeError, "out"),
+    ({"a_scale": [1.0]}, DtypeError, "a_scale"),
+    ({"b_scale": 1.0}, DtypeError, "b_scale"),
+    ({"b_eNK": torch.zeros(E, N, K, requires_grad=True)}, UnsupportedError, "gradients"),
 )
 
 
@@ -113,6 +119,16 @@ def test_what_does_not_fit_is_named(
     with pytest.raises(error) as caught:
         batched_gemm(**given | change)
     assert caught.value.what == what
+
+
+def test_what_is_read_is_neither_freed_nor_written() -> None:
+    a, b = torch.ones(E, K, K), torch.ones(E, K, K)
+    for name, out in (("a", a), ("b", b)):
+        with pytest.raises(ConfigurationError, match=f"out: got memory of {name}, need its own"):
+            batched_gemm(a, b, COUNTS, out=out)
+    b.untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match="b: got 0 bytes of memory"):
+        batched_gemm(a, b, COUNTS)
 
 
 def test_groups_that_no_step_fits_are_refused() -> None:
@@ -144,8 +160,11 @@ def test_alignment_refuses_what_are_no_counts() -> None:
         (torch.zeros(2, 2).int(), 4, ShapeError),
         (torch.zeros(2), 4, DtypeError),
         (torch.zeros(2).int(), -1, ShapeError),
+        (torch.zeros(2).int(), 2.5, ConfigurationError),
+        (torch.zeros(2).int(), 1 << 30, CapacityError),
+        ([1], 4, DtypeError),
     ):
-        with pytest.raises(error):
-            batched_moe_align_block_size(counts, capacity, 16)
+        with pytest.raises(error):  # before the memory of so many ids is asked for
+            batched_moe_align_block_size(counts, capacity, 16)  # type: ignore[arg-type]
     rows, _, padded = batched_moe_align_block_size(COUNTS, 0, 16)
     assert (rows.numel(), int(padded)) == (0, 0)

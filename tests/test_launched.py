@@ -143,6 +143,8 @@ def test_what_a_launcher_left(monkeypatch: pytest.MonkeyPatch) -> None:
         ("WORLD_SIZE", ""),
         ("MASTER_ADDR", ""),
         ("MASTER_PORT", "http"),
+        ("MASTER_PORT", "0"),
+        ("RANK", "9" * 5000),
         ("LOCAL_RANK", "4"),
         ("LOCAL_WORLD_SIZE", "5"),
     ],
@@ -152,4 +154,10 @@ def test_variables_that_no_launcher_leaves(
 ) -> None:
     placed(monkeypatch, VARIABLES | {name: text})
     with pytest.raises(ConfigurationError, match=name if text else "launcher's variables"):
+        read_launcher()
+
+
+def test_a_local_rank_is_below_the_ranks_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed(monkeypatch, VARIABLES | {"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "2"})
+    with pytest.raises(ConfigurationError, match=r"LOCAL_RANK: got 3, need in \[0, 2\)"):
         read_launcher()

@@ -170,6 +170,7 @@ def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
         ("lora_alpha", None), ("lora_alpha", 1 << 2000), ("rank_pattern", {"w2": 0}),
         ("rank_pattern", ["w2"]), ("rank_pattern", {"(": 2}), ("alpha_pattern", {"(a+)+": 2}),
         ("rank_pattern", {"a*b*c*d*": 2}), ("layers_to_transform", "all"), ("peft_version", 19),
+        ("rank_pattern", {"(?i)w2": 2}),
     ],
 )  # fmt: skip
 def test_a_config_of_more_than_plain_lora_is_refused(
@@ -220,6 +221,27 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
         folder.tensors[key] = tensor
     with pytest.raises(error, match=match):
         folder.load()
+
+
+@pytest.mark.parametrize("number", ["01", "\N{ARABIC-INDIC DIGIT ONE}"])
+def test_an_expert_is_not_written_twice(tmp_path: Path, number: str) -> None:
+    folder = Folder(tmp_path, "modules")
+    folder.tensors[f"{EXPERT}.{number}.w1.lora_A.weight"] = torch.ones(3, H)
+    with pytest.raises(WeightsError, match=rf"experts\.{number}\.w1\.lora_A"):
+        folder.load()
+
+
+def test_tensors_of_a_layer_that_the_config_leaves_out_are_refused(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "modules")
+    folder.config["layers_to_transform"] = [0]
+    with pytest.raises(WeightsError, match="got tensors of layer 1, need none: layers_to_tr"):
+        folder.load()
+
+
+@pytest.mark.parametrize("elsewhere", [None, "self_attn", (1,)])
+def test_elsewhere_is_names(elsewhere: Any) -> None:
+    with pytest.raises(ConfigurationError, match="elsewhere: got"):
+        load_adapter(GOLDEN / "modules", 1, PROBLEM, elsewhere=elsewhere)
 
 
 def test_two_blocks_of_experts_in_a_layer_are_refused(tmp_path: Path) -> None:

@@ -14,11 +14,13 @@ from modular_kernel.errors import (
     IncompatibleError,
     LayoutError,
     ShapeError,
+    UnsupportedError,
 )
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.runtime import use_triton
 from modular_kernel.ops.quantise import scale_shape
 from modular_kernel.quant import STORAGE, weight_specs
+from modular_kernel.replay import check_held, overlap
 from modular_kernel.tensors import ExpertWeights, dense
 from modular_kernel.types import Machine, Problem
 
@@ -43,10 +45,13 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
     (e,) int32; more than C counts as C. a_scale: float32, (1,), (e, C, 1) or (e, C, ceil(K / g)) as
     the scheme has activations. out: (e, C, N), contiguous; None makes one of `dtype` if a is
     quantised, else of a's. Sums are float32. An InputError of a tensor that does not fit,
-    IncompatibleError for groups that no step of the kernel fits.
+    IncompatibleError for groups that no step of the kernel fits, UnsupportedError for gradients.
     """
-    for what, tensor in (("a", a_eCK), ("b", b_eNK), ("counts", counts_e)):
-        dense(what, tensor)
+    tensors = {"a": a_eCK, "b": b_eNK, "counts": counts_e}
+    others = {"a_scale": a_scale, "b_scale": b_scale, "out": out}
+    others |= {"b_zero_point": b_zero_point, "b_global_scale": b_global_scale}
+    tensors |= {name: tensor for name, tensor in others.items() if tensor is not None}
+    _check_tensors(tensors)
     if a_eCK.dim() != 3 or b_eNK.dim() != 3:
         got = f"{tuple(a_eCK.shape)} and {tuple(b_eNK.shape)}"
         raise ShapeError("a and b", got=got, need="(e, C, K) and (e, N, K)")
@@ -99,6 +104,20 @@ def batched_gemm(  # noqa: PLR0913  (operands, their scales, and what to make)
         **second_product(weights, problem).arguments(tile, problem.fp32_precision, a_scale),
     )
     return out
+
+
+def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check what holds of every tensor, whatever it is for: `out` is the one that is written."""
+    for what, tensor in tensors.items():
+        dense(what, tensor)
+        check_held(what, tensor)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+        got = ", ".join(name for name, tensor in tensors.items() if tensor.requires_grad)
+        need = "torch.no_grad() or inference_mode()"
+        raise UnsupportedError("gradients", got=f"{got} that require grad", need=need)
+    for what, tensor in tensors.items():
+        if "out" in tensors and what != "out" and overlap(tensors["out"], tensor):
+            raise ConfigurationError("out", got=f"memory of {what}", need="its own memory")
 
 
 def _machine_of(device: torch.device) -> Machine:

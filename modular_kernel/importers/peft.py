@@ -27,8 +27,8 @@ from modular_kernel.types import Parallel, Problem
 TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _MOST_NAME = 512
 _NAME = re.compile(
-    r"base_model\.model\.(?P<block>(?:\w+\.)*?layers\.(?P<layer>\d{1,6})\.(?:\w+\.)*?experts)\."
-    r"(?:(?P<expert>\d{1,6})\.(?P<name>\w+)\.|(?P<wrapped>(?:base_layer\.)*))"
+    r"base_model\.model\.(?P<block>(?:\w+\.)*?layers\.(?P<layer>[0-9]{1,6})\.(?:\w+\.)*?experts)\."
+    r"(?:(?P<expert>[0-9]{1,6})\.(?P<name>\w+)\.|(?P<wrapped>(?:base_layer\.)*))"
     r"lora_(?P<side>[AB])\.weight"
 )
 _ROLES = {
@@ -78,6 +78,9 @@ def load_adapter(
     spec = problem.adapters
     if spec is None:
         raise ConfigurationError("lora", got="none", need="a problem with adapters")
+    expect("elsewhere", elsewhere, list | tuple)
+    for each in elsewhere:
+        expect("name of elsewhere", each, str)
     local = _local(problem, ep)
     path = Path(folder)
     config = read_config(path / CONFIG_FILE)
@@ -142,6 +145,7 @@ class _Source:
         """Return the names of A and B of this layer's projections; refuse what is nobody's."""
         sides = dict[tuple[str, int | None, str], dict[str, str]]()
         unknown, blocks = list[str](), set[str]()
+        what = str(self.files.path)
         for key in sorted(self.files.names):
             match = _NAME.fullmatch(key) if len(key) <= _MOST_NAME else None
             if match is None or match["name"] not in (None, *_ROLES):
@@ -151,14 +155,20 @@ class _Source:
                 expert = None if match["expert"] is None else int(match["expert"])
                 blocks.add(match["block"])
                 name = match["name"] or match["wrapped"]
-                sides.setdefault((match["block"], expert, name), {})[match["side"]] = key
-        what = str(self.files.path)
+                keys = sides.setdefault((match["block"], expert, name), {})
+                if match["side"] in keys:
+                    got = f"{keys[match['side']]} and {key}"
+                    raise WeightsError(what, got=got, need="each matrix once")
+                keys[match["side"]] = key
         if unknown:
             got = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} more" * (len(unknown) > 4))
             need = "LoRA of experts, or a name of `elsewhere`"
             raise WeightsError(what, got=got, need=need)
         if len(blocks) > 1:
             raise WeightsError(what, got=" and ".join(sorted(blocks)[:3]), need="one in a layer")
+        if blocks and not self.config.has_layer(self.layer):
+            need = f"none: layers_to_transform of {CONFIG_FILE} leaves it out"
+            raise WeightsError(what, got=f"tensors of layer {self.layer}", need=need)
         if not blocks and self.config.has_layer(self.layer):
             raise WeightsError(what, got=f"no tensor of layer {self.layer}", need="some")
         return sides

@@ -145,6 +145,7 @@ def _patterns(what: str, found: Mapping[str, Any], name: str) -> list[tuple[str,
     for pattern in given:
         try:
             re.compile(pattern)
+            re.compile(_ending(pattern))  # flags at its start are none there
             whole = len(pattern) <= _MOST_PATTERN
         except (re.error, OverflowError, RecursionError):
             whole = False
@@ -156,10 +157,14 @@ def _patterns(what: str, found: Mapping[str, Any], name: str) -> list[tuple[str,
     return list(given.items())
 
 
+def _ending(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"
+
+
 def _first_match(patterns: Mapping[str, _V], name: str, default: _V) -> _V:
     """Return the value of the first pattern that a name, or its end behind a dot, matches."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
+        if re.match(_ending(pattern), name):
             return value
     return default
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.errors import DtypeError, RoutingError, ShapeError
+from modular_kernel.errors import CapacityError, DtypeError, RoutingError, ShapeError
+from modular_kernel.fields import MOST, expect
 from modular_kernel.ops.count import (
     CHUNK,
     count_pairs,
@@ -19,7 +20,7 @@ from modular_kernel.ops.count import (
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
-from modular_kernel.tensors import DispatchedRouting
+from modular_kernel.tensors import DispatchedRouting, dense
 from modular_kernel.types import IdSpace
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -170,12 +171,17 @@ def batched_moe_align_block_size(
     counts_e: (e,) int32 or int64, of which more than `capacity` count as that many. Rows from an
     expert's count on are left out; e * capacity marks padding. block_size: a power of two.
     """
+    dense("counts", counts_e)
+    expect("capacity", capacity, int)
     if counts_e.dim() != 1 or counts_e.numel() == 0:
         raise ShapeError("counts", got=tuple(counts_e.shape), need="(e,), e > 0")
     if counts_e.dtype not in (torch.int32, torch.int64):
         raise DtypeError("counts", got=counts_e.dtype, need="int32 or int64")
     if capacity < 0:
         raise ShapeError("capacity", got=capacity, need=">= 0")
+    if capacity * counts_e.numel() > MOST:
+        got = f"{counts_e.numel()} x {capacity} rows"
+        raise CapacityError("counts x capacity", got=got, need=f"<= {MOST}")
     experts = counts_e.numel()
     expert_e1 = torch.arange(experts, dtype=torch.int32, device=counts_e.device)[:, None]
     row_1C = torch.arange(capacity, device=counts_e.device)[None]

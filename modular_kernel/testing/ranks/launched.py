@@ -130,7 +130,8 @@ class LaunchedRanks:
         try:
             store, _, _ = next(iter(rendezvous("env://", timeout=limit)))
         except (RuntimeError, ValueError) as error:
-            text = f"rank {self.rank} does not reach the store of {self._launcher.address}: {error}"
+            why = str(error).partition("\n")[0]  # frames of C++ follow
+            text = f"rank {self.rank} does not reach the store of {self._launcher.address}: {why}"
             raise RankError({self.rank: text}, {}) from error
         return PrefixStore("modular_kernel", store)
 
