@@ -16,6 +16,7 @@ from modular_kernel.importers.formats import format_of
 from modular_kernel.importers.groups import column_order
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of
+from modular_kernel.reference import oracle
 from modular_kernel.testing.checkpoints.formats import ORDERED
 from modular_kernel.testing.checkpoints.samples import write
 
@@ -85,6 +86,13 @@ def test_a_column_that_is_none_of_xs_reads_0_and_is_refused_in_checked_mode() ->
     want[0, :, weights.w1_order[0, 5]] = want[1, :, weights.w1_order[1, 7]] = 0
     wrong = replace(weights, w1_order=order)
     assert torch.equal(values_of(wrong, "w1", problem), want)
+    some = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).to(problem.dtype)
+    both = mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5))
+    plain = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem)
+    exact = oracle(some, wrong, both, problem)
+    assert exact.norm() > 0
+    difference = plain(some, wrong, both).double() - exact
+    assert difference.norm() < 0.02 * exact.norm()
     kernel = mk.make_kernel("MoEPrepareAndFinalizeNoEP", "TorchExperts", problem, checked=True)
     routing = mk.Routing(torch.ones(5, 2), torch.tensor([[0, 1]] * 5))
     x_TH = torch.zeros(5, 96, dtype=problem.dtype)

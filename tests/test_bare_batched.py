@@ -33,6 +33,7 @@ SCHEMES = (
     "int8_w8a16_group:group=32,zero_points=true",
     "int4_w4a16_group:group=32",
     "mxfp4_w4a16",
+    "nvfp4_w4a16",
 )
 
 
@@ -46,10 +47,14 @@ def operands(quant: str) -> tuple[dict[str, Any], torch.Tensor]:
     given: dict[str, Any] = {
         "a_eCK": a, "b_eNK": weights.w2, "counts_e": COUNTS, "quant": quant,
         "b_scale": weights.w2_scale, "b_zero_point": weights.w2_zero_point,
+        "b_global_scale": weights.w2_global_scale,
     }  # fmt: skip
     scheme, b = problem.scheme, weights.w2
     if scheme.quantised:
+        assert weights.w2_scale is not None
         b = dequantise(b, weights.w2_scale, weights.w2_zero_point, scheme)
+    if weights.w2_global_scale is not None:
+        b = b * weights.w2_global_scale[:, None]
     if scheme.quantises_activations:
         q, scale = quantised(a.flatten(0, 1), scheme)
         a = dequantise_rows(q, scale, scheme).view(E, C, K)
