@@ -167,6 +167,7 @@ def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
     must = on.error("ranks that share buffers", "meaning", "", (0, 0, 0), peers, "construct")
     told = said(lambda: str(on.beside(first, routed_scaling_factor=2.0)))
     yield _before(told, " T"), _before(must, ", need")
+    yield told.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
     second = on.beside(first)
     yield on.goes(second)
     yield on.goes(first)
