@@ -1,0 +1,58 @@
+"""What ranks are told of the hosts that they are on; a part of the scene "misunderstood".
+
+Ranks of one machine are ranks of several hosts where MK_HOST_ID says so.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+from modular_kernel.testing.cases.scenes import manager_class
+from modular_kernel.testing.verify.scene_stage import RIGHT, Stage, said
+
+_NAME = "MK_HOST_ID"
+
+
+def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
+    """All ranks on one host; then each on its own, if the part serves several."""
+    ranks = on.world_size
+    manager = manager_class(on.part)(None)
+    yield str(manager.hosts), f"{ranks} ranks on one host, {_own_name()}"
+    together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
+    yield together.goes(together.over(manager))
+    refused = "IncompatibleError" if on.part.requires.one_host else "ConfigurationError"
+    yield said(lambda: str(alone.over(manager))), refused
+    manager.destroy()
+    if on.part.requires.one_host:
+        return
+    before = os.environ.get(_NAME)
+    os.environ[_NAME] = f"host{on.rank}"
+    try:
+        manager = manager_class(on.part)(None)
+    finally:
+        os.environ.pop(_NAME)
+        if before is not None:
+            os.environ[_NAME] = before
+    where = "; ".join(f"{rank} on host{rank}" for rank in range(ranks))
+    yield str(manager.hosts), f"{ranks} ranks on {ranks} hosts: {where}"
+    kernel = alone.over(manager)
+    yield alone.goes(kernel)
+    told = said(lambda: alone.judged(alone.call(kernel, x_TH=on.sample.inputs.x_TH.double())))
+    peers = on.others if on.at_fault else (1,)
+    there = "; ".join(f"rank {peer}: all of host host{peer}" for peer in peers)
+    got = f"rank 1 refused its call 2 of layer 1 with DtypeError; {there}"
+    must = on.told(got, "calls that every rank takes", layer=1, call=2, step=2)
+    yield told, "DtypeError" if on.at_fault else must
+    manager.destroy()
+
+
+def _own_name() -> str:
+    return os.environ.get(_NAME) or socket.gethostname()
+
+
+def _with_hosts_of(on: Stage, ranks_per_host: int) -> Stage:
+    """Return the stage of a problem that says so."""
+    problem = on.case.problem
+    parallel = replace(problem.parallel, ranks_per_host=ranks_per_host)
+    return replace(on, case=replace(on.case, problem=replace(problem, parallel=parallel)))
