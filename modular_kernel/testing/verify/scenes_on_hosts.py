@@ -3,22 +3,23 @@
 Ranks of one machine are ranks of several hosts where MK_HOST_ID says so.
 """
 
-import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
+from modular_kernel.settings import host_called, read_settings
 from modular_kernel.testing.cases.scenes import manager_class
-from modular_kernel.testing.verify.scene_stage import RIGHT, Stage, said
-
-_NAME = "MK_HOST_ID"
+from modular_kernel.testing.verify.scene_stage import Stage, said
 
 
 def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     """All ranks on one host; then each on its own, if the part serves several."""
     ranks = on.world_size
     manager = manager_class(on.part)(None)
-    yield str(manager.hosts), f"{ranks} ranks on one host, {_own_name()}"
+    yield (
+        str(manager.hosts),
+        f"{ranks} ranks on one host, {read_settings().host_id or socket.gethostname()}",
+    )
     together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
     yield together.goes(together.over(manager))
     refused = "IncompatibleError" if on.part.requires.one_host else "ConfigurationError"
@@ -26,14 +27,8 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     manager.destroy()
     if on.part.requires.one_host:
         return
-    before = os.environ.get(_NAME)
-    os.environ[_NAME] = f"host{on.rank}"
-    try:
+    with host_called(f"host{on.rank}"):
         manager = manager_class(on.part)(None)
-    finally:
-        os.environ.pop(_NAME)
-        if before is not None:
-            os.environ[_NAME] = before
     where = "; ".join(f"{rank} on host{rank}" for rank in range(ranks))
     yield str(manager.hosts), f"{ranks} ranks on {ranks} hosts: {where}"
     kernel = alone.over(manager)
@@ -45,10 +40,6 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     must = on.told(got, "calls that every rank takes", layer=1, call=2, step=2)
     yield told, "DtypeError" if on.at_fault else must
     manager.destroy()
-
-
-def _own_name() -> str:
-    return os.environ.get(_NAME) or socket.gethostname()
 
 
 def _with_hosts_of(on: Stage, ranks_per_host: int) -> Stage:
