@@ -30,6 +30,18 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     with host_called(f"host{on.rank}"):
         manager = manager_class(on.part)(None)
     where = "; ".join(f"{rank} on host{rank}" for rank in range(ranks))
+    name = read_settings().host_id or socket.gethostname()
+    yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
+    together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
+    yield together.goes(together.over(manager))
+    refused = "IncompatibleError" if on.part.requires.one_host else "ConfigurationError"
+    yield said(lambda: str(alone.over(manager))), refused
+    manager.destroy()
+    if on.part.requires.one_host:
+        return
+    with host_called(f"host{on.rank}"):
+        manager = manager_class(on.part)(None)
+    where = "; ".join(f"{rank} on host{rank}" for rank in range(ranks))
     yield str(manager.hosts), f"{ranks} ranks on {ranks} hosts: {where}"
     kernel = alone.over(manager)
     yield alone.goes(kernel)
