@@ -14,41 +14,30 @@ from modular_kernel.testing.verify.scene_stage import Stage, said
 
 def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     """All ranks on one host; then each on its own, if the part serves several."""
-    ranks = on.world_size
+    ranks, one_host = on.world_size, on.part.requires.one_host
     manager = manager_class(on.part)(None)
-    yield (
-        str(manager.hosts),
-        f"{ranks} ranks on one host, {read_settings().host_id or socket.gethostname()}",
-    )
-    together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
-    yield together.goes(together.over(manager))
-    refused = "IncompatibleError" if on.part.requires.one_host else "ConfigurationError"
-    yield said(lambda: str(alone.over(manager))), refused
-    manager.destroy()
-    if on.part.requires.one_host:
-        return
-    with host_called(f"host{on.rank}"):
-        manager = manager_class(on.part)(None)
-    where = "; ".join(f"{rank} on host{rank}" for rank in range(ranks))
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
     together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
     yield together.goes(together.over(manager))
-    refused = "IncompatibleError" if on.part.requires.one_host else "ConfigurationError"
+    refused = "IncompatibleError" if one_host else "ConfigurationError"
     yield said(lambda: str(alone.over(manager))), refused
     manager.destroy()
-    if on.part.requires.one_host:
-        return
+    if not one_host:
+        yield from _apart(alone)
+
+
+def _apart(on: Stage) -> Iterator[tuple[str, str]]:
+    """Each rank on a host of its own: errors say where a rank is."""
     with host_called(f"host{on.rank}"):
         manager = manager_class(on.part)(None)
-    where = "; ".join(f"{rank} on host{rank}" for rank in range(ranks))
-    yield str(manager.hosts), f"{ranks} ranks on {ranks} hosts: {where}"
-    kernel = alone.over(manager)
-    yield alone.goes(kernel)
-    told = said(lambda: alone.judged(alone.call(kernel, x_TH=on.sample.inputs.x_TH.double())))
-    peers = on.others if on.at_fault else (1,)
-    there = "; ".join(f"rank {peer}: all of host host{peer}" for peer in peers)
-    got = f"rank 1 refused its call 2 of layer 1 with DtypeError; {there}"
+    ranks = range(on.world_size)
+    where = "; ".join(f"{rank} on host{rank}" for rank in ranks)
+    yield str(manager.hosts), f"{len(ranks)} ranks on {len(ranks)} hosts: {where}"
+    kernel = on.over(manager)
+    yield on.goes(kernel)
+    told = said(lambda: on.judged(on.call(kernel, x_TH=on.sample.inputs.x_TH.double())))
+    got = "rank 1 refused its call 2 of layer 1 with DtypeError; rank 1: all of host host1"
     must = on.told(got, "calls that every rank takes", layer=1, call=2, step=2)
     yield told, "DtypeError" if on.at_fault else must
     manager.destroy()
