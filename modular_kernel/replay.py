@@ -167,12 +167,8 @@ def check_held(what: str, tensor: torch.Tensor) -> None:
     except (RuntimeError, NotImplementedError):
         got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
         raise LayoutError(what, got=got, need="a plain tensor") from None
-    reach: int = tensor.storage_offset() * tensor.element_size()
-    if tensor.is_contiguous():
-        reach += tensor.nbytes
-    else:
-        start, stop = span(tensor)
-        reach += stop - start
+    start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
+    reach = tensor.storage_offset() * tensor.element_size() + stop - start
     if not pointer or held < reach:
         got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
         raise LayoutError(what, got=got, need=f"the {reach} that its shape and strides reach")
