@@ -71,9 +71,15 @@ def fused(block: str, *, transposed: bool = False) -> Names:
 
 
 def gpt_oss(front: str, m: Matrices) -> Tensors:
+    """Fused in 16 bits and in mxfp4; other packers take the projections apart."""
     at = f"{front}mlp.experts"
     assert m.b1 is not None
     assert m.b2 is not None
+    if not m.gate[0].tensors.keys() <= {"weight", "blocks", "scales"}:
+        biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}
+        own = {f"{at}.{e}.{name}.bias": bias[e].clone()
+               for name, bias in biases.items() for e in range(len(bias))}  # fmt: skip
+        return each("mlp.experts")(front, m) | own
     found = {f"{at}.gate_up_proj_bias": m.b1, f"{at}.down_proj_bias": m.b2}
     if "weight" in m.gate[0].tensors:
         found[f"{at}.gate_up_proj"] = m.alternating().mT.contiguous()
