@@ -25,7 +25,7 @@ from modular_kernel.integrations.experts_op import EXPERTS
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
 from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
-from modular_kernel.testing.checkpoints.formats import KINDS, ORDERED, Stored
+from modular_kernel.testing.checkpoints.formats import FUSED, KINDS, ORDERED, Stored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
@@ -37,13 +37,16 @@ MODELS = {
     "gpt_oss": (8, (0, 1)),
 }
 _DENSE = ("mixtral", "qwen3_moe", "deepseek_v3")
-ALL_KINDS = KINDS | ORDERED
+ALL_KINDS = KINDS | ORDERED | FUSED
 CASES = [
     *(("mixtral", kind) for kind in KINDS if kind not in ("bf16", "fp16", "fp32", "mxfp4")),
     ("qwen3_moe", "qwen3 fp8"),
     ("deepseek_v3", "deepseek fp8, UE8M0"),
     ("gpt_oss", "mxfp4"),
     *(("mixtral", kind) for kind in ORDERED),
+    ("gpt_oss", "compressed fp8 channel"),
+    ("gpt_oss", "compressed int4"),
+    ("gpt_oss", "modelopt nvfp4, fused"),
 ]
 
 

@@ -96,15 +96,17 @@ def fp8_block(
     return make
 
 
-def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), names: Any = None) -> Make:
-    weight_scale, input_scale = names or ("weight_scale", "input_scale")
+def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), one: bool = False) -> Make:
+    """One: scales are the same of all matrices of a depth."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         w = _fp8_codes(rows, depth, g)
-        scale = (_uniform((1,), g) * gain / (100 * depth**0.5)).reshape(shape)
-        tensors = {"weight": w, weight_scale: scale}
+        size, inputs = (torch.ones(1), torch.ones(1)) if one else (_uniform((1,), g) * gain, None)
+        scale = (size / (100 * depth**0.5)).reshape(shape)
+        tensors = {"weight": w, "weight_scale": scale}
         if static:
-            tensors[input_scale] = (16 / 448 * _uniform((1,), g)).reshape(shape)
+            inputs = _uniform((1,), g) if inputs is None else inputs
+            tensors["input_scale"] = (16 / 448 * inputs).reshape(shape)
         return Stored(tensors, w.to(F64) * scale.to(F64))
 
     return make
@@ -253,13 +255,17 @@ def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> 
     return Stored({"weight_packed": packed, "weight_scale": scale}, values)
 
 
-def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool) -> Make:
-    """Of codes, e4m3 scales of 16, and a float32 scale that multiplies the numbers, or divides."""
+def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool, one: bool = False) -> Make:
+    """Of codes, e4m3 scales of 16, and a float32 scale that multiplies the numbers, or divides.
+
+    one: that scale is the same of all matrices of a depth.
+    """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         codes = torch.randint(0, 16, (rows, depth), generator=g)
         scale = (_uniform((rows, -(-depth // 16)), g) * 100).to(FP8)
-        factor = _uniform((1,), g) * gain / (300 * depth**0.5)
+        factor = torch.ones(1) if one else _uniform((1,), g) * gain
+        factor = factor / (300 * depth**0.5)
         factor = (1 / factor if divides else factor).float()
         number = 1 / factor.to(F64) if divides else factor.to(F64)
         values = E2M1[codes] * spread(scale.float(), rows, depth, 1, 16) * number
@@ -477,5 +483,20 @@ ORDERED: dict[str, Kind] = {
         _PACKED4,
         ordered(compressed(4, 32), "weight_g_idx", 32, "weight_packed"),
         "int4_w4a16_act_order:group=32",
+    ),
+}
+
+# As ModelOpt writes the fused experts of Llama-4 and gpt-oss: (e, K, N), one scale of all experts.
+FUSED: dict[str, Kind] = {
+    "modelopt fp8, fused": Kind(
+        KINDS["modelopt fp8"].config,
+        fp8_tensor(static=True, one=True),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "modelopt nvfp4, fused": Kind(
+        KINDS["modelopt nvfp4"].config,
+        nvfp4("weight", "weight_scale_2", "input_scale", divides=False, one=True),
+        "nvfp4_w4a16",
     ),
 }
