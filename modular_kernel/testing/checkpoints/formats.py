@@ -82,15 +82,17 @@ def fp8_block(
     return make
 
 
-def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), names: Any = None) -> Make:
-    weight_scale, input_scale = names or ("weight_scale", "input_scale")
+def fp8_tensor(*, static: bool, shape: tuple[int, ...] = (), one: bool = False) -> Make:
+    """One: scales are the same of all matrices of a depth."""
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         w = _fp8_codes(rows, depth, g)
-        scale = (_uniform((1,), g) * gain / (100 * depth**0.5)).reshape(shape)
-        tensors = {"weight": w, weight_scale: scale}
+        size, inputs = (torch.ones(1), torch.ones(1)) if one else (_uniform((1,), g) * gain, None)
+        scale = (size / (100 * depth**0.5)).reshape(shape)
+        tensors = {"weight": w, "weight_scale": scale}
         if static:
-            tensors[input_scale] = (16 / 448 * _uniform((1,), g)).reshape(shape)
+            inputs = _uniform((1,), g) if inputs is None else inputs
+            tensors["input_scale"] = (16 / 448 * inputs).reshape(shape)
         return Stored(tensors, w.to(F64) * scale.to(F64))
 
     return make
@@ -239,13 +241,17 @@ def mxfp4_compressed(rows: int, depth: int, g: torch.Generator, gain: float) -> 
     return Stored({"weight_packed": packed, "weight_scale": scale}, values)
 
 
-def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool) -> Make:
-    """Of codes, e4m3 scales of 16, and a float32 scale that multiplies the numbers, or divides."""
+def nvfp4(weight: str, whole: str, inputs: str, *, divides: bool, one: bool = False) -> Make:
+    """Of codes, e4m3 scales of 16, and a float32 scale that multiplies the numbers, or divides.
+
+    one: that scale is the same of all matrices of a depth.
+    """
 
     def make(rows: int, depth: int, g: torch.Generator, gain: float) -> Stored:
         codes = torch.randint(0, 16, (rows, depth), generator=g)
         scale = (_uniform((rows, -(-depth // 16)), g) * 100).to(FP8)
-        factor = _uniform((1,), g) * gain / (300 * depth**0.5)
+        factor = torch.ones(1) if one else _uniform((1,), g) * gain
+        factor = factor / (300 * depth**0.5)
         factor = (1 / factor if divides else factor).float()
         number = 1 / factor.to(F64) if divides else factor.to(F64)
         values = E2M1[codes] * spread(scale.float(), rows, depth, 1, 16) * number

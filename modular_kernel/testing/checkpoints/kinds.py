@@ -238,3 +238,18 @@ ORDERED: dict[str, Kind] = {
         "int4_w4a16_act_order:group=32",
     ),
 }
+
+# As ModelOpt writes the fused experts of Llama-4 and gpt-oss: (e, K, N), one scale of all experts.
+FUSED: dict[str, Kind] = {
+    "modelopt fp8, fused": Kind(
+        KINDS["modelopt fp8"].config,
+        fp8_tensor(static=True, one=True),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "modelopt nvfp4, fused": Kind(
+        KINDS["modelopt nvfp4"].config,
+        nvfp4("weight", "weight_scale_2", "input_scale", divides=False, one=True),
+        "nvfp4_w4a16",
+    ),
+}
