@@ -292,10 +292,7 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
         return value.clamp(min=0).square()
     if not spec.gated:
         return _one(value, spec.kind.removesuffix("_no_mul"))
-    if spec.interleaved:
-        gate, up = value[:, 0::2], value[:, 1::2]
-    else:
-        gate, up = value.chunk(2, dim=1)
+    gate, up = _gate_and_up(value, spec)
     if spec.kind == "situ":
         assert spec.alpha is not None
         if spec.limit is not None:
@@ -315,6 +312,13 @@ def activation(value: torch.Tensor, spec: ActivationSpec) -> torch.Tensor:
     assert spec.kind == "swiglu_oai"
     assert spec.alpha is not None
     return gate / (1 + torch.exp(-spec.alpha * gate)) * (up + 1)
+
+
+def _gate_and_up(value: torch.Tensor, spec: ActivationSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.interleaved:
+        return value[:, 0::2], value[:, 1::2]
+    first, second = value.chunk(2, dim=1)
+    return (second, first) if spec.up_first else (first, second)
 
 
 def _one(value: torch.Tensor, kind: str) -> torch.Tensor:
