@@ -300,6 +300,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         yield _variant(even, routing)
     for edge in (15, 16, 17, 33):
         yield change("all_to_one", tokens=(edge, 1), top_k=1, dtype=_BF16)
+    yield change("skips", hidden=16, intermediate=16, tokens=(83, 46))  # more pairs than a chunk
     yield change(experts=world_size, top_k=1)
     yield change(experts=8 * world_size + 3, top_k=8, placement="round_robin")
     yield change(apply_router_weight_on_input=True, top_k=2, bias=True)
