@@ -152,7 +152,11 @@ class LayerSource:
             key = self.key(place, stored)
             assert key is not None
             if key not in found:
-                found[key] = self.files.read(key, ()).float().reshape(-1)
+                scale = found[key] = self.files.read(key, ()).float().reshape(-1)
+                bad = scale[~(scale.isfinite() & (scale > 0))]
+                if len(bad):
+                    need = "finite numbers above 0"
+                    raise WeightsError(self.files.where(key), got=float(bad[0]), need=need)
         return torch.cat(list(found.values()))
 
     def _read(
