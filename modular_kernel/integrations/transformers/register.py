@@ -137,7 +137,7 @@ class Registration:
         else:
             names = names_of(module)
         tensors = tuple([_attribute(module, (name,)) for name in names])
-        if not all([isinstance(tensor, torch.Tensor) for tensor in tensors]):
+        if any(map(_no_tensor, tensors)):
             if torch.compiler.is_compiling():
                 return self._outside("an attribute that is no tensor", module, call)
             tensors_of(module)  # raises
@@ -202,9 +202,8 @@ class Registration:
         dtypes = tuple([tensor.dtype for tensor in tensors])
         devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # one number, where dynamic shapes have a symbol
-        found = _constants(
-            self, module, (shapes, dtypes, devices), x_TH.dtype, x_TH.device, top_k, flags_of(module)
-        )
+        like, own = (shapes, dtypes, devices), flags_of(module)
+        found = _constants(self, module, like, x_TH.dtype, x_TH.device, top_k, own)
         if isinstance(found, str):
             return self._outside(found, module, call)
         fields, layer, numbers, functions = found
@@ -321,6 +320,10 @@ def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> object:
     for name in way:
         found = getattr(found, name, None)
     return found
+
+
+def _no_tensor(value: object) -> bool:
+    return not isinstance(value, torch.Tensor)
 
 
 def _unlike(one: torch.Tensor, other: torch.Tensor) -> bool:
