@@ -85,7 +85,8 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
 
     intermediate: I of the whole layer. Blocks and groups are divided, and their scales repeated,
     where a share of I, or the border between gate and up rows, would cut through them; what they
-    stand for stays the same. ConfigurationError if I / world is no whole number, or leaves less
+    stand for stays the same. Weights alone with a scale of each of gate and up have one of each row:
+    merged, those of the smaller would be rounded again. ConfigurationError if I / world is no whole number, or leaves less
     than 32 columns of a block or group, or cuts through an mxfp4 or nvfp4 group.
     """
     expect("intermediate", intermediate, Count)
@@ -97,6 +98,8 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     if rest:
         need = f"a multiple of the {world} tensor-parallel ranks"
         raise ConfigurationError("intermediate", got=intermediate, need=need)
+    if scheme.granularity == "tensor" and gated and not scheme.quantises_activations:
+        return QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
     if scheme.granularity == "block":
         rows, columns = scheme.group
         if gated or world > 1:
