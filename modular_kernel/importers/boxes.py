@@ -83,8 +83,8 @@ class LayerSource:
                 elif key not in seen:
                     seen.add(key)
                     shape, dtype = self.files.facts(key)
-                    need = () if place.is_one(stored, shape) else place.shape(stored)
-                    stored.check(self.files.where(key), shape, dtype, need)
+                    sizes = () if place.is_one(stored, shape) else place.shape(stored)
+                    stored.check(self.files.where(key), shape, dtype, sizes)
                     dtypes.setdefault(stored.role, set()).add(dtype)
         if missing:
             got = f"no {missing[0]}{_more(missing)}"
