@@ -25,7 +25,8 @@ from modular_kernel.integrations.experts_op import EXPERTS
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
 from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
-from modular_kernel.testing.checkpoints.formats import FUSED, KINDS, ORDERED, Stored
+from modular_kernel.testing.checkpoints.formats import Stored
+from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS, ORDERED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
