@@ -96,7 +96,6 @@ def test_what_is_packed_stays_packed(kind: str, tmp_path: Path) -> None:
 
 # Whole stacks stored (e, K, N), with one scale of all their experts.
 TURNED = [(family, kind) for family in ("llama4_text", "gpt_oss") for kind in FUSED]
-TURNED.remove(("gpt_oss", "modelopt fp8, fused"))
 
 
 @pytest.mark.parametrize(("family", "kind"), TURNED)
