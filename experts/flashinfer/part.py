@@ -214,7 +214,7 @@ def _of_activation(name: str, problem: Problem) -> tuple[Rejection, ...]:
 def _of_scheme(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
     """Return what the library wants of fp8 beyond what `requires` has a word for."""
     scheme, parties = problem.scheme, (name, "problem")
-    if not scheme.quantised:
+    if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantised:
         return ()
     found = list[Rejection]()
     if not is_blockwise(problem):
