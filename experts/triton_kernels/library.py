@@ -101,9 +101,10 @@ def ragged(
     """Return the product of rows (R, K) and each one's expert's weights (e, N, K), in bfloat16.
 
     weights: in bfloat16, and None; or two e2m1 values of K in a byte, and the exponent (E8M0) of
-    each 32 of them, (e, N, K / 32), as mxfp4 checkpoints have them. It is in `out` (R, N), or where the library chose. Expert i has the rows from starts[i] on,
-    (e + 1,) int32; rows behind the last one stay as they are. Weights whose values lie side by side
-    neither along K nor along N are copied, and so are weights off 16-byte addresses: TMA.
+    each 32 of them, (e, N, K / 32), as mxfp4 checkpoints have them. The product is in `out` (R, N),
+    or where the library chose. Expert i has the rows from starts[i] on, (e + 1,) int32; rows behind
+    the last one stay as they are. Weights whose values lie side by side neither along K nor along N
+    are copied, and so are weights off 16-byte addresses: TMA.
     """
     w, scale = weights
     precision = None
