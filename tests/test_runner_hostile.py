@@ -21,7 +21,7 @@ from modular_kernel.integrations.runner_formats import (
 )
 from modular_kernel.ops.align import batched_moe_align_block_size, moe_align_block_size
 
-T, H, I, E, K, C = 5, 32, 16, 4, 2, 6
+T, H, WIDE, E, K, C = 5, 32, 16, 4, 2, 6
 CONFIG = MoeRunnerConfig(inplace=False)
 E4M3 = torch.float8_e4m3fn
 
@@ -31,7 +31,7 @@ def ids(rows: int = T) -> torch.Tensor:
 
 
 def info() -> MoeQuantInfo:
-    w13, w2 = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    w13, w2 = torch.randn(E, 2 * WIDE, H), torch.randn(E, H, WIDE)
     return MoeQuantInfo(w13.bfloat16(), w2.bfloat16())
 
 
@@ -41,7 +41,7 @@ def info_fp8() -> MoeQuantInfo:
         plain.w13_weight.to(E4M3),
         plain.w2_weight.to(E4M3),
         quant="fp8_w8a8_channel",
-        w13_scale=torch.rand(E, 2 * I),
+        w13_scale=torch.rand(E, 2 * WIDE),
         w2_scale=torch.rand(E, H),
     )
 
@@ -139,7 +139,12 @@ def test_an_environment_of_another_kind(given: Any) -> None:
 
 @pytest.mark.parametrize("tokens", [-1, "x", 2.5])
 def test_verdicts_of_no_layer(tokens: Any) -> None:
-    sizes = {"num_experts": E, "hidden_size": H, "intermediate_size_per_partition": I, "top_k": K}
+    sizes = {
+        "num_experts": E,
+        "hidden_size": H,
+        "intermediate_size_per_partition": WIDE,
+        "top_k": K,
+    }
     runner = MoeRunner("torch", replace(CONFIG, **sizes))
     assert "valid" in runner.explain()
     with pytest.raises(InputError, match="tokens"):
