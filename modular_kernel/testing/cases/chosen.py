@@ -125,6 +125,9 @@ def _moved() -> Iterator[Chosen]:
 
 
 def _long_rows(hidden: int) -> Iterator[Chosen]:
-    """Rows with a scale each that no program holds at once: beyond 32768 values, nor twice."""
-    long = replace(_FEW, tokens=2, hidden=hidden)
-    yield replace(long, quant="fp8_w8a8_channel"), "uniform", _PEAKS
+    """Rows with a scale each that no program holds at once: beyond 32768 values, nor twice. And
+    rows of h whose largest value is mostly behind the 16384 that a program holds."""
+    few = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
+    yield replace(few, hidden=hidden), "uniform", _PEAKS
+    narrow = replace(few, hidden=16, activation=ActivationSpec.parse("relu2"))
+    yield replace(narrow, tokens=4, intermediate=36000), "uniform", Manner()
