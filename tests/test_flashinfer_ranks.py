@@ -12,6 +12,8 @@ from vendor_stand_in import FlashInfer
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.call_mutants.over_ranks import sensitivity_ranks
+from modular_kernel.testing.call_mutants.rank_operators import RANK_MUTANTS
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.testing.cases.rank_inputs import part_of
 from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
@@ -47,6 +49,17 @@ BOTH = cases(FlashInfer, 2)[:3]  # all of it FlashInfer's
 def test_proven(case: RankCase, rank_pool: Pool) -> None:
     proof = prove_ranks(case, rank_pool(case.world_size), MACHINE)
     assert proof.passed, str(proof)
+
+
+# What a part of this format can do to rows, and to what lies where nobody sent a row.
+DEFECTS = ("rows_reordered", "stale_rows", "last_expert_lost")
+
+
+@pytest.mark.parametrize("mutant", [m for m in RANK_MUTANTS if m.name in DEFECTS])
+def test_defects_are_found(mutant: Any, rank_pool: Pool) -> None:
+    kills = sensitivity_ranks(PART, "TorchExperts", rank_pool(2), mutants=[mutant])
+    assert [str(kill) for kill in kills if not kill.ok] == []
+    assert kills
 
 
 # ----------------------------------------------------------------------------- of calls and ranks

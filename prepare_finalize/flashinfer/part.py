@@ -178,6 +178,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
             take("sent_weights", tuple(ids_TK.shape)),
             call.invalid_ids,
             join=False,
+            factor=1.0,
         )
 
     def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
