@@ -1,7 +1,9 @@
 """FlashInferCutlassMoEPrepareAndFinalize on gloo ranks, over a stand-in that is strict."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import flashinfer_stand_in as stand_in
@@ -21,6 +23,7 @@ from modular_kernel.testing.ranks.pool import RankError, RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Machine, Parallel, Problem
 from prepare_finalize import FlashInferGroup
+from prepare_finalize.flashinfer import library
 
 PART = stand_in.FlashInferOverGloo
 MACHINE = this_machine(device="cpu")
@@ -245,3 +248,29 @@ def planted(rank: int, world: int, group: object) -> list[str]:
 
 def test_planted(rank_pool: Pool) -> None:
     assert rank_pool(2).run(planted) == [[], []]
+
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+def test_the_library_is_told_by_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library.load.cache_clear()
+    folder = tmp_path / "flashinfer/comm"
+    folder.mkdir(parents=True)
+    (tmp_path / "flashinfer/__init__.py").write_text("")
+    (folder / "__init__.py").write_text("Mapping = 1\n")
+    moe = "class MoeAlltoAll: '''expert_id_payload_index'''\n"
+    moe += "def moe_a2a_get_workspace_size_per_rank(): ...\n"
+    (folder / "trtllm_moe_alltoall.py").write_text(moe)
+    (folder / "mnnvl.py").write_text("MnnvlConfig = TorchDistBackend = 2\n")
+    with pytest.raises(ConfigurationError, match=r"no CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR in"):
+        library.load()
+    shares = "# CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR\nMnnvlConfig = TorchDistBackend = 2\n"
+    (folder / "mnnvl.py").write_text(shares)
+    try:
+        assert library.load().Mapping == 1
+    finally:
+        library.load.cache_clear()
+        for name in [n for n in sys.modules if n.split(".")[0] == "flashinfer"]:
+            del sys.modules[name]

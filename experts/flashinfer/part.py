@@ -46,7 +46,8 @@ class FlashInferExperts(PermuteExpertsUnpermute):
     """Contiguous tokens in 16 bits, fp8 by tensor (static) or by blocks; weights and sums itself.
 
     Launches: pairs joined, so that no expert is twice in a token; x quantised, if by tensor; the
-    library's. w1 has its up rows first (`modular_kernel.row_order`).
+    library's, which takes some small tensors in every call. w1 has its up rows first
+    (`modular_kernel.row_order`).
     """
 
     load_library = staticmethod(load)
@@ -73,6 +74,7 @@ class FlashInferExperts(PermuteExpertsUnpermute):
         blocks=frozenset({(128, 128)}),
         whole_blocks=True,
         quantises_input=True,
+        library_allocates=True,
     )
 
     def __init__(self, problem: Problem) -> None:

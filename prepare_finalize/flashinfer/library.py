@@ -35,16 +35,16 @@ def load() -> Any:
         got, need = found.why or "nothing", FLASHINFER_ALL2ALL.need
         raise ConfigurationError(FLASHINFER_ALL2ALL.name, got=got, need=need)
     try:
-        comm, mnnvl, backend, moe = (
+        comm, mnnvl, moe = (
             import_module(f"flashinfer.comm{part}")
-            for part in ("", ".mnnvl", ".comm_backend", ".trtllm_moe_alltoall")
+            for part in ("", ".mnnvl", ".trtllm_moe_alltoall")
         )
         return SimpleNamespace(
             MoeAlltoAll=moe.MoeAlltoAll,
             moe_a2a_get_workspace_size_per_rank=moe.moe_a2a_get_workspace_size_per_rank,
             Mapping=comm.Mapping,
             MnnvlConfig=mnnvl.MnnvlConfig,
-            TorchDistBackend=backend.TorchDistBackend,
+            TorchDistBackend=mnnvl.TorchDistBackend,
         )
     except _FAILURES as error:
         got = f"{type(error).__name__}: {error}"[:300]
