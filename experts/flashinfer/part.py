@@ -14,6 +14,7 @@ from experts.flashinfer.library import (
     FLASHINFER,
     Layer,
     activation_numbers,
+    activation_type,
     input_dtype,
     is_blockwise,
     load,
@@ -80,6 +81,7 @@ class FlashInferExperts(PermuteExpertsUnpermute):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._library: Any = self.load_library()
+        activation_type(self._library, problem)  # before anything is launched
         self._bytes: dict[int, int] = {}
 
     @classmethod
