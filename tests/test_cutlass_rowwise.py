@@ -7,6 +7,7 @@ import pytest
 import torch
 from vendor_stand_in import BatchedCutlass, CutlassRowwise, proven, scaled_grouped_mm
 
+from modular_kernel.testing.cases.inputs import Manner
 from modular_kernel.types import Combine, Problem
 
 BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2, quant="fp8_w8a8_channel")
@@ -39,6 +40,13 @@ def test_contiguous(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize(("change", "routing"), COMMON)
 def test_batched(change: dict[str, Any], routing: str) -> None:
     proof = proven(BatchedCutlass, replace(BASE, **change), routing)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "shifted"])
+@pytest.mark.parametrize("part", [CutlassRowwise, BatchedCutlass])
+def test_weights_that_lie_otherwise(part: Any, layout: str) -> None:
+    proof = proven(part, BASE, manner=Manner(layout=layout))
     assert proof.passed, str(proof)
 
 

@@ -24,7 +24,7 @@ from experts.deepgemm.either import LEAST_ROWS, least_tokens
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, StateError
 from modular_kernel.ops.sort import Sorted
-from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.inputs import Manner, make_inputs
 from modular_kernel.types import Combine, Machine, Problem
 
 BLOCK = "fp8_w8a8_block"
@@ -64,6 +64,14 @@ def test_contiguous(change: dict[str, Any], routing: str) -> None:
 @pytest.mark.parametrize(("change", "routing"), COMMON)
 def test_masked(change: dict[str, Any], routing: str) -> None:
     proof = proven(BatchedDeepGemm, replace(BASE, **change), routing)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "shifted"])
+@pytest.mark.parametrize("quant", ["none", BLOCK])
+@pytest.mark.parametrize("part", [DeepGemm, BatchedDeepGemm, TritonOrDeepGemm])
+def test_weights_that_lie_otherwise(part: Any, quant: str, layout: str) -> None:
+    proof = proven(part, replace(BASE, quant=quant), manner=Manner(layout=layout))
     assert proof.passed, str(proof)
 
 

@@ -6,20 +6,29 @@ buffer of deltas: `add_adapters` adds them to the float32 sums, before weight, b
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from experts.triton.path import PathCall
 from modular_kernel import stages
 from modular_kernel.ops.align import Aligned
-from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.count import id_arguments, next_power_of_2
 from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.pdl import overlap
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
 _LEAST_BLOCK, _MOST_BLOCK = 16, 64  # columns of a program's u, and depth of a step of B u
-_BLOCK_K = 64
+_MOST_PARTS = 8  # programs that share the slots of a tile's rows
+_STAGES = 3
+_STEP_BYTES = 32 << 10  # of x and A on their way in a step: three fit into any GPU's shared memory
+_LEAST_K, _MOST_K = 32, 512  # depth of a step
+_WHOLE_DEPTH = 2048  # of a row of A, up to which a program has two
+
+Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of every slot
 
 
 @dataclass(frozen=True)
@@ -108,9 +117,10 @@ class PairAdapters:
         problem, aligned = self._problem, self._aligned
         pairs = len(self._slots_T) * problem.top_k
         u = self._workspace.take(name, (pairs, a.shape[2]))
+        how = _shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
             shrink_pairs_kernel,
-            (aligned.expert_ids.numel(), -(-a.shape[2] // _block_r(a.shape[2]))),
+            (aligned.expert_ids.numel(), -(-a.shape[2] // how["BLOCK_R"]), how["PARTS"]),
             x_ptr=x,
             u_ptr=u,
             slots_ptr=self._slots_T,
@@ -122,8 +132,7 @@ class PairAdapters:
             stride_xk=x.stride(1),
             TOP_K=problem.top_k,
             X_TOP_K=pairs // len(x),
-            BLOCK_M=self._block_m,
-            **_shrink_arguments(a, x.shape[1], problem),
+            **how,
         )
         return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
 
@@ -165,9 +174,10 @@ class SegmentAdapters:
         assert b is not None  # the weights were checked
         order = self._order
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), a.shape[2]))
+        how = _shrink_arguments(a, x.shape[1], self._problem, self._block_m)
         launch(
             shrink_segments_kernel,
-            (order.max_tiles, -(-a.shape[2] // _block_r(a.shape[2]))),
+            (order.max_tiles, -(-a.shape[2] // how["BLOCK_R"]), how["PARTS"]),
             x_ptr=x,
             u_ptr=u,
             slots_ptr=self._slots_T,
@@ -177,8 +187,7 @@ class SegmentAdapters:
             stride_xm=x.stride(0),
             stride_xk=x.stride(1),
             GATHER=gather,
-            BLOCK_M=self._block_m,
-            **_shrink_arguments(a, x.shape[1], self._problem),
+            **how,
         )
         return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
 
@@ -197,21 +206,57 @@ def shrink_batched(
 
     a, b = matrices
     experts, capacity, depth = x_eCK.shape
+    how = _shrink_arguments(a, depth, problem, block_m)
+    blocks, parts = -(-capacity // block_m), -(-a.shape[2] // how["BLOCK_R"])
     launch(
         shrink_batched_kernel,
-        (-(-capacity // block_m), -(-a.shape[2] // _block_r(a.shape[2])), experts),
+        (blocks * how["PARTS"], parts, experts),
         x_ptr=x_eCK,
         u_ptr=u_eCR,
         slots_ptr=slots_eC,
         counts_ptr=counts_e,
         capacity=capacity,
-        BLOCK_M=block_m,
-        **_shrink_arguments(a, depth, problem),
+        **how,
     )
     return Shrunk(u_eCR, slots_eC, b, a.shape[2] - b.shape[3])
 
 
-def _shrink_arguments(a: torch.Tensor, depth: int, problem: Problem) -> dict[str, object]:
+def shrink_few(
+    call: PathCall, name: str, x: torch.Tensor, matrices: Matrices, problem: Problem
+) -> Shrunk:
+    """Launch A x for every routed pair by itself; x has a row for each token, or for each pair."""
+    from experts.triton.kernels.shrink import shrink_few_kernel
+
+    routing, (a, b) = call.tokens.routing, matrices
+    slots_T = routing.adapters_T
+    assert slots_T is not None
+    assert a is not None
+    assert b is not None  # the weights were checked
+    pairs, depth = routing.topk_ids_TK.numel(), x.shape[1]
+    u = call.workspace.take(name, (pairs, a.shape[2]))
+    rows = 1 if depth > _WHOLE_DEPTH else 2
+    launch(
+        shrink_few_kernel,
+        (pairs, -(-a.shape[2] // rows)),
+        x_ptr=x,
+        u_ptr=u,
+        slots_ptr=slots_T,
+        num_pairs=pairs,
+        stride_xm=x.stride(0),
+        stride_xk=x.stride(1),
+        TOP_K=problem.top_k,
+        X_TOP_K=pairs // len(x),
+        BLOCK_R=rows,
+        BLOCK_K=min(next_power_of_2(depth), 2 * _WHOLE_DEPTH // rows),
+        num_warps=8,
+        **_matrix_arguments(a, depth),
+        **id_arguments(routing, problem.e),
+        **overlap(),
+    )
+    return Shrunk(u, slots_T, b, a.shape[2] - b.shape[3])
+
+
+def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
     slots, experts, rank_rows, _ = a.shape
     stride_l, stride_e, stride_r, _ = a.stride()
     return {
@@ -222,11 +267,26 @@ def _shrink_arguments(a: torch.Tensor, depth: int, problem: Problem) -> dict[str
         "stride_al": stride_l,
         "stride_ae": stride_e if experts > 1 else 0,
         "stride_ar": stride_r,
+    }
+
+
+def _shrink_arguments(
+    a: torch.Tensor, depth: int, problem: Problem, block_m: int
+) -> dict[str, Any]:
+    """Return what all kernels of tiles take. Few rows leave room for deep steps, and few tiles for
+    more programs."""
+    columns = _LEAST_BLOCK if block_m <= _LEAST_BLOCK else _block_r(a.shape[2])
+    deepest = _STEP_BYTES // ((block_m + columns) * problem.dtype.itemsize)
+    block_k = min(max(1 << deepest.bit_length() - 1, _LEAST_K), _MOST_K, next_power_of_2(depth))
+    return {
+        **_matrix_arguments(a, depth),
         "PRECISION": problem.fp32_precision,
-        "BLOCK_R": _block_r(rank_rows),
-        "BLOCK_K": _BLOCK_K,
+        "PARTS": min(len(a), _MOST_PARTS),
+        "BLOCK_M": block_m,
+        "BLOCK_R": columns,
+        "BLOCK_K": max(block_k, _LEAST_K),
         "num_warps": 4,
-        "num_stages": 3,
+        "num_stages": _STAGES,
     }
 
 

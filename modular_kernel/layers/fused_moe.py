@@ -125,6 +125,9 @@ class FusedMoE(ExpertParameters):
         placement = _placed(placement, num_experts, ep_size, over_ranks=over_ranks)
         away = ep_size > 1 and not over_ranks
         act = ActivationSpec.parse(activation)
+        if act.up_first:
+            need = "gate rows first, or rows that alternate: weights are loaded so"
+            raise ConfigurationError("activation", got=str(act), need=need)
         sizes = num_experts, hidden_size, intermediate_size
         rows = act.gated, act.interleaved
         held = partial(Share, *sizes, parallel.ep, parallel.tp, placement, *rows)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from experts.triton.adapters import Shrunk, adapter_specs, shrink_few
 from experts.triton.candidates import Groups
 from experts.triton.gemv import config
 from experts.triton.gemv.candidates import candidates
@@ -62,7 +63,7 @@ class GemvPath(Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether its kernels can cut the groups of activations by halves."""
-        return problem.adapters is None and config.serves(problem)
+        return config.serves(problem)
 
     @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
@@ -104,7 +105,7 @@ class GemvPath(Path):
         if row_scale(problem.scheme, problem.intermediate) in ("token", "tensor"):
             blocks = -(-problem.intermediate // _LEAST_BLOCK_N)
             specs["gemv_amax"] = BufferSpec((pairs * blocks,), torch.float32)
-        return specs
+        return specs | adapter_specs(problem, pairs)
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whatever the strides, values beside each other in rows are the fastest."""
@@ -122,6 +123,7 @@ class GemvPath(Path):
         use_triton(h_PI)  # the interpreter's numbers are made honest at the first call
         ids = {**id_arguments(routing, problem.e), **overlap()}
         with stages.stage(self._first_stage(call)):
+            up = self._adapters(call, "lora_u13", call.tokens.plain_TH)
             launch(
                 self._up,
                 (pairs, blocks + 1),
@@ -135,9 +137,11 @@ class GemvPath(Path):
                 KEEP_LARGEST=keeps,
                 BLOCK_P=min(next_power_of_2(pairs), _MOST_IDS),
                 **self._up_arguments(call, one),
+                **up,
                 **ids,
             )
         with stages.stage(self._second_stage):
+            down = self._adapters(call, "lora_u2", h_PI)
             launch(
                 self._down,
                 self._down_grid(pairs, two),
@@ -150,8 +154,21 @@ class GemvPath(Path):
                 HAS_ROW_WEIGHTS=self._sums and not problem.apply_router_weight_on_input,
                 BLOCK_B=next_power_of_2(blocks),
                 **self._down_arguments(call, two),
+                **down,
                 **ids,
             )
+
+    def _adapters(
+        self, call: PathCall, name: str, rows: torch.Tensor | None
+    ) -> dict[str, object]:
+        """Launch A of one product's rows; return what its kernel takes to add B of it."""
+        if call.tokens.routing.adapters_T is None:
+            return {}
+        assert rows is not None
+        weights, first = call.weights, name == "lora_u13"
+        one, two = (weights.lora_a13, weights.lora_b13), (weights.lora_a2, weights.lora_b2)
+        shrunk = shrink_few(call, name, rows, one if first else two, self.problem)
+        return _adapter_arguments(shrunk, None if first else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:
         """Name what GEMM 1's launch does: x that comes unquantised is quantised in it."""
@@ -253,6 +270,17 @@ def _arguments(product: Product, tile: LaunchConfig, columns: int) -> dict[str, 
         "STAGES": tile.num_stages,
         "num_warps": tile.num_warps,
     }
+
+
+def _adapter_arguments(shrunk: Shrunk, top_k: int | None) -> dict[str, object]:
+    """Return what GEMM 1's kernel takes, or GEMM 2's, which is told top_k."""
+    given = shrunk.arguments()
+    given["LORA_R"] = next_power_of_2(shrunk.b.shape[3])
+    del given["BLOCK_R"]
+    if top_k is not None:
+        del given["U_UP"]
+        given["LORA_TOP_K"] = top_k
+    return given
 
 
 def _one_scale_row(product: Product, columns: int, group_n: int) -> bool:

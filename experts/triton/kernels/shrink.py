@@ -4,6 +4,52 @@ import triton
 import triton.language as tl
 
 from experts.triton.kernels.adapters import NO_SLOT, load_slots, shrunk_tile
+from modular_kernel.ops.kernels.ids import load_local_ids
+from modular_kernel.ops.kernels.pdl import after_predecessor
+
+
+@triton.jit
+def _own_slots(slots, part, PARTS: tl.constexpr):
+    """Slots, without those that are another program's: slot s is of part s % PARTS."""
+    return tl.where(slots % PARTS == part, slots, NO_SLOT)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def shrink_few_kernel(
+    x_ptr, slots_ptr, a_ptr, u_ptr, ids_ptr, map_ptr,
+    num_pairs, num_slots, rank_rows, depth, num_experts, num_local,
+    stride_xm, stride_xk, stride_al, stride_ae, stride_ar,
+    TOP_K: tl.constexpr, X_TOP_K: tl.constexpr, HAS_MAP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, OVERLAP: tl.constexpr = False,
+):  # fmt: skip
+    """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K], without tensor cores.
+
+    u is (num_pairs, rank_rows) contiguous; pairs that are skipped or whose token has no adapter are
+    not written. Grid (num_pairs, parts of rank_rows).
+    """
+    after_predecessor(OVERLAP)
+    pair = tl.program_id(0)
+    local, _ = load_local_ids(
+        ids_ptr, pair, pair < num_pairs, map_ptr, num_experts, num_local, HAS_MAP
+    )
+    slot = tl.load(slots_ptr + pair // TOP_K).to(tl.int64)
+    if (local < 0) | (slot < 0) | (slot >= num_slots):
+        return
+    rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
+    rank_mask = rank_row < rank_rows
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + (pair // X_TOP_K).to(tl.int64) * stride_xm + k * stride_xk
+    a_ptr += slot * stride_al + local.to(tl.int64) * stride_ae
+    a_ptrs = a_ptr + rank_row.to(tl.int64)[:, None] * stride_ar + k[None, :]
+    total = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        inside = start + k < depth
+        x = tl.load(x_ptrs + start * stride_xk, mask=inside, other=0.0)
+        a = tl.load(a_ptrs + start, mask=rank_mask[:, None] & inside[None, :], other=0.0)
+        total += a.to(tl.float32) * x.to(tl.float32)[None, :]
+    u = tl.sum(total, axis=1)
+    u_ptrs = u_ptr + pair.to(tl.int64) * rank_rows + rank_row
+    tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=rank_mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -12,12 +58,12 @@ def shrink_pairs_kernel(
     num_pairs, num_slots, rank_rows, depth,
     stride_xm, stride_xk, stride_al, stride_ae, stride_ar,
     TOP_K: tl.constexpr, X_TOP_K: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """u[p] = A[slot of p's token, expert of p] @ x[p // X_TOP_K] for every aligned pair p.
 
     u is (num_pairs, rank_rows) contiguous; pairs that are skipped or whose token has no adapter are
-    not written. Grid (blocks of ops.align, parts of rank_rows).
+    not written. Grid (blocks of ops.align, parts of rank_rows, PARTS of the slots).
     """
     pid_m = tl.program_id(0)
     if pid_m * BLOCK_M >= tl.load(num_post_ptr):
@@ -27,6 +73,7 @@ def shrink_pairs_kernel(
         return
     pairs = tl.load(sorted_ptr + pid_m * BLOCK_M + tl.arange(0, BLOCK_M))
     slots = load_slots(slots_ptr, pairs // TOP_K, pairs < num_pairs, num_slots)
+    slots = _own_slots(slots, tl.program_id(2), PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (pairs // X_TOP_K).to(tl.int64)
@@ -45,12 +92,13 @@ def shrink_segments_kernel(
     max_tiles, num_slots, rank_rows, depth,
     stride_xm, stride_xk, stride_al, stride_ae, stride_ar,
     GATHER: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """u[r] = A[slot of r's token, expert of r] @ x[r], or x of r's token if GATHER.
 
     tiles and tokens: as in ops.sort.Sorted, of at most BLOCK_M rows each. u is (rows, rank_rows)
-    contiguous; rows without an adapter are not written. Grid (most tiles, parts of rank_rows).
+    contiguous; rows without an adapter are not written. Grid (most tiles, parts of rank_rows,
+    PARTS of the slots).
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
@@ -59,7 +107,9 @@ def shrink_segments_kernel(
     row = tl.load(tiles_ptr + max_tiles + pid_m) + tl.arange(0, BLOCK_M)
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
     tokens = tl.load(tokens_ptr + row, mask=row_mask, other=0)
-    slots = load_slots(slots_ptr, tokens, row_mask, num_slots)
+    slots = _own_slots(
+        load_slots(slots_ptr, tokens, row_mask, num_slots), tl.program_id(2), PARTS
+    )
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (tokens if GATHER else row).to(tl.int64)
@@ -77,20 +127,23 @@ def shrink_batched_kernel(
     x_ptr, slots_ptr, a_ptr, u_ptr, counts_ptr,
     capacity, num_slots, rank_rows, depth, stride_al, stride_ae, stride_ar,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """u[i, c] = A[slot of row c, i] @ x[i, c] for c < counts[i].
 
     x (e, capacity, depth), slots (e, capacity) and u (e, capacity, rank_rows) are contiguous; rows
-    without an adapter are not written. Grid (blocks of an expert's rows, parts of rank_rows, e).
+    without an adapter are not written. Grid (blocks of an expert's rows times PARTS of the slots, parts of
+    rank_rows, e).
     """
     expert = tl.program_id(2).to(tl.int64)
     count = tl.load(counts_ptr + expert)
-    if tl.program_id(0) * BLOCK_M >= count:
+    block = tl.program_id(0) // PARTS
+    if block * BLOCK_M >= count:
         return
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     place = expert * capacity + row.to(tl.int64)
     slots = load_slots(slots_ptr, place, row < count, num_slots)
+    slots = _own_slots(slots, tl.program_id(0) % PARTS, PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     u = shrunk_tile(

@@ -269,6 +269,7 @@ def _pairs(top_k: int) -> Pairs:
         torch.empty_like(weights_TK),
         torch.empty(1, dtype=torch.int32, device=_META),
         join=True,
+        factor=1.0,
     )
 
 

@@ -167,11 +167,15 @@ def graph_replay(trial: Trial) -> Findings:
 
 
 def no_allocation(trial: Trial) -> Findings:
-    """On a GPU: a call of a plan allocates nothing, unless a part says that its library does."""
+    """On a GPU: a call of a plan allocates nothing, unless a part says that its library does.
+
+    Nor where weights lie as a library does not take them: its part copies them in every call.
+    """
     catalog, case = load_catalog(), trial.case
     part, experts = catalog.prepare_finalize(case.prepare_finalize), catalog.experts(case.experts)
     allocates = part.requires.received_by_library or experts.requires.library_allocates
-    if not trial.capturable or allocates:
+    copies = bool(experts.requires.providers) and case.manner.layout != "plain"
+    if not trial.capturable or allocates or copies:
         return
     plan = trial.build(trial.case, trial.machine, False).plan()
     i, x_TH = trial.first.inputs, trial.first.x_TH()

@@ -61,6 +61,19 @@ def quantised_groups(
 
 
 @triton.jit
+def adapter_sums(
+    u_ptrs, u_mask, b_ptrs, b_mask, rank, R: tl.constexpr
+):  # fmt: skip
+    """Return B u (S, N). u_ptrs (S, 1) and b_ptrs (S, N, 1) point at rank 0 of pairs' u and of the
+    rows of each one's B; R: the rank and more, a power of two."""
+    r = tl.arange(0, R)
+    inside = r < rank
+    u = tl.load(u_ptrs + r[None, :], mask=u_mask & inside[None, :], other=0.0).to(tl.float32)
+    b = tl.load(b_ptrs + r[None, None, :], mask=b_mask & inside[None, None, :], other=0.0)
+    return tl.sum(b.to(tl.float32) * u[:, None, :], axis=2)
+
+
+@triton.jit
 def requantised(x, scale, LARGEST: tl.constexpr, ROUND: tl.constexpr, TYPE: tl.constexpr):
     """Float32 x as `quantise_rows` would store it with this scale, as float32 again."""
     q = quantised_values(x, tl.div_rn(1.0, scale), LARGEST, ROUND)

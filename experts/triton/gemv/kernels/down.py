@@ -4,7 +4,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from experts.triton.gemv.kernels.common import quantised_groups, requantised, step_sums
+from experts.triton.gemv.kernels.common import (
+    adapter_sums,
+    quantised_groups,
+    requantised,
+    step_sums,
+)
 from modular_kernel.ops.kernels.ids import load_local_ids
 from modular_kernel.ops.kernels.quantise import scale_of
 
@@ -80,6 +85,9 @@ def gemv_down_kernel(
     SCALE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     S: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr,
     STAGES: tl.constexpr, OVERLAP: tl.constexpr = False,
+    u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
+    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
+    LORA_TOP_K: tl.constexpr = 1, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
 ):  # fmt: skip
     """out[t, n] = factor * sum over the pairs p of t of weight[p] * (h[p] @ w[expert, n] + bias).
 
@@ -88,7 +96,7 @@ def gemv_down_kernel(
     skipped. w is (e, hidden, depth). Grid (num_pairs // SLOTS * blocks of BLOCK_N columns,), tokens
     side by side. S slots are held at once.
     QUANT: how h is quantised, as in gemv_gate_up_kernel; `blocks` largest values of each pair are
-    at largest_ptr.
+    at largest_ptr. LORA: B[slot of the pair's token, expert] @ u[p] is added before the bias.
     """
     TYPE: tl.constexpr = b_ptr.dtype.element_ty
     rows = num_pairs // SLOTS
@@ -157,6 +165,15 @@ def gemv_down_kernel(
             ptrs = b_scale_ptr + expert[:, None] * stride_bse
             ptrs += (column // GROUP_N)[None, :] * stride_bsn
             row *= h_scale[:, None] * tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)
+        if LORA:
+            adapter = tl.load(slots_ptr + token * SLOTS // LORA_TOP_K).to(tl.int64)
+            if (adapter >= 0) & (adapter < num_slots):
+                u_ptrs = u_ptr + pairs.to(tl.int64)[:, None] * stride_u
+                b_ptrs = lora_b_ptr + adapter * stride_lbl + expert[:, None, None] * stride_lbe
+                b_ptrs += column.to(tl.int64)[None, :, None] * stride_lbn
+                row += adapter_sums(
+                    u_ptrs, live[:, None], b_ptrs, row_live[:, :, None], rank, LORA_R
+                )
         if HAS_BIAS:
             ptrs = bias_ptr + expert[:, None] * stride_bias + column[None, :]
             row += tl.load(ptrs, mask=row_live, other=0.0).to(tl.float32)

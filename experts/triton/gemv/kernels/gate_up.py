@@ -3,7 +3,12 @@
 import triton
 import triton.language as tl
 
-from experts.triton.gemv.kernels.common import quantised_groups, requantised, step_sums
+from experts.triton.gemv.kernels.common import (
+    adapter_sums,
+    quantised_groups,
+    requantised,
+    step_sums,
+)
 from experts.triton.kernels.gemm_tile import finish_tile
 from modular_kernel.ops.kernels.ids import count_invalid_ids, load_local_ids
 from modular_kernel.ops.kernels.pdl import after_predecessor
@@ -96,6 +101,9 @@ def gemv_gate_up_kernel(
     KEEP_LARGEST: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, VEC: tl.constexpr, STAGES: tl.constexpr,
     OVERLAP: tl.constexpr = False,
+    u_ptr=None, slots_ptr=None, lora_b_ptr=None, num_slots=0, rank=0,
+    stride_u=0, stride_lbl=0, stride_lbe=0, stride_lbn=0,
+    U_UP: tl.constexpr = 0, LORA: tl.constexpr = False, LORA_R: tl.constexpr = 16,
 ):  # fmt: skip
     """h[p, n] = act(x[p // TOP_K] @ w[expert of p, rows of n]^T) for pairs p of experts here.
 
@@ -107,6 +115,8 @@ def gemv_gate_up_kernel(
     a "group", a "tensor", or the "static" one at x_scale_ptr. SCALED: weights have scales, one for
     GROUP_N rows and GROUP_K of the depth (0: all); SCALE_ROWS: 1 if one serves all BLOCK_N rows.
     KEEP_LARGEST: largest[p, block] = largest magnitude of the program's values.
+    LORA: B[slot of p's token, expert] @ u[p] is added before anything else; U_UP: how far up's u
+    lies behind gate's.
     """
     after_predecessor(OVERLAP)
     pair = tl.program_id(0)
@@ -192,6 +202,19 @@ def gemv_gate_up_kernel(
         row += up_row
         scale = tl.load(b_scale_ptr + (row // GROUP_N) * stride_bsn, mask=column_mask, other=0.0)
         up_row_sum *= (x_scale * scale.to(tl.float32))[None, :]
+    if LORA:
+        adapter = tl.load(slots_ptr + token).to(tl.int64)
+        if (adapter >= 0) & (adapter < num_slots):
+            u_ptrs = u_ptr + pair.to(tl.int64) * stride_u + tl.zeros((1, 1), tl.int32)
+            lora_b_ptr += adapter * stride_lbl + expert * stride_lbe
+            row = (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_lbn
+            b_mask = column_mask[None, :, None]
+            gate_row += adapter_sums(u_ptrs, True, lora_b_ptr + row, b_mask, rank, LORA_R)
+            if GATED:
+                row = (column * ROW_STEP + up_row).to(tl.int64)[None, :, None] * stride_lbn
+                up_row_sum += adapter_sums(
+                    u_ptrs + U_UP, True, lora_b_ptr + row, b_mask, rank, LORA_R
+                )
     row_weight = tl.zeros((1,), tl.float32)
     if HAS_ROW_WEIGHTS:
         row_weight += tl.load(row_weights_ptr + pair)
