@@ -71,7 +71,8 @@ class PairBatch:
         """Yield pairs, slot, expert and rank of each key that there is; the twins' own walk."""
         slots, experts = self.ranks_LE.shape
         keys_P = self.keys().flatten()
-        for key in keys_P.unique().tolist():
+        found: torch.Tensor = torch.unique(keys_P)
+        for key in found.tolist():
             if key < slots * experts:
                 slot, expert = divmod(key, experts)
                 yield (

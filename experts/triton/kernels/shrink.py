@@ -107,9 +107,7 @@ def shrink_segments_kernel(
     row = tl.load(tiles_ptr + max_tiles + pid_m) + tl.arange(0, BLOCK_M)
     row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
     tokens = tl.load(tokens_ptr + row, mask=row_mask, other=0)
-    slots = _own_slots(
-        load_slots(slots_ptr, tokens, row_mask, num_slots), tl.program_id(2), PARTS
-    )
+    slots = _own_slots(load_slots(slots_ptr, tokens, row_mask, num_slots), tl.program_id(2), PARTS)
     rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
     rank_mask = rank_row < rank_rows
     x_row = (tokens if GATHER else row).to(tl.int64)
