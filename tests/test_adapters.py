@@ -68,6 +68,13 @@ def test_other_texts_are_refused(text: Any) -> None:
         Problem(1, 8, 8, 2, 1, lora=text)
 
 
+def test_the_largest_numbers_are_taken_and_no_larger_ones() -> None:
+    assert AdapterSpec.parse("adapters=65536,rank=256") == AdapterSpec(65536, 256)
+    for text in ("adapters=65537,rank=256", "adapters=65536,rank=257"):
+        with pytest.raises(ConfigurationError, match="lora"):
+            AdapterSpec.parse(text)
+
+
 def test_one_a_for_gate_and_up_needs_a_gate() -> None:
     with pytest.raises(ConfigurationError, match="a13=shared"):
         replace(PROBLEM, activation="relu2", lora="adapters=1,rank=4,a13=shared")
