@@ -84,6 +84,7 @@ setup(
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
             "ml_dtypes>=0.5",
+            "peft>=0.21",
             "setuptools>=70.1",
         ],
         "dev": [

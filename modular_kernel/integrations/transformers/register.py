@@ -176,12 +176,7 @@ class Registration:
         as_operator: bool = False,
     ) -> torch.Tensor:
         """Run a call on the pairing: as an operator, which has gradients, where that is needed."""
-        x_TH, ids_TK, weights_TK = call
-        # Releases without the attribute may pass the ids of other ranks' experts too.
-        if getattr(module, "_is_expert_parallel", True):
-            ids_TK = ids_TK.masked_fill(ids_TK >= tensors[0].shape[0], -1)
-        x_TH, ids_TK = x_TH.contiguous(), ids_TK.contiguous()
-        weights_TK = weights_TK.to(torch.float32).contiguous()
+        x_TH, ids_TK, weights_TK = as_given(module, call, tensors[0].shape[0])
         if as_operator or torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
@@ -235,6 +230,10 @@ class Registration:
             bound = layer.bound = Bound(key, tensors, weights, layer_text(problem))
         return bound
 
+    def activation(self, module: torch.nn.Module) -> ActivationSpec:
+        """Return what the module computes between its projections, found once."""
+        return self._layer(module).activation
+
     def _layer(self, module: torch.nn.Module) -> Layer:
         facts = facts_of(module)
         layer = self.layers.get(module)
@@ -255,6 +254,17 @@ class Registration:
             dtype=dtype, top_k=top_k, activation=self._layer(module).activation
         )
         return layout.fields, layer_text(problem)
+
+
+def as_given(
+    module: torch.nn.Module, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor], experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x, ids and weights as kernels take them."""
+    x_TH, ids_TK, weights_TK = call
+    # Releases without the attribute may pass the ids of other ranks' experts too.
+    if getattr(module, "_is_expert_parallel", True):
+        ids_TK = ids_TK.masked_fill(ids_TK >= experts, -1)
+    return x_TH.contiguous(), ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
 
 
 # ------------------------------------------------------------------ what a graph takes as it is
