@@ -158,9 +158,7 @@ class GemvPath(Path):
                 **ids,
             )
 
-    def _adapters(
-        self, call: PathCall, name: str, rows: torch.Tensor | None
-    ) -> dict[str, object]:
+    def _adapters(self, call: PathCall, name: str, rows: torch.Tensor | None) -> dict[str, object]:
         """Launch A of one product's rows; return what its kernel takes to add B of it."""
         if call.tokens.routing.adapters_T is None:
             return {}
