@@ -11,6 +11,7 @@ from experts.deepgemm import (
     DeepGemmExperts,
     TritonOrDeepGemmExperts,
 )
+from experts.flashinfer import FlashInferExperts
 from experts.naive_batched import NaiveBatchedExperts
 from experts.torch_experts import TorchExperts
 from experts.triton.aligned.staged import StagedTritonExperts
@@ -35,15 +36,11 @@ COMPONENTS = (
     TritonOrDeepGemmExperts,
     BatchedTritonOrDeepGemmExperts,
     TritonKernelsExperts,
+    FlashInferExperts,
 )
 
 _SM_100 = "its nvfp4 products need sm_100, on which nothing here was run yet"
 PLANNED = (
-    Planned(
-        "FlashInferExperts",
-        "experts",
-        "no adapter to FlashInfer's cutlass_fused_moe; that takes no expert twice in a token",
-    ),
     Planned("CutlassExpertsFP4", "experts", _SM_100),
     Planned("BatchedCutlassExpertsFP4", "experts", _SM_100),
 )
@@ -58,6 +55,7 @@ __all__ = [
     "CutlassExpertsFP8",
     "CutlassRowwiseExpertsFP8",
     "DeepGemmExperts",
+    "FlashInferExperts",
     "GroupedGemmExperts",
     "NaiveBatchedExperts",
     "StagedTritonExperts",

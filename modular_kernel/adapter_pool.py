@@ -5,8 +5,11 @@ slot = pool.load("mine", load_adapter("adapter/", 3, problem))
 y_TH = kernel(x_TH, pool.weights(base), routing)  # its tokens name `slot`
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from math import prod
 from types import MappingProxyType
 
 import torch
@@ -27,15 +30,32 @@ from modular_kernel.tensors import ExpertWeights, dense
 from modular_kernel.types import Problem
 
 _MOST_NAME = 256
+_NO_MEMORY = re.compile("can't allocate memory|size calculation overflowed")
 
 
 def _check_device(device: torch.device | str) -> None:
-    """DeviceError unless a tensor can be there."""
+    """DeviceError unless a tensor can be there, with memory."""
     try:
-        torch.empty(0, device=device)
+        there = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         why = str(error).splitlines()[0][:160]
         raise DeviceError("pool", got=f"{device}: {why}", need="a device of this torch") from None
+    if there.type == "meta":
+        raise DeviceError("pool", got="meta", need="a device whose tensors have memory")
+
+
+@contextmanager
+def _memory(what: str, needed: int, device: torch.device | str) -> Iterator[None]:
+    """CapacityError with the bytes that are needed, where torch has not got them."""
+    try:
+        yield
+    except RuntimeError as error:
+        why = str(error).splitlines()[0]
+        # Beside its own type for devices: what the host's allocator and its arithmetic say.
+        if not isinstance(error, torch.OutOfMemoryError) and not _NO_MEMORY.search(why):
+            raise
+        need = f"{needed} bytes on {device}"
+        raise CapacityError(what, got=f"no memory: {why[:160]}", need=need) from None
 
 
 class AdapterPool:
@@ -49,7 +69,8 @@ class AdapterPool:
     def __init__(self, problem: Problem, device: torch.device | str = "cpu") -> None:
         """Make the tensors, zeros in the problem's dtype.
 
-        ConfigurationError without adapters, DeviceError for a device that is not there.
+        ConfigurationError without adapters, DeviceError for a device that is not there or has no
+        memory of its own (meta), CapacityError with the bytes that the pool needs and has not got.
         """
         expect("problem", problem, Problem)
         expect("device", device, torch.device | str)
@@ -58,10 +79,13 @@ class AdapterPool:
         self._problem, self._spec = problem, problem.adapters
         shapes = self._shapes(self._spec.rank)
         _check_device(device)
-        self._tensors = {
-            name: torch.zeros(self._spec.adapters, *shape, dtype=problem.dtype, device=device)
-            for name, shape in shapes.items()
-        }
+        slots, numbers = self._spec.adapters, sum(map(prod, shapes.values()))
+        self._slot_bytes = numbers * problem.dtype.itemsize
+        with _memory(f"pool of {slots} slots", slots * self._slot_bytes, device):
+            self._tensors = {
+                name: torch.zeros(slots, *shape, dtype=problem.dtype, device=device)
+                for name, shape in shapes.items()
+            }
         self._slots = dict[str, int]()
 
     @property
@@ -77,7 +101,7 @@ class AdapterPool:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot."""
-        return sum(each[0].numel() * each.element_size() for each in self._tensors.values())
+        return self._slot_bytes
 
     def weights(self, base: ExpertWeights) -> ExpertWeights:
         """Return the base weights with the tensors of this pool; WeightsError if they have some."""
@@ -95,9 +119,9 @@ class AdapterPool:
         values are read, which waits for the device.
 
         Raises, and leaves the pool as it was: StateError for a name that is loaded, or while a
-        stream is being captured; CapacityError without a free slot; WeightsError for a rank above
-        the pool's, and values that are not finite; ShapeError, DtypeError, DeviceError,
-        LayoutError for tensors that do not fit.
+        stream is being captured; CapacityError without a free slot, or memory for the copy;
+        WeightsError for a rank above the pool's, and values that are not finite; ShapeError,
+        DtypeError, DeviceError, LayoutError for tensors that do not fit.
         """
         self._check_state(name)
         if name in self._slots:
@@ -112,7 +136,9 @@ class AdapterPool:
         slot = min(free)
         with torch.no_grad():
             # All memory that it takes is there before the slot is written.
-            ready = {each: getattr(adapter, each).to(self.device) for each in self._tensors}
+            size = sum(getattr(adapter, each).nbytes for each in self._tensors)
+            with _memory(f"adapter {name!r}", size, self.device):
+                ready = {each: getattr(adapter, each).to(self.device) for each in self._tensors}
             try:
                 for each, tensor in ready.items():
                     self._room(each, slot, rank).copy_(self._in_halves(each, tensor))

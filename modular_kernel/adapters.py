@@ -7,13 +7,13 @@ the matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` 
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated
 
 import torch
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
-from modular_kernel.fields import Between, check_fields, expect, shown
+from modular_kernel.fields import Between, Count, check_fields, expect, shown
 
 NO_ADAPTERS = "none"
 MOST_ADAPTERS, MOST_RANK = 65536, 256
@@ -91,6 +91,24 @@ class Adapter:
     lora_b13: torch.Tensor
     lora_a2: torch.Tensor
     lora_b2: torch.Tensor
+
+    def share(self, rank: int, ranks: int, *, gated: bool = True) -> "Adapter":
+        """Return what one of the TP ranks has, which cut I: views, whose results add up.
+
+        A of w1 and B of w2 are whole on every rank; of B of w1 a rank has its rows, those of gate
+        and of up apart, and of A of w2 its columns. gated: whether w1 has both; rows that alternate
+        are cut in one piece, as without a gate. ConfigurationError if I does not divide.
+        """
+        intermediate = self.lora_a2.shape[-1]
+        expect("ranks", ranks, Count)
+        expect("rank", rank, Annotated[int, Between(0, ranks - 1)])
+        if intermediate % ranks:
+            need = f"a multiple of {ranks}, the ranks"
+            raise ConfigurationError("intermediate size", got=intermediate, need=need)
+        parts = 2 if gated else 1
+        rows = self.lora_b13.unflatten(1, (parts, ranks, -1))[:, :, rank].flatten(1, 2)
+        columns = self.lora_a2.unflatten(2, (ranks, -1))[:, :, rank]
+        return replace(self, lora_b13=rows, lora_a2=columns.contiguous())
 
     def __repr__(self) -> str:
         """Return its shapes, without its numbers."""

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel import modes, stages, validate
+from modular_kernel import modes, replay, stages, validate
 from modular_kernel.contracts import (
     Call,
     PermuteExpertsUnpermute,
@@ -52,6 +52,7 @@ class Execution:
         poison: bool,
     ) -> None:
         self.prepare_finalize, self.experts = prepare_finalize, experts
+        self._pairing = f"{type(prepare_finalize).__name__} x {type(experts).__name__}"
         self.machine = machine
         self.problem: Problem = experts.problem
         if prepare_finalize.requires.rounds_capacity:
@@ -72,11 +73,12 @@ class Execution:
         self.checked, self.poison = checked, poison
         self._ids_dtype = prepare_finalize.topk_indices_dtype()
         self._invalid_ids: torch.Tensor | None = None
+        self.known_weights = replay.KnownWeights()
 
     @property
     def pairing(self) -> str:
         """The two parts' names."""
-        return f"{type(self.prepare_finalize).__name__} x {type(self.experts).__name__}"
+        return self._pairing
 
     @property
     def replayable(self) -> bool:
@@ -98,8 +100,16 @@ class Execution:
         """Raise the InputError that names the first tensor which does not fit the problem."""
         validate.check_dense(x_TH, routing, out)
         validate.check_input(x_TH, self.problem, self.machine.device)
-        validate.check_weights(weights, x_TH, self.problem)
+        self.check_weights(weights, x_TH)
         self.check_call(x_TH, weights, routing, out)
+
+    def check_weights(self, weights: ExpertWeights, x_TH: torch.Tensor) -> replay.CheckedWeights:
+        """Check weights at their first call, and again where a tensor's memory was exchanged."""
+        known = self.known_weights.bound(weights, x_TH.device)
+        if known is None:
+            validate.check_weights(weights, x_TH, self.problem)
+            known = self.known_weights.bind(weights)
+        return known
 
     def check_call(
         self,
@@ -132,9 +142,11 @@ class Execution:
         piece = shape
         if chunk is not None and isinstance(shape, ContiguousShape) and shape.tokens > chunk:
             piece = replace(shape, tokens=chunk)
-        specs = {**own, **self.experts.workspace_shapes(piece).buffers()}
+        shapes = self.experts.workspace_shapes(piece)
+        specs = {**own, **shapes.buffers()}
         if not self._experts_write_out and not self._part_keeps_output:
-            specs[EXPERT_OUTPUT] = self.experts.workspace_shapes(shape).output
+            whole = shapes if piece is shape else self.experts.workspace_shapes(shape)
+            specs[EXPERT_OUTPUT] = whole.output
         return specs
 
     def output(self, x_TH: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor | None:
@@ -169,7 +181,7 @@ class Execution:
 
     def poison_output(self, out: torch.Tensor | None) -> None:
         """In poison mode, fill what a call must write; x is not for inplace problems."""
-        if self.poison and out is not None and not self.problem.inplace:
+        if out is not None and not self.problem.inplace:
             poison_tensor(out)
 
     @modes.without_autocast
@@ -192,7 +204,7 @@ class Execution:
             workspace,
             self.count_invalid_ids_on(x_TH.device),
             defer_quant=self._defers_quant(x_TH.shape[0]),
-            pairing=self.pairing,
+            pairing=self._pairing,
         )
         part = self.prepare_finalize
         try:
@@ -277,6 +289,10 @@ class Pending:
 
         Raises StateError if it was called before.
         """
+        return self.finished()
+
+    def finished(self) -> torch.Tensor:
+        """Do what `finish` does, where no graph is traced."""
         try:
             self._unfinished.pop()
         except IndexError:

@@ -92,7 +92,7 @@ class FusedMoEModularKernel(Execution):
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: written and returned if
         given. Raises an InputError before anything is launched if a tensor does not fit.
         """
-        return self._started(x_TH, weights, routing, out, at_once=True).finish()
+        return self._started(x_TH, weights, routing, out, at_once=True).finished()
 
     @modes.untraced
     def start(
@@ -127,7 +127,8 @@ class FusedMoEModularKernel(Execution):
         specs = self.workspace_specs(x_TH.shape[0])
         workspace = Workspace(specs, x_TH.device, poison=self.poison)
         output = self.output(x_TH, out)
-        self.poison_output(output)
+        if self.poison:
+            self.poison_output(output)
         return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
 
     def plan(self, problem: Problem | None = None) -> Plan:

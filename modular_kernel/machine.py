@@ -56,13 +56,21 @@ def current_machine(
     found, unlike = importable(plain) | here, tuple(sorted(others.items()))
     if device != "cpu" and torch.cuda.is_available():
         arch = torch.cuda.get_device_capability()
-        return Machine("cuda", arch, found, name=torch.cuda.get_device_name(), others=unlike)
+        name = torch.cuda.get_device_name()
+        return Machine("cuda", arch, found, name=name, others=unlike, cuda=_cuda_version())
     interpreter = (
         read_settings().triton_interpret
         and interpreted_since_import() is not False
         and {"triton", "ml_dtypes"} <= found
     )
     return Machine("cpu", None, found, interpreter, others=unlike)
+
+
+def _cuda_version() -> tuple[int, int] | None:
+    """Return the version of CUDA that torch was built for; None for another kind of GPU."""
+    parts = (torch.version.cuda or "").split(".")
+    numbers = [int(part) for part in parts[:2] if part.isdecimal()]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
 
 
 @contextmanager

@@ -97,7 +97,8 @@ class Plan:
         except Exception as error:
             self.kernel.prepare_finalize.refuse(error)
             raise
-        bound, output = self._recorded.bound(weights), self._output(x_TH, out)
+        bound = self.kernel.known_weights.bound(weights, self._device)
+        output = self._output(x_TH, out)
         new = bound is None or output is None
         if bound is None or output is None:
             bound, output = self._checked(x_TH, weights, routing, out)
@@ -183,10 +184,7 @@ class Plan:
         if x_TH.device != self._device:
             need = f"{self._device}, where the plan's buffers are"
             raise DeviceError("x", got=x_TH.device, need=need)
-        bound = self._recorded.bound(weights)
-        if bound is None:
-            validate.check_weights(weights, x_TH, self.problem)
-            bound = self._recorded.bind(weights)
+        bound = self.kernel.check_weights(weights, x_TH)
         self.kernel.check_call(x_TH, weights, routing, out)
         output = self._output(x_TH, out)
         if output is None:
@@ -225,7 +223,8 @@ class Plan:
 
         named: the caller asked for the output in `out`.
         """
-        kernel, bound = self.kernel, self._recorded.bound(weights)
+        kernel = self.kernel
+        bound = kernel.known_weights.bound(weights, self._device)
         assert bound is not None
         self._poison(out)
         if self._makes_output and not named:

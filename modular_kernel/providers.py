@@ -21,7 +21,7 @@ class Provider:
     name: as `Requirements.packages` has it. places: folders that may hold it, the first one wins,
     each an importable package and what lies below it: "deep_gemm", "vllm/third_party/deep_gemm".
     signs: (file of such a folder, word in it), all of which must be there. need: what they stand
-    for. source: how to get it.
+    for. source: how to get it. version_file: where its `__version__` is stated.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Provider:
     signs: tuple[tuple[str, str], ...]
     need: str
     source: str
+    version_file: str = "__init__.py"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def find(provider: Provider) -> Found:
     for place in provider.places:
         for folder in _folders(place):
             lacks = next(filter(None, (_lacks(folder, *sign) for sign in provider.signs)), "")
-            version = version_in(folder)
+            version = version_in(folder, provider.version_file)
             if not lacks:
                 return Found(folder, version)
             why.append(f"another {f'{place} {version}'.strip()}: {lacks}")
@@ -60,9 +61,9 @@ def sort_out(providers: Iterable[Provider]) -> tuple[frozenset[str], dict[str, s
     return here, {name: one.why for name, one in found.items() if one.why}
 
 
-def version_in(folder: Path) -> str:
-    """Return the version that a package's `__init__.py` states, "" if it does not."""
-    stated = _VERSION.search(_text(folder / "__init__.py") or "")
+def version_in(folder: Path, file: str = "__init__.py") -> str:
+    """Return the version that a file of a package states, "" if it does not."""
+    stated = _VERSION.search(_text(folder / file) or "")
     return stated[1] if stated else ""
 
 

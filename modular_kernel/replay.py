@@ -109,9 +109,8 @@ class Recorder(TorchDispatchMode):
         return RecordedCall(replays, tuple(self._watches), tuple(self._kept))
 
 
-def recorder() -> Recorder | None:
-    """Return what records this thread's launches at the moment, if anything does."""
-    return _recorder.get()
+# recorder(): what records this thread's launches at the moment, or None. Every launch asks.
+recorder = _recorder.get
 
 
 @contextmanager
@@ -168,7 +167,7 @@ def check_held(what: str, tensor: torch.Tensor) -> None:
     except (RuntimeError, NotImplementedError):
         got = "a tensor without memory of its own (made by vmap, grad or jvp?)"
         raise LayoutError(what, got=got, need="a plain tensor") from None
-    start, stop = span(tensor)
+    start, stop = (0, int(tensor.nbytes)) if tensor.is_contiguous() else span(tensor)
     reach = tensor.storage_offset() * tensor.element_size() + stop - start
     if not pointer or held < reach:
         got = f"{held if pointer else 0} bytes of memory (freed, or made smaller?)"
@@ -190,6 +189,7 @@ class CheckedWeights:
     """
 
     weights: "weakref.ref[ExpertWeights]"
+    device: torch.device
     tensors: tuple[torch.Tensor, ...]
     signature: int
     places: list[Hashable]
@@ -198,20 +198,19 @@ class CheckedWeights:
     bits: int
 
 
-class RecordedCalls:
-    """The recordings of one plan, and the weights it has checked.
+class KnownWeights:
+    """The weights that a kernel and its plans have checked, so that a call need not do it again.
 
-    A recording serves every call of its signature: with the same shape, strides, dtype, device and
-    alignment of each tensor. At most 64 are kept; the oldest goes first. Weights are remembered
-    while they live, and not kept alive.
+    Weights are remembered while they live, and not kept alive. A copy knows none.
     """
 
     def __init__(self) -> None:
-        self._recorded: dict[Hashable, RecordedCall | None] = {}
         self._bound: dict[int, CheckedWeights] = {}
-        self._signatures: dict[
-            Hashable, int
-        ] = {}  # a number is hashed sooner than what it stands for
+        # A number is hashed sooner than what it stands for.
+        self._signatures: dict[Hashable, int] = {}
+
+    def __reduce__(self) -> tuple[type["KnownWeights"], tuple[()]]:
+        return KnownWeights, ()
 
     def bind(self, weights: ExpertWeights) -> CheckedWeights:
         """Remember weights that were checked."""
@@ -226,6 +225,7 @@ class RecordedCalls:
         signature = fields, tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         bound[key] = CheckedWeights(
             alive,
+            weights.w1.device,
             tensors,
             signature=self._signatures.setdefault(signature, len(self._signatures)),
             places=_places(tensors),
@@ -235,16 +235,27 @@ class RecordedCalls:
         )
         return bound[key]
 
-    def bound(self, weights: ExpertWeights) -> CheckedWeights | None:
+    def bound(self, weights: ExpertWeights, device: torch.device) -> CheckedWeights | None:
         """Return what is remembered of these weights; None unless it still holds.
 
-        It holds if they were checked and are where they were: `.data` may be set anew, and memory
-        be let go.
+        It holds if they were checked beside tokens on `device` and are where they were: `.data`
+        may be set anew, and memory be let go.
         """
         found = self._bound.get(id(weights))
-        if found is None or found.weights() is not weights:
+        if found is None or found.weights() is not weights or found.device != device:
             return None
         return found if found.places == _places(found.tensors) else None
+
+
+class RecordedCalls:
+    """The recordings of one plan.
+
+    A recording serves every call of its signature: with the same shape, strides, dtype, device and
+    alignment of each tensor. At most 64 are kept; the oldest goes first.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: dict[Hashable, RecordedCall | None] = {}
 
     def find(self, signature: Hashable) -> RecordedCall | None:
         """Return the recording for calls of this signature; None if there is none."""

@@ -283,8 +283,13 @@ def _activation(p: Pairing) -> Violations:
         need = numbered(p.ex.activations)
         yield Rejection("activation", (p.ex_name, "problem"), act.kind, need)
     if act.interleaved and not p.ex.interleaved:
-        got, need = "interleaved gate and up rows", "gate rows first"
-        yield Rejection("activation", (p.ex_name, "problem"), got, need)
+        got, need = "interleaved gate and up rows", "up" if p.ex.up_first else "gate"
+        yield Rejection("activation", (p.ex_name, "problem"), got, f"{need} rows first")
+    elif act.gated and not act.interleaved and act.up_first != p.ex.up_first:
+        got, need = ("up", "gate") if act.up_first else ("gate", "up")
+        hint = "modular_kernel.row_order puts up rows first" if p.ex.up_first else ""
+        parties = (p.ex_name, "problem")
+        yield Rejection("activation", parties, f"{got} rows first", f"{need} rows first", hint)
 
 
 def _bias(p: Pairing) -> Violations:

@@ -123,6 +123,7 @@ class ExpertsRequirements(Requirements):
     """What a PermuteExpertsUnpermute declares.
 
     reduce: the duty it leaves to finalize; keep_topk: it can leave (T, K, H) rows unreduced.
+    up_first: it takes a gated w1 whose up rows come first, and none whose gate rows do.
     weight_on_input: it can apply the router weight on GEMM 1. invalid_rows: what output rows of
     skipped pairs hold. skips_padding: it never reads rows that stand for no token. schemes:
     quantisations it runs; quantises_input: it wants unquantised activations. whole_blocks: H and
@@ -138,6 +139,7 @@ class ExpertsRequirements(Requirements):
     keep_topk: bool = False
     activations: frozenset[str] = ALL_ACTIVATIONS
     interleaved: bool = True
+    up_first: bool = False
     bias: bool = True
     weight_on_input: bool = True
     expert_map: bool = False

@@ -100,12 +100,14 @@ class ActivationSpec:
     silu_no_mul          silu(v), ungated; gelu_no_mul and gelu_tanh_no_mul likewise
 
     interleaved: w1's rows alternate gate, up, gate, up, ... instead of all gate rows first.
+    up_first: all up rows first, then the gate rows: `modular_kernel.row_order` puts them so.
     """
 
     kind: str = "silu"
     alpha: float | None = None
     limit: float | None = None
     interleaved: bool = False
+    up_first: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "activation ")
@@ -127,6 +129,9 @@ class ActivationSpec:
             raise ConfigurationError("activation alpha", got=self.alpha, need="a finite value > 0")
         if self.interleaved and not self.gated:
             raise ConfigurationError("activation interleaved", got=self.kind, need="a gated kind")
+        if self.up_first and (self.interleaved or not self.gated):
+            need = "a gated kind, not interleaved"
+            raise ConfigurationError("activation up_first", got=self.kind, need=need)
 
     @property
     def gated(self) -> bool:
@@ -146,10 +151,12 @@ class ActivationSpec:
         kind, _, rest = text.partition(":")
         pairs = [pair.partition("=")[::2] for pair in rest.split(",") if pair]
         options: dict[str, str] = dict(pairs)
-        unknown = set(options) - {"alpha", "limit", "interleaved"}
-        truth = options.get("interleaved", "true" if kind == "swiglu_oai" else "false").lower()
-        if unknown or len(options) != len(pairs) or truth not in ("true", "false"):
-            need = "kind[:alpha=..,limit=..,interleaved=true|false], each option once"
+        unknown = set(options) - {"alpha", "limit", "interleaved", "up_first"}
+        up_first = options.get("up_first", "false").lower()
+        alternate = kind == "swiglu_oai" and up_first != "true"
+        truth = options.get("interleaved", str(alternate)).lower()
+        if unknown or len(options) != len(pairs) or {truth, up_first} - {"true", "false"}:
+            need = "kind[:alpha=,limit=,interleaved=true|false,up_first=true|false], each once"
             raise ConfigurationError("activation", got=text, need=need)
         default_alpha = {"swiglu_oai": 1.702, "situ": 4.0}.get(kind)
         try:
@@ -158,12 +165,13 @@ class ActivationSpec:
             limit = float(options["limit"]) if "limit" in options else default_limit
         except ValueError:
             raise ConfigurationError("activation", got=text, need="numbers") from None
-        return cls(kind, alpha, limit, truth == "true")
+        return cls(kind, alpha, limit, truth == "true", up_first == "true")
 
     def __str__(self) -> str:
         options = [f"{k}={v}" for k in ("alpha", "limit") if (v := getattr(self, k)) is not None]
         if self.interleaved or self.kind == "swiglu_oai":
             options.append(f"interleaved={str(self.interleaved).lower()}")
+        options += ["up_first=true"] * self.up_first
         return self.kind + (":" + ",".join(options) if options else "")
 
 
@@ -280,6 +288,8 @@ class Problem:
         if self.adapters is not None and self.adapters.a13_shared and not self.act.gated:
             need = "a gated activation, or A of w1 without shared"
             raise ConfigurationError("lora a13=shared", got=self.act.kind, need=need)
+        if self.adapters is not None and self.act.up_first:
+            raise ConfigurationError("lora", got=str(self.act), need="no up_first=true")
         if self.local_experts is not None and self.local_experts > self.experts:
             need = f"1 to experts = {self.experts}"
             raise ConfigurationError("local_experts", got=self.local_experts, need=need)
@@ -368,6 +378,7 @@ class Machine:
     device: "cuda" or "cpu".  arch: compute capability such as (9, 0); None on a CPU.
     packages: importable optional packages.  interpreter: Triton kernels run on the CPU.
     others: (name, why) of optional packages that are found, but are not those of that name.
+    cuda: version of CUDA that torch was built for, such as (12, 8); None if that is not known.
     """
 
     device: Literal["cuda", "cpu"] = "cpu"
@@ -376,6 +387,7 @@ class Machine:
     interpreter: bool = False
     name: str = ""
     others: tuple[tuple[str, str], ...] = ()
+    cuda: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "machine ")

@@ -81,26 +81,38 @@ def check_memory(x_TH: torch.Tensor, routing: Routing, out: torch.Tensor | None)
     check_held("x", x_TH)
     check_held("topk_weights", routing.topk_weights_TK)
     check_held("topk_ids", routing.topk_ids_TK)
-    if routing.slots_T is not None:
-        check_held("adapters", routing.slots_T)
+    if (slots_T := routing.slots_T) is not None:
+        check_held("adapters", slots_T)
     if out is not None:
         check_held("out", out)
 
 
 def _shape(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> None:
-    if tuple(tensor.shape) != need:
-        raise ShapeError(what, got=tuple(tensor.shape), need=f"{legend} = {need}")
+    if tensor.shape != need:
+        raise _unlike(what, tensor, need, legend)
+
+
+def _unlike(what: str, tensor: torch.Tensor, need: tuple[int, ...], legend: str) -> ShapeError:
+    return ShapeError(what, got=tuple(tensor.shape), need=f"{legend} = {need}")
 
 
 def _dtype(what: str, tensor: torch.Tensor, *need: torch.dtype) -> None:
     if tensor.dtype not in need:
-        names = " or ".join(dtype_name(d) for d in need)
-        raise DtypeError(what, got=dtype_name(tensor.dtype), need=names)
+        raise _mistyped(what, tensor, *need)
+
+
+def _mistyped(what: str, tensor: torch.Tensor, *need: torch.dtype) -> DtypeError:
+    names = " or ".join(dtype_name(d) for d in need)
+    return DtypeError(what, got=dtype_name(tensor.dtype), need=names)
 
 
 def _device(what: str, tensor: torch.Tensor, need: torch.device) -> None:
     if tensor.device != need:
-        raise DeviceError(what, got=tensor.device, need=f"{need}, where x is")
+        raise _elsewhere(what, tensor, need)
+
+
+def _elsewhere(what: str, tensor: torch.Tensor, need: torch.device) -> DeviceError:
+    return DeviceError(what, got=tensor.device, need=f"{need}, where x is")
 
 
 def check_input(x_TH: torch.Tensor, problem: Problem, device_type: str) -> None:
@@ -133,14 +145,19 @@ def check_routing(
         ("topk_weights", routing.topk_weights_TK),
         ("topk_ids", routing.topk_ids_TK),
     ):
-        _shape(what, tensor, need, "(T, K)")
-        _device(what, tensor, x_TH.device)
+        if tensor.shape != need:
+            raise _unlike(what, tensor, need, "(T, K)")
+        if tensor.device != x_TH.device:
+            raise _elsewhere(what, tensor, x_TH.device)
         if not tensor.is_contiguous():
             raise LayoutError(what, got=f"strides {tensor.stride()}", need="contiguous (T, K)")
-    _dtype("topk_weights", routing.topk_weights_TK, torch.float32)
+    weights_TK, ids_TK = routing.topk_weights_TK, routing.topk_ids_TK
+    if weights_TK.dtype is not torch.float32:
+        raise _mistyped("topk_weights", weights_TK, torch.float32)
     only = ids_dtype or problem.ids_dtype  # the same, where both are given
     allowed = _ID_DTYPES if only is None else (only,)
-    _dtype("topk_ids", routing.topk_ids_TK, *allowed)
+    if ids_TK.dtype not in allowed:
+        raise _mistyped("topk_ids", ids_TK, *allowed)
     check_adapters_given(routing, problem)
     if (slots_T := routing.slots_T) is not None:
         _shape("adapters", slots_T, (x_TH.shape[0],), "(T,)")

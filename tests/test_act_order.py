@@ -17,7 +17,7 @@ from modular_kernel.importers.groups import column_order
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.quant import check_weights_quantised, quantise_weights, values_of
 from modular_kernel.reference import oracle
-from modular_kernel.testing.checkpoints.formats import ORDERED
+from modular_kernel.testing.checkpoints.kinds import ORDERED
 from modular_kernel.testing.checkpoints.samples import write
 
 CPU = torch.device("cpu")

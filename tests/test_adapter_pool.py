@@ -257,6 +257,49 @@ def test_a_device_that_is_not_there_is_named(device: str) -> None:
         AdapterPool(PROBLEM, device)
 
 
+def test_a_device_without_memory_is_refused() -> None:
+    """Its tensors would take every adapter and hold none."""
+    for device in ("meta", torch.device("meta")):
+        with pytest.raises(DeviceError, match="pool: got meta, need a device whose tensors have"):
+            AdapterPool(PROBLEM, device)
+
+
+@pytest.mark.parametrize("experts", [1 << 10, 1 << 19])
+def test_a_pool_that_does_not_fit_tells_its_bytes(experts: int) -> None:
+    """More than there are addresses, and more than 64 bits count."""
+    sizes = {"hidden": 1 << 16, "intermediate": 1 << 16, "experts": experts}
+    problem = replace(PROBLEM, lora="adapters=65536,rank=256", **sizes)  # type: ignore[arg-type]
+    slot = 4 * experts * 256 * (2 * (1 << 16) + 2 * (1 << 16) + 2 * (1 << 16))
+    with pytest.raises(CapacityError, match=f"pool of 65536 slots: .* need {65536 * slot} bytes"):
+        AdapterPool(problem)
+
+
+def test_a_device_out_of_memory_tells_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, big = AdapterPool(PROBLEM), adapter()
+
+    def full(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has ...")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", full)
+        needed = sum(getattr(big, name).nbytes for name in NAMES)
+        with pytest.raises(CapacityError, match=f"'big': got no memory: CUDA.*need {needed} byt"):
+            unchanged(pool, "big", big)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", full)
+        with pytest.raises(CapacityError, match=f"need {3 * pool.slot_bytes} bytes on cpu"):
+            AdapterPool(PROBLEM)
+
+
+def test_other_errors_of_torch_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(torch, "zeros", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        AdapterPool(PROBLEM)
+
+
 def test_memory_that_was_freed_is_not_read() -> None:
     given = adapter()
     given.lora_a2.untyped_storage().resize_(0)

@@ -1,6 +1,7 @@
 """Keys of every cache, field by field: whatever decides what is kept there is part of its key."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -192,8 +193,8 @@ def test_tiles_that_were_chosen_are_kept_by_all_that_decides() -> None:
 # ------------------------------------------------------------------------------------- replay
 
 
-def kind(x: torch.Tensor, weights: ExpertWeights, recordings: replay.RecordedCalls) -> Any:
-    return replay.signature_and_pointers((x,), recordings.bind(weights))[0]
+def kind(x: torch.Tensor, weights: ExpertWeights, known: replay.KnownWeights) -> Any:
+    return replay.signature_and_pointers((x,), known.bind(weights))[0]
 
 
 def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
@@ -217,13 +218,46 @@ def test_a_recording_is_for_one_kind_of_every_tensor() -> None:
         "one for two": ExpertWeights(w1=w1, w2=w1),
         "alignment of weights": ExpertWeights(w1=torch.zeros(257)[1:].view(2, 8, 16), w2=w2),
     }
-    recordings = replay.RecordedCalls()
+    known = replay.KnownWeights()
     like = ExpertWeights(w1=w1.clone(), w2=w2.clone())
-    assert kind(x, weights, recordings) == kind(memory[64:128].view(4, 16), like, recordings)
-    kinds = {name: kind(tensor, weights, recordings) for name, tensor in tensors.items()}
-    kinds |= {name: kind(x, one, recordings) for name, one in other_weights.items()}
-    kinds["as it is"] = kind(x, weights, recordings)
+    assert kind(x, weights, known) == kind(memory[64:128].view(4, 16), like, known)
+    kinds = {name: kind(tensor, weights, known) for name, tensor in tensors.items()}
+    kinds |= {name: kind(x, one, known) for name, one in other_weights.items()}
+    kinds["as it is"] = kind(x, weights, known)
     assert len(set(kinds.values())) == len(kinds)
+
+
+def known_and_weights() -> tuple[replay.KnownWeights, ExpertWeights]:
+    known = replay.KnownWeights()
+    weights = ExpertWeights(w1=torch.zeros(2, 8, 16), w2=torch.zeros(2, 16, 4))
+    known.bind(weights)
+    return known, weights
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        torch.ones(2, 8, 16),
+        torch.zeros(2, 8, 8),
+        torch.zeros(2, 16, 8).mT,
+        torch.zeros(2, 8, 16, dtype=torch.bfloat16),
+    ],
+    ids=["memory", "shape", "strides", "dtype"],
+)
+def test_weights_are_known_while_they_are_where_they_were(data: torch.Tensor) -> None:
+    known, weights = known_and_weights()
+    assert known.bound(weights, torch.device("cpu")) is not None
+    weights.w1.data = data
+    assert known.bound(weights, torch.device("cpu")) is None
+
+
+def test_weights_are_known_by_object_and_device() -> None:
+    known, weights = known_and_weights()
+    assert known.bound(weights, torch.device("meta")) is None
+    assert known.bound(replace(weights), torch.device("cpu")) is None
+    assert deepcopy(known).bound(weights, torch.device("cpu")) is None
+    weights.w2.untyped_storage().resize_(0)
+    assert known.bound(weights, torch.device("cpu")) is None
 
 
 def test_the_player_is_built_anew_for_another_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ OF_TRITON = (
             "        sums *= row_weight\n",
             "        sums *= 1.0\n",
         ),
-        "relu2",
+        "H192",
     ),
     (
         Wrong(
@@ -219,7 +219,7 @@ OF_TRITON = (
             "    x_ptr += (pair // TOP_K).to(tl.int64) * stride_xm\n",
             "",
         ),
-        "relu2",
+        "H192",
     ),
     (
         Wrong(

@@ -12,7 +12,7 @@ import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.importers.layouts import LAYOUTS
 from modular_kernel.models.families import FAMILIES
-from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.kinds import KINDS
 from modular_kernel.testing.checkpoints.samples import FAMILIES as SAMPLES
 from modular_kernel.testing.checkpoints.samples import write
 

@@ -16,7 +16,7 @@ from modular_kernel.catalog import this_machine
 from modular_kernel.importers.checkpoint import LoadedExperts
 from modular_kernel.quant import values_of
 from modular_kernel.schemes import QuantScheme
-from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS
 from modular_kernel.testing.checkpoints.samples import Sample, Tensors, write
 
 PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum", "modelopt")
@@ -94,6 +94,40 @@ def test_what_is_packed_stays_packed(kind: str, tmp_path: Path) -> None:
     bits = 4 if scheme.packed else 8
     assert w.w1.nbytes * 8 == sample.w1.numel() * bits
     assert w.w2.nbytes * 8 == sample.w2.numel() * bits
+
+
+# Whole stacks stored (e, K, N), with one scale of all their experts.
+TURNED = [(family, kind) for family in ("llama4_text", "gpt_oss") for kind in FUSED]
+TURNED.remove(("gpt_oss", "modelopt fp8, fused"))
+
+
+@pytest.mark.parametrize(("family", "kind"), TURNED)
+def test_stacks_that_lie_transposed_are_read(family: str, kind: str, tmp_path: Path) -> None:
+    """Whole and in shares, which cut columns of the files; and with rows of scales exchanged."""
+    sample, bound = write(tmp_path, family, kind), FUSED[kind].bound
+    loaded = mk.load_experts(tmp_path, 0)
+    assert str(QuantScheme.parse(loaded.problem_fields["quant"])) == FUSED[kind].scheme
+    assert error(sample, loaded) <= bound
+    w1, w2 = numbers(loaded)
+    torch.testing.assert_close(w1, sample.w1, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(w2, sample.w2, rtol=1e-6, atol=1e-12)
+    for ep, tp in ((2, 1), (1, 2), (2, 2)):
+        whole = loaded.bytes_read / (ep * tp)
+        grid = [[mk.load_experts(tmp_path, 0, ep=(e, ep), tp=(t, tp)) for t in range(tp)]
+                for e in range(ep)]  # fmt: skip
+        parts = [[numbers(each) for each in row] for row in grid]
+        rows = [torch.cat([w.unflatten(1, (2, -1)) for w, _ in row], 2) for row in parts]
+        assert torch.equal(torch.cat(rows).flatten(1, 2), w1)
+        assert torch.equal(torch.cat([torch.cat([w for _, w in row], 2) for row in parts]), w2)
+        assert all(each.bytes_read <= 1.05 * whole for row in grid for each in row)
+
+    def other_rows(tensors: Tensors) -> None:
+        for name in [n for n in tensors if n.endswith(("gate_up_proj_weight_scale", "gate_up_proj"))]:
+            if tensors[name].dim() == 3:
+                tensors[name] = tensors[name].roll(8, 2)
+
+    other = write(tmp_path / "other", family, kind, change=other_rows)
+    assert error(other, mk.load_experts(other.folder, 0)) > 1.5 * bound
 
 
 # -------------------------------------------------------------- that a bound can be exceeded

@@ -19,7 +19,8 @@ from modular_kernel.importers import checkpoint
 from modular_kernel.importers.checkpoint import LoadedExperts
 from modular_kernel.importers.files import Tensors
 from modular_kernel.placement import Placement
-from modular_kernel.testing.checkpoints.formats import KINDS, fp8_block
+from modular_kernel.testing.checkpoints.formats import fp8_block
+from modular_kernel.testing.checkpoints.kinds import KINDS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))

@@ -16,7 +16,7 @@ from modular_kernel.errors import (
     WeightsError,
 )
 from modular_kernel.importers import fit, format_of, from_compressed_tensors, merge
-from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.kinds import KINDS
 from modular_kernel.testing.checkpoints.samples import write
 
 AT = "model.layers.0.block_sparse_moe.experts"

@@ -13,7 +13,7 @@ from modular_kernel.importers.formats import format_of
 from modular_kernel.importers.merging import merge
 from modular_kernel.quant import values_of, weight_specs
 from modular_kernel.scale_tiles import unpack_pairs
-from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.kinds import KINDS
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "packed.safetensors")
 _GPTQ = KINDS["gptq v2"].config | {"group_size": 32, "desc_act": True}  # type: ignore[operator]

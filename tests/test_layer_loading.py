@@ -19,7 +19,7 @@ from modular_kernel.errors import (
 from modular_kernel.layers.ep_moe import EPMoE
 from modular_kernel.layers.fused_moe import FusedMoE
 from modular_kernel.layers.parallel import LayerParallel
-from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.kinds import KINDS
 from modular_kernel.testing.checkpoints.samples import Sample, write
 from modular_kernel.types import ActivationSpec
 

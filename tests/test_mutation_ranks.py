@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.testing.cases.ranks import RankCase
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
 from modular_kernel.testing.mutation import Coverage, Fate, Mutant, Survey, attempt, survey
 from modular_kernel.testing.mutation.bits import compare_bits, drawn_problems
 from modular_kernel.testing.mutation.defects import read_defects
-from modular_kernel.testing.mutation.over_ranks import OverRanks
+from modular_kernel.testing.mutation.over_ranks import OverRanks, Ranks
 from modular_kernel.testing.mutation.record import reproducer
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = "prepare_finalize.collectives.all_gather"
 FILE = "prepare_finalize/collectives/all_gather.py"
 PAIR = ("AllGatherReduceScatterPrepareAndFinalize", "TorchExperts")
+BATCHED = ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts")
 WHERE = OverRanks(2)
 
 
@@ -64,6 +66,18 @@ def test_a_rank_that_ends_is_a_crash(coverage: Coverage, tmp_path: Path) -> None
     found = fate("        if most:\n", f"{ends}        if most:\n", coverage, tmp_path)
     assert found.how == "crash", found
     assert "exit code 3" in found.by
+
+
+def test_a_case_that_the_rules_here_refuse_is_judged_by_the_ranks() -> None:
+    """A weakened rule takes it there: their finding counts, and nothing is raised here."""
+    machine = this_machine(device="cpu")
+    case, verdict = rank_cases_for(*BATCHED, machine, 2, "full").refused[0]
+    assert not verdict.ok
+    with Ranks(2) as ranks:
+        failure, _ = ranks.first_failure(case, machine)
+    assert failure is not None
+    assert failure.startswith("refused: ")
+    assert "(rank " in failure
 
 
 def test_what_changes_nothing_survives_every_case(coverage: Coverage, tmp_path: Path) -> None:

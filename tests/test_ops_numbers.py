@@ -116,6 +116,7 @@ def test_outputs_have_the_shape_of_the_ids() -> None:
         out.float(),
         torch.zeros(1, dtype=torch.int32, device=DEVICE),
         join=False,
+        factor=1.0,
     )
     with pytest.raises(ShapeError, match=r"numbers of pairs: got \(4, 3\), need \(4, 2\)"):
         numbers.number_pairs(pairs)

@@ -106,6 +106,7 @@ def test_sinks_take_what_joining_drops() -> None:
         torch.empty(1, 2),
         torch.zeros(1, dtype=torch.int32),
         join=False,
+        factor=1.0,
     )
     with pytest.raises(ConfigurationError, match="sinks: got pairs of one expert apart"):
         number_pairs(apart)

@@ -171,6 +171,14 @@ def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
         ("rank_pattern", ["w2"]), ("rank_pattern", {"(": 2}), ("alpha_pattern", {"(a+)+": 2}),
         ("rank_pattern", {"a*b*c*d*": 2}), ("layers_to_transform", "all"), ("peft_version", 19),
         ("rank_pattern", {"(?i)w2": 2}),
+        ("layers_to_transform", True), ("layers_to_transform", -1),
+        ("layers_to_transform", [0, -1]), ("layers_to_transform", [0, "1"]),
+        ("layers_to_transform", 1.0), ("layers_to_transform", {"1": 1}),
+        ("target_modules", 7), ("target_modules", {"w1": 1}), ("target_modules", ["w1", 2]),
+        ("target_modules", True), ("target_parameters", "experts.down_proj"),
+        ("target_parameters", [None]), ("exclude_modules", [1]), ("exclude_modules", 0),
+        ("init_lora_weights", 1), ("init_lora_weights", 0.0), ("init_lora_weights", []),
+        ("init_lora_weights", "True"),
     ],
 )  # fmt: skip
 def test_a_config_of_more_than_plain_lora_is_refused(
@@ -179,6 +187,28 @@ def test_a_config_of_more_than_plain_lora_is_refused(
     folder = Folder(tmp_path, "modules")
     folder.config[field] = value
     with pytest.raises(ConfigurationError, match=rf"adapter_config.json: {field}: got"):
+        folder.load()
+
+
+def test_layers_beside_a_pattern_of_modules_are_refused(tmp_path: Path) -> None:
+    """PEFT has no such adapter."""
+    folder = Folder(tmp_path, "modules")
+    folder.config["target_modules"] = "w[123]"
+    assert folder.load().lora_a2.any()
+    folder.config["layers_to_transform"] = [1]
+    with pytest.raises(ConfigurationError, match=r"layers_to_transform: got \[1\], need none bes"):
+        folder.load()
+
+
+@pytest.mark.parametrize(("layers", "mine"), [(1, True), ([1], True), ([0], False), ([], True)])
+def test_no_layers_are_all_of_them(tmp_path: Path, layers: object, mine: bool) -> None:
+    """As PEFT takes a list without any."""
+    folder = Folder(tmp_path, "modules")
+    folder.config["layers_to_transform"] = layers
+    if mine:
+        assert folder.load().lora_a2.any()
+        return
+    with pytest.raises(WeightsError, match="layers_to_transform"):
         folder.load()
 
 

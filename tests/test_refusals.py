@@ -133,6 +133,7 @@ LINEAR = {"pf.linear_placement": True, "problem.expert_map": True}
 TWO_RANKS = {"problem.parallel": Parallel(2)}
 ROUND_ROBIN = Placement.round_robin(8, 2)
 INTERLEAVED = ActivationSpec("silu", interleaved=True)
+UP_FIRST = ActivationSpec("silu", up_first=True)
 SIGNS = (("__init__.py", "gemm"),)
 THEIRS = Provider("theirs", ("theirs",), SIGNS, "theirs 2 (gemm)", "build it")
 WHY = (("theirs", "another theirs 1.0: no gemm in __init__.py"),)
@@ -223,6 +224,8 @@ CASES = (
          {"ex.activations": {"silu", "relu2"}}),
     Case("activation", "problem.activation", INTERLEAVED, "silu", EX_P, "interleaved",
          "gate rows first", {"ex.interleaved": False}),
+    Case("activation", "problem.activation", UP_FIRST, "silu", EX_P, "up rows", "gate rows first"),
+    Case("activation", "ex.up_first", True, False, EX_P, "gate rows first", "up rows first"),
     Case("bias", "ex.bias", False, True, EX_P, "b1 and b2", "no biases", {"problem.bias": True}),
     Case("padding", "pf.padding", Rows.UNDEFINED, Rows.ZERO, PAIR, "undefined padding rows",
          "zero padding rows", {"ex.skips_padding": False}),

@@ -9,7 +9,7 @@ import torch
 from modular_kernel import ExpertWeights, Problem
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.quant import dequantise, quantise_weights, weight_specs
-from modular_kernel.reference import _code
+from modular_kernel.reference_weights import code_at
 from modular_kernel.repacked import as_nibbles, repack, unpack_words
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.testing import Case, prove
@@ -42,7 +42,7 @@ def test_bits_are_where_the_reference_reads_them() -> None:
     w = weights(2, 7, 36)
     n, k = torch.arange(7)[:, None], torch.arange(72)[None, :]
     for stored, expected in zip(repack(w), codes(w), strict=True):
-        assert torch.equal(_code(stored, n, k, REPACKED.scheme), expected.long())
+        assert torch.equal(code_at(stored, n, k, REPACKED.scheme), expected.long())
 
 
 def test_words_unpack_to_pairs_of_bf16() -> None:

@@ -18,7 +18,7 @@ from transformers.integrations.finegrained_fp8 import (
 )
 from transformers.integrations.moe import use_experts_implementation
 
-from modular_kernel.errors import UnsupportedError
+from modular_kernel.errors import InputError, UnsupportedError
 from modular_kernel.integrations.transformers import register, registration
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -176,6 +176,29 @@ def test_a_graph_takes_them_as_one_operator(case) -> None:
     with torch.no_grad():
         compiled = torch.compile(module, fullgraph=TRACES, backend="aot_eager")
         assert torch.equal(compiled(*given), module(*given))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("case", ["blocks", "ragged_power_of_two"])
+def test_scales_that_change_between_calls_are_seen(case, compiled) -> None:
+    """Exchanged, written to, and of blocks of another size, which contradicts them."""
+    torch.compiler.reset()
+    module, given = made(case), inputs(9)
+    module.config._experts_implementation = register()
+    run = torch.compile(module, backend="eager") if compiled else module
+    x, ids, scores = given[0].double(), given[1], given[2].double()
+    with torch.no_grad():
+        before = run(*given)
+        scale = module.down_proj_scale_inv
+        module.down_proj_scale_inv = parameter(scale.float().flip(0).to(scale.dtype))
+        after = run(*given)
+        assert relative(after, before) > 0.1
+        assert relative(after, exact(module, x, ids, scores)) <= bound_of(module)
+        module.down_proj_scale_inv.copy_(scale)
+        assert torch.equal(run(*given), before)
+        module.block_size = (B // 2, B // 2)
+        with pytest.raises(InputError, match="scale"):
+            run(*given)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

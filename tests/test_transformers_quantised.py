@@ -25,7 +25,8 @@ from modular_kernel.integrations.experts_op import EXPERTS
 from modular_kernel.integrations.transformers import from_pretrained, register, registration
 from modular_kernel.integrations.transformers.modules import dispatched, tensors_of
 from modular_kernel.testing.checkpoints import samples as checkpoint_samples
-from modular_kernel.testing.checkpoints.formats import KINDS, ORDERED, Stored
+from modular_kernel.testing.checkpoints.formats import Stored
+from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS, ORDERED
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, INTERMEDIATE = 128, 256
@@ -37,13 +38,16 @@ MODELS = {
     "gpt_oss": (8, (0, 1)),
 }
 _DENSE = ("mixtral", "qwen3_moe", "deepseek_v3")
-ALL_KINDS = KINDS | ORDERED
+ALL_KINDS = KINDS | ORDERED | FUSED
 CASES = [
     *(("mixtral", kind) for kind in KINDS if kind not in ("bf16", "fp16", "fp32", "mxfp4")),
     ("qwen3_moe", "qwen3 fp8"),
     ("deepseek_v3", "deepseek fp8, UE8M0"),
     ("gpt_oss", "mxfp4"),
     *(("mixtral", kind) for kind in ORDERED),
+    ("gpt_oss", "compressed fp8 channel"),
+    ("gpt_oss", "compressed int4"),
+    ("gpt_oss", "modelopt nvfp4, fused"),
 ]
 
 
@@ -140,14 +144,12 @@ def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
         assert error <= 3e-3
 
 
-# A family in {bf16, fp8, int4, mxfp4}: how a checkpoint stores it, or why there is none.
-NO_FP8 = "gpt-oss is published in bf16 and mxfp4 alone: no file has fp8 scales of fused rows"
-NO_INT4 = "gpt-oss is published in bf16 and mxfp4 alone: no file packs fused rows into int32"
+# A family in bf16, fp8, int4 and mxfp4: how a checkpoint stores it.
 GRID = {
     "mixtral": ("bf16", "qwen3 fp8", "awq", "compressed mxfp4"),
     "qwen3_moe": ("bf16", "qwen3 fp8", "gptq", "compressed mxfp4"),
     "deepseek_v3": ("bf16", "deepseek fp8, UE8M0", "compressed int4", "compressed mxfp4"),
-    "gpt_oss": ("bf16", NO_FP8, NO_INT4, "mxfp4"),
+    "gpt_oss": ("bf16", "compressed fp8 channel", "compressed int4", "mxfp4"),
 }
 WHOLE = [(name, kind) for name, kinds in GRID.items() for kind in kinds]
 
@@ -162,7 +164,7 @@ def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Writte
     return from_pretrained(folder, experts_implementation=register(), device=DEVICE), written
 
 
-@pytest.mark.parametrize(("name", "kind"), [at for at in WHOLE if at[1] not in (NO_FP8, NO_INT4)])
+@pytest.mark.parametrize(("name", "kind"), WHOLE)
 def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> None:
     """Cold, without a break, and with the logits of eager calls."""
     torch.compiler.reset()
@@ -204,7 +206,7 @@ def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> No
 
 
 @pytest.mark.parametrize("kind", ["qwen3 fp8", "awq"])
-def test_what_gpt_oss_is_not_published_in_is_refused_by_name(kind, tmp_path) -> None:
+def test_fused_rows_of_gpt_oss_in_other_formats_are_refused_by_name(kind, tmp_path) -> None:
     write(tmp_path, "gpt_oss", "mxfp4")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = KINDS[kind].config

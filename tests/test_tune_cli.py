@@ -26,7 +26,7 @@ from modular_kernel.cli.tune import Search, _pair, _problems, _run, _valid
 from modular_kernel.cli.tune_output import Bar, TunedLayer, TuneRecorder, print_text, record
 from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.quant import check_weights_quantised
-from modular_kernel.reference import _matrix
+from modular_kernel.reference_weights import matrix
 from modular_kernel.tunable import Best, Took
 from modular_kernel.tuning import compiled
 from modular_kernel.tuning.compiled import Pair
@@ -327,7 +327,7 @@ def test_weights_to_tune_with_are_told_apart(quant: str) -> None:
     check_weights_quantised(weights, problem, torch.device("cpu")) if quant != "none" else None
     assert weights.b1 is not None
     assert tuple(weights.b1.shape) == (9, 128)
-    plain = [_matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
+    plain = [matrix(weights, "w1", e, problem, torch.float32) for e in range(9)]
     same = [(a, b) for a in range(9) for b in range(a) if torch.equal(plain[a], plain[b])]
     assert len(same) <= (9 if quant == "mxfp4_w4a16" else 0), "powers of two may fall together"
 

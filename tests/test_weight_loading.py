@@ -17,7 +17,7 @@ from modular_kernel.layers.weight_loading import (
     UnquantizedEPMoEMethod,
     make_expert_params_mapping,
 )
-from modular_kernel.testing.checkpoints.formats import KINDS
+from modular_kernel.testing.checkpoints.kinds import KINDS
 from modular_kernel.testing.checkpoints.samples import write
 
 FULL = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 4))

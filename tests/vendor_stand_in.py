@@ -14,6 +14,7 @@ from experts import (
     BatchedTritonOrDeepGemmExperts,
     CutlassRowwiseExpertsFP8,
     DeepGemmExperts,
+    FlashInferExperts,
     TritonKernelsExperts,
     TritonOrDeepGemmExperts,
 )
@@ -26,6 +27,7 @@ if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
 
 import deep_gemm_2  # noqa: E402
+import flashinfer_0_7  # noqa: E402
 import triton_kernels_3_5  # noqa: E402
 from scaled_grouped_mm import scaled_grouped_mm  # noqa: E402
 
@@ -72,6 +74,11 @@ class TritonKernels(TritonKernelsExperts):
     load_library = staticmethod(lambda: triton_kernels_3_5)
 
 
+class FlashInfer(FlashInferExperts):
+    requires = here(FlashInferExperts.requires)
+    load_library = staticmethod(lambda: flashinfer_0_7)
+
+
 @contextmanager
 def libraries():
     """Every stand-in in its library's place; our own operations by their twins in torch."""
@@ -98,4 +105,5 @@ PARTS = (
     "TritonOrDeepGemm",
     "BatchedTritonOrDeepGemm",
     "TritonKernels",
+    "FlashInfer",
 )

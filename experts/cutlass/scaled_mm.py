@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from experts.common.row_by_row import row_by_row
+from experts.common.by_rows import by_rows
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -44,7 +44,7 @@ def rows_product(
     experts, columns, _ = w.shape
     product: torch.Tensor = torch._scaled_grouped_mm(
         a,
-        row_by_row(w).transpose(1, 2),
+        by_rows(w).transpose(1, 2),
         _each(a_scale.squeeze(-1), a.shape[:-1], workspace, "scale_of_rows"),
         _each(w_scale.view(experts, -1), (experts, columns), workspace, "scale_of_columns"),
         offs=ends,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from experts.common.row_by_row import lies_row_by_row
+from experts.common.by_rows import lies_by_rows
 from experts.deepgemm.library import BLOCK, TILE_M
 from experts.deepgemm.parts import BatchedDeepGemmExperts, DeepGemmExperts
 from experts.triton.batched import BatchedTritonExperts
@@ -111,7 +111,7 @@ class TritonOrDeepGemmExperts(_Either):
         )
 
     def _part_of(self, tokens: int, weights: ExpertWeights) -> PermuteExpertsUnpermute:
-        by_rows = lies_row_by_row(weights.w1) and lies_row_by_row(weights.w2)
+        by_rows = lies_by_rows(weights.w1) and lies_by_rows(weights.w2)
         return self._part(tokens) if by_rows else self._few
 
     def takes_unquantised(self, shape: DispatchShape) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from experts.common.row_by_row import row_by_row
+from experts.common.by_rows import by_rows
 from modular_kernel.errors import ConfigurationError, StateError
 from modular_kernel.ops.count import next_power_of_2
 from modular_kernel.providers import Provider, find
@@ -93,7 +93,7 @@ def contiguous(
         need = f"{TILE_M}: somebody called set_mk_alignment_for_contiguous_layout"
         raise StateError("DeepGEMM's alignment of contiguous rows", got=tile, need=need)
     (a, a_scale), (w, w_scale) = rows, weights
-    w = row_by_row(w)
+    w = by_rows(w)
     expected = _expected(len(a) // w.shape[0], len(a))
     options = {"use_psum_layout": True, "expected_m_for_psum_layout": expected}
     if a_scale is None:
@@ -118,7 +118,7 @@ def masked(
     expected: rows that an expert is likely to have; fp8 scales as in `contiguous`, along C.
     """
     (a, a_scale), (w, w_scale) = rows, weights
-    w, expected = row_by_row(w), _expected(expected, a.shape[1])
+    w, expected = by_rows(w), _expected(expected, a.shape[1])
     if a_scale is None:
         library.m_grouped_bf16_gemm_nt_masked(a, w, out, counts_e, expected)
         return

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from experts.triton.adapters import Shrunk, adapter_specs, arguments_of, shrink_batched
+from experts.triton.adapters import Shrunk, adapter_specs, shrink_batched
 from experts.triton.configs.select import choose_config
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import (
@@ -74,21 +74,18 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
         assert isinstance(shape, BatchedShape)
         problem = self.problem
-        rows = (shape.experts, shape.capacity)
+        rows, extra = (shape.experts, shape.capacity), dict[str, BufferSpec]()
+        if problem.scheme.quantises_activations:  # GEMM 2's rows as 8-bit values
+            count, columns = rows[0] * rows[1], problem.intermediate
+            extra |= quantise_specs("h", problem.scheme, count, columns, segments=rows[0])
+        if problem.adapters is not None:
+            extra |= adapter_specs(problem, rows[0] * rows[1])
         return WorkspaceShapes(
             workspace13=BufferSpec((*rows, problem.intermediate), problem.dtype),
             workspace2=BufferSpec((0,), problem.dtype),
             output=BufferSpec((*rows, problem.hidden), problem.dtype),
-            extra=self._quantised_specs(shape) | adapter_specs(problem, rows[0] * rows[1]),
+            extra=extra,
         )
-
-    def _quantised_specs(self, shape: BatchedShape) -> dict[str, BufferSpec]:
-        """GEMM 2's rows as 8-bit values, where the scheme wants them."""
-        scheme, rows = self.problem.scheme, shape.experts * shape.capacity
-        if not scheme.quantises_activations:
-            return {}
-        columns = self.problem.intermediate
-        return quantise_specs("h", scheme, rows, columns, segments=shape.experts)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceDelegate())
@@ -109,15 +106,21 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         experts, capacity, _ = tokens.x_eCH.shape
         one, two = choose_config(problem, capacity).both(LaunchConfig)
         h_eCI = workspace.take("workspace13", (experts, capacity, problem.intermediate))
-        adapters = _Adapters(tokens, weights, problem, workspace, one.block_m)
+        adapters, shrunk = None, None
+        if tokens.adapters_eC is not None:
+            adapters = _Adapters(tokens, weights, problem, workspace, one.block_m)
         with stages.stage(stages.GEMM1):
-            shrunk = adapters.of_w1()
+            if adapters is not None:
+                shrunk = adapters.of_w1()
             product = first_product(weights, problem)
             rows = (tokens.x_eCH, tokens.scale)
             self._multiply(rows, product, one, tokens.counts_e, h_eCI, shrunk)
-        h_rows = self._quantised(h_eCI, tokens, weights, workspace)
+        h_rows: tuple[torch.Tensor, torch.Tensor | None] = h_eCI, None
+        if problem.scheme.quantises_activations:
+            h_rows = self._quantised(h_eCI, tokens, weights, workspace)
         with stages.stage(stages.GEMM2):
-            shrunk = adapters.of_w2(h_eCI)
+            if adapters is not None:
+                shrunk = adapters.of_w2(h_eCI)
             product = second_product(weights, problem)
             self._multiply(h_rows, product, two, tokens.counts_e, output, shrunk)
 
@@ -127,11 +130,9 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
         tokens: BatchedTokens,
         weights: ExpertWeights,
         workspace: Workspace,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """GEMM 2's rows and their scales; h_eCI itself where activations are not quantised."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantise GEMM 2's rows; return them and their scales."""
         scheme, (experts, capacity, columns) = self.problem.scheme, h_eCI.shape
-        if not scheme.quantises_activations:
-            return h_eCI, None
         with stages.stage(stages.QUANTISE):
             out = take_quantised(
                 workspace,
@@ -166,15 +167,15 @@ class BatchedTritonExperts(PermuteExpertsUnpermute):
             counts_ptr=counts_e,
             capacity=capacity,
             num_m=num_m,
-            stride_ase=_expert_stride(a_scale, capacity),
-            **arguments_of(shrunk),
+            stride_ase=0 if a_scale is None else _expert_stride(a_scale, capacity),
+            **({} if shrunk is None else shrunk.arguments()),
             **product.arguments(tile, self.problem.fp32_precision, a_scale),
         )
 
 
 @dataclass(frozen=True)
 class _Adapters:
-    """A x of a call's rows, before each product; None where no row has an adapter."""
+    """A x of a call's rows, before each product, where some have adapters."""
 
     tokens: BatchedTokens
     weights: ExpertWeights
@@ -182,26 +183,27 @@ class _Adapters:
     workspace: Workspace
     block_m: int
 
-    def of_w1(self) -> Shrunk | None:
+    def of_w1(self) -> Shrunk:
         matrices = self.weights.lora_a13, self.weights.lora_b13
         return self._shrunk("lora_u13", self.tokens.plain_eCH, *matrices)
 
-    def of_w2(self, h_eCI: torch.Tensor) -> Shrunk | None:
+    def of_w2(self, h_eCI: torch.Tensor) -> Shrunk:
         return self._shrunk("lora_u2", h_eCI, self.weights.lora_a2, self.weights.lora_b2)
 
     def _shrunk(
         self, name: str, x_eCK: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
-    ) -> Shrunk | None:
+    ) -> Shrunk:
         slots_eC, counts_e = self.tokens.adapters_eC, self.tokens.counts_e
-        if slots_eC is None or a is None or b is None:
-            return None
+        assert slots_eC is not None
+        assert a is not None
+        assert b is not None  # the weights were checked
         experts, capacity, _ = x_eCK.shape
         u = self.workspace.take(name, (experts * capacity, a.shape[2]))
         return shrink_batched(u, x_eCK, slots_eC, counts_e, (a, b), self.problem, self.block_m)
 
 
-def _expert_stride(a_scale: torch.Tensor | None, capacity: int) -> int:
+def _expert_stride(a_scale: torch.Tensor, capacity: int) -> int:
     """From one expert's scales to the next one's; a_scale: (1,), (e * C, G) or (e, C, G)."""
-    if a_scale is None or a_scale.dim() == 1:
+    if a_scale.dim() == 1:
         return 0
     return a_scale.stride(0) * (capacity if a_scale.dim() == 2 else 1)

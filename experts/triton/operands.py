@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -60,7 +61,7 @@ class Product:
     up_row: int
     constants: dict[str, object]
 
-    @property
+    @cached_property
     def depth(self) -> int:
         return self.w.shape[2] * (2 if self.scheme.packed else 1)
 
@@ -71,14 +72,21 @@ class Product:
 
         a_scale: scales of the rows, (1,) for one for all, else (..., 1) or (..., groups).
         """
-        group_n, group_k = scale_group(self.scheme, self.depth)
-        block_k = fit_block_k(tile.block_k, step_group(self.scheme, self.depth))
+        scheme, depth = self.scheme, self.depth
+        group_n, group_k = scale_group(scheme, depth)
+        # A step divides the group: its scales multiply the step's products. Scales of nvfp4
+        # multiply the weights themselves.
+        block_k = math.gcd(tile.block_k, 0 if scheme.matrix_scales else group_k)
         bias = self.w if self.bias is None else self.bias
+        mode, step = "plain", self.step
+        if scheme.quantised:
+            mode = "w8a8" if scheme.quantises_activations else "weight_only"
+        rows = tile.block_n * step
         return {
             "b_ptr": self.w,
             "bias_ptr": bias,
             "columns": self.columns,
-            "depth": self.depth,
+            "depth": depth,
             "up_row": self.up_row,
             "up_offset": self.up_row * self.w.stride(1),  # 64-bit in Python, whatever its size
             "stride_be": self.w.stride(0),
@@ -90,17 +98,18 @@ class Product:
             "stride_oe": 0 if self.order is None else self.order.stride(0),
             "HAS_ORDER": self.order is not None,
             **_row_scales(a_scale, self.w),
-            "ROW_STEP": self.step,
+            "ROW_STEP": step,
             "HAS_BIAS": self.bias is not None,
-            "MODE": _mode(self.scheme),
-            "FORMAT": word_format(self.scheme),
+            "MODE": mode,
+            "FORMAT": word_format(scheme),
             "GROUP_N": group_n,
             "GROUP_K": group_k,
-            "ONE_SCALE": self._one_scale(group_n, tile.block_n),
-            "MIDDLE": MIDDLE.get(self.scheme.weight, 0),
+            # Whether the gate rows of every tile share their scales, and the up rows theirs.
+            "ONE_SCALE": group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < step),
+            "MIDDLE": MIDDLE.get(scheme.weight, 0),
             "HAS_ZERO": self.zero_point is not None,
-            "PACKED": self.scheme.packed,
-            "EVEN_K": self.depth % block_k == 0,
+            "PACKED": scheme.packed,
+            "EVEN_K": depth % block_k == 0,
             "PRECISION": precision,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
@@ -110,11 +119,6 @@ class Product:
             "num_stages": tile.num_stages,
             **self.constants,
         }
-
-    def _one_scale(self, group_n: int, block_n: int) -> bool:
-        """Whether the gate rows of every tile share their scales, and the up rows theirs."""
-        rows = block_n * self.step
-        return group_n % rows == 0 and (self.up_row % rows == 0 or self.up_row < self.step)
 
     def _weight_scales(self) -> dict[str, object]:
         """Scales are (e,), (e, rows) or (e, rows, groups); zero points (e, rows, groups).
@@ -145,12 +149,6 @@ def _row_scales(a_scale: torch.Tensor | None, unused: torch.Tensor) -> dict[str,
     return {"a_scale_ptr": a_scale, **strides}
 
 
-def _mode(scheme: QuantScheme) -> str:
-    if not scheme.quantised:
-        return "plain"
-    return "w8a8" if scheme.quantises_activations else "weight_only"
-
-
 def scale_group(scheme: QuantScheme, depth: int) -> tuple[int, int]:
     """(rows, depth) that one weight scale covers; 0 stands for all of the depth."""
     rows, along = 1, 0
@@ -170,22 +168,6 @@ def word_format(scheme: QuantScheme) -> str:
     return "float8" if scheme.weight == "float8_e4m3fn" else "integer"
 
 
-def step_group(scheme: QuantScheme, depth: int) -> int:
-    """Return the depth that a step must divide, 0 for none.
-
-    Scales multiply the products of a step; those of nvfp4 multiply the weights themselves.
-    """
-    return 0 if scheme.matrix_scales else scale_group(scheme, depth)[1]
-
-
-def fit_block_k(block_k: int, group_k: int) -> int:
-    """Return the depth of one step.
-
-    It is the largest power of two up to block_k that divides the group.
-    """
-    return block_k if group_k == 0 else math.gcd(block_k, group_k)
-
-
 def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
     """Reject float8 that a GPU cannot convert, and groups that are not multiples of 32.
 
@@ -198,7 +180,7 @@ def weight_rejections(name: str, problem: Problem, machine: Machine) -> tuple[Re
         got = f"{arch[0]}.{arch[1]} for {scheme.name}"
         found.append(Rejection("arch", (name, "machine"), got, ">= 8.9 to convert from float8"))
     for what, depth in (("hidden", problem.hidden), ("intermediate", problem.intermediate)):
-        group_k = step_group(problem.scheme, depth)
+        group_k = 0 if scheme.matrix_scales else scale_group(scheme, depth)[1]
         if group_k % _LEAST_BLOCK_K:
             need = f"a multiple of {_LEAST_BLOCK_K}, or all of {what}={depth}"
             got = f"a group of {group_k}"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from experts.common.by_rows import copied, is_aligned
 from experts.triton_kernels.tile_maps import SIZES, TileMaps
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.providers import Provider, find
@@ -98,10 +99,10 @@ def ragged(
 
     It is in `out` (R, N), or where the library chose. Expert i has the rows from starts[i] on,
     (e + 1,) int32; rows behind the last one stay as they are. Weights whose values lie side by side
-    neither along K nor along N are copied.
+    neither along K nor along N are copied, and so are weights off 16-byte addresses: TMA.
     """
-    if 1 not in weights.stride()[1:]:
-        weights = weights.contiguous()
+    if 1 not in weights.stride()[1:] or not is_aligned(weights):
+        weights = copied(weights)
     experts = tiles.counts.numel()
     data = library.ExptData(
         tiles.counts,

@@ -1,7 +1,7 @@
 """`mk test --mutate X`: defects put into the calls of a part, then into its source: all noticed?"""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -134,33 +134,42 @@ def run_mutation(
 def _scored(
     found: "Sequence[Survey]", wanted: Mutating
 ) -> "tuple[list[Score], list[dict[str, object]]]":
-    """Score one part after another, and save each record as it is known."""
+    """Score one part after another, and save what is known of each after every mutant."""
     from modular_kernel.testing.mutation import Fate, mutation_score
     from modular_kernel.testing.mutation.record import died, record_of
 
     count, known = wanted.count(), dict[str, Fate]()
-    scores, records = list["Score"](), list[dict[str, object]]()
+    scores = list["Score"]()
     for one in found:
         total = 1 if wanted.only else min(count or len(one.mutants), len(one.executed()))
+        before = _before(wanted, one.part)
+        dead = {} if before is None else died(before, one)
         with output.progress(total, "mutants") as advance:
-            before = _before(wanted, one.part)
-            score = mutation_score(
-                one,
-                count=count,
-                only=wanted.only,
-                known=known,
-                dead={} if before is None else died(before, one),
-                told=lambda _: advance(),
+
+            def told(so_far: "Score", advance: Callable[[], None] = advance) -> None:
+                advance()
+                _save(so_far, wanted.save)
+
+            scores.append(
+                mutation_score(
+                    one, count=count, only=wanted.only, known=known, dead=dead, told=told
+                )
             )
-        record = record_of(score)
-        scores.append(score)
-        records.append(record)
-        if wanted.save is not None:
-            path = wanted.save / f"{one.part}.json"
-            with output.writing(path):
-                wanted.save.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return scores, records
+    return scores, [record_of(score) for score in scores]
+
+
+def _save(score: "Score", folder: Path | None) -> None:
+    """Write the record of a part, whole or not at all: a run that is stopped can go on from it."""
+    from modular_kernel.testing.mutation.record import record_of
+
+    if folder is None:
+        return
+    path = folder / f"{score.survey.part}.json"
+    with output.writing(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(record_of(score), indent=1) + "\n", encoding="utf-8")
+        beside.replace(path)
 
 
 def _before(wanted: Mutating, part: str) -> dict[str, Any] | None:

@@ -83,7 +83,8 @@ class LayerSource:
                 elif key not in seen:
                     seen.add(key)
                     shape, dtype = self.files.facts(key)
-                    stored.check(self.files.where(key), shape, dtype, place.shape(stored))
+                    need = () if place.is_one(stored, shape) else place.shape(stored)
+                    stored.check(self.files.where(key), shape, dtype, need)
                     dtypes.setdefault(stored.role, set()).add(dtype)
         if missing:
             got = f"no {missing[0]}{_more(missing)}"
@@ -157,7 +158,8 @@ class LayerSource:
     def _read(
         self, key: str, place: ProjectionPlace, stored: Stored, rows: Range, columns: Range
     ) -> torch.Tensor:
-        tensor = self.files.read(key, place.box(stored, rows, columns))
+        one = stored.is_number and place.is_one(stored, self.files.facts(key)[0])
+        tensor = self.files.read(key, () if one else place.box(stored, rows, columns))
         if place.transposed and len(stored.dims) > 1:
             tensor = tensor.transpose(-1, -2)
         return tensor.reshape([part.stop - part.start for part in stored.box(rows, columns)])
@@ -237,9 +239,13 @@ def find_source(
 
 
 def _turned(source: LayerSource) -> bool:
-    """Whether a layout stores (K, N) of what has scales of more than blocks."""
-    blocks = source.format.scheme.granularity == "block"
-    return bool(source.layer.layout.transposed) and not blocks
+    """Whether a layout stores (K, N) of a format that no packer stores so.
+
+    ModelOpt stores float8 and nvfp4 so, of Llama-4 and gpt-oss.
+    """
+    scheme = source.format.scheme
+    known = scheme.granularity in ("block", "tensor") or scheme.matrix_scales
+    return bool(source.layer.layout.transposed) and not known
 
 
 def _fits(source: LayerSource) -> bool:

@@ -7,6 +7,7 @@ its names and shapes.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from modular_kernel.importers.stored import Range, Stored
 
@@ -66,9 +67,15 @@ class ProjectionPlace:
                 yield self.base
             else:
                 yield f"{self.base}_{name.removeprefix('weight_')}"
+                if name.startswith("weight_"):
+                    yield f"{self.base}_{name}"
+
+    def is_one(self, stored: Stored, shape: tuple[int, ...]) -> bool:
+        """Tell whether a tensor of this shape is one number for a whole stack of experts."""
+        return self.bare and stored.is_number and prod(shape) == 1
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
-        """Return the shape that a tensor has in the file."""
+        """Return the shape that a tensor has in the file, where it is not one number."""
         shape = stored.shape(self.rows, self.depth)
         if self.transposed and len(shape) > 1:
             shape = shape[::-1]

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.fields import Count, expect
+from modular_kernel.fields import MOST, Between, Count, expect
 
 _V = TypeVar("_V")
 _MOST_BYTES = 1 << 20
@@ -26,7 +26,17 @@ _READ = frozenset((
     "peft_type", "peft_version", "r", "rank_pattern", "target_modules", "target_parameters",
     "use_rslora",
 ))  # fmt: skip
-_PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
+# Starts that leave the base model's weights as they are; others, as pissa, change them.
+_Start = bool | Literal["gaussian", "eva", "orthogonal"] | None
+_Layer = Annotated[int, Between(0, MOST)]
+_FIELDS: tuple[tuple[str, Any], ...] = (
+    ("exclude_modules", str | list[str] | None),
+    ("init_lora_weights", _Start),
+    ("layers_to_transform", _Layer | list[_Layer] | None),
+    ("peft_version", str | None),
+    ("target_modules", str | list[str] | None),
+    ("target_parameters", list[str] | None),
+)
 
 
 @dataclass(frozen=True)
@@ -75,15 +85,9 @@ def read_config(path: Path) -> PeftConfig:
     if not isinstance(found, dict):
         raise ConfigurationError(what, got=type(found).__name__, need="an object")
     _refuse_others(what, found)
-    layers = found.get("layers_to_transform")
-    expect(f"{what}: layers_to_transform", layers, int | list | None)
-    version = found.get("peft_version")
-    expect(f"{what}: peft_version", version, str | None)
-    for each in layers if isinstance(layers, list) else ():
-        expect(f"{what}: layers_to_transform", each, int)
+    for name, kind in _FIELDS:
+        expect(f"{what}: {name}", found.get(name), kind)
     expect(f"{what}: use_rslora", root := found.get("use_rslora", False), bool)
-    if layers is not None:
-        layers = frozenset(layers if isinstance(layers, list) else [layers])
     return PeftConfig(
         path=path,
         rank=_rank(f"{what}: r", found.get("r")),
@@ -93,9 +97,9 @@ def read_config(path: Path) -> PeftConfig:
         alphas={key: _alpha(f"{what}: alpha_pattern", value)
                 for key, value in _patterns(what, found, "alpha_pattern")},
         root=root,
-        layers=layers,
+        layers=_layers(what, found),
         targets=_targets(found),
-        peft_version=version,
+        peft_version=found.get("peft_version"),
     )  # fmt: skip
 
 
@@ -106,10 +110,6 @@ def _refuse_others(what: str, found: Mapping[str, Any]) -> None:
         raise ConfigurationError(f"{what}: peft_type", got=got, need="LORA")
     if found.get("bias", "none") != "none":
         raise ConfigurationError(f"{what}: bias", got=_short(found["bias"]), need="none")
-    init = found.get("init_lora_weights")
-    if init not in _PLAIN_INIT:
-        need = "one that leaves the base model's weights as they are"
-        raise ConfigurationError(f"{what}: init_lora_weights", got=_short(init), need=need)
     for name, value in found.items():
         if value and name not in _IDLE | _READ:
             need = "it left out, or off: plain LoRA is read"
@@ -169,9 +169,20 @@ def _first_match(patterns: Mapping[str, _V], name: str, default: _V) -> _V:
     return default
 
 
+def _layers(what: str, found: Mapping[str, Any]) -> frozenset[int] | None:
+    """Return the layers that it is for, None for all: PEFT takes a list of none as no choice."""
+    layers = found.get("layers_to_transform")
+    if layers is None:
+        return None
+    if isinstance(found.get("target_modules"), str):
+        need = "none beside target_modules as one pattern"
+        raise ConfigurationError(f"{what}: layers_to_transform", got=_short(layers), need=need)
+    return frozenset(layers if isinstance(layers, list) else [layers]) or None
+
+
 def _targets(found: Mapping[str, Any]) -> tuple[str, ...]:
     """Return names that are targeted wherever they stand; none where something is excluded."""
     if found.get("exclude_modules"):
         return ()
     lists = [found.get(name) for name in ("target_modules", "target_parameters")]
-    return tuple(e for each in lists if isinstance(each, list) for e in each if isinstance(e, str))
+    return tuple(name for each in lists if isinstance(each, list) for name in each)

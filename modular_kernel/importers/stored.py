@@ -57,6 +57,11 @@ class Stored:
     also: tuple[str, ...] = ()
     optional: bool = False
 
+    @property
+    def is_number(self) -> bool:
+        """Whether there is one number of a matrix."""
+        return not self.dims and self.role != "shape"
+
     def shape(self, rows: int, depth: int) -> tuple[int, ...]:
         """Return the shape of what is stored of a matrix (rows, depth)."""
         sizes = {"N": rows, "K": depth}

@@ -31,7 +31,7 @@ from modular_kernel.layers.routing import (
     spec_of,
     top_k_of,
 )
-from modular_kernel.layers.share import Share
+from modular_kernel.layers.share import Share, share_of_intermediate
 from modular_kernel.layers.weight_loading import ExpertLoader, make_expert_params_mapping
 from modular_kernel.ops.route import Routed, RouterTensors, route
 from modular_kernel.placement import Placement
@@ -47,10 +47,13 @@ from modular_kernel.planned import (
     with_ids_of,
 )
 from modular_kernel.routers import RouterSpec
-from modular_kernel.tensors import Routing, dense
+from modular_kernel.tensors import ExpertWeights, Routing, dense
 from modular_kernel.types import ActivationSpec, Parallel, Problem, parse_dtype
 
 RoutingLike = Routing | tuple[torch.Tensor | None, ...] | torch.Tensor | None
+# What a layer computes of tokens and their routing: the experts' output, that of the shared ones.
+Computed = Callable[[torch.Tensor, Routing], tuple[torch.Tensor, torch.Tensor | None]]
+Adapted = tuple[Problem, ExpertWeights]
 # What every layer of this process shares: buffers of one size for all layers of one shape.
 _planned = Planned()
 
@@ -122,6 +125,9 @@ class FusedMoE(ExpertParameters):
         placement = _placed(placement, num_experts, ep_size, over_ranks=over_ranks)
         away = ep_size > 1 and not over_ranks
         act = ActivationSpec.parse(activation)
+        if act.up_first:
+            need = "gate rows first, or rows that alternate: weights are loaded so"
+            raise ConfigurationError("activation", got=str(act), need=need)
         sizes = num_experts, hidden_size, intermediate_size
         rows = act.gated, act.interleaved
         held = partial(Share, *sizes, parallel.ep, parallel.tp, placement, *rows)
@@ -129,7 +135,7 @@ class FusedMoE(ExpertParameters):
         problem = Problem(
             tokens=max_tokens or 1,
             hidden=hidden_size,
-            intermediate=_share(intermediate_size, parallel.tp[1], quant),
+            intermediate=share_of_intermediate(intermediate_size, parallel.tp[1], quant),
             experts=num_experts,
             local_experts=len(placement.slots[ep_rank]) if away else None,
             top_k=top_k_of(top_k, router, num_experts),
@@ -232,6 +238,17 @@ class FusedMoE(ExpertParameters):
         a Routing or (weights, ids, ...), each (..., K). token_ids: where the router has a table.
         Raises an InputError before anything is launched if a tensor does not fit.
         """
+        return self.forward_by(self.computed, hidden_states, routing, token_ids=token_ids)
+
+    def forward_by(
+        self,
+        computed: Computed,
+        hidden_states: torch.Tensor,
+        routing: RoutingLike,
+        *,
+        token_ids: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return what `forward` does, with the experts' output as `computed` makes it."""
         dense("x", hidden_states)
         if hidden_states.dim() < 2 or hidden_states.shape[-1] != self.problem.hidden:
             need = f"(..., H) with H = {self.problem.hidden}"
@@ -241,7 +258,7 @@ class FusedMoE(ExpertParameters):
             dense("token_ids", token_ids)
         words = None if token_ids is None else token_ids.reshape(-1)
         routed = self._routed(x_TH, routing, words, tuple(hidden_states.shape[:-1]))
-        y_TH, shared_TH = self._computed(x_TH, routed.routing)
+        y_TH, shared_TH = computed(x_TH, routed.routing)
         if routed.identity_T is not None and self._adds_once():
             factor = routed.identity_T[:, None] * self.problem.routed_scaling_factor
             y_TH += factor * x_TH
@@ -296,13 +313,18 @@ class FusedMoE(ExpertParameters):
         part = load_catalog().prepare_finalize(self.prepare_finalize)
         return part.requires.topk_indices_dtype or torch.int32
 
-    def _computed(
-        self, x_TH: torch.Tensor, routing: Routing
+    def computed(
+        self, x_TH: torch.Tensor, routing: Routing, *, adapters: Adapted | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the experts' output, a tensor of its own, and that of the shared experts."""
+        """Return the experts' output, a tensor of its own, and that of the shared experts.
+
+        adapters: the problem and the weights of a layer that has some, on one rank.
+        """
         weights, kernel, shared = self.weights(), self._own_kernel, self.shared_experts
         if kernel is None:
-            y_TH = _planned.run(self._pairing(x_TH.device), self.problem, x_TH, weights, routing)
+            problem, weights = adapters or (self.problem, weights)
+            pairing = self._pairing(x_TH.device, problem)
+            y_TH = _planned.run(pairing, problem, x_TH, weights, routing)
             return y_TH, None if shared is None else shared(x_TH)
         with current(x_TH.device):
             out = None if kernel.prepare_finalize.makes_output else torch.empty_like(x_TH)
@@ -318,10 +340,11 @@ class FusedMoE(ExpertParameters):
         """Whether what is whole on every rank is this rank's to add, if ranks are summed later."""
         return self.parallel.tp[0] == 0 and (self.parallel.ep[0] == 0 or not self._sums_ep)
 
-    def _pairing(self, device: torch.device) -> Pairing:
+    def _pairing(self, device: torch.device, problem: Problem | None = None) -> Pairing:
         experts = self.experts
         if experts is None:
-            experts = usual_experts(self.prepare_finalize, self.problem, device)
+            problem = problem or self.problem
+            experts = usual_experts(self.prepare_finalize, problem, device)
         return self.prepare_finalize, experts
 
     def _kernel_over_ranks(self, max_tokens: int | None) -> FusedMoEModularKernel:
@@ -335,21 +358,6 @@ class FusedMoE(ExpertParameters):
         return make_kernel(
             *self._pairing(device), self.problem, group=self.parallel.ep_group, machine=machine
         )
-
-
-def _share(intermediate: int, ranks: int, quant: str) -> int:
-    """Return the I of one TP rank; ConfigurationError if a share cuts a group of one scale."""
-    share, rest = divmod(intermediate, ranks)
-    if rest:
-        need = f"a multiple of {ranks}, the TP ranks"
-        raise ConfigurationError("intermediate_size", got=intermediate, need=need)
-    scheme = Problem(1, 1, 1, 1, 1, quant=quant).scheme
-    one_group = scheme.granularity == "group" and scheme.group[0] >= intermediate
-    for size in scheme.group if ranks > 1 and not one_group else ():
-        if share % size:
-            need = f"{ranks} shares of whole groups of {size}"
-            raise ConfigurationError("intermediate_size", got=intermediate, need=need)
-    return share
 
 
 def _loader_of(

@@ -8,7 +8,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.fields import Count, check_fields
 from modular_kernel.importers.stored import Range
 from modular_kernel.placement import Experts, Placement
-from modular_kernel.types import Parallel
+from modular_kernel.types import Parallel, Problem
 
 SHARDS = ("w1", "w2", "w3")  # gate, down, up
 FUSED = "w13"  # gate and up
@@ -102,3 +102,18 @@ def destination(expert: int, shard: str, share: Share) -> Move | None:
         return Move(slot, hidden, (0, width), hidden, of)
     begin = width if shard == "w3" and share.gated else 0
     return Move(slot, (begin, begin + width), hidden, of, hidden)
+
+
+def share_of_intermediate(intermediate: int, ranks: int, quant: str) -> int:
+    """Return the I of one TP rank; ConfigurationError if a share cuts a group of one scale."""
+    share, rest = divmod(intermediate, ranks)
+    if rest:
+        need = f"a multiple of {ranks}, the TP ranks"
+        raise ConfigurationError("intermediate_size", got=intermediate, need=need)
+    scheme = Problem(1, 1, 1, 1, 1, quant=quant).scheme
+    one_group = scheme.granularity == "group" and scheme.group[0] >= intermediate
+    for size in scheme.group if ranks > 1 and not one_group else ():
+        if share % size:
+            need = f"{ranks} shares of whole groups of {size}"
+            raise ConfigurationError("intermediate_size", got=intermediate, need=need)
+    return share

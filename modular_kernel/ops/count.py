@@ -27,19 +27,13 @@ class PairCounts:
     """The scratch of the counting kernels, cut out of one int32 buffer.
 
     totals: (e + 1,), pairs per bucket; bucket 0 holds skipped pairs. prefix: (e + 1, chunks).
+    bins: num_bins of the experts that were counted.
     """
 
     totals: torch.Tensor
     prefix: torch.Tensor
-
-    @property
-    def num_chunks(self) -> int:
-        return self.prefix.shape[1]
-
-    @property
-    def bins(self) -> int:
-        """num_bins of the experts that were counted."""
-        return num_bins(self.totals.shape[0] - 1)
+    num_chunks: int
+    bins: int
 
 
 def counts_spec(numel: int, num_local: int) -> BufferSpec:
@@ -86,6 +80,8 @@ def count_pairs(
     counts = PairCounts(
         totals=scratch[:buckets],
         prefix=scratch[buckets : buckets * (1 + chunks)].view(buckets, chunks),
+        num_chunks=chunks,
+        bins=num_bins(num_local),
     )
     launch(
         count_pairs_kernel,

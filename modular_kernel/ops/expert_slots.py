@@ -87,7 +87,7 @@ class Pairs:
     weights_TK: torch.Tensor
     invalid_ids: torch.Tensor
     join: bool
-    factor: float = 1.0
+    factor: float
 
 
 def number_pairs(pairs: Pairs) -> None:

@@ -205,7 +205,7 @@ def _needs_partials(scheme: QuantScheme) -> bool:
 
 def _group(scheme: QuantScheme, columns: int) -> int:
     """Columns that share a scale of their own."""
-    return scheme.group[-1] if scheme.activation_granularity == "group" else max(1, columns)
+    return scheme.group[-1] if scheme.activation_granularity == "group" else columns
 
 
 def _source(x: torch.Tensor, live: Live, row_weights_R: torch.Tensor | None) -> dict[str, object]:

@@ -20,8 +20,8 @@ from modular_kernel.types import Machine, dtype_name
 YES = "yes"
 # Declared properties that a problem can ask for.
 _OPTIONS = (
-    "bias", "interleaved", "expert_map", "localises_ids", "weight_on_input", "keep_topk",
-    "chunking", "inplace", "tf32", "graph_capturable", "deterministic", "batch_invariant",
+    "bias", "interleaved", "up_first", "expert_map", "localises_ids", "weight_on_input",
+    "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic", "batch_invariant",
     "asynchronous", "lora",
 )  # fmt: skip
 

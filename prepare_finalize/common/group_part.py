@@ -164,9 +164,10 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
 
     def own_handle(self, handle: Handle, kind: type[H]) -> H:
         """UnsupportedError unless `handle` is of this very part."""
-        if not isinstance(handle, kind) or handle.part is not self:
+        if getattr(handle, "part", None) is not self:
             got, need = type(handle).__name__, f"one of this {type(self).__name__}"
             raise UnsupportedError("handle", got=got, need=need)
+        assert isinstance(handle, kind)  # a part makes one kind
         return handle
 
     def largest_is_local(self, call: Call) -> bool:

@@ -85,11 +85,11 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         dtype = problem.dtype
         if scheme.quantises_activations:
             dtype = STORAGE[scheme.activation]
-        if _one_scale_for_all(scheme):
-            quantised |= quantise_specs("x", scheme, tokens, problem.hidden)
-        elif scheme.quantises_activations and not scheme.static:
-            shape = (problem.e, *scale_shape(scheme, capacity, problem.hidden))
-            quantised["batched_scale"] = BufferSpec(shape, torch.float32)
+            if _one_scale_for_all(scheme):
+                quantised |= quantise_specs("x", scheme, tokens, problem.hidden)
+            elif not scheme.static:
+                shape = (problem.e, *scale_shape(scheme, capacity, problem.hidden))
+                quantised["batched_scale"] = BufferSpec(shape, torch.float32)
         if problem.adapters is not None:
             quantised["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
             if scheme.quantises_activations:
@@ -113,7 +113,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         with stages.stage(stages.SORT):
             assign_rows(
                 dispatched,
-                capacity=self.rounded(tokens),
+                capacity=buffers["batched_x"].shape[1],
                 row_of_pair_TK=row_of_pair_TK,
                 counts_e=counts_e,
                 scratch=buffers["assign_scratch"],
@@ -122,10 +122,16 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         on_input = problem.apply_router_weight_on_input
         handle = BatchedHandle(row_of_pair_TK, None if on_input else router_TK)
         input_weights = router_TK if on_input else None
-        with stages.stage(stages.PERMUTE):
-            slots_eC, plain_eCH = _slots(x_TH, routing, row_of_pair_TK, input_weights, buffers)
+        slots_eC, plain_eCH = None, None
+        if (slots_T := routing.slots_T) is not None:
+            with stages.stage(stages.PERMUTE):
+                slots_eC, plain_eCH = _slots(x_TH, slots_T, row_of_pair_TK, input_weights, buffers)
         x_eCH = buffers["batched_x"]
         rows_RH = x_eCH.flatten(0, 1)
+        if not scheme.quantises_activations:
+            with stages.stage(stages.PERMUTE):
+                permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
+            return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle
         scale = buffers.get("batched_scale")
         if _one_scale_for_all(scheme):
             with stages.stage(stages.QUANTISE_INPUT):
@@ -133,10 +139,6 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
             with stages.stage(stages.PERMUTE):
                 permute_tokens(quantised.q_RK, row_of_pair_TK, None, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, quantised.scale, slots_eC, plain_eCH), handle
-        if not scheme.quantises_activations:
-            with stages.stage(stages.PERMUTE):
-                permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
-            return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle
         if scale is None:
             scale = weights.a1_scale
         assert scale is not None, "a static scheme's weights have one"
@@ -202,15 +204,12 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
 
 def _slots(
     x_TH: torch.Tensor,
-    routing: Routing,
+    slots_T: torch.Tensor,
     row_of_pair_TK: torch.Tensor,
     input_weights: torch.Tensor | None,
     buffers: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the slots of the rows' adapters, and, where x is quantised, what adapters read."""
-    slots_T = routing.slots_T
-    if slots_T is None:
-        return None, None
     slots_eC, plain_eCH = buffers["batched_adapters"], buffers.get("batched_plain_x")
     permute_tokens(slots_T[:, None], row_of_pair_TK, None, rows_RH=slots_eC.view(-1, 1))
     if plain_eCH is not None:

@@ -85,7 +85,7 @@ class FailureBoard:
                 answered_s[0] = -math.inf
 
         thread = run_aside(ask)
-        thread.join(max(_SILENCE_S, until_s - time.monotonic() + _POLL_S))
+        thread.join(until_s + _SILENCE_S - time.monotonic())
         silent = time.monotonic() - answered_s[0] > _SILENCE_S
         return None if silent else dict(found)
 
@@ -130,7 +130,7 @@ def culprits(
     missing = tuple(r for r in range(world_size) if r not in failed)
     if missing:
         return missing, "no sign of life"
-    others = tuple(r for r in range(world_size) if r != rank)
+    others = tuple(sorted(failed.keys() - {rank}))
     place = {r: (record["step"], PHASES.index(record["phase"])) for r, record in failed.items()}
     behind = [r for r in others if place[r] < max(place.values())]
     if behind:

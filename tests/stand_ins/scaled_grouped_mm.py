@@ -35,8 +35,8 @@ def scaled_grouped_mm(
     require(groups <= MOST_GROUPS, f"at most {MOST_GROUPS} groups")
     require(columns % MULTIPLE == 0, f"N={columns} is a multiple of {MULTIPLE}")
     require(depth % MULTIPLE == 0, f"K={depth} is a multiple of {MULTIPLE}")
-    for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b)):
-        require(matrix.data_ptr() % 16 == 0, f"expected {name}'s address to be on 16 bytes")
+    for name, given in (("mat_a", mat_a), ("mat_b", mat_b)):
+        require(given.data_ptr() % 16 == 0, f"expected data_ptr of {name} on 16 bytes")
     for name, scale in (("scale_a", scale_a), ("scale_b", scale_b)):
         require(0 not in scale.stride() or scale.numel() == 1, f"{name} is not repeated by stride")
         require(scale.is_contiguous(), f"{name} is contiguous")

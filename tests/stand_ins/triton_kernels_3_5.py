@@ -57,6 +57,7 @@ def matmul_ogs(
     require(k == depth, "one K")
     require(x.stride(1) == 1, "values of a row side by side")
     require(1 in w.stride()[1:], "weights side by side along K or along N")
+    require(x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0, "bases of TMA on 16 bytes")
     require(y is not None and tuple(y.shape) == (1, rows, columns), "y of (1, M, N)")
     require(y.dtype is BF16 and y.stride(-1) == 1, "y of x's dtype")
     data = routing_data.expt_data

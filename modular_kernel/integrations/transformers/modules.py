@@ -20,6 +20,12 @@ FIELDS, QUANT, INTERLEAVED = "_mk_fields", "_mk_quant", "_mk_interleaved"
 
 _NUMBER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
+# What a module says of its tensors; changed, they are other weights.
+_FLAGS = (
+    *("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts"),
+    *("block_size", QUANT, INTERLEAVED),
+)
+
 Names = tuple[str, ...]
 
 
@@ -60,6 +66,11 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
         raise unsupported(module, "float8 weights, transposed", "(e, N, K)")
     layout = _fp8(module, *tensors[:3])
     return Layout(layout.fields + bias, layout.quant)
+
+
+def flags_of(module: torch.nn.Module) -> tuple[object, ...]:
+    """Return what `names_of`, `layout_of` and `problem_of` read of a module beside its tensors."""
+    return tuple([getattr(module, name, None) for name in _FLAGS])
 
 
 def first_of(module: torch.nn.Module) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from operator import index
+from types import MethodType
 from typing import Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
@@ -11,7 +12,7 @@ from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.errors import ConfigurationError, StateError
+from modular_kernel.errors import ConfigurationError, InputError, StateError
 from modular_kernel.integrations.expert_fields import place, weights_from
 from modular_kernel.integrations.experts_op import EXPERTS
 from modular_kernel.integrations.pairing import Pairing, layer_text
@@ -23,11 +24,13 @@ from modular_kernel.integrations.transformers.activations import (
 )
 from modular_kernel.integrations.transformers.gradients import gradients_are_needed, grouped_mm
 from modular_kernel.integrations.transformers.modules import (
+    flags_of,
     is_quantised,
     layout_of,
     names_of,
     problem_of,
     tensor_of,
+    tensors_of,
 )
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import ExpertWeights, Routing
@@ -124,14 +127,20 @@ class Registration:
         hidden_states: (T, H). top_k_index: (T, K), ids past the last expert are skipped.
         top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
         """
-        if torch.compiler.is_compiling() and not _TRACES:
-            torch._dynamo.graph_break(msg=_BREAKS)
-            outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
-            result: torch.Tensor = outside(module, hidden_states, top_k_index, top_k_weights)
-            return result
-        names = _names(module)
-        tensors = tuple([getattr(module, name) for name in names])
         call = (hidden_states, top_k_index, top_k_weights)
+        if torch.compiler.is_compiling():
+            if not _TRACES:
+                return self._outside(_BREAKS, module, call)
+            names, refused = _names(module, flags_of(module))
+            if refused:
+                return self._outside(refused, module, call)
+        else:
+            names = names_of(module)
+        tensors = tuple([_attribute(module, (name,)) for name in names])
+        if not all([isinstance(tensor, torch.Tensor) for tensor in tensors]):
+            if torch.compiler.is_compiling():
+                return self._outside("an attribute that is no tensor", module, call)
+            tensors_of(module)  # raises
         needed = gradients_are_needed((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
             raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
@@ -141,6 +150,21 @@ class Registration:
                 return grouped_mm(module, call)
             return self.forward(module, call, names, tensors, as_operator=True)
         return self.forward(module, call, names, tensors)
+
+    def _outside(
+        self,
+        why: str,
+        module: torch.nn.Module,
+        call: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Break the graph, and run the call as an eager one, which raises what there is to raise.
+
+        With fullgraph=True torch raises an error of its own, which says why.
+        """
+        torch._dynamo.graph_break(msg=why)
+        outside = torch._dynamo.disable(self.__call__)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = outside(module, *call)
+        return result
 
     def forward(
         self,
@@ -176,13 +200,19 @@ class Registration:
         x_TH, ids_TK, weights_TK = call
         shapes = tuple([tuple(tensor.shape) for tensor in tensors])
         dtypes = tuple([tensor.dtype for tensor in tensors])
+        devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # one number, where dynamic shapes have a symbol
-        fields, layer, numbers, function = _constants(
-            self, module, shapes, dtypes, x_TH.dtype, top_k
+        found = _constants(
+            self, module, (shapes, dtypes, devices), x_TH.dtype, x_TH.device, top_k, flags_of(module)
         )
-        if _has_function(module) and id(module.act_fn) != function:  # a guard, as those below
-            raise StateError("experts module", got="another act_fn", need="as traced")
-        for way, value in numbers:  # guards: another limit is another graph
+        if isinstance(found, str):
+            return self._outside(found, module, call)
+        fields, layer, numbers, functions = found
+        # Guards, as those below: a graph holds for what it was traced with.
+        for way, function in functions:
+            if id(_function(module, way)) != function:
+                raise StateError("experts module", got=f"another {way}", need="as traced")
+        for way, value in numbers:
             if _attribute(module, way) != value:
                 raise StateError("experts module", got=f"another {way[-1]}", need="as traced")
         traced: torch.Tensor = EXPERTS(
@@ -195,7 +225,7 @@ class Registration:
     ) -> Bound:
         tensors = tuple([tensor_of(module, name) for name in names])
         layer = self._layer(module)
-        key = (dtype, top_k, layer.activation, tuple(map(place, tensors)))
+        key = (dtype, top_k, layer.activation, flags_of(module), tuple(map(place, tensors)))
         bound = layer.bound
         if bound is None or bound.key != key or any(map(_unlike, bound.tensors, tensors)):
             layout = layout_of(module, tensors)
@@ -232,8 +262,12 @@ class Registration:
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _names(module: torch.nn.Module) -> tuple[str, ...]:
-    return names_of(module)
+def _names(module: torch.nn.Module, _flags: tuple[object, ...]) -> tuple[tuple[str, ...], str]:
+    """Return the names of the weights, or none and why they are refused."""
+    try:
+        return names_of(module), ""
+    except InputError as error:
+        return (), str(error)
 
 
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
@@ -250,27 +284,42 @@ def _text(registration: Registration) -> str:
 def _constants(
     registration: Registration,
     module: torch.nn.Module,
-    shapes: tuple[tuple[int, ...], ...],
-    dtypes: tuple[torch.dtype, ...],
+    like: tuple[tuple[Any, ...], ...],
     dtype: torch.dtype,
+    device: torch.device,
     top_k: int,
-) -> tuple[object, ...]:
-    tensors = tuple(
-        torch.empty(shape, dtype=dtype, device="meta")
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-    facts: Facts = facts_of(module)
-    return (*registration.constants(module, tensors, dtype, top_k), facts[2], id(facts[1]))
+    _flags: tuple[object, ...],
+) -> tuple[object, ...] | str:
+    """Return fields, layer, and what they depend on: numbers and functions; or why not."""
+    shapes, dtypes, devices = like
+    tensors = tuple(map(_meta, shapes, dtypes))
+    try:
+        for name, where in zip(names_of(module), devices, strict=True):
+            if where != device:
+                raise unsupported(module, f"{name} on {where}", f"on {device}, where x is")
+        facts: Facts = facts_of(module)
+        texts = registration.constants(module, tensors, dtype, top_k)
+    except InputError as error:
+        return str(error)
+    ways = [way for way in ("_apply_gate", "act_fn") if hasattr(module, way)]
+    functions = tuple([(way, id(_function(module, way))) for way in ways])
+    return (*texts, facts[2], functions)
 
 
-def _has_function(module: torch.nn.Module) -> bool:
-    return isinstance(getattr(module, "act_fn", None), torch.nn.Module)
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _function(module: torch.nn.Module, name: str) -> object:
+    """Return an attribute, a method as its function: the method is another object each time."""
+    found = _attribute(module, (name,))
+    return found.__func__ if isinstance(found, MethodType) else found
 
 
 def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> object:
     found: object = module
     for name in way:
-        found = getattr(found, name)
+        found = getattr(found, name, None)
     return found
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from modular_kernel.ops.launch import cuda_replay
-from modular_kernel.ops.launch.runtime import HAS_TRITON, make_honest
+from modular_kernel.ops.launch.runtime import HAS_TRITON, make_interpreted_honest
 from modular_kernel.replay import recorder
 
 if HAS_TRITON:
@@ -29,7 +29,7 @@ def launch(kernel: Foreign, grid: tuple[int, ...], **arguments: Foreign) -> None
     arguments: by name; tensors, numbers, None, constexprs, and options such as num_warps.
     """
     if not isinstance(kernel, JITFunction):  # interpreted, maybe before any operation was
-        make_honest()
+        make_interpreted_honest()
     compiled = kernel[grid](**arguments)
     recording = recorder()
     if recording is not None:

@@ -24,6 +24,14 @@ def make_honest() -> bool:
 
 
 @cache
+def make_interpreted_honest() -> None:
+    """Have interpreted kernels give the numbers a GPU gives: once, at the first launch of one."""
+    patch = _patch()
+    if patch is not None:
+        patch.install()
+
+
+@cache
 def _patch() -> ModuleType | None:
     """Return what makes the interpreter honest, imported where something is to be computed."""
     return import_module("modular_kernel.interpreter.patch") if HAS_INTERPRETER else None

@@ -20,6 +20,7 @@ def with_activation(problem: Problem, **changes: object) -> Problem:
         "alpha": act.alpha,
         "limit": act.limit,
         "interleaved": act.interleaved,
+        "up_first": act.up_first and not changes.get("interleaved"),
         **changes,
     }
     return replace(problem, activation=ActivationSpec(**spec))  # type: ignore[arg-type]

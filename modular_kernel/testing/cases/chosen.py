@@ -12,6 +12,7 @@ import torch
 from modular_kernel.catalog import check, load_catalog
 from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.types import ActivationSpec, Combine, Machine, Problem
 
 _BF16, _FP16 = torch.bfloat16, torch.float16
@@ -27,7 +28,8 @@ def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple
     interpreted = "triton" in load_catalog().experts(experts).requires.packages
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())
     long = _long_rows(16400 if interpreted else 32800)
-    found = (*_groups(), *_columns(), *few, *long)
+    chosen = (*_groups(), *_columns(), *few, *long)
+    found = ((in_row_order(problem, experts), *how) for problem, *how in chosen)
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
         for problem, routing, manner in found
@@ -123,6 +125,9 @@ def _moved() -> Iterator[Chosen]:
 
 
 def _long_rows(hidden: int) -> Iterator[Chosen]:
-    """Rows with a scale each that no program holds at once: beyond 32768 values, nor twice."""
-    long = replace(_FEW, tokens=2, hidden=hidden)
-    yield replace(long, quant="fp8_w8a8_channel"), "uniform", _PEAKS
+    """Rows with a scale each that no program holds at once: beyond 32768 values, nor twice. And
+    rows of h whose largest value is mostly behind the 16384 that a program holds."""
+    few = replace(_FEW, tokens=2, quant="fp8_w8a8_channel")
+    yield replace(few, hidden=hidden), "uniform", _PEAKS
+    narrow = replace(few, hidden=16, activation=ActivationSpec.parse("relu2"))
+    yield replace(narrow, tokens=4, intermediate=36000), "uniform", Manner()

@@ -21,6 +21,7 @@ from modular_kernel.testing.cases.covering import Array, Axis, Row, Space, cover
 from modular_kernel.testing.cases.hostile import NOT_DRAWN, VALUES, why_impossible
 from modular_kernel.testing.cases.inputs import LAYOUTS, ROUTINGS, Manner, some_routed
 from modular_kernel.testing.cases.quantised import SCHEMES
+from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.types import UNGATED, ActivationSpec, Combine, Machine, Parallel, Problem
 
 _FP32, _FP16, _BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -151,7 +152,7 @@ def case_of(prepare_finalize: str, experts: str, row: dict[str, Any]) -> Case:
     return Case(
         prepare_finalize,
         experts,
-        problem_of(row),
+        in_row_order(problem_of(row), experts),
         row["routing"],
         row["seed"],
         manner,
@@ -198,7 +199,7 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
 
     def judged(values: dict[str, Any]) -> tuple[Problem | None, Sequence[str]]:
         try:
-            problem = problem_of(values)
+            problem = in_row_order(problem_of(values), ex)
         except ConfigurationError as error:
             return None, (str(error),)
         return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))

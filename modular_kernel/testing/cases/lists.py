@@ -24,6 +24,7 @@ from modular_kernel.testing.cases.drawn import draw, space_of
 from modular_kernel.testing.cases.inputs import ROUTINGS
 from modular_kernel.testing.cases.invariant import batch_invariant
 from modular_kernel.testing.cases.quantised import quantised
+from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.cases.smoke import smoke
 from modular_kernel.types import Combine, Machine, Problem
 
@@ -78,14 +79,18 @@ def cases_for(
     those chosen by hand.
     """
     if level == "smoke":
-        found = (Case(prepare_finalize, experts, p, r, manner=m) for p, r, m in smoke(BASE))
+        found = (
+            Case(prepare_finalize, experts, in_row_order(p, experts), r, manner=m)
+            for p, r, m in smoke(BASE)
+        )
         return _judged(found, machine)
     array, cases = draw(prepare_finalize, experts, machine)
     met, words = len(array.met), array.space.words
     impossible = tuple((words(a), words(b), why) for (a, b), why in array.impossible.items())
+    base = in_row_order(BASE, experts)
     ordinary = (
-        Case(prepare_finalize, experts, BASE),
-        check(prepare_finalize, experts, BASE, machine),
+        Case(prepare_finalize, experts, base),
+        check(prepare_finalize, experts, base, machine),
     )
     if not cases:
         return Selection((), (ordinary,), met, impossible)

@@ -354,7 +354,7 @@ def _quantised(base: Problem, world_size: int) -> Iterator[Variant]:
     yield _variant(few, hidden=2080, intermediate=16, quant="fp8_w8a8_block:block=32x32")
     peaks, faint = Manner(values="peaks"), Manner(values="faint")
     wide = replace(few, hidden=1040, intermediate=16, quant="fp8_w8a8_tensor", dtype=_FP16)
-    yield Variant(wide, "linear", (2, 5), "uniform", manner=peaks)
+    yield Variant(wide, "linear", (2, 5), "all_to_one", manner=peaks)
     long = replace(few, hidden=_LONG_ROWS, intermediate=16, quant="fp8_w8a8_channel")
     yield Variant(long, "linear", (2, 1), "uniform", manner=peaks)
     # The only token of all ranks is zero: so is what their one scale is made from.

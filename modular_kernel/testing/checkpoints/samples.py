@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from modular_kernel.testing.checkpoints.formats import F64, KINDS, ORDERED, Kind, Stored
+from modular_kernel.testing.checkpoints.formats import F64, Stored
+from modular_kernel.testing.checkpoints.kinds import FUSED, KINDS, ORDERED, Kind
 
 Tensors = dict[str, torch.Tensor]
 PROJ, W132 = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
@@ -29,17 +30,31 @@ class Matrices:
     b1: torch.Tensor | None = None
     b2: torch.Tensor | None = None
 
-    def stacked(self, name: str) -> torch.Tensor:
-        """(E, N, K) of unquantised weights."""
-        return torch.stack([each.tensors["weight"] for each in getattr(self, name)])
+    def stacked(self, name: str, kind: str = "weight") -> torch.Tensor:
+        """(E, N, K) of weights, or of another tensor; a number that is all experts' is (1,)."""
+        tensors = [each.tensors[kind] for each in getattr(self, name)]
+        found = torch.stack([t.reshape(()) if t.numel() == 1 else t for t in tensors])
+        return found[:1] if found.dim() == 1 and bool((found == found[0]).all()) else found
 
-    def both(self) -> torch.Tensor:
+    def both(self, kind: str = "weight") -> torch.Tensor:
         """(E, 2I, H), gate rows first."""
-        return torch.cat([self.stacked("gate"), self.stacked("up")], 1)
+        gate, up = self.stacked("gate", kind), self.stacked("up", kind)
+        return torch.cat([gate, up], 1) if gate.dim() > 1 else gate.maximum(up)
 
-    def alternating(self) -> torch.Tensor:
+    def alternating(self, kind: str = "weight") -> torch.Tensor:
         """(E, 2I, H), gate and up rows in turns."""
-        return torch.stack([self.stacked("gate"), self.stacked("up")], 2).flatten(1, 2)
+        gate, up = self.stacked("gate", kind), self.stacked("up", kind)
+        return torch.stack([gate, up], 2).flatten(1, 2) if gate.dim() > 1 else gate.maximum(up)
+
+    def turned(self, *, interleaved: bool = False) -> Tensors:
+        """Every tensor of a stack, its last two dimensions exchanged; numbers of all are ()."""
+        found: Tensors = {}
+        for kind in self.gate[0].tensors:
+            first = self.alternating(kind) if interleaved else self.both(kind)
+            for name, whole in (("gate_up_proj", first), ("down_proj", self.stacked("down", kind))):
+                key = name if kind == "weight" else f"{name}_{kind}"
+                found[key] = whole.mT.contiguous() if whole.dim() > 1 else whole.reshape(())
+        return found
 
 
 Names = Callable[[str, Matrices], Tensors]
@@ -62,23 +77,27 @@ def each(block: str, names: tuple[str, ...] = PROJ) -> Names:
 
 def fused(block: str, *, transposed: bool = False) -> Names:
     def written(front: str, m: Matrices) -> Tensors:
-        tensors = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
-        if transposed:
-            tensors = {name: tensor.mT.contiguous() for name, tensor in tensors.items()}
+        plain = {"gate_up_proj": m.both(), "down_proj": m.stacked("down")}
+        tensors = m.turned() if transposed else plain
         return {f"{front}{block}.{name}": tensor for name, tensor in tensors.items()}
 
     return written
 
 
 def gpt_oss(front: str, m: Matrices) -> Tensors:
+    """Fused in 16 bits and in mxfp4; other packers take the projections apart."""
     at = f"{front}mlp.experts"
     assert m.b1 is not None
     assert m.b2 is not None
+    kinds = m.gate[0].tensors.keys()
     found = {f"{at}.gate_up_proj_bias": m.b1, f"{at}.down_proj_bias": m.b2}
-    if "weight" in m.gate[0].tensors:
-        found[f"{at}.gate_up_proj"] = m.alternating().mT.contiguous()
-        found[f"{at}.down_proj"] = m.stacked("down").mT.contiguous()
-        return found
+    if kinds == {"weight"} or "weight_scale_2" in kinds:  # ModelOpt keeps the layout
+        return found | {f"{at}.{name}": t for name, t in m.turned(interleaved=True).items()}
+    if kinds != {"blocks", "scales"}:
+        biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}
+        own = {f"{at}.{e}.{name}.bias": bias[e].clone()
+               for name, bias in biases.items() for e in range(len(bias))}  # fmt: skip
+        return each("mlp.experts")(front, m) | own
     for kind in ("blocks", "scales"):
         gate = torch.stack([e.tensors[kind] for e in m.gate])
         up = torch.stack([e.tensors[kind] for e in m.up])
@@ -331,7 +350,7 @@ def write(  # noqa: PLR0913 (each is one question)
     shards: files, of which more than one have an index. change: alters tensors before they are
     written, by their names.
     """
-    published, of = FAMILIES[family], (KINDS | ORDERED)[kind]
+    published, of = FAMILIES[family], (KINDS | ORDERED | FUSED)[kind]
     g = torch.Generator().manual_seed(seed)
     tensors: Tensors = {}
     for layer in layers:

@@ -33,6 +33,7 @@ from modular_kernel.routers import RouterSpec
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.settings import hide_gpus
 from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing.compile import moe_lora
 from modular_kernel.testing.compile.kernels_defined import Defined, defined_kernels
 from modular_kernel.testing.compile.report import CompileRecord, check, record_compiles
 from modular_kernel.types import GATED, UNGATED, ActivationSpec, Combine, Machine, Problem
@@ -208,6 +209,7 @@ def _steps(machine: Machine, target: str) -> list[Callable[[], Cases]]:
         "live pairs": _live_pairs,
         "rows of zeros": _zero_rows,
         "router": _route,
+        "parallel adapters": partial(moe_lora.launch_all, _BASE.dtype, 32),
     }
     for part in load_catalog().parts:
         if issubclass(part.cls, PrepareAndFinalize | PermuteExpertsUnpermute):
@@ -270,6 +272,7 @@ def _pairs(top_k: int) -> Pairs:
         torch.empty_like(weights_TK),
         torch.empty(1, dtype=torch.int32, device=_META),
         join=True,
+        factor=1.0,
     )
 
 

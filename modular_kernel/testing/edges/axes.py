@@ -177,7 +177,8 @@ def _schemes() -> tuple[str, ...]:
 @cache
 def _activations() -> tuple[ActivationSpec, ...]:
     kinds = tuple(ActivationSpec.parse(kind) for kind in GATED + UNGATED)
-    return (*kinds, ActivationSpec("silu", interleaved=True))
+    orders = ActivationSpec("silu", interleaved=True), ActivationSpec("silu", up_first=True)
+    return (*kinds, *orders)
 
 
 def _parallels(problem: Problem) -> Iterator[object]:

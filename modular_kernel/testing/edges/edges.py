@@ -146,7 +146,8 @@ def _valid(
 def _start(requires: ExpertsRequirements) -> Problem:
     """Return _START in sizes that a part takes, and in its first scheme if it is for some alone."""
     whole = math.lcm(_START.intermediate, requires.intermediate_multiple)
-    start = replace(_START, intermediate=whole)
+    act = replace(_START.act, up_first=requires.up_first)
+    start = replace(_START, intermediate=whole, activation=act)
     if "none" in requires.schemes:
         return start
     return replace(start, quant=min(requires.schemes), dtype=min(requires.dtypes, key=str))

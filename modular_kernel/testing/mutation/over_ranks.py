@@ -23,7 +23,7 @@ from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.steps import Listing, run_cases
 from modular_kernel.testing.ranks.pool import DIED, SILENT, RankError, RankPool
 from modular_kernel.testing.verify.checks import numeric
-from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, faults, prove_ranks
+from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, examined, faults
 from modular_kernel.types import Machine
 
 R = TypeVar("R")
@@ -122,7 +122,7 @@ class Ranks:
         seconds = 0.0
         for checks in (early, RANK_CHECKS):  # most that fail fail in the first call
             limit *= len(checks)
-            proof = prove_ranks(case, self.start(), machine, build, checks=checks, timeout=limit)
+            proof = examined(case, self.start(), machine, build, checks=checks, timeout=limit)
             seconds += proof.seconds
             if proof.failures:
                 self.end()  # whoever raised may have left others in an exchange

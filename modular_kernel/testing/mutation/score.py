@@ -221,14 +221,14 @@ def mutation_score(
     only: str | None = None,
     known: dict[str, Fate] | None = None,
     dead: Mapping[str, str] = MappingProxyType({}),
-    told: Callable[[Fate], None] = lambda _: None,
+    told: Callable[["Score"], None] = lambda _: None,
 ) -> Score:
     """Put mutants in, one at a time, each until a case fails.
 
     count: how many are drawn of those that some case executes; None for all. seed: None for the
     release. only: the identity of a single one. known: fates by identity, of the same source, to
     which these are added: who died before a case of this part is not run again. dead: nor are
-    these, identity -> what killed them before. told: called with each fate as it is known.
+    these, identity -> what killed them before. told: called with the score so far after each.
     """
     seed = release() if seed is None else seed
     executed = found.executed()
@@ -236,21 +236,33 @@ def mutation_score(
         chosen: tuple[Mutant, ...] = (found.mutant(only),)
     else:
         chosen = drawn(executed, count, seed)
-    killers, fates = Killers(), list[Fate]()
+        # Who is known comes first: a run that is stopped then leaves nothing out that it knew.
+        chosen = tuple(sorted(chosen, key=lambda m: not _known(m, found.part, dead)))
+    killers, score = Killers(), _nothing_yet(found, executed, seed)
     known = {} if known is None else known
     for mutant in chosen:
         if only is None and reviewed(mutant.ident, found.part):
-            fates.append(Fate(mutant, "equivalent"))
+            fate = Fate(mutant, "equivalent")
         elif only is None and mutant.ident in dead:
-            fates.append(Fate.before(mutant, dead[mutant.ident]))
+            fate = Fate.before(mutant, dead[mutant.ident])
         else:
             met = found.coverage, found.pairs, found.level
             before = _shared(known.get(mutant.ident), found)
-            fates.append(before or attempt(mutant, *met, killers, where=found.where))
-            known.setdefault(mutant.ident, replace(fates[-1], shared=found.part))
-        told(fates[-1])
+            fate = before or attempt(mutant, *met, killers, where=found.where)
+            known.setdefault(mutant.ident, replace(fate, shared=found.part))
+        score = replace(score, fates=(*score.fates, fate))
+        told(score)
+    return score
+
+
+def _known(mutant: Mutant, part: str, dead: Mapping[str, str]) -> bool:
+    return reviewed(mutant.ident, part) is not None or mutant.ident in dead
+
+
+def _nothing_yet(found: Survey, executed: tuple[Mutant, ...], seed: str) -> Score:
+    """Return the score before any mutant is put in."""
     rest = set(found.mutants) - set(executed)
     reasons = Counter(reason for m in rest if (reason := apart(m)) is not None)
     idle = Counter(m.module for m in rest if apart(m) is None)
     counts = dict(sorted(idle.items())), dict(sorted(reasons.items()))
-    return Score(found, seed, tuple(fates), len(executed), *counts)
+    return Score(found, seed, (), len(executed), *counts)

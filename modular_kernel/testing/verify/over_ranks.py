@@ -283,6 +283,19 @@ def prove_ranks(
     verdict = case.verdict(machine)
     if not verdict.ok:
         raise IncompatibleError(verdict.pairing, verdict.rejections)
+    return examined(case, pool, machine, build, checks=checks, timeout=timeout)
+
+
+def examined(
+    case: RankCase,
+    pool: AnyRanks,
+    machine: Machine,
+    build: RankBuild,
+    *,
+    checks: Sequence[Check],
+    timeout: float,
+) -> Proof:
+    """`prove_ranks`, by whose rules it is that the ranks have: these may be other source."""
     start = time.perf_counter()
     failures: list[str] = []
     try:

@@ -90,11 +90,13 @@ class Sample:
         named = self.pristine.routing.adapters_T
         if isinstance(named, torch.Tensor) and len(named):
             named = named[torch.arange(_MORE_TOKENS, device=named.device) % len(named)]
-        routing = replace(more.routing, adapters_T=named)
+        ids_TK = _of_here(more.routing.topk_ids_TK, self.pristine.weights.expert_map)
+        routing = replace(more.routing, topk_ids_TK=ids_TK, adapters_T=named)
         given = more.x_TH, self.pristine.weights, routing, problem
         exact = reference.oracle(*given)
         recipe = reference.recipe(*given, input_weighted=self.input_weighted)
-        return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, len(self.pristine.x_TH))))
+        live = int((self.exact != 0).flatten(1).any(1).sum())  # tokens of which something is left
+        return Fair.of(exact, recipe, min(_MORE_TOKENS, max(1, live)))
 
     def x_TH(self) -> torch.Tensor:
         """x for one call: a new copy if the call overwrites it."""
@@ -106,3 +108,11 @@ class Sample:
         shape = (self.problem.tokens, *middle, self.problem.hidden)
         nan = torch.full(shape, torch.nan, dtype=self.problem.dtype, device=self.device)
         return fenced(nan)
+
+
+def _of_here(ids_TK: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """Return ids of experts that are here in the place of others: such pairs are no error's."""
+    here = None if expert_map is None else (expert_map >= 0).nonzero().flatten()
+    if here is None or not len(here):
+        return ids_TK
+    return here[ids_TK.long().clamp(min=0) % len(here)].to(ids_TK.dtype)

@@ -152,6 +152,8 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     manager = manager_class(on.part)(None, **options)
     mine = on.over(manager)
     yield on.goes(mine)
+    elsewhere = replace(on.machine, device="cuda", arch=(9, 0))
+    yield said(lambda: str(mine.prepare_finalize.check_machine(elsewhere))), "DeviceError"
     mine.prepare_finalize.destroy()  # the manager is not the part's
     yield on.goes(mine)
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
@@ -167,6 +169,7 @@ def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
     must = on.error("ranks that share buffers", "meaning", "", (0, 0, 0), peers, "construct")
     told = said(lambda: str(on.beside(first, routed_scaling_factor=2.0)))
     yield _before(told, " T"), _before(must, ", need")
+    yield told.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
     second = on.beside(first)
     yield on.goes(second)
     yield on.goes(first)

@@ -55,9 +55,11 @@ def _has_twin(trial: Trial) -> bool:
         return False  # float32 is compared as closely by the tolerance
     if problem.parallel.world_size > 1:
         # Each rank rounds its own part of a token's sum before they are added: with one expert a
-        # token there is one part. One scale of all values of h is one of each rank's.
+        # token there is one part. One scale of all values of h is one of each rank's, unless one
+        # rank has all of them.
         one_part = problem.top_k == 1 and problem.chunk_tokens is None
-        if not one_part or (scheme.activation_granularity == "tensor" and not scheme.static):
+        one_scale = scheme.activation_granularity == "tensor" and not scheme.static
+        if not one_part or (one_scale and trial.case.routing != "all_to_one"):
             return False
     if problem.chunk_tokens and scheme.activation_granularity == "tensor" and not scheme.static:
         return False  # x has one scale for the call, h one for each chunk

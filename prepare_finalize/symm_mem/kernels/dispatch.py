@@ -61,21 +61,20 @@ def _send_columns(
     column = first + tl.arange(0, BLOCK)
     mask = column < HIDDEN
     value = tl.load(x_ptr + column, mask=mask, other=0.0)
-    group = first // GROUP + tl.arange(0, BLOCK // GROUP)
-    scale = tl.zeros((BLOCK // GROUP,), tl.float32)
     if QUANT == "group":
         groups = tl.reshape(value.to(tl.float32), (BLOCK // GROUP, GROUP))
         scale = scale_of(tl.max(tl.abs(groups), axis=1), LARGEST, MIN_SCALE)
         q = quantised_values(groups, tl.div_rn(1.0, scale)[:, None], LARGEST, ROUND)
         value = tl.reshape(q, (BLOCK,))
     elif QUANT == "token":
-        value = quantised_values(value.to(tl.float32), inverse, LARGEST, ROUND)
+        value = quantised_values(value, inverse, LARGEST, ROUND)  # inverse is float32
     value = value.to(TYPE)
     for to in tl.static_range(WORLD):
         if (sent >> to) & 1 != 0:
             tl.store(of_rank(x_there_ptr, deltas_ptr, to) + row * HIDDEN + column, value, mask=mask)
             if QUANT == "group":
                 ptr = of_rank(scale_there_ptr, deltas_ptr, to) + row * GROUPS
+                group = first // GROUP + tl.arange(0, BLOCK // GROUP)
                 tl.store(ptr + group, scale, mask=group < GROUPS)
 
 

@@ -1,0 +1,1 @@
+"""Triton kernels around FlashInfer's fused layer."""

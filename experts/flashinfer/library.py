@@ -1,0 +1,174 @@
+"""FlashInfer: where it is, what it is told by, and its fused layer.
+
+The library builds the layer's kernels where they are first used, which takes many minutes, unless
+they were built before (its ahead-of-time build, or the package flashinfer-jit-cache).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.providers import Provider, find
+from modular_kernel.quant import STORAGE
+from modular_kernel.types import Problem
+
+_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
+ALIGNMENT = 16  # bytes, of rows and of what is read by TMA
+
+FLASHINFER = Provider(
+    name="flashinfer",
+    places=("flashinfer",),
+    signs=(
+        # Since 0.6.16: the sums can be those of a fixed order, and the workspace is the caller's.
+        ("fused_moe/core.py", "def cutlass_fused_moe_workspace_size("),
+        ("fused_moe/core.py", "use_fused_finalize"),
+    ),
+    need="FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
+    source="pip install flashinfer-python (0.7.2 was read), and its kernels built beforehand",
+    version_file="_build_meta.py",
+)
+
+# The library's name of each activation that it computes as `ActivationSpec` has it.
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "Swiglu",
+    "gelu": "Geglu",
+    "gelu_tanh": "GegluTanh",
+    "swiglu_oai": "SwigluBias",
+    "swiglu_clamp_before": "SwigluBias",
+    "swiglu_clamp_after": "SwigluStep",
+    "situ": "Situ",
+    "relu2": "Relu2",
+    "silu_no_mul": "Silu",
+    "gelu_no_mul": "Gelu",
+}
+
+
+@cache
+def load() -> Any:
+    """Import the parts of FlashInfer that are used.
+
+    ConfigurationError if it is not there, or cannot be imported.
+    """
+    found = find(FLASHINFER)
+    if found.folder is None:
+        got = found.why or "nothing"
+        raise ConfigurationError(FLASHINFER.name, got=got, need=FLASHINFER.need)
+    try:
+        module = import_module("flashinfer.fused_moe")
+        return SimpleNamespace(
+            cutlass_fused_moe=module.cutlass_fused_moe,
+            cutlass_fused_moe_workspace_size=module.cutlass_fused_moe_workspace_size,
+            ActivationType=module.ActivationType,
+        )
+    except _FAILURES as error:
+        got = f"{type(error).__name__}: {error}"[:300]
+        need = "one that goes with this torch and CUDA"
+        raise ConfigurationError(f"flashinfer in {found.folder}", got=got, need=need) from error
+
+
+def is_blockwise(problem: Problem) -> bool:
+    """Whether the layer is one of fp8 weights with a scale for each block."""
+    return problem.scheme.granularity == "block"
+
+
+def input_dtype(problem: Problem) -> torch.dtype:
+    """Return what x must be: by blocks the library quantises it itself."""
+    one_scale = problem.scheme.quantised and not is_blockwise(problem)
+    return STORAGE[problem.scheme.activation] if one_scale else problem.dtype
+
+
+def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
+    """Return the bytes that calls of at most so many tokens take, from the library."""
+    found: int = library.cutlass_fused_moe_workspace_size(
+        max(1, tokens),
+        problem.hidden,
+        problem.intermediate,
+        problem.e,
+        problem.top_k,
+        x_dtype=input_dtype(problem),
+        weight_dtype=_weight_dtype(problem),
+        output_dtype=problem.dtype,
+        activation_type=_activation_type(library, problem),
+        use_deepseek_fp8_block_scale=is_blockwise(problem),
+        use_fused_finalize=False,
+    )
+    return found
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One call's tensors, all contiguous and on 16-byte addresses.
+
+    x_TH as `input_dtype`. ids_TK int32, local, -1 for a skipped pair, none twice in a token;
+    weights_TK float32. w1 (e, N, H), up rows first, and w2 (e, H, I). scales: as the library
+    counts them: none; or w1's by a1's (e,), one by a2 (), w2's by a2's (e,), a1 (); or w1's and
+    w2's by blocks. act_3e: alpha, beta and limit of each expert where the activation has some.
+    workspace: uint8, of `workspace_bytes`, on 128 bytes. output (T, H).
+    """
+
+    x_TH: torch.Tensor
+    ids_TK: torch.Tensor
+    weights_TK: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    scales: tuple[torch.Tensor, ...]
+    act_3e: torch.Tensor | None
+    workspace: torch.Tensor
+    output: torch.Tensor
+
+
+def run(library: Any, problem: Problem, layer: Layer) -> None:
+    """Write the weighted sums of the layer: in a fixed order, without atomics."""
+    library.cutlass_fused_moe(
+        layer.x_TH,
+        layer.ids_TK,
+        layer.weights_TK,
+        layer.w1,
+        layer.w2,
+        problem.dtype,
+        list(layer.scales),
+        output=layer.output,
+        use_deepseek_fp8_block_scale=is_blockwise(problem),
+        activation_type=_activation_type(library, problem),
+        use_fused_finalize=False,
+        workspace_buffer=layer.workspace,
+        **_constants(problem, layer.act_3e),
+    )
+
+
+def activation_numbers(problem: Problem) -> tuple[float, ...]:
+    """Return alpha, beta and limit as the library has them; none if it needs none."""
+    act = problem.act
+    limit = act.limit or 0.0
+    return {
+        "swiglu_oai": (act.alpha or 0.0, 1.0, limit),
+        "swiglu_clamp_before": (1.0, 0.0, limit),
+        "swiglu_clamp_after": (1.0, 0.0, limit),
+        "situ": (act.alpha or 0.0, limit, 0.0),
+    }.get(act.kind, ())
+
+
+def _constants(problem: Problem, act_3e: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    if act_3e is None:
+        return {}
+    if problem.act.kind == "situ":
+        return {"situ_beta": act_3e[0], "situ_linear_beta": act_3e[1]}
+    if problem.act.kind == "swiglu_clamp_after":
+        return {"swiglu_limit": act_3e[2]}
+    names = ("swiglu_alpha", "swiglu_beta", "swiglu_limit")
+    return dict(zip(names, act_3e, strict=True))
+
+
+def _weight_dtype(problem: Problem) -> torch.dtype:
+    scheme = problem.scheme
+    return STORAGE[scheme.weight] if scheme.quantised else problem.dtype
+
+
+def _activation_type(library: Any, problem: Problem) -> Any:
+    return library.ActivationType[ACTIVATIONS[problem.act.kind]]

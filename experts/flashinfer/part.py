@@ -1,0 +1,248 @@
+"""FlashInferExperts: the whole layer is FlashInfer's."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from experts.common.by_rows import by_rows, lies_by_rows
+from experts.common.hidden_rows import ROUNDINGS
+from experts.flashinfer.joined_pairs import joined_pairs
+from experts.flashinfer.library import (
+    ACTIVATIONS,
+    ALIGNMENT,
+    FLASHINFER,
+    Layer,
+    activation_numbers,
+    input_dtype,
+    is_blockwise,
+    load,
+    run,
+    workspace_bytes,
+)
+from modular_kernel import stages
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.quantise import quantise_rows, quantise_specs, take_quantised
+from modular_kernel.roundings import Roundings
+from modular_kernel.support import ExpertsRequirements, Rejection
+from modular_kernel.tensors import (
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchedRouting,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, IdSpace, Machine, Problem, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import TopKWeightAndReduceNoOp
+
+_ALIGNMENT = 128  # bytes, of the library's workspace
+_BLOCK_ARCH, _BLOCK_CUDA = (9, 0), (12, 8)
+_WHOLE = stages.fused(stages.PERMUTE, stages.GEMM1, stages.GEMM2, stages.UNPERMUTE)
+
+
+class FlashInferExperts(PermuteExpertsUnpermute):
+    """Contiguous tokens in 16 bits, fp8 by tensor (static) or by blocks; weights and sums itself.
+
+    Launches: pairs joined, so that no expert is twice in a token; x quantised, if by tensor; the
+    library's. w1 has its up rows first (`modular_kernel.row_order`).
+    """
+
+    load_library = staticmethod(load)
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cuda"}),
+        packages=("triton", FLASHINFER.name),
+        providers=(FLASHINFER,),
+        triton=True,
+        archs=frozenset({(9, 0), (10, 0)}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        graph_capturable=True,
+        reduce=Reduce.NOOP,
+        activations=frozenset(ACTIVATIONS),
+        interleaved=False,
+        up_first=True,
+        bias=False,  # it takes them in 16 bits alone, and a problem's may be float32
+        weight_on_input=False,
+        expert_map=True,
+        chunking=True,
+        hidden_multiple=8,
+        intermediate_multiple=8,
+        schemes=frozenset({"none", "fp8_w8a8_tensor", "fp8_w8a8_block"}),
+        blocks=frozenset({(128, 128)}),
+        whole_blocks=True,
+        quantises_input=True,
+    )
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._library: Any = self.load_library()
+        self._bytes: dict[int, int] = {}
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        return (*_of_activation(cls.__name__, problem), *_of_scheme(cls.__name__, problem, machine))
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        """Return the launch that no call makes where the library is missing."""
+        return {"joined pairs": _join_without_memory}
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, ContiguousShape)
+        problem, pairs = self.problem, (shape.tokens, shape.top_k)
+        nothing = BufferSpec((0,), problem.dtype)
+        specs = {
+            "joined_ids": BufferSpec(pairs, torch.int32),
+            "joined_weights": BufferSpec(pairs, torch.float32),
+            "library": BufferSpec((self._library_bytes(shape.tokens) + _ALIGNMENT,), torch.uint8),
+            "act_numbers": BufferSpec((3 if activation_numbers(problem) else 0, problem.e), _FP32),
+        }
+        if input_dtype(problem) is problem.dtype:
+            specs["x_by_rows"] = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
+        else:
+            specs |= quantise_specs("x", problem.scheme, shape.tokens, problem.hidden)
+            specs["static_scales"] = BufferSpec((2 * problem.e + 1,), _FP32)
+        output = BufferSpec((shape.tokens, problem.hidden), problem.dtype)
+        return WorkspaceShapes(nothing, nothing, output, specs)
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return TopKWeightAndReduceNoOp()
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
+        # By blocks the library quantises x and h itself, and may turn a code where we do not.
+        return None if is_blockwise(self.problem) else ROUNDINGS
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        problem, routing = self.problem, tokens.routing
+        pairs = tuple(routing.topk_ids_TK.shape)
+        ids_TK, weights_TK = (workspace.take(f"joined_{n}", pairs) for n in ("ids", "weights"))
+        with stages.stage(stages.SORT):
+            factor = problem.routed_scaling_factor
+            out = {"ids_TK": ids_TK, "weights_TK": weights_TK}
+            joined_pairs(routing, problem.e, factor=factor, **out)
+        x_TH, scales = self._operand(tokens.x_TH, weights, workspace)
+        with stages.stage(_WHOLE):
+            layer = Layer(
+                x_TH,
+                ids_TK,
+                weights_TK,
+                by_rows(weights.w1),
+                by_rows(weights.w2),
+                scales,
+                self._numbers(workspace),
+                self._room(pairs[0], workspace),
+                output,
+            )
+            run(self._library, problem, layer)
+
+    def _room(self, tokens: int, workspace: Workspace) -> torch.Tensor:
+        """Return the library's own workspace, which it wants on 128 bytes."""
+        nbytes = self._library_bytes(tokens)
+        room = workspace.take("library", (nbytes + _ALIGNMENT,))
+        start = -room.data_ptr() % _ALIGNMENT
+        return room[start : start + nbytes]
+
+    def _library_bytes(self, tokens: int) -> int:
+        if tokens not in self._bytes:
+            self._bytes[tokens] = workspace_bytes(self._library, self.problem, tokens)
+        return self._bytes[tokens]
+
+    def _operand(
+        self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Return x as the library takes it, and the scales beside it."""
+        problem, shape = self.problem, tuple(x_TH.shape)
+        if input_dtype(problem) is not problem.dtype:
+            return self._quantised(x_TH, weights, workspace)
+        if not lies_by_rows(x_TH):  # the library asks for no strides, and reads what is not there
+            x_TH = workspace.take("x_by_rows", shape).copy_(x_TH)
+        if weights.w1_scale is None or weights.w2_scale is None:
+            return x_TH, ()
+        return x_TH, (weights.w1_scale, weights.w2_scale)
+
+    def _quantised(
+        self, x_TH: torch.Tensor, weights: ExpertWeights, workspace: Workspace
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        problem, e = self.problem, self.problem.e
+        a1, a2, w1, w2 = (weights.a1_scale, weights.a2_scale, weights.w1_scale, weights.w2_scale)
+        assert a1 is not None
+        assert a2 is not None
+        assert w1 is not None
+        assert w2 is not None
+        shape = (x_TH.shape[0], problem.hidden)
+        out = take_quantised(workspace, "x", problem.scheme, shape, static_scale=a1)
+        with stages.stage(stages.QUANTISE_INPUT):
+            quantise_rows(x_TH, problem.scheme, out=out)
+            made = workspace.take("static_scales", (2 * e + 1,))
+            torch.mul(w1, a1, out=made[:e])
+            torch.mul(w2, a2, out=made[e : 2 * e])
+            torch.reciprocal(a2, out=made[2 * e :])
+        return out.q_RK, (made[:e], made[2 * e], made[e : 2 * e], a1.view(()))
+
+    def _numbers(self, workspace: Workspace) -> torch.Tensor | None:
+        numbers = activation_numbers(self.problem)
+        if not numbers:
+            return None
+        act_3e = workspace.take("act_numbers", (3, self.problem.e))
+        for row, number in zip(act_3e, numbers, strict=True):
+            row.fill_(number)
+        return act_3e
+
+
+_FP32 = torch.float32
+
+
+def _of_activation(name: str, problem: Problem) -> tuple[Rejection, ...]:
+    act, parties = problem.act, (name, "problem")
+    if act.kind in ("gelu", "gelu_tanh") and act.limit is not None:
+        return (Rejection("activation", parties, str(act), "a gelu without a limit"),)
+    if act.kind == "situ" and act.limit is None:
+        return (Rejection("activation", parties, str(act), "a limit of the up values"),)
+    return ()
+
+
+def _of_scheme(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+    """Return what the library wants of fp8 beyond what `requires` has a word for."""
+    scheme, parties = problem.scheme, (name, "problem")
+    if not scheme.quantised:
+        return ()
+    found = list[Rejection]()
+    if not is_blockwise(problem):
+        for what in ("hidden", "intermediate"):
+            if getattr(problem, what) % ALIGNMENT:
+                need = f"a multiple of {ALIGNMENT} for fp8"
+                found.append(Rejection(what, parties, str(getattr(problem, what)), need))
+        if not scheme.static:
+            need = "static=true: the library computes no scale of activations"
+            found.append(Rejection("quant", parties, problem.quant, need))
+        return tuple(found)
+    if problem.dtype is not torch.bfloat16:
+        found.append(Rejection("dtype", parties, "float16", "bfloat16, for fp8 by blocks"))
+    machines = (name, "machine")
+    if machine.arch is not None and machine.arch != _BLOCK_ARCH:
+        got = f"{machine.arch[0]}.{machine.arch[1]}"
+        found.append(Rejection("archs", machines, got, "9.0, for fp8 by blocks"))
+    if machine.cuda is not None and machine.cuda < _BLOCK_CUDA:
+        got = f"CUDA {machine.cuda[0]}.{machine.cuda[1]}"
+        found.append(Rejection("cuda", machines, got, "CUDA >= 12.8, for fp8 by blocks"))
+    return tuple(found)
+
+
+def _join_without_memory() -> None:
+    def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    routing = DispatchedRouting(room(64, 8, dtype=_FP32), room(64, 8), IdSpace.GLOBAL, 32,
+                                room(32), room(1))  # fmt: skip
+    out = {"ids_TK": room(64, 8), "weights_TK": room(64, 8, dtype=_FP32)}
+    joined_pairs(routing, 32, factor=1.0, **out)

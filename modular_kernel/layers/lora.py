@@ -1,0 +1,314 @@
+"""Adapters around FusedMoE, by the field's names: a manager of their slots, and a layer with them.
+
+    manager = LoRAManager(layer.problem, "adapters=8,rank=16", [layer.layer_id], device)
+    manager.load("mine", {3: MoELoRALayer(load_adapter("adapter/", 3, manager.problem))})
+    adapted = FusedMoEWithLoRA(layer, manager)
+    info = manager.prepare_moe_lora_batch(ForwardBatch(("mine", None), seg_indptr), 3)
+    y_TH = adapted(x_TH, router_logits, moe_lora_info=info)
+
+Two modes that compute different things: "merged", the default, is LoRA as it is trained, inside the
+experts; "parallel_delta" is a branch of its own beside them (`modular_kernel.ops.moe_lora`).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from modular_kernel.adapter_pool import AdapterPool
+from modular_kernel.adapters import Adapter, AdapterSpec
+from modular_kernel.errors import ConfigurationError, StateError, UnsupportedError
+from modular_kernel.fields import expect
+from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
+from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.types import Problem
+
+Mode = Literal["merged", "parallel_delta"]
+
+
+@dataclass(frozen=True, eq=False)
+class MoELoRALayer:
+    """One adapter of one layer: its factors, and what their product is still to be scaled by.
+
+    scaling: 1 for what `load_adapter` returns, whose B has it. In mode "merged" it belongs to each
+    projection, in "parallel_delta" once to the branch.
+    """
+
+    factors: Adapter
+    scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        expect("factors", self.factors, Adapter)
+        expect("scaling", self.scaling, float)
+
+    @property
+    def rank(self) -> int:
+        """The rank of its factors."""
+        return self.factors.lora_a2.shape[1]
+
+    def folded(self) -> Adapter:
+        """Return the factors with the scaling in both B, rounded once."""
+        if self.scaling == 1.0:
+            return self.factors
+        b13, b2 = self.factors.lora_b13, self.factors.lora_b2
+        return replace(
+            self.factors,
+            lora_b13=(b13.double() * self.scaling).to(b13.dtype),
+            lora_b2=(b2.double() * self.scaling).to(b2.dtype),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardBatch:
+    """The sequences of a call. lora_ids: each one's adapter by name, None for none. seg_indptr:
+    (S + 1,) integers on the layers' device, where each begins, and where the last one ends."""
+
+    lora_ids: tuple[str | None, ...]
+    seg_indptr: torch.Tensor
+
+
+class LoRAManager:
+    """Adapters by name, each in one slot of every layer's pool.
+
+    problem: of one layer, as `FusedMoE.problem`; all layers are alike. lora: slots and rank, as
+    Problem.lora. layers: their ids. mode: what a layer computes; "parallel_delta" has one A for
+    gate and up, and needs a13=shared, activation silu and rows of w1 that do not alternate.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        lora: str | AdapterSpec,
+        layers: Iterable[int],
+        device: torch.device | str = "cpu",
+        *,
+        mode: Mode = "merged",
+    ) -> None:
+        expect("problem", problem, Problem)
+        expect("mode", mode, Mode)
+        self.problem, self.mode = replace(problem, lora=str(AdapterSpec.parse(lora))), mode
+        spec, act = self.problem.adapters, self.problem.act
+        if mode == "parallel_delta" and spec is not None:
+            plain = (act.kind, act.alpha, act.limit, act.interleaved) == ("silu", None, None, False)
+            if not spec.a13_shared or not plain:
+                got, need = f"{spec}, {problem.activation}", "a13=shared, and activation silu"
+                raise ConfigurationError("parallel_delta", got=got, need=need)
+        self.pools = {layer: AdapterPool(self.problem, device) for layer in layers}
+        slots = 0 if spec is None else spec.adapters
+        self._ranks = {
+            layer: torch.zeros(slots, dtype=torch.int32, device=device) for layer in self.pools
+        }
+        self._scalings = {layer: torch.ones(slots, device=device) for layer in self.pools}
+        self._slots = dict[str, int]()
+
+    @property
+    def has_moe_lora(self) -> bool:
+        """Whether an adapter is loaded."""
+        return bool(self._slots)
+
+    def load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
+        """Load an adapter into one slot of all layers, and return it; layers it has not are zero.
+
+        Every error of `AdapterPool.load`, and ConfigurationError for a layer that is not there;
+        then no pool has changed.
+        """
+        expect(f"adapter {name!r}", layers, Mapping)
+        for layer, own in layers.items():
+            self._pool(layer)
+            expect(f"adapter {name!r}: layer {layer}", own, MoELoRALayer)
+        loaded = list[AdapterPool]()
+        slot = -1
+        try:
+            for layer, pool in self.pools.items():
+                slot = pool.load(name, self._adapter(layers.get(layer)))
+                loaded.append(pool)
+        except BaseException:
+            for pool in loaded:
+                pool.evict(name)
+            raise
+        for layer in self.pools:
+            mine = layers.get(layer)
+            self._ranks[layer][slot] = 0 if mine is None else mine.rank
+            folded = self.mode == "merged" or mine is None
+            self._scalings[layer][slot] = 1.0 if folded or mine is None else mine.scaling
+        self._slots[name] = slot
+        return slot
+
+    def evict(self, name: str) -> None:
+        """Free an adapter's slot in every layer; StateError for one that is not loaded."""
+        if name not in self._slots:
+            need = f"a loaded one: {', '.join(sorted(self._slots)[:8]) or 'none'}"
+            raise StateError(f"adapter {name!r}", got="not loaded", need=need)
+        for layer, pool in self.pools.items():
+            pool.evict(name)
+            self._ranks[layer][self._slots[name]] = 0
+        del self._slots[name]
+
+    def prepare_moe_lora_batch(
+        self, forward_batch: ForwardBatch, layer_id: int
+    ) -> MoELoRABatchInfo | None:
+        """Return what a layer's call is given; None where no sequence has an adapter.
+
+        Its ranks and scalings are the manager's own tensors, which loading changes in place.
+        """
+        self._pool(layer_id)
+        expect("forward_batch", forward_batch, ForwardBatch)
+        names = forward_batch.lora_ids
+        if not any(name is not None for name in names):
+            return None
+        for name in names:
+            if name is not None and name not in self._slots:
+                need = f"a loaded one: {', '.join(sorted(self._slots)[:8]) or 'none'}"
+                raise StateError(f"adapter {name!r}", got="not loaded", need=need)
+        slots = [-1 if name is None else self._slots[name] for name in names]
+        ranks = self._ranks[layer_id]
+        indices = torch.tensor(slots, dtype=torch.int32).to(ranks.device)
+        return MoELoRABatchInfo(indices, ranks, self._scalings[layer_id], forward_batch.seg_indptr)
+
+    def backend(self, layer_id: int) -> "LoRABackend":
+        """Return the buffers of a layer, for the parallel branch."""
+        if self.mode != "parallel_delta":
+            raise ConfigurationError("mode", got=self.mode, need="parallel_delta")
+        return LoRABackend(self._pool(layer_id))
+
+    def weights(self, layer_id: int, base: ExpertWeights) -> ExpertWeights:
+        """Return a layer's weights with its adapters."""
+        return self._pool(layer_id).weights(base)
+
+    def _pool(self, layer: int) -> AdapterPool:
+        if layer not in self.pools:
+            need = f"one of {', '.join(map(str, sorted(self.pools)[:8]))}"
+            raise ConfigurationError("layer", got=layer, need=need)
+        return self.pools[layer]
+
+    def _adapter(self, mine: MoELoRALayer | None) -> Adapter:
+        if mine is not None:
+            return mine.folded() if self.mode == "merged" else mine.factors
+        problem, spec = self.problem, self.problem.adapters
+        assert spec is not None
+        shapes = replace(spec, rank=1).shapes(
+            problem.e, problem.w1_rows, problem.hidden, problem.intermediate
+        )
+        zeros = {
+            name: torch.zeros(shape[1:], dtype=problem.dtype) for name, shape in shapes.items()
+        }
+        return Adapter(**zeros)
+
+
+class LoRABackend:
+    """The four buffers of one layer's parallel branch, which are those of a pool."""
+
+    def __init__(self, pool: AdapterPool) -> None:
+        nothing = torch.zeros(())
+        weights = pool.weights(ExpertWeights(nothing, nothing))
+        a13, b13, a2, b2 = weights.lora_a13, weights.lora_b13, weights.lora_a2, weights.lora_b2
+        assert a13 is not None
+        assert b13 is not None
+        assert a2 is not None
+        assert b2 is not None
+        if a13.shape[2] != a2.shape[2]:
+            got = f"{a13.shape[2]} rows of A of w1, ranks of {a2.shape[2]}"
+            raise ConfigurationError("pool", got=got, need="one A for gate and up: a13=shared")
+        experts = a2.shape[1]
+        self.moe_gate_up_a_buffer = a13.expand(-1, experts, -1, -1)
+        self.moe_gate_up_b_buffer = b13
+        self.moe_down_a_buffer = a2
+        self.moe_down_b_buffer = b2.expand(-1, experts, -1, -1)
+
+    def run_moe_lora(
+        self,
+        hidden_states: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        moe_lora_info: MoELoRABatchInfo,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add the branch to `output`, in place, and return it: `ops.moe_lora.run_moe_lora`."""
+        return run_moe_lora(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            moe_lora_info,
+            self.moe_gate_up_a_buffer,
+            self.moe_gate_up_b_buffer,
+            self.moe_down_a_buffer,
+            self.moe_down_b_buffer,
+            output,
+        )
+
+
+class FusedMoEWithLoRA(nn.Module):
+    """A FusedMoE whose tokens may have adapters; a call without any is the base layer's own.
+
+    base_layer: with a layer_id that the manager knows, and its problem; tokens stay where they are
+    (no prepare/finalize part over ranks). What adapters add is this rank's part, as the experts'
+    output is: summed over ranks with it. In mode "parallel_delta" the branch is weighted as the
+    experts' output is, by the routing and its scaling factor.
+    """
+
+    def __init__(self, base_layer: FusedMoE, manager: LoRAManager) -> None:
+        super().__init__()
+        expect("base_layer", base_layer, FusedMoE)
+        expect("manager", manager, LoRAManager)
+        if base_layer.layer_id is None or base_layer.layer_id not in manager.pools:
+            need = f"one of the manager's, {sorted(manager.pools)[:8]}"
+            raise ConfigurationError("layer_id", got=base_layer.layer_id, need=need)
+        if base_layer.problem.parallel.world_size > 1:
+            got, need = "a part over ranks", "tokens that stay where they are"
+            raise UnsupportedError("prepare_finalize", got=got, need=need)
+        spec = manager.problem.adapters
+        mine = replace(base_layer.problem, lora=str(spec))
+        if mine.with_tokens(1) != manager.problem.with_tokens(1):
+            need = f"the manager's, {manager.problem}"
+            raise ConfigurationError("problem of the layer", got=str(mine), need=need)
+        self.base_layer, self.layer_id = base_layer, base_layer.layer_id
+        self._manager, self._problem = manager, mine
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        routing: RoutingLike = None,
+        *,
+        moe_lora_info: MoELoRABatchInfo | None = None,
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the layer's output, with what the adapters of its tokens add.
+
+        moe_lora_info: of the manager's `prepare_moe_lora_batch`; its T are the tokens of
+        hidden_states (..., H) one after the other. Other arguments and errors: `FusedMoE.forward`,
+        `run_moe_lora`.
+        """
+        base = self.base_layer
+        expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo | None)
+        if moe_lora_info is None:
+            return base(hidden_states, routing, token_ids=token_ids)  # type: ignore[no-any-return]
+        run = self._merged if self._manager.mode == "merged" else self._beside
+        return base.forward_by(
+            partial(run, moe_lora_info), hidden_states, routing, token_ids=token_ids
+        )
+
+    def _merged(
+        self, info: MoELoRABatchInfo, x_TH: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        base = self.base_layer
+        weights = self._manager.weights(self.layer_id, base.weights())
+        routing = replace(routing, adapters_T=info.slots_of(len(x_TH)))
+        return base.computed(x_TH, routing, adapters=(self._problem, weights))
+
+    def _beside(
+        self, info: MoELoRABatchInfo, x_TH: torch.Tensor, routing: Routing
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        base = self.base_layer
+        y_TH, shared_TH = base.computed(x_TH, routing)
+        ids_TK, where_E = routing.topk_ids_TK, base.expert_map
+        if where_E is not None:
+            there = (ids_TK >= 0) & (ids_TK < len(where_E))
+            ids_TK = torch.where(there, where_E[torch.where(there, ids_TK, 0).long()], -1)
+        weights_TK = routing.topk_weights_TK * base.problem.routed_scaling_factor
+        backend = self._manager.backend(self.layer_id)
+        backend.run_moe_lora(x_TH, ids_TK, weights_TK, info, y_TH)
+        return y_TH, shared_TH

@@ -1,0 +1,284 @@
+"""run_moe_lora: adapters as a parallel branch, a small MLP of their own beside the experts.
+
+    info = MoELoRABatchInfo(weight_indices, lora_ranks, scalings)
+    run_moe_lora(x_TH, ids_TK, weights_TK, info, gate_up_a, gate_up_b, down_a, down_b, output)
+
+adds scaling * sum over k of weight[t, k] * down_B down_A (silu(gate) * up), where gate and up are
+gate_up_B gate_up_A x. That is not LoRA as it is trained: there B A belongs to each projection, and
+lies inside the experts (`Problem.lora`; `modular_kernel.adapters`). This branch has no term that
+mixes with the experts' weights, and adds nothing where one of its projections is zero: a checkpoint
+of PEFT served by it is almost without effect. It is for adapters that were trained so.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from modular_kernel.adapters import adapters_of_sequences
+from modular_kernel.errors import (
+    ConfigurationError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    UnsupportedError,
+)
+from modular_kernel.fields import expect
+from modular_kernel.ops.moe_lora_stages import (
+    PairBatch,
+    fused_block,
+    moe_lora_a,
+    moe_lora_down_combine,
+    moe_lora_fused,
+    moe_lora_gate_up_b,
+)
+from modular_kernel.replay import check_held, overlap
+from modular_kernel.tensors import dense
+
+Strategy = Literal["auto", "fused", "staged"]
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+BUFFERS = ("gate_up_a", "gate_up_b", "down_a", "down_b")
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Programs times pairs of a token that `auto` fuses, by calculation: about what launches of the
+# steps, 5 us each, would read again from the cache. Not measured.
+_MOST_FUSED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class MoELoRABatchInfo:
+    """Which adapter each token has, and what the adapters are.
+
+    weight_indices: (T,) int32 or int64, each token's slot; or, with seg_indptr, (S,), each
+    sequence's. -1, and any number that is no slot, is none. lora_ranks: (L,) int32 or int64, or
+    (L, E) where experts differ: only so many rows of A and columns of B are read; 0 for a slot
+    without an adapter. scalings: (L,) float32. seg_indptr: (S + 1,) integers, ascending: sequence s
+    has the tokens from seg_indptr[s] up to seg_indptr[s + 1]. On one device; values are not read on
+    the host. DtypeError, ShapeError or DeviceError for other tensors.
+    """
+
+    weight_indices: torch.Tensor
+    lora_ranks: torch.Tensor
+    scalings: torch.Tensor
+    seg_indptr: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        named = {name: value for name, value in vars(self).items() if value is not None}
+        for name, tensor in named.items():
+            dense(name, tensor)
+            check_held(name, tensor)
+            need = (torch.float32,) if name == "scalings" else _INTEGERS
+            if tensor.dtype not in need:
+                raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, need)))
+            if tensor.device != self.weight_indices.device:
+                where = f"{self.weight_indices.device}, where weight_indices are"
+                raise DeviceError(name, got=tensor.device, need=where)
+        for name, tensor in named.items():
+            dims = (1, 2) if name == "lora_ranks" else (1,)
+            if tensor.dim() not in dims:
+                need_shape = "(L,) or (L, E)" if name == "lora_ranks" else "one dimension"
+                raise ShapeError(name, got=tuple(tensor.shape), need=need_shape)
+        if len(self.scalings) != len(self.lora_ranks):
+            need_shape = f"({len(self.lora_ranks)},), as lora_ranks"
+            raise ShapeError("scalings", got=tuple(self.scalings.shape), need=need_shape)
+
+    def slots_of(self, tokens: int) -> torch.Tensor:
+        """Return each token's slot, (T,) int32; ShapeError for another number of tokens."""
+        if self.seg_indptr is not None:
+            return adapters_of_sequences(self.seg_indptr, self.weight_indices, tokens)
+        if self.weight_indices.shape != (tokens,):
+            got, need = tuple(self.weight_indices.shape), f"({tokens},), or seg_indptr"
+            raise ShapeError("weight_indices", got=got, need=need)
+        edges = -(1 << 31), (1 << 31) - 1  # a wide number is not cut to a slot that exists
+        return self.weight_indices.clamp(*edges).to(torch.int32).contiguous()
+
+
+def run_moe_lora(  # noqa: PLR0913 (the names and the order are the field's)
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    moe_lora_info: MoELoRABatchInfo,
+    gate_up_a_buffer: torch.Tensor,
+    gate_up_b_buffer: torch.Tensor,
+    down_a_buffer: torch.Tensor,
+    down_b_buffer: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    strategy: Strategy = "auto",
+) -> torch.Tensor:
+    """Add the parallel branch of each token's adapter to `output`, in place, and return it.
+
+    hidden_states and output: (T, H), float32, fp16 or bf16. topk_ids: (T, K) int32 or int64, local
+    ids; those that are no expert's are skipped. topk_weights: (T, K) float32; those of skipped
+    pairs are not read. Buffers, in the dtype of hidden_states: gate_up_a (L, E, R, H), gate_up_b
+    (L, E, 2I, R), gate's rows first, down_a (L, E, R, I), down_b (L, E, H, R); any strides but the
+    last dimension contiguous, R at most 256. Only the adapters of `moe_lora_info` that pairs name
+    are read. Rows of tokens without one, or without an expert, keep their bits.
+
+    strategy: "staged" launches four kernels over pairs grouped by adapter and expert, "fused" one
+    for a token and a block of H, "auto" as `should_use_fused_kernel` says. Without triton, torch.
+    An InputError that names the tensor before anything is launched; UnsupportedError for gradients.
+    """
+    expect("strategy", strategy, Strategy)
+    expect("moe_lora_info", moe_lora_info, MoELoRABatchInfo)
+    buffers = gate_up_a_buffer, gate_up_b_buffer, down_a_buffer, down_b_buffer
+    _check(hidden_states, topk_ids, topk_weights, moe_lora_info, buffers, output)
+    if strategy == "auto":
+        fused = should_use_fused_kernel(
+            tuple(hidden_states.shape), tuple(topk_ids.shape), gate_up_a_buffer.shape[2]
+        )
+        strategy = "fused" if fused else "staged"
+    run = _run_moe_lora_fused if strategy == "fused" else _run_moe_lora_staged
+    with torch.no_grad():
+        return run(hidden_states, topk_ids, topk_weights, moe_lora_info, *buffers, output)
+
+
+def should_use_fused_kernel(
+    hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
+) -> bool:
+    """Tell whether `auto` takes one launch: for few pairs, as each block of H repeats the rest.
+
+    hidden_shape: (T, H). topk_shape: (T, K). By calculation; no crossover was measured.
+    """
+    blocks = -(-hidden_shape[1] // fused_block(max_rank))
+    return topk_shape[0] * topk_shape[1] * blocks <= _MOST_FUSED
+
+
+def explain_strategy(
+    hidden_shape: tuple[int, ...], topk_shape: tuple[int, ...], max_rank: int = 16
+) -> str:
+    """Say what `auto` takes for a call, and why."""
+    pairs = topk_shape[0] * topk_shape[1]
+    blocks = -(-hidden_shape[1] // fused_block(max_rank))
+    taken = "fused" if should_use_fused_kernel(hidden_shape, topk_shape, max_rank) else "staged"
+    return f"{taken}: {pairs} pairs x {blocks} blocks of H, fused up to {_MOST_FUSED}"
+
+
+def _run_moe_lora_staged(  # noqa: PLR0913 (as run_moe_lora)
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    moe_lora_info: MoELoRABatchInfo,
+    gate_up_a: torch.Tensor,
+    gate_up_b: torch.Tensor,
+    down_a: torch.Tensor,
+    down_b: torch.Tensor,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Run the steps in launches of their own: A of the second product once for each pair."""
+    batch = _batch(topk_ids, moe_lora_info, gate_up_a.shape[1])
+    if topk_ids.numel():
+        batch = batch.grouped()
+        u_TKR = moe_lora_a(hidden_states, gate_up_a, batch)
+        h_TKI = moe_lora_gate_up_b(u_TKR, gate_up_b, batch)
+        v_TKR = moe_lora_a(h_TKI, down_a, batch)
+        weights_TK, scalings = topk_weights.contiguous(), moe_lora_info.scalings.contiguous()
+        moe_lora_down_combine(v_TKR, down_b, batch, weights_TK, scalings, output)
+    return output
+
+
+def _run_moe_lora_fused(  # noqa: PLR0913 (as run_moe_lora)
+    hidden_states: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    moe_lora_info: MoELoRABatchInfo,
+    gate_up_a: torch.Tensor,
+    gate_up_b: torch.Tensor,
+    down_a: torch.Tensor,
+    down_b: torch.Tensor,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Run everything in one launch."""
+    batch = _batch(topk_ids, moe_lora_info, gate_up_a.shape[1])
+    matrices = gate_up_a, gate_up_b, down_a, down_b
+    weights_TK, scalings = topk_weights.contiguous(), moe_lora_info.scalings.contiguous()
+    moe_lora_fused(hidden_states, matrices, batch, weights_TK, scalings, output)
+    return output
+
+
+def _batch(topk_ids: torch.Tensor, info: MoELoRABatchInfo, experts: int) -> PairBatch:
+    ranks = info.lora_ranks
+    ranks_LE = ranks[:, None].expand(-1, experts) if ranks.dim() == 1 else ranks
+    return PairBatch(topk_ids.contiguous(), info.slots_of(len(topk_ids)), ranks_LE)
+
+
+def _check(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    info: MoELoRABatchInfo,
+    buffers: Buffers,
+    output: torch.Tensor,
+) -> None:
+    """Check all tensors of a call, as `run_moe_lora` says."""
+    named = {"hidden_states": x, "topk_ids": ids, "topk_weights": weights}
+    named |= {f"{name}_buffer": each for name, each in zip(BUFFERS, buffers, strict=True)}
+    named |= {"output": output}
+    for name, tensor in named.items():
+        dense(name, tensor)
+        check_held(name, tensor)
+        if tensor.device != x.device:
+            need = f"{x.device}, where hidden_states are"
+            raise DeviceError(name, got=tensor.device, need=need)
+    for name, shape in _shapes(x, ids, info, buffers).items():
+        if tuple(named[name].shape) != shape:
+            raise ShapeError(name, got=tuple(named[name].shape), need=shape)
+    for name, tensor in named.items():
+        _check_values(name, tensor, x.dtype)
+    if info.weight_indices.device != x.device:
+        need = f"{x.device}, where hidden_states are"
+        raise DeviceError("moe_lora_info", got=info.weight_indices.device, need=need)
+    info.slots_of(len(x))
+    if torch.is_grad_enabled() and any(each.requires_grad for each in named.values()):
+        got = ", ".join(name for name, each in named.items() if each.requires_grad)
+        need = "torch.no_grad() or inference_mode()"
+        raise UnsupportedError("gradients", got=f"{got} that require grad", need=need)
+    for name, tensor in named.items():
+        if name != "output" and not x.is_meta and overlap(output, tensor):
+            raise ConfigurationError("output", got=f"memory of {name}", need="its own memory")
+
+
+def _check_values(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check a tensor's dtype, and how its values lie."""
+    dtypes = {"topk_ids": _INTEGERS, "topk_weights": (torch.float32,), "hidden_states": _FLOATS}
+    allowed = dtypes.get(name, (dtype,))
+    if tensor.dtype not in allowed:
+        raise DtypeError(name, got=tensor.dtype, need=" or ".join(map(str, allowed)))
+    # Ids and weights are copied where they are not; a last dimension of 1 has no step.
+    copied = name in ("topk_ids", "topk_weights")
+    if not copied and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        got = f"strides {tensor.stride()}"
+        raise LayoutError(name, got=got, need="the last dimension contiguous")
+    if name == "output" and len(tensor) > 1 and tensor.stride(0) < tensor.shape[1]:
+        raise LayoutError(name, got=f"strides {tensor.stride()}", need="rows apart from each other")
+
+
+def _shapes(
+    x: torch.Tensor, ids: torch.Tensor, info: MoELoRABatchInfo, buffers: Buffers
+) -> dict[str, tuple[int, ...]]:
+    """Return what each shape must be, by the sizes that x, ids, gate_up_a and down_a settle."""
+    for name, tensor, dims in (
+        ("hidden_states", x, 2), ("topk_ids", ids, 2),
+        ("gate_up_a_buffer", buffers[0], 4), ("down_a_buffer", buffers[2], 4),
+    ):  # fmt: skip
+        if tensor.dim() != dims:
+            raise ShapeError(name, got=tuple(tensor.shape), need=f"{dims} dimensions")
+    (tokens, hidden), top_k = x.shape, ids.shape[1]
+    slots, experts, rank = buffers[0].shape[:3]
+    intermediate = buffers[2].shape[3]
+    if not 0 < rank <= 256 or 0 in (slots, experts, intermediate, top_k):
+        got = f"{tuple(buffers[0].shape)}, K = {top_k}, I = {intermediate}"
+        raise ShapeError("gate_up_a_buffer", got=got, need="no empty dimension, R at most 256")
+    ranks = tuple(info.lora_ranks.shape)
+    if ranks not in ((slots,), (slots, experts)):
+        raise ShapeError("lora_ranks", got=ranks, need=f"({slots},) or {(slots, experts)}")
+    return {
+        "topk_ids": (tokens, top_k),
+        "topk_weights": (tokens, top_k),
+        "gate_up_a_buffer": (slots, experts, rank, hidden),
+        "gate_up_b_buffer": (slots, experts, 2 * intermediate, rank),
+        "down_a_buffer": (slots, experts, rank, intermediate),
+        "down_b_buffer": (slots, experts, hidden, rank),
+        "output": (tokens, hidden),
+    }

@@ -1,0 +1,15 @@
+"""Brings the rows of w1 into the order that a part takes, where it takes one alone."""
+
+from dataclasses import replace
+
+from modular_kernel.catalog import load_catalog
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.types import Problem
+
+
+def in_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
+    """Return the problem with gate and up rows as the part takes them; alternating ones stay."""
+    act, requires = problem.act, load_catalog().experts(experts).requires
+    if not requires.up_first or not act.gated or act.interleaved:
+        return problem
+    return replace(problem, activation=replace(act, up_first=True))

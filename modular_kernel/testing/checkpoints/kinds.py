@@ -1,0 +1,255 @@
+"""The formats of published checkpoints, each with its quantization_config and its scheme."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from modular_kernel.testing.checkpoints.formats import (
+    Make,
+    awq,
+    compressed,
+    fp8_block,
+    fp8_channel,
+    fp8_tensor,
+    gptq,
+    int8_channel,
+    mxfp4,
+    mxfp4_compressed,
+    nvfp4,
+    ordered,
+    plain,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One format. config: its quantization_config. make: (rows, depth, generator, gain) -> Stored.
+
+    gain: of the scales, so that those of two matrices differ. scheme: what it loads as. bound: of a
+    layer's relative error against float64.
+    """
+
+    config: dict[str, Any] | None
+    make: Make
+    scheme: str
+    bound: float = 1e-2
+
+
+def _compressed_config(packing: str, weights: Any, inputs: Any = None) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packing,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", "re:.*self_attn.*"],
+    }
+
+
+def _ints(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
+    strategy = "group" if group else "channel"
+    found = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy}
+    return found | {"group_size": group, "actorder": None, "dynamic": False}
+
+
+def _floats(strategy: str, dynamic: bool, **more: Any) -> dict[str, Any]:
+    found = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+    return found | {"dynamic": dynamic, **more}
+
+
+_INT8_TOKEN = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "token",
+    "dynamic": True,
+}
+_FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+_BLOCKS = _FP8 | {"weight_block_size": [128, 128]}
+_W8A8 = 8e-2
+
+KINDS: dict[str, Kind] = {
+    "bf16": Kind(None, plain(torch.bfloat16), "none"),
+    "fp16": Kind(None, plain(torch.float16), "none"),
+    "fp32": Kind(None, plain(torch.float32), "none"),
+    "deepseek fp8": Kind(_BLOCKS, fp8_block(torch.float32), "fp8_w8a8_block", _W8A8),
+    "deepseek fp8, UE8M0": Kind(
+        _BLOCKS | {"scale_fmt": "ue8m0"},
+        fp8_block(torch.float8_e8m0fnu),
+        "fp8_w8a8_block",
+        _W8A8,
+    ),
+    "qwen3 fp8": Kind(_BLOCKS, fp8_block(torch.bfloat16), "fp8_w8a8_block", _W8A8),
+    "fp8 tensor, dynamic": Kind(_FP8, fp8_tensor(static=False), "fp8_w8a8_tensor", _W8A8),
+    "fp8 tensor, static": Kind(
+        _FP8 | {"activation_scheme": "static"},
+        fp8_tensor(static=True, shape=(1,)),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "modelopt fp8": Kind(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+        fp8_tensor(static=True),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "compressed fp8 tensor": Kind(
+        _compressed_config("float-quantized", _floats("tensor", False), _floats("tensor", False)),
+        fp8_tensor(static=True, shape=(1,)),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "compressed fp8 channel": Kind(
+        _compressed_config("float-quantized", _floats("channel", False), _floats("token", True)),
+        fp8_channel(),
+        "fp8_w8a8_channel",
+        _W8A8,
+    ),
+    "compressed fp8 block": Kind(
+        _compressed_config(
+            "float-quantized",
+            _floats("block", False, block_structure=[128, 128]),
+            _floats("group", True, group_size=128),
+        ),
+        fp8_block(torch.bfloat16, "weight_scale"),
+        "fp8_w8a8_block",
+        _W8A8,
+    ),
+    "compressed fp8 weights, tensor": Kind(
+        _compressed_config("float-quantized", _floats("tensor", False)),
+        fp8_tensor(static=False, shape=(1,)),
+        "fp8_w8a16_tensor",
+        5e-2,  # the half of w1 with the smaller scale is rounded again
+    ),
+    "compressed fp8 weights, channel": Kind(
+        _compressed_config("naive-quantized", _floats("channel", False)),
+        fp8_channel(),
+        "fp8_w8a16_channel",
+    ),
+    "compressed fp8 weights, block": Kind(
+        _compressed_config("float-quantized", _floats("block", False, block_structure=[128, 128])),
+        fp8_block(torch.bfloat16, "weight_scale"),
+        "fp8_w8a16_block",
+    ),
+    "compressed int8": Kind(
+        _compressed_config("int-quantized", _ints(8, None), _INT8_TOKEN),
+        int8_channel,
+        "int8_w8a8_channel",
+        _W8A8,
+    ),
+    "compressed int8, weights": Kind(
+        _compressed_config("pack-quantized", _ints(8, None)),
+        compressed(8, None),
+        "int8_w8a16_channel",
+    ),
+    "compressed int8, groups": Kind(
+        _compressed_config("pack-quantized", _ints(8, 64)),
+        compressed(8, 64),
+        "int8_w8a16_group:group=64",
+    ),
+    "compressed int4": Kind(
+        _compressed_config("pack-quantized", _ints(4, 32)),
+        compressed(4, 32),
+        "int4_w4a16_group:group=32",
+    ),
+    "compressed int4, zero points": Kind(
+        _compressed_config("pack-quantized", _ints(4, 64, symmetric=False)),
+        compressed(4, 64, symmetric=False),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
+    "compressed mxfp4": Kind(
+        _compressed_config(
+            "mxfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        ),
+        mxfp4_compressed,
+        "mxfp4_w4a16",
+    ),
+    "compressed nvfp4": Kind(
+        _compressed_config("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
+        nvfp4("weight_packed", "weight_global_scale", "input_global_scale", divides=True),
+        "nvfp4_w4a16",
+    ),
+    "modelopt nvfp4": Kind(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        nvfp4("weight", "weight_scale_2", "input_scale", divides=False),
+        "nvfp4_w4a16",
+    ),
+    "awq": Kind(_AWQ, awq(64), "int4_w4a16_group:group=64,zero_points=true"),
+    "awq, symmetric": Kind(
+        _AWQ | {"zero_point": False}, awq(64, zero_point=False), "int4_w4a16_group:group=64"
+    ),
+    "gptq": Kind(_GPTQ, gptq(4, 64), "int4_w4a16_group:group=64"),
+    "gptq, zero points": Kind(
+        _GPTQ | {"sym": False},
+        gptq(4, 64, symmetric=False),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
+    "gptq v2": Kind(
+        _GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+        gptq(4, 64, symmetric=False, less=0),
+        "int4_w4a16_group:group=64,zero_points=true",
+    ),
+    "gptq int8": Kind(_GPTQ | {"bits": 8}, gptq(8, 64), "int8_w8a16_group:group=64"),
+    # One group of a whole row: as long as the wider matrix of a layer of samples.write's sizes.
+    "awq, one group": Kind(
+        _AWQ | {"group_size": -1}, awq(-1), "int4_w4a16_group:group=256,zero_points=true"
+    ),
+    "gptq, one group": Kind(_GPTQ | {"group_size": -1}, gptq(4, -1), "int4_w4a16_group:group=256"),
+    "compressed int4, channels": Kind(
+        _compressed_config("pack-quantized", _ints(4, None)),
+        compressed(4, None),
+        "int4_w4a16_group:group=256",
+    ),
+    "mxfp4": Kind({"quant_method": "mxfp4"}, mxfp4, "mxfp4_w4a16"),
+}
+
+# Columns that lie otherwise than their groups (act-order); only `load_experts` takes them.
+_PACKED4 = _compressed_config("pack-quantized", _ints(4, 32) | {"actorder": "group"})
+ORDERED: dict[str, Kind] = {
+    "gptq, act-order": Kind(
+        _GPTQ | {"desc_act": True},
+        ordered(gptq(4, 64), "g_idx", 64, "qweight"),
+        "int4_w4a16_act_order:group=64",
+    ),
+    "gptq, act-order, zero points": Kind(
+        _GPTQ | {"desc_act": True, "sym": False},
+        ordered(gptq(4, 64, symmetric=False), "g_idx", 64, "qweight"),
+        "int4_w4a16_act_order:group=64,zero_points=true",
+    ),
+    "gptq int8, act-order": Kind(
+        _GPTQ | {"bits": 8, "desc_act": True, "sym": False},
+        ordered(gptq(8, 64, symmetric=False), "g_idx", 64, "qweight"),
+        "int8_w8a16_act_order:group=64,zero_points=true",
+    ),
+    "compressed int4, act-order": Kind(
+        _PACKED4,
+        ordered(compressed(4, 32), "weight_g_idx", 32, "weight_packed"),
+        "int4_w4a16_act_order:group=32",
+    ),
+}
+
+# As ModelOpt writes the fused experts of Llama-4 and gpt-oss: (e, K, N), one scale of all experts.
+FUSED: dict[str, Kind] = {
+    "modelopt fp8, fused": Kind(
+        KINDS["modelopt fp8"].config,
+        fp8_tensor(static=True, one=True),
+        "fp8_w8a8_tensor:static=true",
+        _W8A8,
+    ),
+    "modelopt nvfp4, fused": Kind(
+        KINDS["modelopt nvfp4"].config,
+        nvfp4("weight", "weight_scale_2", "input_scale", divides=False, one=True),
+        "nvfp4_w4a16",
+    ),
+}

@@ -1,0 +1,33 @@
+"""The parallel branch of adapters with tensors that have no memory, for who compiles it."""
+
+import torch
+
+from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
+
+EXPERTS, SLOTS = 8, 4
+
+
+def launch_all(
+    dtype: torch.dtype, max_rank: int, *, tokens: int = 4, hidden: int = 512, top_k: int = 2
+) -> None:
+    """Launch both strategies."""
+    intermediate = hidden // 2
+    shapes = (
+        (max_rank, hidden),
+        (2 * intermediate, max_rank),
+        (max_rank, intermediate),
+        (hidden, max_rank),
+    )
+    buffers = [_empty(SLOTS, EXPERTS, *shape, dtype=dtype) for shape in shapes]
+    ids = torch.int64 if dtype is torch.float32 else torch.int32
+    info = MoELoRABatchInfo(
+        _empty(tokens, dtype=torch.int32), _empty(SLOTS, dtype=ids), _empty(SLOTS)
+    )
+    x_TH, out_TH = _empty(tokens, hidden, dtype=dtype), _empty(tokens, hidden, dtype=dtype)
+    ids_TK, weights_TK = _empty(tokens, top_k, dtype=ids), _empty(tokens, top_k)
+    run_moe_lora(x_TH, ids_TK, weights_TK, info, *buffers, out_TH, strategy="staged")
+    run_moe_lora(x_TH, ids_TK, weights_TK, info, *buffers, out_TH, strategy="fused")
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

@@ -1,0 +1,249 @@
+"""FlashInfer's cutlass_fused_moe as it is on sm_90 (0.7.2), computed in float32 on a CPU.
+
+What the library asserts is refused; so is what it reads or writes wrongly without a word: strides,
+which it never asks for, ids beyond its experts, an expert that is twice in a token. w1's first half
+are the up rows. The caller's workspace is overwritten.
+"""
+
+from enum import IntEnum
+
+import torch
+
+BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+BLOCK, LARGEST = 128, 448.0
+ActivationType = IntEnum(
+    "ActivationType",
+    [
+        *("Gelu", "Relu", "Silu", "Swiglu", "Geglu", "SwigluBias", "Relu2", "SwigluStep"),
+        *("GegluTanh", "Identity", "Situ", "InvalidType", "ClampedRelu2"),
+    ],
+    start=0,
+)
+GATED = {
+    ActivationType[name]
+    for name in ("Swiglu", "Geglu", "SwigluBias", "SwigluStep", "GegluTanh", "Situ")
+}
+launched = []
+
+
+def require(holds, what):
+    if not holds:
+        raise RuntimeError(f"Check failed: {what}")
+
+
+def cutlass_fused_moe_workspace_size(
+    max_num_tokens, hidden_size, intermediate_size, num_experts_total, top_k, *, x_dtype,
+    weight_dtype, output_dtype=BF16, activation_type=ActivationType.Swiglu, tp_size=1, tp_rank=0,
+    ep_size=1, ep_rank=0, min_latency_mode=False, use_deepseek_fp8_block_scale=False,
+    use_w4_group_scaling=False, use_mxfp8_act_scaling=False, use_fused_finalize=True,
+    use_packed_weights=False, use_wfp4afp8_humming=False, device=None, backend="cutlass",
+):  # fmt: skip
+    for size in (max_num_tokens, hidden_size, intermediate_size, num_experts_total, top_k):
+        if not size > 0:
+            raise ValueError(f"must be positive, got {size}")
+    rows = max_num_tokens * top_k
+    wide = hidden_size + intermediate_size * (2 if activation_type in GATED else 1)
+    return rows * (4 * wide + 16) + 256 * num_experts_total
+
+
+def cutlass_fused_moe(
+    input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights,
+    output_dtype, quant_scales, fc1_expert_biases=None, fc2_expert_biases=None, input_sf=None,
+    swiglu_alpha=None, swiglu_beta=None, swiglu_limit=None, tp_size=1, tp_rank=0, ep_size=1,
+    ep_rank=0, cluster_size=1, cluster_rank=0, output=None, enable_alltoall=False,
+    use_deepseek_fp8_block_scale=False, use_w4_group_scaling=False, use_mxfp8_act_scaling=False,
+    min_latency_mode=False, use_packed_weights=False, use_wfp4afp8_humming=False,
+    tune_max_num_tokens=8192, enable_pdl=None, activation_type=ActivationType.Swiglu,
+    swizzled_input_sf=True, use_fused_finalize=True, profile_ids=None, workspace_buffer=None, *,
+    clamped_relu2_limit=None, situ_beta=None, situ_linear_beta=None, backend="cutlass",
+):  # fmt: skip
+    x, ids, router = input, token_selected_experts, token_final_scales
+    w1, w2, act = fc1_expert_weights, fc2_expert_weights, ActivationType(activation_type)
+    require(act is not ActivationType.ClampedRelu2, "ClampedRelu2 requires an SM10x GPU")
+    require((ep_size, ep_rank, tp_size) == (1, 0, 1), "this stand-in has local ids alone")
+    require(input_sf is None and not use_w4_group_scaling, "this stand-in has no scales of x")
+    _check_tensors(x, ids, router, w1, w2)
+    _check_sizes(x, w1, w2, act)
+    _check_biases(fc1_expert_biases, fc2_expert_biases, w1, w2, output_dtype)
+    numbers = _numbers(len(w1), swiglu_alpha, swiglu_beta, swiglu_limit)
+    situ = _numbers(len(w1), situ_beta, situ_linear_beta, None)
+    _check_output(output, x, w2, output_dtype)
+    need = cutlass_fused_moe_workspace_size(
+        len(x), w2.shape[1], w2.shape[2], len(w1), ids.shape[1], x_dtype=x.dtype,
+        weight_dtype=w1.dtype, activation_type=act,
+    )  # fmt: skip
+    _check_workspace(workspace_buffer, need)
+    one = _Scales(quant_scales, x, w1, w2, by_blocks=use_deepseek_fp8_block_scale)
+    launched.append((str(act.name), one.kind, use_fused_finalize))
+    total = torch.zeros(len(x), w2.shape[1])
+    for expert in range(len(w1)):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate_up = one.first(x[token], expert).to(output_dtype).float()
+        if fc1_expert_biases is not None:
+            gate_up = gate_up + fc1_expert_biases[expert].float()
+        per_expert = tuple(None if n is None else n[expert] for n in (*numbers, *situ[:2]))
+        h = _activate(gate_up, act, per_expert)
+        rows = one.second(h, expert, output_dtype).to(output_dtype).float()
+        if fc2_expert_biases is not None:
+            rows = rows + fc2_expert_biases[expert].float()
+        total.index_add_(0, token, rows * router[token, slot, None])
+    workspace_buffer.fill_(255)
+    output.copy_(total)
+    return output
+
+
+# ------------------------------------------------------------------------------- what is asserted
+
+
+def _dense(t, what):
+    # No stride is ever asked for; rows are read 16 bytes at once.
+    require(t.is_contiguous(), f"{what} row by row")
+    require(t.data_ptr() % 16 == 0, f"{what} on 16 bytes")
+
+
+def _check_tensors(x, ids, router, w1, w2):
+    pairs = {(BF16, BF16), (FP16, FP16), (E4M3, E4M3), (BF16, E4M3)}
+    require(x.dim() == 2 and ids.dim() == 2 and router.dim() == 2, "matrices")
+    require(w1.dim() == 3 and w2.dim() == 3, "weights of each expert")
+    require((x.dtype, w1.dtype) in pairs and w1.dtype is w2.dtype, "a combination that is built")
+    require(ids.dtype is torch.int32, "int32 ids")
+    require(router.dtype is FP32, "float32 router weights")
+    require(len(x) == len(ids) > 0 and ids.shape == router.shape, "as many tokens")
+    for t, what in ((x, "x"), (ids, "ids"), (router, "router weights"), (w1, "w1"), (w2, "w2")):
+        _dense(t, what)
+    require(bool(((ids >= -1) & (ids < len(w1))).all()), "ids of experts here, or -1")
+    for row in ids.tolist():
+        named = [one for one in row if one >= 0]
+        require(len(set(named)) == len(named), "an expert once in a token")
+
+
+def _check_sizes(x, w1, w2, act):
+    hidden, inter = w2.shape[1:]
+    require(len(w1) == len(w2), "one number of experts")
+    require(w1.shape[1] == inter * (2 if act in GATED else 1), "w1's rows by w2's columns")
+    require(w1.shape[2] == hidden == x.shape[1], "one H")
+    least = 16 // min(x.element_size(), w1.element_size())
+    require(hidden % least == 0 and inter % least == 0, f"H and I divisible by {least}")
+
+
+def _check_biases(b1, b2, w1, w2, dtype):
+    require((b1 is None) == (b2 is None), "both biases or none")
+    for bias, w in ((b1, w1), (b2, w2)):
+        if bias is not None:
+            require(bias.dtype is dtype, "biases in the output's dtype")
+            require(tuple(bias.shape) == tuple(w.shape[:2]), "a bias for each row of weights")
+            _dense(bias, "biases")
+
+
+def _numbers(experts, *vectors):
+    for vector in vectors:
+        if vector is not None:
+            require(vector.dtype is FP32, "float32 numbers of activations")
+            require(tuple(vector.shape) == (experts,), "a number for each expert")
+            require(vector.is_contiguous(), "numbers side by side")
+    return vectors
+
+
+def _check_output(output, x, w2, dtype):
+    require(output is not None, "an output: the part declares its own")
+    require(tuple(output.shape) == (len(x), w2.shape[1]), "output (T, H)")
+    require(output.dtype is dtype, "output of output_dtype")
+    _dense(output, "output")
+
+
+def _check_workspace(room, need):
+    require(room is not None, "a workspace: the part declares its own")
+    require(room.dtype in (torch.uint8, torch.int8), "workspace of bytes")
+    require(room.dim() == 1 and room.is_contiguous(), "workspace 1-D")
+    require(room.numel() >= need, f"workspace_buffer too small: need {need}")
+    require(room.data_ptr() % 128 == 0, "workspace on 128 bytes")
+
+
+# ------------------------------------------------------------------------------- what is computed
+
+
+class _Scales:
+    """The two products, as each mode scales them."""
+
+    def __init__(self, scales, x, w1, w2, *, by_blocks):
+        self.scales, self.w1, self.w2 = scales, w1, w2
+        self.kind = "blocks" if by_blocks else "tensor" if x.dtype is E4M3 else "none"
+        if by_blocks:
+            require(x.dtype is BF16 and w1.dtype is E4M3, "bfloat16 x and fp8 weights")
+            require(len(scales) == 2, "two scales")
+            for scale, w in zip(scales, (w1, w2), strict=True):
+                blocks = (len(w), *(-(-n // BLOCK) for n in w.shape[1:]))
+                require(scale.dtype is FP32, "float32 scales")
+                require(tuple(scale.shape) == blocks, "a scale for each block")
+                require(scale.is_contiguous(), "scales row by row")
+        elif self.kind == "tensor":
+            self._check_tensor(len(w1))
+        else:
+            require(w1.dtype is x.dtype and not scales, "no scales in 16 bits")
+
+    def _check_tensor(self, experts):
+        require(len(self.scales) == 4, "Expecting 4 quant scales for fp8 quantization")
+        first, quant, second, of_input = self.scales
+        for scale in self.scales:
+            require(scale.dtype is FP32, "float32 scales")
+        require(tuple(first.shape) == (experts,), "fc1 dequant size must be (experts,)")
+        require(quant.dim() == 0 or quant.shape == (experts,), "fc2 quant a scalar")
+        require(tuple(second.shape) == (experts,), "fc2 dequant size must be (experts,)")
+        require(of_input.dim() == 0, "fc1 input dequant a scalar")
+        require(first.is_contiguous() and second.is_contiguous(), "scales side by side")
+
+    def first(self, x, expert):
+        if self.kind == "blocks":
+            return _by_groups(x.float()) @ _of_blocks(self.w1[expert], self.scales[0][expert]).T
+        product = x.float() @ self.w1[expert].float().T
+        return product * self.scales[0][expert] if self.kind == "tensor" else product
+
+    def second(self, h, expert, dtype):
+        if self.kind == "blocks":
+            values = _by_groups(h.to(dtype).float())
+            return values @ _of_blocks(self.w2[expert], self.scales[1][expert]).T
+        if self.kind == "none":
+            return h.to(dtype).float() @ self.w2[expert].float().T
+        q = (h.to(dtype).float() * self.scales[1]).clamp(-LARGEST, LARGEST).to(E4M3)
+        return q.float() @ self.w2[expert].float().T * self.scales[2][expert]
+
+
+def _of_blocks(w, scale):
+    wide = scale.repeat_interleave(BLOCK, 0)[: len(w)].repeat_interleave(BLOCK, 1)
+    return w.float() * wide[:, : w.shape[1]]
+
+
+def _by_groups(values):
+    """e4m3 values of each 128 of a row, times their scale."""
+    groups = values.view(len(values), values.shape[1] // BLOCK, BLOCK)
+    scale = (groups.abs().amax(2, keepdim=True) / LARGEST).clamp(min=2.0**-33)
+    q = (groups / scale).clamp(-LARGEST, LARGEST).to(E4M3)
+    return (q.float() * scale).view_as(values)
+
+
+def _activate(value, act, numbers):
+    alpha, beta, limit, situ_beta, situ_linear = numbers
+    if act not in GATED:
+        return {
+            ActivationType.Relu2: lambda v: torch.relu(v) ** 2,
+            ActivationType.Silu: torch.nn.functional.silu,
+            ActivationType.Gelu: torch.nn.functional.gelu,
+        }[act](value)
+    up, gate = value.chunk(2, dim=1)
+    if act is ActivationType.Situ:
+        first, second = (4.0 if situ_beta is None else situ_beta, 25.0 if situ_linear is None
+                         else situ_linear)  # fmt: skip
+        capped = torch.tanh(gate / first) * torch.sigmoid(gate) * first
+        return capped * torch.tanh(up / second) * second
+    if act is ActivationType.SwigluStep:
+        most = 7.0 if limit is None else limit
+        gate = torch.nn.functional.silu(gate)
+        return torch.minimum(gate, torch.as_tensor(most)) * up.clamp(-most, most)
+    if act is ActivationType.SwigluBias or alpha is not None or limit is not None:
+        most = torch.inf if limit is None else limit
+        gate, up = gate.clamp(max=most), up.clamp(-most, most)
+        alpha, beta = 1.0 if alpha is None else alpha, 0.0 if beta is None else beta
+        return gate * torch.sigmoid(alpha * gate) * (up + beta)
+    name = {ActivationType.Geglu: "none", ActivationType.GegluTanh: "tanh"}.get(act)
+    gelu = torch.nn.functional.gelu
+    return (torch.nn.functional.silu(gate) if name is None else gelu(gate, approximate=name)) * up

@@ -1,0 +1,297 @@
+"""FlashInferExperts, against a stand-in that demands what the library does."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vendor_stand_in import FlashInfer, flashinfer_0_7, libraries, proven
+
+from experts.flashinfer import library
+from experts.flashinfer.joined_pairs import joined_pairs, joined_pairs_ref
+from experts.flashinfer.library import Layer, run
+from modular_kernel.catalog import make_kernel
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import quantise_weights
+from modular_kernel.reference import oracle
+from modular_kernel.row_order import up_rows_first
+from modular_kernel.tensors import DispatchedRouting, ExpertWeights, Routing
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.types import IdSpace, Machine, Problem
+
+STATIC, BLOCK = "fp8_w8a8_tensor:static=true", "fp8_w8a8_block"
+BASE = Problem(
+    tokens=9, hidden=128, intermediate=128, experts=5, top_k=2, activation="silu:up_first=true"
+)
+CPU = Machine("cpu", None, frozenset({"triton", "ml_dtypes"}), interpreter=True)
+E4M3, FP32, BF16 = torch.float8_e4m3fn, torch.float32, torch.bfloat16
+
+
+OAI, BEFORE = "swiglu_oai:limit=1.0", "swiglu_clamp_before:limit=0.5"
+AFTER, SITU = "swiglu_clamp_after:limit=0.5", "situ:alpha=1.5,limit=0.7"
+HERE = {"expert_map": True, "local_experts": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "act", "routing", "mode"),
+    [
+        ({}, "silu", "duplicates", "Swiglu none"),
+        ({"dtype": torch.float16}, "relu2", "skips", "Relu2 none"),
+        ({"quant": STATIC}, "gelu_tanh", "skips", "GegluTanh tensor"),
+        ({"quant": BLOCK, "top_k": 4}, "silu", "duplicates", "Swiglu blocks"),
+        ({}, OAI, "zipf", "SwigluBias none"),
+        ({}, BEFORE, "uniform", "SwigluBias none"),
+        ({}, AFTER, "uniform", "SwigluStep none"),
+        ({}, SITU, "uniform", "Situ none"),
+        ({"quant": BLOCK, **HERE}, "silu", "out_of_range", "Swiglu blocks"),
+        ({"routed_scaling_factor": 2.5, "inplace": True}, "silu", "all_to_one", "Swiglu none"),
+    ],
+)
+def test_proven(change: dict[str, Any], act: str, routing: str, mode: str) -> None:
+    flashinfer_0_7.launched.clear()
+    if act != "relu2":
+        act += f"{',' if ':' in act else ':'}up_first=true"
+    proof = proven(FlashInfer, replace(BASE, activation=act, **change), routing)
+    assert proof.passed, str(proof)
+    # Never the sums by atomics.
+    assert {" ".join(one) for *one, atomic in flashinfer_0_7.launched if not atomic} == {mode}
+    assert not any(one[2] for one in flashinfer_0_7.launched)
+
+
+# ------------------------------------------------------------------------------ the order of rows
+
+
+@pytest.mark.parametrize("quant", ["none", "fp8_w8a8_channel", BLOCK])
+@pytest.mark.parametrize("order", ["silu", "silu:interleaved=true"])
+def test_rows_put_in_order_are_the_same_layer(quant: str, order: str) -> None:
+    problem = replace(BASE, activation=order, quant="none", hidden=256, intermediate=256)
+    given = make_inputs(problem, "uniform", torch.device("cpu"))
+    b1 = torch.randn(5, problem.w1_rows)
+    problem, plain = replace(problem, quant=quant, bias=True), replace(given.weights, b1=b1)
+    weights = replace(plain, b2=torch.randn(5, 256))
+    if quant != "none":
+        weights = quantise_weights(weights, problem)
+    call = given.x_TH, given.routing
+    if order.endswith("true") and quant == BLOCK:
+        with pytest.raises(ConfigurationError, match="alternating rows, need gate and up rows in"):
+            up_rows_first(weights, problem)
+        return
+    other, its = up_rows_first(weights, problem)
+    assert str(its.act) == "silu:up_first=true"
+    assert up_rows_first(other, its) == (other, its)
+    want = oracle(call[0], weights, call[1], problem)
+    assert torch.equal(oracle(call[0], other, call[1], its), want)
+    assert not torch.equal(oracle(call[0], weights, call[1], its), want)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"activation": "relu2"}, "got relu2, need a gated one"),
+        ({"quant": "int4_w4a16_group"}, "got int4_w4a16_group, need unquantised weights"),
+        ({"quant": BLOCK, "intermediate": 192}, "got I=192, need gate and up rows in blocks"),
+    ],
+)
+def test_what_cannot_be_put_in_order(change: dict[str, Any], match: str) -> None:
+    problem = replace(BASE, activation="silu")
+    problem = replace(problem, **change)
+    given = make_inputs(problem, "uniform", torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match=match):
+        up_rows_first(given.weights, problem)
+
+
+# ------------------------------------------------------------------------------------ joined pairs
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_joined_pairs_and_their_twin(mapped: bool, weighted: bool) -> None:
+    ids_TK = torch.tensor(
+        [[3, 1, 3, -1, 3], [-1, -1, -1, -1, -1], [9, 2, -2, 2, 0], [0, 1, 2, 3, 1 << 40]]
+    )
+    router_TK = torch.rand(4, 5).masked_fill(ids_TK < 0, torch.nan)
+    expert_map = torch.tensor([2, -1, 0, 1], dtype=torch.int32) if mapped else None
+    made = []
+    for write in (joined_pairs, joined_pairs_ref):
+        invalid = torch.zeros(1, dtype=torch.int32)
+        routing = DispatchedRouting(
+            router_TK if weighted else None, ids_TK, IdSpace.GLOBAL, 4, expert_map, invalid
+        )
+        out = torch.full((4, 5), -7, dtype=torch.int32), torch.full((4, 5), torch.nan)
+        write(routing, 3 if mapped else 4, factor=2.0, ids_TK=out[0], weights_TK=out[1])
+        made.append((*out, invalid))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    ids, weights, invalid = made[0]
+    assert invalid.tolist() == [3]  # 9, -2 and 1 << 40
+    if mapped:
+        want = [[1, -1, -1, -1, -1], [-1] * 5, [-1, 0, -1, -1, 2], [2, -1, 0, 1, -1]]
+    else:
+        want = [[3, 1, -1, -1, -1], [-1] * 5, [-1, 2, -1, -1, 0], [0, 1, 2, 3, -1]]
+    assert ids.tolist() == want
+    triple = router_TK[0, [0, 2, 4]].sum() if weighted else torch.tensor(3.0)
+    torch.testing.assert_close(weights[0, 0], 2 * triple)
+    assert not weights[1].any()
+
+
+# ----------------------------------------------------------------------------- the stand-in itself
+
+
+def layer(kind: str = "none", experts: int = 3, hidden: int = 128, inter: int = 128) -> Layer:
+    """What a call of the library is given, by mode."""
+    x = torch.randn(4, hidden).bfloat16()
+    sizes = (2 * inter, hidden), (hidden, inter)
+    w1, w2 = ((torch.randn(experts, *size) / 11).bfloat16() for size in sizes)
+    scales: tuple[torch.Tensor, ...] = ()
+    if kind == "tensor":
+        x, w1, w2 = x.to(E4M3), w1.to(E4M3), w2.to(E4M3)
+        scales = torch.rand(experts), torch.tensor(0.5), torch.rand(experts), torch.tensor(0.25)
+    if kind == "blocks":
+        w1, w2 = w1.to(E4M3), w2.to(E4M3)
+        scales = tuple(torch.rand(experts, -(-w.shape[1] // 128), 1) for w in (w1, w2))
+    ids = torch.tensor([[0, 2], [1, -1], [-1, -1], [2, 1]], dtype=torch.int32)
+    room = torch.zeros(1 << 20, dtype=torch.uint8)
+    room = room[-room.data_ptr() % 128 :]
+    out = torch.full((4, hidden), torch.nan, dtype=BF16)
+    return Layer(x, ids, torch.rand(4, 2), w1, w2, scales, None, room, out)
+
+
+def problem_of(kind: str) -> Problem:
+    return replace(BASE, quant={"none": "none", "tensor": STATIC, "blocks": BLOCK}[kind])
+
+
+def test_the_stand_in_computes() -> None:
+    one = layer()
+    run(flashinfer_0_7, problem_of("none"), one)
+    x, want = one.x_TH.float(), torch.zeros(4, 128)
+    for token, chosen in enumerate(one.ids_TK.tolist()):
+        for k, expert in enumerate(chosen):
+            if expert >= 0:
+                up, gate = (one.w1[expert].float() @ x[token]).bfloat16().float().chunk(2)
+                h = (torch.nn.functional.silu(gate) * up).bfloat16().float()
+                want[token] += one.weights_TK[token, k] * (one.w2[expert].float() @ h)
+    torch.testing.assert_close(one.output.float(), want, rtol=2e-2, atol=2e-2)
+    assert not one.output[2].any()
+    assert bool((one.workspace == 255).all())
+
+
+def shifted(t: torch.Tensor) -> torch.Tensor:
+    room = torch.zeros(t.numel() + 1, dtype=t.dtype)
+    room[1:] = t.flatten()
+    return room[1:].view(t.shape)
+
+
+def with_ids(rows: list[list[int]]) -> Callable[[Layer], Layer]:
+    return lambda one: replace(one, ids_TK=torch.tensor(rows, dtype=torch.int32))
+
+
+def scale(place: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Layer], Layer]:
+    def changed(one: Layer) -> Layer:
+        scales = list(one.scales)
+        scales[place] = change(scales[place])
+        return replace(one, scales=tuple(scales))
+
+    return changed
+
+
+PLANTED: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
+    "ids of 64 bits": ("none", lambda one: replace(one, ids_TK=one.ids_TK.long())),
+    "an expert twice in a token": ("none", with_ids([[0, 0], [1, 2], [0, 1], [2, 1]])),
+    "an expert that is elsewhere": ("none", with_ids([[0, 3], [1, 2], [0, 1], [2, 1]])),
+    "another sentinel": ("none", with_ids([[0, -2], [1, 2], [0, 1], [2, 1]])),
+    "router weights of 16 bits": ("none", lambda o: replace(o, weights_TK=o.weights_TK.bfloat16())),
+    "x by columns": ("none", lambda o: replace(o, x_TH=o.x_TH.T.contiguous().T)),
+    "x off 16 bytes": ("none", lambda o: replace(o, x_TH=shifted(o.x_TH))),
+    "x of another dtype": ("none", lambda o: replace(o, x_TH=o.x_TH.half())),
+    "w1 off 16 bytes": ("none", lambda o: replace(o, w1=shifted(o.w1))),
+    "w2 by columns": ("none", lambda o: replace(o, w2=o.w2.transpose(1, 2))),
+    "w1 of too few rows": ("none", lambda o: replace(o, w1=o.w1[:, :-1].contiguous())),
+    "w2 of another H": ("none", lambda o: replace(o, w2=o.w2[:, :-8].contiguous())),
+    "a weight of fewer experts": ("none", lambda o: replace(o, w2=o.w2[:-1])),
+    "scales in 16 bits": ("none", lambda o: replace(o, scales=(torch.ones(3),))),
+    "an output of another dtype": ("none", lambda o: replace(o, output=o.output.float())),
+    "an output of fewer tokens": ("none", lambda o: replace(o, output=o.output[:-1])),
+    "a workspace too small": ("none", lambda o: replace(o, workspace=o.workspace[:1024])),
+    "a workspace off 128 bytes": ("none", lambda o: replace(o, workspace=o.workspace[1:])),
+    "a workspace of words": ("none", lambda o: replace(o, workspace=o.workspace.float())),
+    "three scales of a tensor": ("tensor", lambda o: replace(o, scales=o.scales[:3])),
+    "one scale for all experts": ("tensor", scale(0, lambda s: s[:1])),
+    "a1 of one dimension": ("tensor", scale(3, lambda s: s.view(1))),
+    "scales of double": ("tensor", scale(2, torch.Tensor.double)),
+    "x unquantised beside fp8": ("tensor", lambda o: replace(o, x_TH=o.x_TH.bfloat16())),
+    "x quantised by blocks": ("blocks", lambda o: replace(o, x_TH=o.x_TH.to(E4M3))),
+    "a block's scale too few": ("blocks", scale(0, lambda s: s[:, :1])),
+    "blocks' scales by columns": ("blocks", scale(0, lambda s: s.repeat(1, 1, 2)[..., ::2])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(name: str) -> None:
+    kind, change = PLANTED[name]
+    run(flashinfer_0_7, problem_of(kind), layer(kind))
+    with pytest.raises(RuntimeError, match="Check failed"):
+        run(flashinfer_0_7, problem_of(kind), change(layer(kind)))
+
+
+def test_sizes_of_tma() -> None:
+    with pytest.raises(RuntimeError, match="divisible by 8"):
+        run(flashinfer_0_7, problem_of("none"), layer(hidden=132))
+
+
+# ------------------------------------------------------------------------------------ where it is
+
+
+def put(site: Path, core: str, fused: str = "") -> None:
+    folder = site / "flashinfer"
+    (folder / "fused_moe").mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    (folder / "_build_meta.py").write_text('__version__ = "0.7.2.post1"\n')
+    (folder / "fused_moe/core.py").write_text(core)
+    (folder / "fused_moe/__init__.py").write_text(fused)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    library.load.cache_clear()
+    yield tmp_path
+    library.load.cache_clear()
+    for name in [n for n in sys.modules if n.split(".")[0] == "flashinfer"]:
+        del sys.modules[name]
+
+
+RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
+
+
+def test_loaded(site: Path) -> None:
+    names = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
+    put(site, RIGHT, names)
+    assert library.find(library.FLASHINFER).version == "0.7.2.post1"
+    assert library.load().cutlass_fused_moe == 1
+
+
+def test_missing_old_or_broken(site: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"got nothing, need FlashInfer 0\.6\.16"):
+        library.load()
+    put(site, "def cutlass_fused_moe(): ...\n")
+    with pytest.raises(ConfigurationError, match=r"another flashinfer 0\.7\.2\.post1: no def cut"):
+        library.load()
+    (site / "flashinfer/fused_moe/core.py").write_text(RIGHT)
+    (site / "flashinfer/fused_moe/__init__.py").write_text("raise RuntimeError('no nvcc')")
+    with pytest.raises(ConfigurationError, match="no nvcc, need one that goes with this torch"):
+        library.load()
+
+
+def test_a_plan_declares_the_room_of_the_library() -> None:
+    """And a call of fewer tokens takes a part of it."""
+    problem = replace(BASE, quant=STATIC)
+    with libraries():
+        kernel = make_kernel("MoEPrepareAndFinalizeNoEP", FlashInfer, problem, machine=CPU)
+        plan = kernel.plan()
+        for tokens in (9, 4, 0):
+            given = make_inputs(problem.with_tokens(tokens), "uniform", torch.device("cpu"))
+            weights: ExpertWeights = given.weights
+            routing: Routing = given.routing
+            assert tuple(plan(given.x_TH, weights, routing).shape) == (tokens, 128)

@@ -1,0 +1,41 @@
+"""Weights that begin anywhere: libraries read them by TMA or refuse them, so parts copy those."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import vendor_stand_in as parts
+from vendor_stand_in import proven
+
+from experts.common.by_rows import by_rows
+from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.types import Problem
+
+PLAIN = Problem(tokens=9, hidden=128, intermediate=128, experts=3, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("part", "quant"),
+    [
+        ("CutlassRowwise", "fp8_w8a8_channel"),
+        ("BatchedCutlass", "fp8_w8a8_tensor"),
+        ("DeepGemm", "none"),
+        ("BatchedDeepGemm", "fp8_w8a8_block"),
+        ("TritonKernels", "none"),
+    ],
+)
+def test_weights_off_16_bytes(part: str, quant: str) -> None:
+    problem = replace(PLAIN, quant=quant)
+    proof = proven(getattr(parts, part), problem, manner=Manner(layout="shifted"))
+    assert proof.passed, str(proof)
+
+
+def test_only_what_must_be_is_copied() -> None:
+    room = torch.arange(3 * 4 * 16 + 1, dtype=torch.bfloat16)
+    there = room[:-1].view(3, 4, 16)
+    assert by_rows(there) is there
+    for view in (room[1:].view(3, 4, 16), there.transpose(1, 2)):
+        made = by_rows(view)
+        assert made.is_contiguous()
+        assert made.data_ptr() % 16 == 0
+        assert torch.equal(made, view)
