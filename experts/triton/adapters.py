@@ -27,6 +27,7 @@ _STAGES = 3
 _STEP_BYTES = 32 << 10  # of x and A on their way in a step: three fit into any GPU's shared memory
 _LEAST_K, _MOST_K = 32, 512  # depth of a step
 _BOX = 64  # 16-bit values of a TMA box's 128 bytes
+_FEW_PAIRS = 256  # up to here pairs are multiplied one by one
 _WHOLE_DEPTH = 2048  # of a row of A, up to which a program has two
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of every slot
@@ -112,45 +113,42 @@ def whole_boxes(columns: int) -> int:
 
 
 class PairAdapters:
-    """What adapters add in one call over aligned pairs.
+    """What adapters add in one call over aligned pairs, in blocks of block_m.
 
-    slots_T: the tokens' slots. x_TH: tokens that are not quantised. aligned: in blocks of block_m.
+    A few pairs are multiplied one by one, which has more programs; but not where a token's bits
+    must not depend on how many others there are.
     """
 
     def __init__(
-        self,
-        slots_T: torch.Tensor,
-        weights: ExpertWeights,
-        problem: Problem,
-        workspace: Workspace,
-        aligned: Aligned,
-        block_m: int,
+        self, call: PathCall, problem: Problem, aligned: Aligned, slots_T: torch.Tensor
     ) -> None:
-        self._slots_T, self._weights, self._problem = slots_T, weights, problem
-        self._workspace, self._aligned, self._block_m = workspace, aligned, block_m
+        self._call, self._problem, self._slots_T = call, problem, slots_T
+        self._aligned, self._block_m = aligned, call.config.gemm1.block_m
+        self._pairs = len(slots_T) * problem.top_k
+        self._few = self._pairs <= _FEW_PAIRS and not problem.batch_invariant
 
     def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
         """Launch A x of the tokens (T, H), for the first product."""
-        a, b = self._weights.lora_a13, self._weights.lora_b13
+        weights = self._call.weights
         with stages.stage(stages.GATHER_GEMM1):
-            return self._shrunk("lora_u13", x_TH, a, b)
+            return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
     def of_w2(self, h_PI: torch.Tensor) -> Shrunk:
         """Launch A h of the pairs (P, I), for the second product."""
-        a, b = self._weights.lora_a2, self._weights.lora_b2
+        weights = self._call.weights
         with stages.stage(stages.GEMM2_SCATTER):
-            return self._shrunk("lora_u2", h_PI, a, b)
+            return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
 
-    def _shrunk(
-        self, name: str, x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
-    ) -> Shrunk:
+    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> Shrunk:
         from experts.triton.kernels.shrink import shrink_pairs_kernel
 
+        if self._few:
+            return shrink_few(self._call, name, x, matrices, self._problem)
+        a, b = matrices
         assert a is not None
         assert b is not None  # the weights were checked
-        problem, aligned = self._problem, self._aligned
-        pairs = len(self._slots_T) * problem.top_k
-        u = self._workspace.take(name, (pairs, a.shape[2]))
+        problem, aligned, pairs = self._problem, self._aligned, self._pairs
+        u = self._call.workspace.take(name, (pairs, a.shape[2]))
         how = _shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
             shrink_pairs_kernel,
