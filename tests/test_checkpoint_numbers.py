@@ -122,9 +122,7 @@ def test_stacks_that_lie_transposed_are_read(family: str, kind: str, tmp_path: P
         assert all(each.bytes_read <= 1.05 * whole for row in grid for each in row)
 
     def other_rows(tensors: Tensors) -> None:
-        for name in [
-            n for n in tensors if n.endswith(("gate_up_proj_weight_scale", "gate_up_proj"))
-        ]:
+        for name in [n for n in tensors if n.endswith(("gate_up_proj_weight_scale", "gate_up_proj"))]:
             if tensors[name].dim() == 3:
                 tensors[name] = tensors[name].roll(8, 2)
 

@@ -10,7 +10,9 @@ from test_runner_rows import Row, functions
 
 KEYWORDS, LOADING, LAYERS = "test_fused_moe_keywords", "test_weight_loading", "test_layers"
 EP_LAYER, RANKS = "test_ep_moe_layer", "test_layer_ranks"
-ASKED = ["A40", "A44", "A54", "A55", "A56", "A57", "A58", "A60", "A64", "A66", "E1", "E2", "E3", "E8", "E14", "E15", "E16", "E17", "E18"]
+ASKED = """
+A40 A44 A54 A55 A56 A57 A58 A60 A64 A66 E1 E2 E3 E8 E14 E15 E16 E17 E18
+""".split()
 ROWS = {
     "A40": Row("fused_experts over a router's tuple; the corrected examples", (
         f"{KEYWORDS}::test_the_field_s_examples",

@@ -203,13 +203,7 @@ class Registration:
         devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # one number, where dynamic shapes have a symbol
         found = _constants(
-            self,
-            module,
-            (shapes, dtypes, devices),
-            x_TH.dtype,
-            x_TH.device,
-            top_k,
-            flags_of(module),
+            self, module, (shapes, dtypes, devices), x_TH.dtype, x_TH.device, top_k, flags_of(module)
         )
         if isinstance(found, str):
             return self._outside(found, module, call)
