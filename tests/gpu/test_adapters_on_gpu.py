@@ -1,4 +1,4 @@
-"""Adapters on the paths that no CPU takes: products fed by TMA; and on those of few tokens, compiled."""
+"""Adapters on the paths that no CPU takes: products fed by TMA, and few tokens, compiled."""
 
 from dataclasses import replace
 from typing import Any
