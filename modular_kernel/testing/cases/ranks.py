@@ -19,6 +19,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, Manner
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.nearest import neighbours
+from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.cases.scenes import SCENES, has_scenes
 from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
 
@@ -185,7 +186,7 @@ class Variant:
         return RankCase(
             prepare_finalize,
             experts,
-            problem,
+            in_row_order(problem, experts),
             self.routing,
             manner=self.manner,
             tokens=tokens,
