@@ -26,6 +26,8 @@ _MOST_PARTS = 8  # programs that share the slots of a tile's rows
 _STAGES = 3
 _STEP_BYTES = 32 << 10  # of x and A on their way in a step: three fit into any GPU's shared memory
 _LEAST_K, _MOST_K = 32, 512  # depth of a step
+_BOX = 64  # 16-bit values of a TMA box's 128 bytes
+_FEW_PAIRS = 256  # up to here pairs are multiplied one by one
 _WHOLE_DEPTH = 2048  # of a row of A, up to which a program has two
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of every slot
@@ -61,6 +63,19 @@ class Shrunk:
         }
 
 
+@dataclass(frozen=True)
+class TileShrunk:
+    """The same, of every slot that a tile's rows name, side by side: see `shrink_tiles_kernel`.
+
+    u: (rows, slots * width). named: (tiles, slots + 1) int32. b, up: as `Shrunk` has them.
+    """
+
+    u: torch.Tensor
+    named: torch.Tensor
+    b: torch.Tensor
+    up: int
+
+
 def arguments_of(shrunk: Shrunk | None) -> Mapping[str, object]:
     """Return `Shrunk.arguments`; none for a call without adapters, whose kernel has no loop."""
     return {} if shrunk is None else shrunk.arguments()
@@ -77,46 +92,63 @@ def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
     }
 
 
-class PairAdapters:
-    """What adapters add in one call over aligned pairs.
+def tile_specs(problem: Problem, rows: int, tiles: int) -> dict[str, BufferSpec]:
+    """Return the buffers of `TileAdapters`; none for a problem without adapters."""
+    spec = problem.adapters
+    if spec is None:
+        return {}
+    widths = {"lora_u13": _rows_of_a13(problem), "lora_u2": spec.rank}
+    return {
+        **{
+            name: BufferSpec((rows, spec.adapters * whole_boxes(width)), problem.dtype)
+            for name, width in widths.items()
+        },
+        "lora_named": BufferSpec((tiles, spec.adapters + 1), torch.int32),
+    }
 
-    slots_T: the tokens' slots. x_TH: tokens that are not quantised. aligned: in blocks of block_m.
+
+def whole_boxes(columns: int) -> int:
+    """Return the columns of u that one slot takes: whole steps of a product fed by TMA."""
+    return -(-columns // _BOX) * _BOX
+
+
+class PairAdapters:
+    """What adapters add in one call over aligned pairs, in blocks of block_m.
+
+    A few pairs are multiplied one by one, which has more programs; but not where a token's bits
+    must not depend on how many others there are.
     """
 
     def __init__(
-        self,
-        slots_T: torch.Tensor,
-        weights: ExpertWeights,
-        problem: Problem,
-        workspace: Workspace,
-        aligned: Aligned,
-        block_m: int,
+        self, call: PathCall, problem: Problem, aligned: Aligned, slots_T: torch.Tensor
     ) -> None:
-        self._slots_T, self._weights, self._problem = slots_T, weights, problem
-        self._workspace, self._aligned, self._block_m = workspace, aligned, block_m
+        self._call, self._problem, self._slots_T = call, problem, slots_T
+        self._aligned, self._block_m = aligned, call.config.gemm1.block_m
+        self._pairs = len(slots_T) * problem.top_k
+        self._few = self._pairs <= _FEW_PAIRS and not problem.batch_invariant
 
     def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
         """Launch A x of the tokens (T, H), for the first product."""
-        a, b = self._weights.lora_a13, self._weights.lora_b13
+        weights = self._call.weights
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u13", x_TH, a, b)
+            return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
     def of_w2(self, h_PI: torch.Tensor) -> Shrunk:
         """Launch A h of the pairs (P, I), for the second product."""
-        a, b = self._weights.lora_a2, self._weights.lora_b2
+        weights = self._call.weights
         with stages.stage(stages.SHRINK):
-            return self._shrunk("lora_u2", h_PI, a, b)
+            return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
 
-    def _shrunk(
-        self, name: str, x: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
-    ) -> Shrunk:
+    def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> Shrunk:
         from experts.triton.kernels.shrink import shrink_pairs_kernel
 
+        if self._few:
+            return shrink_few(self._call, name, x, matrices, self._problem)
+        a, b = matrices
         assert a is not None
         assert b is not None  # the weights were checked
-        problem, aligned = self._problem, self._aligned
-        pairs = len(self._slots_T) * problem.top_k
-        u = self._workspace.take(name, (pairs, a.shape[2]))
+        problem, aligned, pairs = self._problem, self._aligned, self._pairs
+        u = self._call.workspace.take(name, (pairs, a.shape[2]))
         how = _shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
             shrink_pairs_kernel,
@@ -192,6 +224,47 @@ class SegmentAdapters:
             **how,
         )
         return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
+
+
+class TileAdapters(SegmentAdapters):
+    """The same rows for products fed by TMA: u of all of a tile's slots is more depth."""
+
+    def _shrunk(  # type: ignore[override]
+        self,
+        name: str,
+        x: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        *,
+        gather: bool,
+    ) -> TileShrunk:
+        from experts.triton.kernels.shrink import shrink_tiles_kernel
+
+        assert a is not None
+        assert b is not None  # the weights were checked
+        order, width = self._order, whole_boxes(a.shape[2])
+        u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
+        named = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
+        how = _shrink_arguments(a, x.shape[1], self._problem, self._block_m)
+        how["BLOCK_R"] = _BOX  # zeros are written too
+        launch(
+            shrink_tiles_kernel,
+            (order.max_tiles, width // _BOX, how["PARTS"]),
+            x_ptr=x,
+            u_ptr=u,
+            named_ptr=named,
+            slots_ptr=self._slots_T,
+            tokens_ptr=order.token_of_row,
+            tiles_ptr=order.tiles,
+            max_tiles=order.max_tiles,
+            stride_u=u.shape[1],
+            stride_xm=x.stride(0),
+            stride_xk=x.stride(1),
+            GATHER=gather,
+            WIDTH=width,
+            **how,
+        )
+        return TileShrunk(u, named, b, a.shape[2] - b.shape[3])
 
 
 def shrink_batched(

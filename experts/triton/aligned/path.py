@@ -152,8 +152,7 @@ class AlignedPath(Path):
         slots_T = call.tokens.routing.adapters_T
         if slots_T is None:
             return None
-        block_m = call.config.gemm1.block_m
-        return PairAdapters(slots_T, call.weights, self.problem, call.workspace, aligned, block_m)
+        return PairAdapters(call, self.problem, aligned, slots_T)
 
     def _quantised(
         self, h_PI: torch.Tensor, call: PathCall

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from experts.triton.adapters import SegmentAdapters, Shrunk, adapter_specs
+from experts.triton.adapters import SegmentAdapters, Shrunk, TileShrunk, adapter_specs
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product, first_product, second_product
 from experts.triton.path import PathCall
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
     scale: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
-    shrunk: Shrunk | None = None
+    shrunk: Shrunk | TileShrunk | None = None
 
 
 class ExpertSortedGemms(ABC):

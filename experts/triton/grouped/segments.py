@@ -2,6 +2,7 @@
 
 import torch
 
+from experts.triton.adapters import Shrunk
 from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product
@@ -36,6 +37,7 @@ def m_grouped_gemm(
     from experts.triton.grouped.kernels.segment_gemm import segment_gemm_kernel
 
     a, a_scale, weights, _, shrunk = rows
+    assert shrunk is None or isinstance(shrunk, Shrunk)
     adapters = {} if shrunk is None else {"tokens_ptr": tokens, **shrunk.arguments()}
     max_tiles = tiles.numel() // 3
     num_n = -(-product.columns // tile.block_n)

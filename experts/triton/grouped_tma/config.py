@@ -18,6 +18,7 @@ _BLOCK = (128, 128)
 # Weight rows of half a tile. With a scale per block a product has sums of its own beside the
 # tile's, and registers for half as many.
 _HALVES = {"plain": (64, 128), "channel": (64, 128), "block": (64,)}
+MOST_ADAPTERS = 8  # slots of which a tile may name each, with as many steps more
 LEAST_ROWS = 48  # mean rows of an expert from which the path pays; on an H200, tokens moved
 _STAGED = BLOCK_M * 2  # bytes of a column of results of half a tile on their way out: 16 bits each
 _MOST_STAGES = 6  # that fit into the shared memory of sm_90 with the narrowest tile
@@ -32,6 +33,8 @@ def serves(problem: Problem, device: Device) -> bool:
         return False
     if scheme.granularity == "block" and not _one_scale_a_half(problem):
         return False
+    if problem.adapters is not None and not _takes_adapters(problem):
+        return False
     itemsize = 1 if scheme.quantised else problem.dtype.itemsize
     widths = (problem.hidden, problem.intermediate)
     return not problem.apply_router_weight_on_input and all(
@@ -42,6 +45,18 @@ def serves(problem: Problem, device: Device) -> bool:
 def least_tokens(problem: Problem) -> int:
     """Return the fewest tokens of a call that takes this path without a tuned file."""
     return LEAST_ROWS * problem.experts // problem.top_k
+
+
+def _takes_adapters(problem: Problem) -> bool:
+    """Whether B of every slot can be fetched by boxes, as more depth of weights in 16 bits.
+
+    Of alternating gate and up rows one box has both, but their u is not the same.
+    """
+    spec = problem.adapters
+    assert spec is not None
+    shared = spec.a13_shared or not problem.act.gated or not problem.act.interleaved
+    few = spec.adapters <= MOST_ADAPTERS and spec.rank * problem.dtype.itemsize % TMA_BYTES == 0
+    return MODES[problem.scheme.name] == "plain" and shared and few
 
 
 def _one_scale_a_half(problem: Problem) -> bool:
@@ -58,6 +73,8 @@ def gathers(problem: Problem) -> bool:
     """
     itemsize = 1 if problem.scheme.quantised else problem.dtype.itemsize
     steps = -(-problem.hidden * itemsize // BOX_BYTES)
+    if problem.adapters is not None:  # u lies in the order of experts
+        return False
     return MODES[problem.scheme.name] != "block" and steps >= _MOST_STAGES - 1
 
 

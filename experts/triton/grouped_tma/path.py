@@ -9,6 +9,13 @@ from collections.abc import Iterator
 
 import torch
 
+from experts.triton.adapters import (
+    SegmentAdapters,
+    TileAdapters,
+    TileShrunk,
+    tile_specs,
+    whole_boxes,
+)
 from experts.triton.candidates import Groups
 from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.grouped_tma import config
@@ -24,12 +31,15 @@ from experts.triton.grouped_tma.config import (
 )
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
 from experts.triton.operands import TMA_BYTES, Product
-from experts.triton.path import Path
+from experts.triton.path import Path, PathCall
 from modular_kernel.ops.launch.launch import launch
-from modular_kernel.ops.sort import Sorted
+from modular_kernel.ops.sort import Sorted, most_tiles
 from modular_kernel.roundings import Roundings
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
+from modular_kernel.workspace import BufferSpec
+
+_BOX_VALUES = BOX_BYTES // 2  # of 16 bits
 
 
 class GroupedTmaPath(ExpertSortedGemms, Path):
@@ -42,7 +52,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     @classmethod
     def serves(cls, problem: Problem, device: Device) -> bool:
         """Return whether rows start where TMA fetches them, on sm_90."""
-        return problem.adapters is None and config.serves(problem, device)
+        return config.serves(problem, device)
 
     @classmethod
     def least_tokens(cls, problem: Problem) -> int:
@@ -75,11 +85,26 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         self._mode = MODES[problem.scheme.name]
         self.moves_tokens = not gathers(problem)
 
+    def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
+        """Return buffers of grouped GEMMs, with u of adapters as TMA fetches it."""
+        pairs = tokens * self.problem.top_k
+        tiles = most_tiles(pairs, block_m, self.problem.e)
+        return super().specs(tokens, block_m) | tile_specs(self.problem, pairs, tiles)
+
+    def _adapters(
+        self, tile: LaunchConfig, order: Sorted, call: PathCall
+    ) -> SegmentAdapters | None:
+        slots_T = call.tokens.routing.adapters_T
+        if slots_T is None:
+            return None
+        return TileAdapters(slots_T, self.problem, call.workspace, order, tile.block_m)
+
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whether every tensor lies as TMA, 16-byte copies and the kernel's indices want it."""
-        given = (weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
-        tensors = (weights.w1, weights.w2, *(t for t in given if t is not None))
-        starts = [t.data_ptr() for t in tensors[:2]]
+        fetched = (weights.w1, weights.w2, weights.lora_b13, weights.lora_b2)
+        given = (*fetched, weights.b1, weights.b2, weights.w1_scale, weights.w2_scale)
+        tensors = [t for t in given if t is not None]
+        starts = [t.data_ptr() for t in fetched if t is not None]
         if not self.moves_tokens:
             starts += [x_TH.data_ptr(), x_TH.stride(0) * x_TH.element_size()]
         return all(t.is_contiguous() for t in tensors) and all(n % TMA_BYTES == 0 for n in starts)
@@ -90,7 +115,8 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
         from experts.triton.grouped_tma.kernels.gemm import grouped_gemm_tma_kernel
         from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
-        a, a_scale, _, tokens, _ = rows  # it serves no weights on the input
+        a, a_scale, _, tokens, shrunk = rows  # it serves no weights on the input
+        assert shrunk is None or isinstance(shrunk, TileShrunk)
         experts, rows_b, depth = product.w.shape
         itemsize = a.element_size()
         half = half_rows(tile, 2 if product.constants["GATED"] else 1)
@@ -129,5 +155,29 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
             SLOTS=staging_slots(tile, half, stored),
             GROUP_M=tile.group_m,
             num_warps=4,
+            **_adapter_arguments(shrunk, b_desc, half, order),
             **product.constants,
         )
+
+
+def _adapter_arguments(
+    shrunk: TileShrunk | None, unused: object, half: int, order: Sorted
+) -> dict[str, object]:
+    """Return what the kernel takes of adapters; half: weight rows of a box."""
+    from experts.triton.kernels.tma_descriptors import tma_descriptor
+
+    if shrunk is None:
+        numbers = dict.fromkeys(("stride_named", "slot_rows", "expert_rows", "u_up"), 0)
+        descriptors = {"u_desc": unused, "lora_b_desc": unused, "named_ptr": order.tiles}
+        return {**descriptors, **numbers, "LORA_STEPS": 0}
+    slots, experts, rows, rank = shrunk.b.shape
+    return {
+        "u_desc": tma_descriptor(shrunk.u, BLOCK_M),
+        "lora_b_desc": tma_descriptor(shrunk.b.view(slots * experts * rows, rank), half),
+        "named_ptr": shrunk.named,
+        "stride_named": shrunk.named.shape[1],
+        "slot_rows": experts * rows,
+        "expert_rows": rows if experts > 1 else 0,
+        "u_up": shrunk.up,
+        "LORA_STEPS": whole_boxes(rank + shrunk.up) // _BOX_VALUES,
+    }

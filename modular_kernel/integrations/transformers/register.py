@@ -128,19 +128,19 @@ class Registration:
         top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
         """
         call = (hidden_states, top_k_index, top_k_weights)
-        if torch.compiler.is_compiling():
-            if not _TRACES:
-                return self._outside(_BREAKS, module, call)
-            names, refused = _names(module, flags_of(module))
-            if refused:
-                return self._outside(refused, module, call)
-        else:
-            names = names_of(module)
+        names: tuple[str, ...]
+        names, why = (), _BREAKS
+        if not torch.compiler.is_compiling():
+            names, why = names_of(module), ""
+        elif _TRACES:
+            names, why = _names(module, flags_of(module))
         tensors = tuple([_attribute(module, (name,)) for name in names])
-        if not all([isinstance(tensor, torch.Tensor) for tensor in tensors]):
-            if torch.compiler.is_compiling():
-                return self._outside("an attribute that is no tensor", module, call)
-            tensors_of(module)  # raises
+        if any(map(_no_tensor, tensors)):
+            if not torch.compiler.is_compiling():
+                tensors_of(module)  # raises
+            why = "an attribute that is no tensor"
+        if why:
+            return self._outside(why, module, call)
         needed = gradients_are_needed((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
             raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
@@ -197,15 +197,8 @@ class Registration:
         dtypes = tuple([tensor.dtype for tensor in tensors])
         devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # one number, where dynamic shapes have a symbol
-        found = _constants(
-            self,
-            module,
-            (shapes, dtypes, devices),
-            x_TH.dtype,
-            x_TH.device,
-            top_k,
-            flags_of(module),
-        )
+        like, own = (shapes, dtypes, devices), flags_of(module)
+        found = _constants(self, module, like, x_TH.dtype, x_TH.device, top_k, own)
         if isinstance(found, str):
             return self._outside(found, module, call)
         fields, layer, numbers, functions = found
@@ -332,11 +325,15 @@ def _function(module: torch.nn.Module, name: str) -> object:
     return found.__func__ if isinstance(found, MethodType) else found
 
 
-def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> object:
-    found: object = module
+def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> Any:
+    found: Any = module
     for name in way:
         found = getattr(found, name, None)
     return found
+
+
+def _no_tensor(value: object) -> bool:
+    return not isinstance(value, torch.Tensor)
 
 
 def _unlike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -117,6 +117,9 @@ def problems() -> tuple[Problem, ...]:
     # Alternating rows: an argument of 1 is a constant to the compiler.
     adapted += [replace(each, activation="silu:interleaved=true") for each in adapted]
     adapted += [replace(adapted[1], quant=quant) for quant in ("fp8_w8a8_block", _PACKED[0])]
+    # A few tokens: scales of channels and of a tensor, experts enough for the path without tiles.
+    few = replace(adapted[0], experts=32)
+    adapted += [replace(few, quant=q) for q in ("none", "fp8_w8a8_channel", "fp8_w8a16_tensor")]
     # Paths that ask for more than the base has: words of 4 bits and one token; a piece of 1024.
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")

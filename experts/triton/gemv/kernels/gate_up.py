@@ -207,14 +207,13 @@ def gemv_gate_up_kernel(
         if (adapter >= 0) & (adapter < num_slots):
             u_ptrs = u_ptr + pair.to(tl.int64) * stride_u + tl.zeros((1, 1), tl.int32)
             lora_b_ptr += adapter * stride_lbl + expert * stride_lbe
-            row = (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_lbn
+            b_ptrs = lora_b_ptr + (column * ROW_STEP).to(tl.int64)[None, :, None] * stride_lbn
             b_mask = column_mask[None, :, None]
-            gate_row += adapter_sums(u_ptrs, True, lora_b_ptr + row, b_mask, rank, LORA_R)
+            gate_row += adapter_sums(u_ptrs, True, b_ptrs, b_mask, rank, LORA_R)
             if GATED:
-                row = (column * ROW_STEP + up_row).to(tl.int64)[None, :, None] * stride_lbn
-                up_row_sum += adapter_sums(
-                    u_ptrs + U_UP, True, lora_b_ptr + row, b_mask, rank, LORA_R
-                )
+                up_rows = (column * ROW_STEP + up_row).to(tl.int64)[None, :, None]
+                b_ptrs = lora_b_ptr + up_rows * stride_lbn
+                up_row_sum += adapter_sums(u_ptrs + U_UP, True, b_ptrs, b_mask, rank, LORA_R)
     row_weight = tl.zeros((1,), tl.float32)
     if HAS_ROW_WEIGHTS:
         row_weight += tl.load(row_weights_ptr + pair)

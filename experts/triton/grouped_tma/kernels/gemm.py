@@ -57,9 +57,21 @@ def _look_up(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
+def _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M: gl.constexpr):
+    """Return how many slots of adapters a tile's rows name, and where they are; none past the last
+    tile."""
+    inside = index < num_m * num_n
+    m, _ = tile_at(index, num_m, num_n, GROUP_M)
+    tile_ptr = named_ptr + gl.where(inside, m, 0) * stride_named
+    return gl.load(tile_ptr, mask=inside, other=0), tile_ptr + 1
+
+
+@gluon.jit
 def _load(
     a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
-    rows_b, right_rows, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHERED: gl.constexpr,
+    rows_b, right_rows, u_desc, lora_b_desc, named_ptr, stride_named, slot_rows, expert_rows, u_up,
+    STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr, GATHERED: gl.constexpr,
+    LORA_STEPS: gl.constexpr,
 ):  # fmt: skip
     """Be the loading warp: fill ring places as they become empty."""
     STAGES: gl.constexpr = b_ring.shape[0]
@@ -88,6 +100,26 @@ def _load(
             load_box(b_desc, [row_b, start], ready, b.slice(0, HALF, 0))
             load_box(b_desc, [row_b + right_rows, start], ready, b.slice(HALF, HALF, 0))
             turn += 1
+        if LORA_STEPS > 0:
+            # More depth: u, times B of each slot in turn. What a box has outside of B is zero: so
+            # gate's u meets gate's B alone, and up's, u_up further, up's.
+            count, slots_ptr = _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M)
+            for step in range(count * LORA_STEPS):
+                slot = gl.load(slots_ptr + step // LORA_STEPS)
+                column = step % LORA_STEPS * BLOCK_K
+                place = turn % STAGES
+                mbarrier.wait(empty.index(place), ((turn // STAGES) & 1) ^ 1)
+                ready = full.index(place)
+                mbarrier.expect(ready, BYTES)
+                load_box(u_desc, [row, step * BLOCK_K], ready, a_ring.index(place))
+                b = b_ring.index(place)
+                row_b = slot * slot_rows + expert * expert_rows + n * STRIDE_N
+                load_box(lora_b_desc, [row_b, column], ready, b.slice(0, HALF, 0))
+                load_box(
+                    lora_b_desc, [row_b + right_rows, column - u_up], ready,
+                    b.slice(HALF, HALF, 0),
+                )  # fmt: skip
+                turn += 1
         expert, row, n = next_expert, next_row, next_n
 
 
@@ -207,7 +239,7 @@ def _compute(
     a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b, right_rows,
     x_ptr, stride_x, tokens_ptr,
     out_ptr, out_desc, staging, columns, a_scale_ptr, b_scale_ptr, bias_ptr, a_groups,
-    b_scale_rows, b_groups,
+    b_scale_rows, b_groups, named_ptr, stride_named, LORA_STEPS: gl.constexpr,
     PART: gl.constexpr, MODE: gl.constexpr, STRIDE_N: gl.constexpr, GROUP_M: gl.constexpr,
     GATHERED: gl.constexpr, EVEN_K: gl.constexpr,
     STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -261,7 +293,11 @@ def _compute(
                     tokens, acc, COPIES, EVEN_K,
                 )  # fmt: skip
             else:
-                acc, turn = _multiply_plain(a_ring, b_ring, full, empty, turn, depth, acc, PART)
+                deep = depth
+                if LORA_STEPS > 0:
+                    count, _ = _named(index, num_m, num_n, named_ptr, stride_named, GROUP_M)
+                    deep = (gl.cdiv(depth, BLOCK_K) + count * LORA_STEPS) * BLOCK_K
+                acc, turn = _multiply_plain(a_ring, b_ring, full, empty, turn, deep, acc, PART)
             left, right = _halves(acc)
             left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
             right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
@@ -284,7 +320,8 @@ def _compute(
 def grouped_gemm_tma_kernel(
     a_desc, b_desc, out_desc, x_ptr, tokens_ptr, out_ptr, tiles_ptr, a_scale_ptr, b_scale_ptr,
     bias_ptr, max_tiles, columns, depth, rows_b, up_rows, stride_x, a_groups, b_scale_rows,
-    b_groups,
+    b_groups, u_desc, lora_b_desc, named_ptr, stride_named, slot_rows, expert_rows, u_up,
+    LORA_STEPS: gl.constexpr,
     MODE: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
     GATHERED: gl.constexpr, EVEN_K: gl.constexpr,
@@ -301,6 +338,11 @@ def grouped_gemm_tma_kernel(
     GATHERED: row r of a is row tokens[r] of x, stride_x times 16 bytes from its predecessor; a_desc
     is not used. Not in MODE "block". EVEN_K: the depth is whole steps of 128 bytes.
     SLOTS: boxes of results that a warpgroup keeps until they are stored, 1 or 2.
+    LORA_STEPS: 0, or how many boxes of a slot's B its u needs; in MODE "plain", not GATHERED.
+    Then u_desc: (rows, slots * LORA_STEPS boxes) of u of the slots that a tile's rows name, in the
+    order of named_ptr: int32, stride_named a tile, how many and which. lora_b_desc: B of all slots,
+    slot_rows rows each, of which expert i's begin at i * expert_rows, in boxes as b_desc's. u_up:
+    how far up's u lies behind gate's.
     MODE "plain": no scales; "channel": a_scale (rows of a or x,), b_scale (experts, rows_b);
     "block": a_scale (rows, a_groups) and b_scale (experts, b_scale_rows, b_groups), 128 by 128.
     """
@@ -334,18 +376,21 @@ def grouped_gemm_tma_kernel(
             (_compute, (
                 a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
                 right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, staging, columns,
-                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, first, MODE,
-                STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, named_ptr,
+                stride_named, LORA_STEPS, first, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP,
+                GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_compute, (
                 other_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth, rows_b,
                 right_rows, x_ptr, stride_x, tokens_ptr, out_ptr, out_desc, other_staging, columns,
-                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, second, MODE,
-                STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                a_scale_ptr, b_scale_ptr, bias_ptr, a_groups, b_scale_rows, b_groups, named_ptr,
+                stride_named, LORA_STEPS, second, MODE, STRIDE_N, GROUP_M, GATHERED, EVEN_K, STEP,
+                GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_load, (
                 a_desc, b_desc, a_ring, b_ring, full, empty, tiles_ptr, max_tiles, num_n, depth,
-                rows_b, right_rows, STRIDE_N, GROUP_M, GATHERED,
+                rows_b, right_rows, u_desc, lora_b_desc, named_ptr, stride_named, slot_rows,
+                expert_rows, u_up, STRIDE_N, GROUP_M, GATHERED, LORA_STEPS,
             )),
         ],
         [4, 1],

@@ -1,0 +1,71 @@
+"""Adapters on the paths that no CPU takes: products fed by TMA, and few tokens, compiled."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts.triton.configs.select import choose_config
+from experts.triton.contiguous import paths_of
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.types import Combine, Problem
+
+pytestmark = pytest.mark.gpu
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+OAI = "swiglu_oai:alpha=1.702,limit=1.0,interleaved="
+BASE = Problem(300, 128, 192, 4, 2, lora="adapters=3,rank=16")
+BY_TMA: tuple[tuple[dict[str, Any], str, dict[str, str]], ...] = (
+    ({}, "uniform", {}),
+    ({"hidden": 48, "intermediate": 80}, "skips", {}),
+    ({"lora": "adapters=1,rank=8"}, "zipf", {}),
+    ({"lora": "adapters=8,rank=64"}, "uniform", {}),
+    ({"lora": "adapters=5,rank=40", "bias": True, "activation": OAI + "false"}, "uniform", {}),
+    ({"lora": "adapters=4,rank=24,a13=shared", "activation": OAI + "true"}, "duplicates", {}),
+    ({"lora": "adapters=2,rank=128,outer=shared"}, "uniform", {}),
+    ({"lora": "adapters=3,rank=32", "activation": "relu2"}, "empty_experts", {}),
+    ({"combine": Combine.TOPK_WEIGHTED, "tokens": 513}, "all_to_one", {}),
+    ({"expert_map": True, "local_experts": 3, "tokens": 700}, "out_of_range", {}),
+    ({"dtype": torch.float16, "chunk_tokens": 200}, "uniform", {}),
+    ({}, "uniform", {"named": "sequences"}),
+    ({}, "uniform", {"named": "nobody"}),
+    ({}, "uniform", {"named": "without"}),
+    ({}, "uniform", {"layout": "spaced"}),
+    ({}, "uniform", {"layout": "shifted"}),
+    ({}, "uniform", {"values": "nan_token"}),
+)
+FEW: tuple[dict[str, Any], ...] = (
+    {"tokens": 1},
+    {"tokens": 4, "lora": "adapters=8,rank=64", "bias": True},
+    {"tokens": 2, "lora": "adapters=1,rank=5", "activation": OAI + "true"},
+    {"tokens": 3, "lora": "adapters=4,rank=256", "quant": "fp8_w8a8_channel"},
+    {"tokens": 3, "quant": "fp8_w8a16_tensor", "activation": "silu:interleaved=true"},
+    {"tokens": 1, "quant": "int8_w8a16_channel"},
+)
+
+
+def path(problem: Problem) -> str:
+    paths = paths_of(problem)
+    return choose_config(problem.with_tokens(0), problem.tokens, paths).path
+
+
+@pytest.mark.parametrize(("change", "routing", "manner"), BY_TMA, ids=str)
+def test_more_depth_of_products_fed_by_tma(
+    change: dict[str, Any], routing: str, manner: dict[str, str]
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("of sm_90")
+    problem = replace(BASE, **change)
+    assert path(problem) == "grouped_tma"
+    proof = prove(Case(*PAIR, problem, routing, manner=Manner(**manner)))
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("change", FEW, ids=str)
+def test_a_few_tokens(change: dict[str, Any]) -> None:
+    problem = replace(BASE, experts=16, **change)
+    assert path(problem) == "gemv"
+    proof = prove(Case(*PAIR, problem))
+    assert proof.passed, str(proof)

@@ -1,0 +1,81 @@
+"""u of adapters as products fed by TMA take it, in the interpreter; and which layers have that."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from experts.triton.adapters import TileAdapters, TileShrunk, tile_specs, whole_boxes
+from experts.triton.configs.select import on_device
+from experts.triton.contiguous import paths_of
+from experts.triton.launch_config import Device
+from modular_kernel.ops.sort import Sorted, most_tiles
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import Problem
+from modular_kernel.workspace import Workspace
+
+BASE = Problem(12, 32, 48, 3, 1, lora="adapters=5,rank=20")
+ENDS = (7, 7, 12)  # rows of three experts, of which one has none
+TILE = 16
+
+
+def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrunk:
+    """What a launch of `TileAdapters` leaves in poisoned memory."""
+    specs = tile_specs(BASE, 12, most_tiles(12, TILE, 3))
+    workspace = Workspace(specs, slots.device, poison=True)
+    tiles = torch.tensor([0, 2, 9, 0, 7, 9, 7, 12, 9, 2], dtype=torch.int32)
+    token_of_row = torch.arange(11, -1, -1, dtype=torch.int32)
+    starts = torch.tensor([0, *ENDS], dtype=torch.int32)
+    order = Sorted(token_of_row.argsort().int()[:, None], token_of_row, tiles, starts)
+    adapters = TileAdapters(slots, BASE, workspace, order, TILE)
+    found: Any = adapters.of_w1(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=a[:, :, :, :20]))
+    assert isinstance(found, TileShrunk)
+    workspace.check_red_zones()
+    return found
+
+
+@pytest.mark.parametrize("named", ["some", "nobody"])
+def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x_TH = torch.randn(12, 32, generator=generator).bfloat16()
+    a = torch.randn(5, 3, 40, 32, generator=generator).bfloat16()
+    slots = torch.tensor([4, -1, 1, 1, 0, 4, 0, -1, 1, 0, -1, 5], dtype=torch.int32)
+    if named == "nobody":
+        slots = torch.full_like(slots, -1)
+    a[3] = torch.nan  # of no token
+    found = made(slots, a, x_TH)
+    width = whole_boxes(40)
+    assert (width, found.up) == (64, 20)
+    for tile, (expert, first, end) in enumerate(((0, 0, 7), (2, 7, 12))):
+        tokens = [11 - row for row in range(first, end)]
+        there = sorted({int(slots[t]) for t in tokens if 0 <= int(slots[t]) < 5})
+        assert found.named[tile, : 1 + len(there)].tolist() == [len(there), *there]
+        for row, token in zip(range(first, end), tokens, strict=True):
+            for place, slot in enumerate(there):
+                u = found.u[row, place * width : (place + 1) * width].float()
+                want = torch.zeros(width)
+                if int(slots[token]) == slot:
+                    want[:40] = a[slot, expert].float() @ x_TH[token].float()
+                torch.testing.assert_close(u, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, True),
+        ({"lora": "adapters=8,rank=256"}, True),
+        ({"lora": "adapters=9,rank=8"}, False),  # too many steps more
+        ({"lora": "adapters=2,rank=12"}, False),  # rows of B not on 16 bytes
+        ({"activation": "silu:interleaved=true"}, False),  # two u for one box of rows
+        ({"activation": "silu:interleaved=true", "lora": "adapters=2,rank=8,a13=shared"}, True),
+        ({"quant": "fp8_w8a8_channel"}, False),  # u has 16 bits
+        ({"batch_invariant": True}, False),
+    ],
+    ids=str,
+)
+def test_layers_whose_adapters_are_more_depth(change: dict[str, Any], taken: bool) -> None:
+    problem = replace(BASE, **{"lora": "adapters=4,rank=16", **change})
+    with on_device(Device.named("NVIDIA H200")):
+        assert ("grouped_tma" in paths_of(problem)) is taken
