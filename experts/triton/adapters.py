@@ -27,7 +27,7 @@ _STAGES = 3
 _STEP_BYTES = 32 << 10  # of x and A on their way in a step: three fit into any GPU's shared memory
 _LEAST_K, _MOST_K = 32, 512  # depth of a step
 _BOX = 64  # 16-bit values of a TMA box's 128 bytes
-_FEW_PAIRS = 256  # up to here pairs are multiplied one by one
+_FEW_ROWS = 8192  # of A, one for each pair and column of u: up to here pairs go one by one
 _WHOLE_DEPTH = 2048  # of a row of A, up to which a program has two
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of every slot
@@ -125,7 +125,6 @@ class PairAdapters:
         self._call, self._problem, self._slots_T = call, problem, slots_T
         self._aligned, self._block_m = aligned, call.config.gemm1.block_m
         self._pairs = len(slots_T) * problem.top_k
-        self._few = self._pairs <= _FEW_PAIRS and not problem.batch_invariant
 
     def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
         """Launch A x of the tokens (T, H), for the first product."""
@@ -142,12 +141,12 @@ class PairAdapters:
     def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> Shrunk:
         from experts.triton.kernels.shrink import shrink_pairs_kernel
 
-        if self._few:
-            return shrink_few(self._call, name, x, matrices, self._problem)
         a, b = matrices
         assert a is not None
         assert b is not None  # the weights were checked
         problem, aligned, pairs = self._problem, self._aligned, self._pairs
+        if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:
+            return shrink_few(self._call, name, x, matrices, problem)
         u = self._call.workspace.take(name, (pairs, a.shape[2]))
         how = _shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
