@@ -1,4 +1,4 @@
-"""Adapters on the paths that no CPU takes: products fed by TMA; and on those of few tokens, compiled."""
+"""Adapters on paths that no CPU takes, fed by TMA, and compiled for a few tokens."""
 
 from dataclasses import replace
 from typing import Any
