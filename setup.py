@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 setup(
     name="modular-kernel",
     version="0.2.0",
-    description="Compose fused mixture-of-experts layers from interchangeable, proven parts.",
+    description="Compose fused mixture-of-experts layers from interchangeable, verified parts.",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     author="The modular_kernel authors",
@@ -84,6 +84,7 @@ setup(
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
             "ml_dtypes>=0.5",
+            "peft>=0.21",
             "setuptools>=70.1",
         ],
         "dev": [

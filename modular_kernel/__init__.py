@@ -1,4 +1,4 @@
-"""Compose fused Mixture-of-Experts layers from interchangeable, proven parts.
+"""Compose fused Mixture-of-Experts layers from interchangeable, verified parts.
 
 Names are loaded on first use, so that `mk --help` does not import torch.
 """

@@ -106,9 +106,12 @@ class Adapter:
             need = f"a multiple of {ranks}, the ranks"
             raise ConfigurationError("intermediate size", got=intermediate, need=need)
         parts = 2 if gated else 1
-        rows = self.lora_b13.unflatten(1, (parts, ranks, -1))[:, :, rank].flatten(1, 2)
-        columns = self.lora_a2.unflatten(2, (ranks, -1))[:, :, rank]
-        return replace(self, lora_b13=rows, lora_a2=columns.contiguous())
+        (experts, rows, columns), depth = self.lora_b13.shape, self.lora_a2.shape[1]
+        b13 = self.lora_b13.reshape(experts, parts, ranks, rows // (parts * ranks), columns)
+        a2 = self.lora_a2.reshape(experts, depth, ranks, intermediate // ranks)
+        return replace(
+            self, lora_b13=b13[:, :, rank].flatten(1, 2), lora_a2=a2[:, :, rank].contiguous()
+        )
 
     def __repr__(self) -> str:
         """Return its shapes, without its numbers."""

@@ -49,7 +49,7 @@ def up_rows_first(weights: ExpertWeights, problem: Problem) -> tuple[ExpertWeigh
     if weights.w1_scale is not None and weights.w1_scale.dim() > 1:
         fields["w1_scale"] = rows(weights.w1_scale)
     ordered = replace(act, interleaved=False, up_first=True)
-    return replace(weights, **fields), replace(problem, activation=ordered)  # type: ignore[arg-type]
+    return replace(weights, **fields), replace(problem, activation=ordered)
 
 
 def _from_halves(of_rows: torch.Tensor) -> torch.Tensor:

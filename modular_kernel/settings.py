@@ -158,15 +158,28 @@ def nvshmem_asks_for_ibgda() -> bool:
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """Have MK_DEADLINE_S be `seconds` within: for managers that parts make by themselves."""
-    before = os.environ.get("MK_DEADLINE_S")
-    os.environ["MK_DEADLINE_S"] = str(seconds)
+    with _told("MK_DEADLINE_S", str(seconds)):
+        yield
+
+
+@contextmanager
+def host_called(name: str) -> Iterator[None]:
+    """Have MK_HOST_ID be `name` within: for managers that are made there."""
+    with _told("MK_HOST_ID", name):
+        yield
+
+
+@contextmanager
+def _told(variable: str, value: str) -> Iterator[None]:
+    before = os.environ.get(variable)
+    os.environ[variable] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ["MK_DEADLINE_S"]
+            del os.environ[variable]
         else:
-            os.environ["MK_DEADLINE_S"] = before
+            os.environ[variable] = before
 
 
 def hide_gpus() -> None:

@@ -24,6 +24,7 @@ QUANTISE_INPUT = "mk::quantise_input"  # x, for GEMM 1
 DISPATCH = "mk::dispatch"  # rows to the ranks that need them
 SORT = "mk::sort"  # where each pair goes; no row moves
 PERMUTE = "mk::permute"  # rows into the order of experts
+SHRINK = "mk::shrink"  # A x of adapters, before each product
 GEMM1 = "mk::gemm1_activation"  # no part has the activation apart
 QUANTISE = "mk::quantise"  # h, for GEMM 2
 GEMM2 = "mk::gemm2"
@@ -31,7 +32,7 @@ UNPERMUTE = "mk::unpermute"  # rows back into the order of pairs
 REDUCE = "mk::weight_and_reduce"  # over top-k
 COMBINE = "mk::combine"  # sums back to the ranks whose tokens they are
 STAGES = (
-    *(QUANTISE_INPUT, DISPATCH, SORT, PERMUTE, GEMM1),
+    *(QUANTISE_INPUT, DISPATCH, SORT, PERMUTE, SHRINK, GEMM1),
     *(QUANTISE, GEMM2, UNPERMUTE, REDUCE, COMBINE),
 )
 

@@ -1,7 +1,7 @@
 """PrepareAndFinalize parts: quantise and dispatch, then combine. One folder for each transport.
 
-Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup`) belong to a process group: they are made,
-kept and destroyed in one place.
+Managers (`TorchGroup`, `SymmetricGroup`, `DeepEPGroup` and others) belong to a process group: they
+are made, kept and destroyed in one place.
 """
 
 from modular_kernel.support import Planned
@@ -14,6 +14,8 @@ from prepare_finalize.deepep.group import DeepEPGroup
 from prepare_finalize.deepep.high_throughput import DeepEPHTPrepareAndFinalize
 from prepare_finalize.deepep.low_latency import DeepEPLLPrepareAndFinalize
 from prepare_finalize.deepep.v2 import DeepEPV2PrepareAndFinalize
+from prepare_finalize.flashinfer.group import FlashInferGroup
+from prepare_finalize.flashinfer.part import FlashInferCutlassMoEPrepareAndFinalize
 from prepare_finalize.local.batched import BatchedPrepareAndFinalize
 from prepare_finalize.local.no_ep import MoEPrepareAndFinalizeNoEP
 from prepare_finalize.pplx.part import PplxPrepareAndFinalize
@@ -32,15 +34,10 @@ COMPONENTS = (
     DeepEPHTPrepareAndFinalize,
     DeepEPLLPrepareAndFinalize,
     DeepEPV2PrepareAndFinalize,
+    FlashInferCutlassMoEPrepareAndFinalize,
 )
 
-PLANNED = (
-    Planned(
-        "FlashInferCutlassMoEPrepareAndFinalize",
-        "prepare_finalize",
-        "no adapter to FlashInfer's one-sided all-to-all, which must be tried on several GPUs",
-    ),
-)
+PLANNED: tuple[Planned, ...] = ()
 
 __all__ = [
     "COMPONENTS",
@@ -52,6 +49,8 @@ __all__ = [
     "DeepEPLLPrepareAndFinalize",
     "DeepEPV2PrepareAndFinalize",
     "Exchange",
+    "FlashInferCutlassMoEPrepareAndFinalize",
+    "FlashInferGroup",
     "MoEPrepareAndFinalizeNoEP",
     "PplxPrepareAndFinalize",
     "ReplicatedEPPrepareAndFinalize",

@@ -221,7 +221,17 @@ BAD: dict[str, Case] = {
     "a static scale below 0": (
         changed(fill("3.w2.input_scale", -1.0), "modelopt fp8"),
         WeightsError,
-        "activation scales: got -1.0",
+        rf"^model.safetensors: {AT}.3.w2.input_scale: got -1.0, need finite numbers above 0",
+    ),
+    "a matrix's scale that divides by too much": (
+        changed(fill("3.w2.weight_global_scale", float("inf")), "compressed nvfp4"),
+        WeightsError,
+        rf"{AT}.3.w2: scale: got inf, need a scale of a matrix from 0 on",
+    ),
+    "a matrix's scale that is no number": (
+        changed(fill("1.w3.weight_scale", float("nan")), "modelopt nvfp4"),
+        WeightsError,
+        rf"{AT}.1.w1: scale: got nan, need numbers",
     ),
     "columns out of order": (
         changed(fill("1.w3.g_idx", 1.0), "gptq"),

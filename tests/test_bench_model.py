@@ -37,7 +37,7 @@ def _once(monkeypatch) -> None:
 @pytest.mark.parametrize("name", SMALL_MODELS)
 def test_a_folder_is_built_timed_and_told(name, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("modular_kernel.cli.output.width", lambda: 80)
+    monkeypatch.setattr("modular_kernel.cli.output.width", lambda _=None: 80)
     config_file(tmp_path, name, dtype="float32", quantization_config={"quant_method": "fp8"})
     record = tmp_path / "record.json"
     ended = run_mk(capsys, "bench", "--hf", str(tmp_path), *SHORT, "--json", str(record))

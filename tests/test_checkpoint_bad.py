@@ -22,6 +22,8 @@ OF_VALUES = (
     "a power of two that is no number",
     "a channel's scale of 0",
     "a static scale below 0",
+    "a matrix's scale that divides by too much",
+    "a matrix's scale that is no number",
     "columns out of order",
     "groups of act-order of other sizes",
     "gate and up in other orders",

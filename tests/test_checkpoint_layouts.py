@@ -102,11 +102,14 @@ def test_stacked_modules_are_quantised_too(kind: str, tmp_path: Path) -> None:
         assert tensor is None or torch.equal(same.float(), tensor.float())
 
 
-@pytest.mark.parametrize("family", ["llama4_text", "gpt_oss"])
-def test_what_packers_take_apart_is_read_too(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [("llama4_text", ""), ("gpt_oss", "mlp.experts"), ("gpt_oss", "mlp.experts.experts")],
+)
+def test_what_packers_take_apart_is_read_too(family: str, block: str, tmp_path: Path) -> None:
     """Quantised checkpoints of fused families have a module for each projection of each expert."""
     sample = write(tmp_path, "mixtral", "compressed int4")
-    at = "model.layers.0.mlp.experts"
+    at = f"model.layers.0.{block}"
     if family == "llama4_text":
         at = "language_model.model.layers.0.feed_forward.experts"
     names = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}

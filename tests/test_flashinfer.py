@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from experts.flashinfer import library
 from experts.flashinfer.joined_pairs import joined_pairs, joined_pairs_ref
 from experts.flashinfer.library import Layer, run
 from modular_kernel.catalog import make_kernel
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import oracle
 from modular_kernel.row_order import up_rows_first
@@ -282,6 +283,14 @@ def test_missing_old_or_broken(site: Path) -> None:
     (site / "flashinfer/fused_moe/__init__.py").write_text("raise RuntimeError('no nvcc')")
     with pytest.raises(ConfigurationError, match="no nvcc, need one that goes with this torch"):
         library.load()
+
+
+def test_an_older_library_without_an_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = IntEnum("ActivationType", ["Swiglu", "Relu2"])
+    monkeypatch.setattr(flashinfer_0_7, "ActivationType", older)
+    FlashInfer(BASE)
+    with pytest.raises(UnsupportedError, match="got situ, need a FlashInfer that has Situ"):
+        FlashInfer(replace(BASE, activation="situ:alpha=1.5,limit=0.7,up_first=true"))
 
 
 def test_a_plan_declares_the_room_of_the_library() -> None:

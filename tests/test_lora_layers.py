@@ -225,6 +225,23 @@ def test_shares_of_ep_ranks_add_up(mode: str, halves: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_ids_of_no_expert_are_skipped_by_an_ep_rank_s_branch() -> None:
+    """-1 is not the last expert's, and E and beyond are nobody's."""
+    its = filled(FusedMoE(E, H, I, 3, K, parallel=LayerParallel(ep=(1, 2)), **FLOATS))
+    manager = LoRAManager(its.problem, "adapters=1,rank=5,a13=shared", [3], mode="parallel_delta")
+    manager.load("a", {3: MoELoRALayer(adapter(3, 3, experts=3), 2.0)})
+    x, _ = call()
+    ids = torch.full((12, K), -1)
+    ids[:3, 0], ids[3:6, 0], ids[6:9, 0] = E, 1 << 40, 0  # the last: on the other rank
+    ids[9:, 1] = 5
+    batch = ForwardBatch(("a",), torch.tensor([0, 12]))
+    info = manager.prepare_moe_lora_batch(batch, 3)
+    routing = (torch.ones(12, K), ids)
+    got, want = FusedMoEWithLoRA(its, manager)(x, routing, moe_lora_info=info), its(x, routing)
+    assert torch.equal(got[:9], want[:9])
+    assert bool((got[9:] != want[9:]).any(1).all())
+
+
 def test_shared_experts_and_batches_of_tokens() -> None:
     layer = base(shared_experts=lambda x: 0.5 * x)
     adapted, manager = made(layer, "merged", 2)

@@ -36,6 +36,7 @@ def test_every_name_is_one_layer() -> None:
             "nemotron-3-super",
             "T1-H1024-I2688-E512-K22-bfloat16-activation=relu2-routed_scaling_factor=5.0",
         ),
+        ("qwen3-next-80b-a3b", "T1-H2048-I512-E512-K10-bfloat16"),
         ("gemma-4-26b-a4b", "T1-H2816-I704-E128-K8-bfloat16-activation=gelu_tanh"),
         ("qwen3_30b", "T1-H2048-I768-E128-K8-bfloat16"),
         ("gptoss", "T1-H2880-I2880-E128-K4-bfloat16"),
@@ -49,6 +50,8 @@ def test_a_name_means_its_layer(name: str, expected: str) -> None:
     ("name", "need"),
     [
         ("mixtral-8x7", "need mixtral-8x7b or"),
+        ("olmoe", "need olmoe-1b-7b or"),
+        ("granite", "need granite-3.1-1b-a400m or granite-3.1-3b-a800m or"),
         ("zzz", "need a name of `mk models`, or the path of a config.json"),
         ("Qwen/Qwen9-1T", "need its file (hf download Qwen/Qwen9-1T config.json)"),
     ],

@@ -339,7 +339,8 @@ def test_what_a_dispatcher_cannot_have_is_refused() -> None:
     x_TH, weights, routing = layer(BASE)
     ids, gates = routing.topk_ids_TK, routing.topk_weights_TK
     normal = DeepEPNormalDispatchOutput(x_TH, None, ids, gates)
-    batches = DeepEPLLDispatchOutput(x_TH[None].repeat(E, 1, 1), None, ids, gates, torch.zeros(E))
+    rows, counts = x_TH[None].repeat(E, 1, 1), torch.zeros(E, dtype=torch.int32)
+    batches = DeepEPLLDispatchOutput(rows, None, ids, gates, counts)
     with pytest.raises(ConfigurationError, match="no_combine of deepep_normal"):
         MoeRunner("torch", replace(OUT, no_combine=True)).run(normal, info_of(weights))
     on_input = MoeRunner("torch", replace(OUT, apply_router_weight_on_input=True))

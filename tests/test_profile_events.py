@@ -1,6 +1,8 @@
 """Traces taken apart: device time by the innermost range of its launch, each moment once."""
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from modular_kernel import stages
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.profiling import chrome
 from modular_kernel.profiling.events import NOWHERE, CallTimes, StageTime, calls_of, middle
+from modular_kernel.profiling.stderr import without_own_lines
 
 
 def only(events: list[dict[str, object]], *, on_gpu: bool = True) -> CallTimes:
@@ -142,3 +145,13 @@ def test_clocks_differ_by_no_more_than_the_best_barrier_shows() -> None:
     assert chrome.barrier_spread_us([trace(base, 100, 200), trace(base + 4_000, 99, 197)]) == 1.0
     assert chrome.barrier_spread_us([trace(base, 100)]) is None
     assert chrome.barrier_spread_us([trace(base, 100), trace(base)]) is None
+
+
+def test_the_profilers_own_lines_are_dropped_and_others_kept(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with suppress(ValueError), without_own_lines():
+        os.write(2, b"USDT:2026 profiler_start\na warning\n")
+        raise ValueError
+    os.write(2, b"later\n")
+    assert capfd.readouterr().err == "a warning\nlater\n"

@@ -33,6 +33,7 @@ def test_every_stage_by_hand() -> None:
         stages.DISPATCH: StageWork(0, 10 * 32, 0, 9 * 32, 6 * 32),
         stages.SORT: StageWork(0, 10 * 2 * 4, 0, 18 * 4),
         stages.PERMUTE: StageWork(0, 9 * 32, 0, 18 * 32),
+        stages.SHRINK: StageWork(),  # no adapters
         stages.GEMM1: StageWork(2 * 18 * 128 * 32, 18 * 32, w1, 18 * 128),
         stages.QUANTISE: StageWork(0, 18 * 128, 0, 18 * 64),
         stages.GEMM2: StageWork(2 * 18 * 64 * 32, 18 * 64, w2, 18 * 64),

@@ -102,8 +102,9 @@ CHANGES = {
     "a gate that is a function": lambda m: setattr(m, "_apply_gate", unbound),
     "the class": exchange_class,
     "act_fn, a module": lambda m: setattr(m, "act_fn", torch.nn.GELU()),
-    "act_fn, a function": lambda m: m._modules.pop("act_fn")
-    and setattr(m, "act_fn", torch.nn.functional.gelu),
+    "act_fn, a function": lambda m: (
+        m._modules.pop("act_fn") and setattr(m, "act_fn", torch.nn.functional.gelu)
+    ),
     "another parameter": lambda m: new(m, "down_proj", lambda w: w * 2),
     "other data": lambda m: data(m, "gate_up_proj", lambda w: w * 2),
     "written in place": lambda m: m.down_proj.mul_(2),

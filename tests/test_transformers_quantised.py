@@ -51,6 +51,15 @@ CASES = [
 ]
 
 
+PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum", "modelopt")
+
+
+@pytest.fixture(autouse=True)
+def no_packer(monkeypatch) -> None:
+    for name in PACKERS:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
 @dataclass(frozen=True)
 class Written:
     """A checkpoint and a model in float64 of the numbers it stands for."""
@@ -142,6 +151,13 @@ def test_experts_are_what_the_checkpoint_says(name, kind, tmp_path) -> None:
     for name_of, parameter in others:
         error = (parameter.double() - exact[name_of]).norm() / exact[name_of].norm()
         assert error <= 3e-3
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+def test_unquantised_experts_are_too(kind, tmp_path) -> None:
+    written = write(tmp_path, "mixtral", kind)
+    model = from_pretrained(tmp_path, experts_implementation=register(), device=DEVICE)
+    assert worst(model, written.exact) <= written.bound
 
 
 # A family in bf16, fp8, int4 and mxfp4: how a checkpoint stores it.

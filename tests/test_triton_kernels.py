@@ -21,6 +21,7 @@ from experts.triton_kernels.tile_maps import (
     write_tile_maps,
 )
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.quant import dequantise
 from modular_kernel.types import Combine, Problem
 
 BASE = Problem(tokens=17, hidden=48, intermediate=80, experts=5, top_k=2)
@@ -79,7 +80,7 @@ def given() -> dict[str, Any]:
     tile_maps_ref(starts, tiles)
     return {
         "rows": torch.randn(44, 32).bfloat16(),
-        "weights": torch.randn(3, 24, 32).bfloat16(),
+        "weights": (torch.randn(3, 24, 32).bfloat16(), None),
         "starts": starts,
         "tiles": tiles,
         "out": torch.full((44, 24), torch.nan, dtype=torch.bfloat16),
@@ -95,7 +96,7 @@ def changed(tensor: torch.Tensor, value: int, *place: int) -> torch.Tensor:
 def test_the_stand_in_computes() -> None:
     one = given()
     library.ragged(triton_kernels_3_5, **one)
-    want = one["rows"][7:40].float() @ one["weights"][2].float().T
+    want = one["rows"][7:40].float() @ one["weights"][0][2].float().T
     assert torch.equal(one["out"][7:40], want.bfloat16())
     assert one["out"][40:].isnan().all()
 
@@ -126,6 +127,51 @@ PLANTED: dict[str, Any] = {
 }
 
 
+def in_mxfp4() -> dict[str, Any]:
+    """The same with weights of two values in a byte."""
+    codes = torch.randint(0, 256, (3, 24, 64), dtype=torch.uint8)
+    exponents = torch.randint(124, 128, (3, 24, 4), dtype=torch.uint8)
+    rows = torch.randn(44, 128).bfloat16()
+    return given() | {"rows": rows, "weights": (codes, exponents)}
+
+
+def test_the_stand_in_computes_mxfp4() -> None:
+    one, problem = in_mxfp4(), Problem(1, 128, 128, 3, 1, quant="mxfp4_w4a16")
+    library.ragged(triton_kernels_3_5, **one)
+    values = dequantise(*one["weights"], None, problem.scheme)
+    want = one["rows"][7:40].float() @ values[2].T
+    torch.testing.assert_close(one["out"][7:40], want.bfloat16(), rtol=1e-2, atol=1e-2)
+    # A step of 128 values reaches past these rows.
+    codes, exponents = one["weights"]
+    short = {"rows": one["rows"][:, :96], "weights": (codes[..., :48], exponents[..., :3])}
+    library.ragged(triton_kernels_3_5, **one | short)
+    assert one["out"][7:40].isnan().all()
+
+
+MXFP4: dict[str, Any] = {
+    "scales of a float": lambda c, s: (c, s.float()),
+    "scales of 16 values": lambda c, s: (c, s.repeat(1, 1, 2)),
+    "scales of other rows": lambda c, s: (c, s[:, :-1]),
+    "codes of words": lambda c, s: (c.int(), s),
+    "codes of another K": lambda c, s: (c[..., :-16], s),
+}
+
+
+@pytest.mark.parametrize("name", MXFP4)
+def test_planted_in_mxfp4(name: str) -> None:
+    one = in_mxfp4()
+    with pytest.raises(AssertionError):
+        with_each_size(**one | {"weights": MXFP4[name](*one["weights"])})
+
+
+@pytest.mark.parametrize("routing", ["skips", "duplicates"])
+def test_mxfp4_proven(routing: str) -> None:
+    problem = Problem(9, 128, 256, 5, 2, quant="mxfp4_w4a16", activation="swiglu_oai")
+    for other in (problem, replace(problem, combine=Combine.TOPK_WEIGHTED)):
+        proof = proven(TritonKernels, other, routing)
+        assert proof.passed, str(proof)
+
+
 def with_each_size(**one: Any) -> None:
     """Each size of tiles has its turn."""
     for _ in SIZES:
@@ -148,6 +194,7 @@ def put(site: Path, name: str, *, old: bool = True) -> None:
     (folder / "__init__.py").write_text("")
     (folder / "target_info.py").write_text("here = 1\n")
     product = "from triton_kernels import target_info\ndef matmul_ogs(): ...\n"
+    product += "class PrecisionConfig: ...\n"
     (folder / "matmul_ogs.py").write_text(product)
     kind = "block_pid_map: dict[int, torch.Tensor]" if old else "block_pid_map_data"
     text = f"class ExptData:\n    '''{kind}'''\nclass RoutingData: ...\n"

@@ -15,12 +15,17 @@ from modular_kernel.catalog import check, load_catalog
 from modular_kernel.errors import UnknownPartError
 from modular_kernel.types import Combine, Machine, Parallel, Problem
 
-LIBRARIES = ("deep_gemm", "triton_kernels", "nvidia_cutlass_dsl", "deep_ep", "deep_ep_cpp")
+LIBRARIES = (
+    *("deep_gemm", "triton_kernels", "nvidia_cutlass_dsl", "deep_ep", "deep_ep_cpp"),
+    *("flashinfer", "flashinfer.comm"),
+)
 ALL = frozenset({"triton", "tvm_ffi", *LIBRARIES})
 H200 = Machine("cuda", (9, 0), ALL, name="NVIDIA H200")
 B200 = Machine("cuda", (10, 0), ALL, name="NVIDIA B200")
 A100 = Machine("cuda", (8, 0), ALL, name="NVIDIA A100")
 BARE = Machine("cuda", (9, 0), frozenset({"triton"}))
+H200_126 = Machine("cuda", (9, 0), ALL, name="NVIDIA H200", cuda=(12, 6))
+H200_128 = Machine("cuda", (9, 0), ALL, name="NVIDIA H200", cuda=(12, 8))
 NO_EP, LOCAL = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 HT, LL = "DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize"
 CHANNEL, TENSOR, BLOCK = "fp8_w8a8_channel", "fp8_w8a8_tensor", "fp8_w8a8_block"
@@ -31,6 +36,9 @@ ROWS, BATCHED_ROWS, CUTE = (
 )
 DG, BATCHED_DG = "DeepGemmExperts", "BatchedDeepGemmExperts"
 TK = "TritonKernelsExperts"
+FI, FI_ALL2ALL = "FlashInferExperts", "FlashInferCutlassMoEPrepareAndFinalize"
+UP = {"activation": "silu:up_first=true"}
+TWO = {"parallel": Parallel(2)}
 EITHER, BATCHED_EITHER = "TritonOrDeepGemmExperts", "BatchedTritonOrDeepGemmExperts"
 SWIGLU = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
 
@@ -123,9 +131,65 @@ TABLE: tuple[Row, ...] = (
     (NO_EP, TK, {}, BARE, "package"),
     (NO_EP, TK, {"hidden": 2880, "intermediate": 2880}, H200, ""),
     (NO_EP, TK, {"hidden": 204}, H200, "hidden"),
-    (NO_EP, TK, {"quant": "mxfp4_w4a16"}, H200, "quant"),
+    (NO_EP, TK, {"quant": "mxfp4_w4a16"}, H200, ""),
+    (NO_EP, TK, {"quant": "mxfp4_w4a16"}, B200, "archs"),
+    (NO_EP, TK, {"quant": "mxfp4_w4a16:repacked=true"}, H200, "quant"),
+    (NO_EP, TK, {"quant": "mxfp4_w4a16", "hidden": 2880}, H200, "hidden"),
+    (NO_EP, TK, {"quant": "mxfp4_w4a16", "intermediate": 96}, H200, "intermediate"),
     (NO_EP, TK, {"bias": True}, H200, "bias"),
     (LOCAL, TK, {}, H200, "format reduce"),
+    (NO_EP, FI, UP, H200, ""),
+    (NO_EP, FI, UP, B200, ""),
+    (NO_EP, FI, UP, A100, "archs"),
+    (NO_EP, FI, UP, BARE, "package"),
+    (NO_EP, FI, {}, H200, "activation"),  # gate rows first
+    (NO_EP, FI, {"activation": SWIGLU}, H200, "activation"),
+    (NO_EP, FI, {"activation": "swiglu_oai:up_first=true"}, H200, ""),
+    (NO_EP, FI, {"activation": "relu2"}, H200, ""),
+    (NO_EP, FI, {"activation": "gelu_tanh_no_mul"}, H200, "activation"),
+    (NO_EP, FI, {"activation": "gelu:limit=7.0,up_first=true"}, H200, "activation"),
+    (NO_EP, FI, {"activation": "situ:up_first=true"}, H200, "activation"),
+    (NO_EP, FI, {**UP, "dtype": "float16"}, H200, ""),
+    (NO_EP, FI, {**UP, "dtype": "float32"}, H200, "dtype"),
+    (NO_EP, FI, {**UP, "quant": TENSOR}, H200, "quant"),  # it computes no scale
+    (NO_EP, FI, {**UP, "quant": f"{TENSOR}:static=true"}, H200, ""),
+    (NO_EP, FI, {**UP, "quant": f"{TENSOR}:static=true"}, B200, ""),
+    (NO_EP, FI, {**UP, "quant": f"{TENSOR}:static=true", "hidden": 1032}, H200, "hidden"),
+    (NO_EP, FI, {**UP, "hidden": 1032}, H200, ""),
+    (NO_EP, FI, {**UP, "intermediate": 100}, H200, "intermediate"),
+    (NO_EP, FI, {**UP, "quant": CHANNEL}, H200, "quant"),
+    (NO_EP, FI, {**UP, "quant": BLOCK}, H200, ""),
+    (NO_EP, FI, {**UP, "quant": BLOCK}, H200_128, ""),
+    (NO_EP, FI, {**UP, "quant": BLOCK}, H200_126, "cuda"),
+    (NO_EP, FI, UP, H200_126, ""),
+    (NO_EP, FI, {**UP, "quant": BLOCK}, B200, "archs"),
+    (NO_EP, FI, {**UP, "quant": BLOCK, "dtype": "float16"}, H200, "dtype"),
+    (NO_EP, FI, {**UP, "quant": BLOCK, "intermediate": 192}, H200, "quant_block"),
+    (NO_EP, FI, {**UP, "quant": f"{BLOCK}:block=64x128"}, H200, "blocks"),
+    (NO_EP, FI, {**UP, "bias": True}, H200, "bias"),
+    (NO_EP, FI, {**UP, "combine": Combine.TOPK_WEIGHTED}, H200, "keep_topk"),
+    (NO_EP, FI, {**UP, "graph": True, "deterministic": True}, H200, ""),
+    (NO_EP, FI, {**UP, "expert_map": True, "local_experts": 4}, H200, ""),
+    (LOCAL, FI, UP, H200, "format reduce"),
+    (HT, FI, {**UP, **TWO}, H200, ""),
+    (FI_ALL2ALL, FI, {**UP, **TWO}, H200, ""),
+    (FI_ALL2ALL, FI, {**UP, **TWO, "quant": BLOCK}, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", TWO, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", TWO, B200, ""),
+    (FI_ALL2ALL, "TritonExperts", TWO, A100, "arch"),
+    (FI_ALL2ALL, "TritonExperts", TWO, BARE, "package"),
+    (FI_ALL2ALL, "TritonExperts", {}, H200, "world_size"),
+    (FI_ALL2ALL, "TritonExperts", {"parallel": Parallel(16, ranks_per_host=8), "experts": 16},
+     H200, "world_size hosts"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "top_k": 3}, H200, "top_k"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "top_k": 6}, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "hidden": 1032}, H200, "hidden"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "quant": CHANNEL}, H200, ""),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "quant": TENSOR}, H200, "dispatch_quant"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "asynchronous": True}, H200, "asynchronous"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "deterministic": True}, H200, "deterministic"),
+    (FI_ALL2ALL, "TritonExperts", {**TWO, "graph": True}, H200, ""),
+    (FI_ALL2ALL, "BatchedTritonExperts", TWO, H200, "format"),
 )
 # fmt: on
 
@@ -178,8 +242,8 @@ def test_every_name_of_the_table_is_there_or_planned(
     assert not there & set(planned)
     text = run_mk(capsys, "list").out
     assert all(name in text for name in SEED.split())
-    with pytest.raises(UnknownPartError, match="planned: no adapter to FlashInfer"):
-        catalog.experts("FlashInferExperts")
+    with pytest.raises(UnknownPartError, match="planned: its nvfp4 products need sm_100"):
+        catalog.experts("CutlassExpertsFP4")
 
 
 def test_planned_parts_have_no_code() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.providers import Provider, find
 from modular_kernel.quant import STORAGE
 from modular_kernel.types import Problem
@@ -94,7 +94,7 @@ def workspace_bytes(library: Any, problem: Problem, tokens: int) -> int:
         x_dtype=input_dtype(problem),
         weight_dtype=_weight_dtype(problem),
         output_dtype=problem.dtype,
-        activation_type=_activation_type(library, problem),
+        activation_type=activation_type(library, problem),
         use_deepseek_fp8_block_scale=is_blockwise(problem),
         use_fused_finalize=False,
     )
@@ -135,7 +135,7 @@ def run(library: Any, problem: Problem, layer: Layer) -> None:
         list(layer.scales),
         output=layer.output,
         use_deepseek_fp8_block_scale=is_blockwise(problem),
-        activation_type=_activation_type(library, problem),
+        activation_type=activation_type(library, problem),
         use_fused_finalize=False,
         workspace_buffer=layer.workspace,
         **_constants(problem, layer.act_3e),
@@ -170,5 +170,11 @@ def _weight_dtype(problem: Problem) -> torch.dtype:
     return STORAGE[scheme.weight] if scheme.quantised else problem.dtype
 
 
-def _activation_type(library: Any, problem: Problem) -> Any:
-    return library.ActivationType[ACTIVATIONS[problem.act.kind]]
+def activation_type(library: Any, problem: Problem) -> Any:
+    """Return the library's word for the activation; UnsupportedError if this version has none."""
+    name = ACTIVATIONS[problem.act.kind]
+    try:
+        return library.ActivationType[name]
+    except KeyError:
+        need = f"a FlashInfer that has {name} (0.7.2 does)"
+        raise UnsupportedError("activation", got=problem.act.kind, need=need) from None

@@ -14,6 +14,7 @@ from experts.flashinfer.library import (
     FLASHINFER,
     Layer,
     activation_numbers,
+    activation_type,
     input_dtype,
     is_blockwise,
     load,
@@ -46,7 +47,8 @@ class FlashInferExperts(PermuteExpertsUnpermute):
     """Contiguous tokens in 16 bits, fp8 by tensor (static) or by blocks; weights and sums itself.
 
     Launches: pairs joined, so that no expert is twice in a token; x quantised, if by tensor; the
-    library's. w1 has its up rows first (`modular_kernel.row_order`).
+    library's, which takes some small tensors in every call. w1 has its up rows first
+    (`modular_kernel.row_order`).
     """
 
     load_library = staticmethod(load)
@@ -73,11 +75,13 @@ class FlashInferExperts(PermuteExpertsUnpermute):
         blocks=frozenset({(128, 128)}),
         whole_blocks=True,
         quantises_input=True,
+        library_allocates=True,
     )
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._library: Any = self.load_library()
+        activation_type(self._library, problem)  # before anything is launched
         self._bytes: dict[int, int] = {}
 
     @classmethod
@@ -214,7 +218,7 @@ def _of_activation(name: str, problem: Problem) -> tuple[Rejection, ...]:
 def _of_scheme(name: str, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
     """Return what the library wants of fp8 beyond what `requires` has a word for."""
     scheme, parties = problem.scheme, (name, "problem")
-    if not scheme.quantised:
+    if scheme.name not in FlashInferExperts.requires.schemes or not scheme.quantised:
         return ()
     found = list[Rejection]()
     if not is_blockwise(problem):

@@ -108,13 +108,13 @@ class PairAdapters:
     def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
         """Launch A x of the tokens (T, H), for the first product."""
         weights = self._call.weights
-        with stages.stage(stages.GATHER_GEMM1):
+        with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u13", x_TH, (weights.lora_a13, weights.lora_b13))
 
     def of_w2(self, h_PI: torch.Tensor) -> Shrunk:
         """Launch A h of the pairs (P, I), for the second product."""
         weights = self._call.weights
-        with stages.stage(stages.GEMM2_SCATTER):
+        with stages.stage(stages.SHRINK):
             return self._shrunk("lora_u2", h_PI, (weights.lora_a2, weights.lora_b2))
 
     def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> Shrunk:
@@ -163,11 +163,13 @@ class SegmentAdapters:
 
     def of_w1(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Shrunk:
         """Launch A x of the rows' tokens (T, H), for the first product."""
-        return self._shrunk("lora_u13", x_TH, weights.lora_a13, weights.lora_b13, gather=True)
+        with stages.stage(stages.SHRINK):
+            return self._shrunk("lora_u13", x_TH, weights.lora_a13, weights.lora_b13, gather=True)
 
     def of_w2(self, h_RI: torch.Tensor, weights: ExpertWeights) -> Shrunk:
         """Launch A h of the rows (P, I), for the second product."""
-        return self._shrunk("lora_u2", h_RI, weights.lora_a2, weights.lora_b2, gather=False)
+        with stages.stage(stages.SHRINK):
+            return self._shrunk("lora_u2", h_RI, weights.lora_a2, weights.lora_b2, gather=False)
 
     def _shrunk(
         self,

@@ -199,7 +199,8 @@ class _Adapters:
         assert b is not None  # the weights were checked
         experts, capacity, _ = x_eCK.shape
         u = self.workspace.take(name, (experts * capacity, a.shape[2]))
-        return shrink_batched(u, x_eCK, slots_eC, counts_e, (a, b), self.problem, self.block_m)
+        with stages.stage(stages.SHRINK):
+            return shrink_batched(u, x_eCK, slots_eC, counts_e, (a, b), self.problem, self.block_m)
 
 
 def _expert_stride(a_scale: torch.Tensor, capacity: int) -> int:

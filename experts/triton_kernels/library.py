@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from experts.common.by_rows import copied, is_aligned
+from experts.common.by_rows import by_rows, copied, is_aligned
 from experts.triton_kernels.tile_maps import SIZES, TileMaps
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.providers import Provider, find
@@ -57,7 +57,10 @@ def load() -> Any:
         got, need = f"{type(error).__name__}: {error}"[:300], "one that goes with this triton"
         raise ConfigurationError(f"{_NAME} in {found.folder}", got=got, need=need) from error
     return SimpleNamespace(
-        matmul_ogs=product.matmul_ogs, RoutingData=routing.RoutingData, ExptData=routing.ExptData
+        matmul_ogs=product.matmul_ogs,
+        PrecisionConfig=product.PrecisionConfig,
+        RoutingData=routing.RoutingData,
+        ExptData=routing.ExptData,
     )
 
 
@@ -90,19 +93,27 @@ def _from(folder: Path) -> Iterator[None]:
 def ragged(
     library: Any,
     rows: torch.Tensor,
-    weights: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor | None],
     starts: torch.Tensor,
     tiles: TileMaps,
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Return the product of rows (R, K) and each one's expert's weights (e, N, K), in bfloat16.
 
-    It is in `out` (R, N), or where the library chose. Expert i has the rows from starts[i] on,
-    (e + 1,) int32; rows behind the last one stay as they are. Weights whose values lie side by side
-    neither along K nor along N are copied, and so are weights off 16-byte addresses: TMA.
+    weights: in bfloat16, and None; or two e2m1 values of K in a byte, and the exponent (E8M0) of
+    each 32 of them, (e, N, K / 32), as mxfp4 checkpoints have them. The product is in `out` (R, N),
+    or where the library chose. Expert i has the rows from starts[i] on, (e + 1,) int32; rows behind
+    the last one stay as they are. Weights whose values lie side by side neither along K nor along N
+    are copied, and so are weights off 16-byte addresses: TMA.
     """
-    if 1 not in weights.stride()[1:] or not is_aligned(weights):
-        weights = copied(weights)
+    w, scale = weights
+    precision = None
+    if scale is not None:
+        # Which dimension is packed is told by the strides: values of K must lie side by side.
+        w = by_rows(w)
+        precision = library.PrecisionConfig(weight_scale=scale.transpose(1, 2))
+    elif 1 not in w.stride()[1:] or not is_aligned(w):
+        w = copied(w)
     experts = tiles.counts.numel()
     data = library.ExptData(
         tiles.counts,
@@ -112,6 +123,6 @@ def ragged(
     )
     routing = library.RoutingData(None, tiles.counts, experts, 1, data)
     made: torch.Tensor = library.matmul_ogs(
-        rows, weights.transpose(1, 2), None, routing, y=out[None]
+        rows, w.transpose(1, 2), None, routing, precision_config=precision, y=out[None]
     )
     return made

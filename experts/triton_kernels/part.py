@@ -17,10 +17,12 @@ from experts.triton_kernels.tile_maps import (
     write_tile_maps,
 )
 from modular_kernel.ops.sort import sort_pairs, sort_specs
-from modular_kernel.support import ExpertsRequirements
+from modular_kernel.support import ExpertsRequirements, Rejection
 from modular_kernel.tensors import DispatchedRouting
-from modular_kernel.types import ActivationFormat, Problem, Reduce
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce
 from modular_kernel.workspace import BufferSpec, Workspace
+
+_MX_STEP = 128  # of K, in a step of the product with mxfp4 weights on sm_90
 
 Rows = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -34,9 +36,11 @@ class TiledOrder(RowOrder):
 
 
 class TritonKernelsExperts(SortedRowsExperts):
-    """Contiguous tokens, bf16; weights and sums over top-k itself.
+    """Contiguous tokens, bf16, weights in bf16 or mxfp4; weights and sums over top-k itself.
 
-    Routing stays ours: an expert may appear twice in a token, and router weights stay float32.
+    mxfp4 is taken as checkpoints have it; the library's swizzled layouts are not. Routing stays
+    ours: an expert may appear twice in a token, and router weights stay float32, which is why the
+    library's `gammas` are not used: they round weighted rows.
     """
 
     load_library = staticmethod(load)
@@ -57,6 +61,7 @@ class TritonKernelsExperts(SortedRowsExperts):
         chunking=True,
         hidden_multiple=8,  # rows on 16 bytes
         intermediate_multiple=8,
+        schemes=frozenset({"none", "mxfp4_w4a16"}),
         max_experts=1 << 15,  # in the lower half of a program's number
         library_allocates=True,
     )
@@ -64,6 +69,28 @@ class TritonKernelsExperts(SortedRowsExperts):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self._library: Any = self.load_library()
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        """Return what the library wants of mxfp4.
+
+        Where a step of 128 values reaches past a row, it reads scales that are not there, and may
+        make NaN of them.
+        """
+        if problem.scheme.name != "mxfp4_w4a16":
+            return ()
+        found, parties = list[Rejection](), (cls.__name__, "problem")
+        if problem.scheme.repacked:
+            need = "values as checkpoints have them"
+            found.append(Rejection("quant", parties, problem.quant, need))
+        for what in ("hidden", "intermediate"):
+            if getattr(problem, what) % _MX_STEP:
+                need = f"a multiple of {_MX_STEP} for mxfp4"
+                found.append(Rejection(what, parties, str(getattr(problem, what)), need))
+        if machine.arch is not None and machine.arch != (9, 0):
+            got, parties = f"{machine.arch[0]}.{machine.arch[1]}", (cls.__name__, "machine")
+            found.append(Rejection("archs", parties, got, "9.0, for mxfp4"))
+        return tuple(found)
 
     @classmethod
     def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
@@ -94,7 +121,7 @@ class TritonKernelsExperts(SortedRowsExperts):
     ) -> torch.Tensor:
         assert out is not None
         assert isinstance(order, TiledOrder)
-        return ragged(self._library, rows[0], weights[0], order.starts, order.tiles, out)
+        return ragged(self._library, rows[0], weights, order.starts, order.tiles, out)
 
 
 def _name_without_memory() -> None:

@@ -12,6 +12,7 @@ import torch
 from modular_kernel.bench.candidates import BenchOffer, Layer
 from modular_kernel.bench.launch_count import count_launches
 from modular_kernel.measure import records as status
+from modular_kernel.measure.adapter_work import adapter_bytes
 from modular_kernel.measure.cases import Input, LayerCase, make_input, make_weights, operands
 from modular_kernel.measure.check import (
     Answer,
@@ -256,6 +257,8 @@ class _Run:
         if self.device.type == "cuda":
             memory = torch.cuda.get_device_properties(self.device).total_memory
         whole = cell.problem.e * expert_bytes(cell.problem, scheme)
+        if (spec := cell.problem.adapters) is not None:
+            whole += spec.adapters * adapter_bytes(cell.problem)
         l2 = l2_bytes(self.device)
         return rotation(work.bytes, whole, cell.problem.tokens, l2=l2, memory=memory)
 

@@ -209,7 +209,7 @@ class _Cells:
 
     def problem(self, name: str) -> "Problem":
         """Return the unquantised problem of a model or of the sizes given."""
-        return replace(self.options, quant="none", model=name or None).measured()
+        return replace(self.options, quant="none", model=name or None).problem()
 
     def cells(self) -> "Iterator[LayerCase]":
         from modular_kernel.measure.cases import LayerCase
@@ -220,6 +220,8 @@ class _Cells:
             problem = self.problem(name)
             sizes = problem.experts, problem.top_k, problem.hidden, problem.intermediate
             shape = shown(name) if name else "E{}-K{}-H{}-I{}".format(*sizes)
+            if problem.adapters is not None:
+                shape += f" lora:{problem.lora}"
             for kind in dict.fromkeys(kinds):
                 for tokens in self.tokens(name):
                     yield LayerCase(shape, problem.with_tokens(tokens), kind)

@@ -21,10 +21,10 @@ from modular_kernel.cli.output import STDOUT, reports, reports_errors
 from modular_kernel.cli.parts import list_parts
 from modular_kernel.cli.plan import plan
 from modular_kernel.cli.profile import profile
-from modular_kernel.cli.prove import prove
 from modular_kernel.cli.report import report
 from modular_kernel.cli.streams import guarded
 from modular_kernel.cli.tune import tune
+from modular_kernel.cli.verify import verify
 
 # A launcher ends its world as soon as one rank fails: rank 0 is to report before.
 _LINGER_S = 5.0
@@ -32,7 +32,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 app = typer.Typer(
     name="mk",
-    help="Compose fused MoE layers from interchangeable parts, and prove the pairings.",
+    help="Compose fused MoE layers from interchangeable parts, and verify the pairings.",
     no_args_is_help=True,
     add_completion=False,
     # Plain help: rich would cost a third of the time that help takes.
@@ -49,7 +49,7 @@ def _verb(name: str, function: Callable[..., None]) -> None:
 _verb("list", reports_errors(list_parts))
 _verb("models", reports_errors(list_models))
 _verb("check", reports_errors(flattened(check)))
-_verb("test", reports_errors(flattened(prove)))
+_verb("test", reports_errors(flattened(verify)))
 _verb("profile", reports_errors(flattened(profile)))
 _verb("bench", reports_errors(flattened(bench)))
 _verb("exchange", reports_errors(flattened(exchange)))
@@ -77,7 +77,7 @@ def _common(
         ),
     ] = False,
 ) -> None:
-    """Compose fused MoE layers from interchangeable parts, and prove the pairings."""
+    """Compose fused MoE layers from interchangeable parts, and verify the pairings."""
 
 
 def run(argv: list[str] | None = None) -> None:

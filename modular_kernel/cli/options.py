@@ -119,12 +119,6 @@ class ProblemOptions:
             values["ids_dtype"] = _ids_dtype(values["ids_dtype"])
         return Problem(**values)
 
-    def measured(self) -> "Problem":
-        """Return the problem for a verb that measures or estimates: it has no adapters."""
-        from modular_kernel.measure.roofline import without_adapters
-
-        return without_adapters(self.problem())
-
 
 def _placement(text: str, experts: int, world_size: int) -> "Placement | Literal['linear']":
     if text == "linear":

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
@@ -126,9 +126,13 @@ def check_writable(to: str | None) -> None:
         raise ConfigurationError("--json", got=f"{to}, which is read-only", need=_WRITABLE)
 
 
-def width() -> int:
-    """Characters of a line: of the terminal; without one a row stays one line, for grep."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_WIDTH
+def width(to: TextIO | None = None) -> int:
+    """Characters of a line: of the terminal; without one a row stays one line, for grep.
+
+    to: the stream; None means stdout.
+    """
+    stream = sys.stdout if to is None else to
+    return shutil.get_terminal_size().columns if stream.isatty() else _PIPE_WIDTH
 
 
 def line(text: str = "") -> None:
@@ -153,7 +157,8 @@ def _error(text: str) -> None:
 
 
 def _tell(text: str) -> None:
-    print(printable(text, lines=True), file=sys.stderr)
+    for part in printable(text, lines=True).splitlines():
+        print("\n".join(folded(part, width(sys.stderr))), file=sys.stderr)
 
 
 def table(

@@ -104,7 +104,7 @@ def plan(
         return
     from modular_kernel.perf_model.estimate import in_world, size
 
-    cluster, plain = world.cluster(), replace(options, world_size=None).measured()
+    cluster, plain = world.cluster(), replace(options, world_size=None).problem()
     if plain.expert_map or plain.local_experts is not None:
         raise ConfigurationError("mk plan", got="experts of one rank", need="those of all ranks")
     sized = [

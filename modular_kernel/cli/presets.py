@@ -46,7 +46,10 @@ def known(model: str) -> bool:
 def unknown(model: str, *more: str) -> ConfigurationError:
     """Make the error for a name that stands for nothing; more: other words that would do."""
     names = [*more, *PUBLISHED, *ALIASES, *SHAPES]
-    near = difflib.get_close_matches(model.lower(), names, n=3)
+    given = model.lower()
+    begin = [name for name in names if given and name.startswith(given)]
+    near = [*begin[:3], *difflib.get_close_matches(given, names, n=3)]
+    near = list(dict.fromkeys(near))[:3]
     need = " or ".join([*near, "another name"] if near else ["a name"]) + " of `mk models`"
     if _is_hub_id(model):
         need = f"its file (hf download {model[:200]} config.json)"

@@ -78,7 +78,7 @@ def profile(
     Exits with 1, and every reason, if a pair is refused; 2 is bad usage.
     """
     options = launched(options)
-    problem = options.measured()
+    problem = options.problem()
     calls, against = wanted.calls, wanted.against
     if calls is not None and not 1 <= calls <= _MOST_CALLS:
         raise ConfigurationError("--calls", got=calls, need=f"1 to {_MOST_CALLS}")

@@ -83,8 +83,8 @@ class LayerSource:
                 elif key not in seen:
                     seen.add(key)
                     shape, dtype = self.files.facts(key)
-                    need = () if place.is_one(stored, shape) else place.shape(stored)
-                    stored.check(self.files.where(key), shape, dtype, need)
+                    sizes = () if place.is_one(stored, shape) else place.shape(stored)
+                    stored.check(self.files.where(key), shape, dtype, sizes)
                     dtypes.setdefault(stored.role, set()).add(dtype)
         if missing:
             got = f"no {missing[0]}{_more(missing)}"
@@ -152,7 +152,11 @@ class LayerSource:
             key = self.key(place, stored)
             assert key is not None
             if key not in found:
-                found[key] = self.files.read(key, ()).float().reshape(-1)
+                scale = found[key] = self.files.read(key, ()).float().reshape(-1)
+                bad = scale[~(scale.isfinite() & (scale > 0))]
+                if len(bad):
+                    need = "finite numbers above 0"
+                    raise WeightsError(self.files.where(key), got=float(bad[0]), need=need)
         return torch.cat(list(found.values()))
 
     def _read(

@@ -85,8 +85,10 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
 
     intermediate: I of the whole layer. Blocks and groups are divided, and their scales repeated,
     where a share of I, or the border between gate and up rows, would cut through them; what they
-    stand for stays the same. ConfigurationError if I / world is no whole number, or leaves less
-    than 32 columns of a block or group, or cuts through an mxfp4 or nvfp4 group.
+    stand for stays the same. Weights alone with a scale of each of gate and up have one of each
+    row: merged, those of the smaller would be rounded again. ConfigurationError if I / world is no
+    whole number, or leaves less than 32 columns of a block or group, or cuts through an mxfp4 or
+    nvfp4 group.
     """
     expect("intermediate", intermediate, Count)
     expect("tp: ranks", world, Count)
@@ -97,17 +99,10 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
     if rest:
         need = f"a multiple of the {world} tensor-parallel ranks"
         raise ConfigurationError("intermediate", got=intermediate, need=need)
+    if scheme.granularity == "tensor" and gated and not scheme.quantises_activations:
+        return QuantScheme.parse(str(scheme).replace("_tensor", "_channel"))
     if scheme.granularity == "block":
-        rows, columns = scheme.group
-        if gated or world > 1:
-            rows = gcd(rows, share)
-        if world > 1:
-            columns = gcd(columns, share)
-            if min(rows, columns) < min(_LEAST_TILE, *scheme.group):
-                got = f"{share} columns of blocks of {scheme.group[1]}"
-                need = f"shares that blocks of {_LEAST_TILE} or more divide"
-                raise ConfigurationError("tp: share", got=got, need=need)
-        return replace(scheme, group=(rows, columns))
+        return _fit_blocks(scheme, share, cut=world > 1, gated=gated)
     if scheme.granularity != "group" or world == 1 or share % scheme.group[0] == 0:
         return scheme
     if scheme.group[0] >= intermediate:  # one group of a row, and so of each share
@@ -116,6 +111,19 @@ def fit(format: Format, intermediate: int, *, world: int = 1, gated: bool = True
         got, need = f"{share} columns of groups of {scheme.group[0]}", "whole groups"
         raise ConfigurationError("tp: share", got=got, need=need)
     return replace(scheme, group=(fit_group(scheme.group[0], share),))
+
+
+def _fit_blocks(scheme: QuantScheme, share: int, *, cut: bool, gated: bool) -> QuantScheme:
+    rows, columns = scheme.group
+    if gated or cut:
+        rows = gcd(rows, share)
+    if cut:
+        columns = gcd(columns, share)
+        if min(rows, columns) < min(_LEAST_TILE, *scheme.group):
+            got = f"{share} columns of blocks of {scheme.group[1]}"
+            need = f"shares that blocks of {_LEAST_TILE} or more divide"
+            raise ConfigurationError("tp: share", got=got, need=need)
+    return replace(scheme, group=(rows, columns))
 
 
 # ------------------------------------------------------------------------- what is stored

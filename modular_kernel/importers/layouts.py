@@ -189,7 +189,7 @@ LAYOUTS: dict[str, tuple[ExpertLayout, ...]] = {
     "aria_text": (_modules(_MLP, "fc1", "", "fc2", transposed=True),),
     "dbrx": (ExpertLayout(block="ffn.experts.mlp", gate="w1", up="v1", down="w2", stacked=True, bare=True, transposed=("w2",), flat=True),),
     "deepseek_v4": (_each("ffn.experts", _W),),
-    "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _each(_MLP)),
+    "gpt_oss": (_fused(_MLP, transposed=True, interleaved=True), _fused(_MLP, interleaved=True), _each(_MLP), _each(f"{_MLP}.experts")),
     "granitemoe_swa": (_fused("block_sparse_moe.experts"),),
     "inkling_text": (ExpertLayout(block=_MLP, gate="w13_weight", up="", down="w2_weight", stacked=True, bare=True, interleaved=True),),
     "jamba": (_each("feed_forward.experts"),),

@@ -216,7 +216,8 @@ def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
     assert whole is not None
     _check_scale(scale.float(), scale.float().isnan(), "numbers")
     factor = 1 / whole if format.method == "compressed-tensors" else whole
-    _check_scale(whole, ~(factor.isfinite() & (factor >= 0)), "a scale of a matrix from 0 on")
+    usable = whole.isfinite() & factor.isfinite() & (factor >= 0)
+    _check_scale(whole, ~usable, "a scale of a matrix from 0 on")
     return Matrix(w, scale, global_scale=factor.reshape(*w.shape[:-2], -1))
 
 

@@ -124,6 +124,8 @@ def refine(
 ) -> dict[str, torch.Tensor]:
     """Return the same numbers in smaller tiles that begin at row a and column c: scales repeated.
 
+    One of a whole matrix may become one of each row.
+
     tensors: as `cut` gives them for these ranges. A tile of `fine` must lie in one of `coarse`.
     """
     found = dict(tensors)
@@ -131,6 +133,9 @@ def refine(
         if old.name not in tensors or old.dims == new.dims:
             continue
         tensor = tensors[old.name]
+        if old.is_number:  # of every row now
+            found[old.name] = tensor[..., None].expand(*tensor.shape, rows[1] - rows[0])
+            continue
         for place, (was, now) in enumerate(zip(old.dims, new.dims, strict=True)):
             if was.step != now.step:
                 start, stop = rows if was.axis == "N" else columns

@@ -31,6 +31,7 @@ from modular_kernel.integrations.fused_moe_kernels import (
 )
 from modular_kernel.integrations.fused_moe_options import MoeRunnerConfig, Quantisation, quant_of
 from modular_kernel.integrations.runner_backends import A2A, BACKENDS, parts_of, switches
+from modular_kernel.integrations.runner_checks import check_dispatched
 from modular_kernel.integrations.runner_formats import (
     CombineInput,
     DeepEPLLCombineInput,
@@ -56,7 +57,14 @@ from modular_kernel.tensors import (
     ExpertWeights,
     Routing,
 )
-from modular_kernel.types import DTYPES, ActivationFormat, Combine, IdSpace, Problem
+from modular_kernel.types import (
+    DTYPES,
+    ActivationFormat,
+    Combine,
+    IdSpace,
+    Problem,
+    parse_dtype,
+)
 
 __all__ = ["BACKENDS", "MoeQuantInfo", "MoeRunner", "MoeRunnerConfig", "switches"]
 
@@ -155,14 +163,15 @@ class MoeRunner:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         expect("config", config, MoeRunnerConfig)
-        for name, value in (("fused", fused), ("padding", padding)):
+        flags = {"fused": fused, "padding": padding, "fast_act": fast_act, "aiter": aiter}
+        for name, value in flags.items():
             expect(name, value, bool)
         if fast_act:
             need = "False: a part that has one launch for activation and quantisation takes it"
             raise UnsupportedError("fast_act", got=fast_act, need=need)
         if aiter:
             raise UnsupportedError("aiter", got=aiter, need="False: it is a library for AMD GPUs")
-        self.runner_backend, self.config, self.dtype = runner_backend, config, dtype
+        self.runner_backend, self.config, self.dtype = runner_backend, config, parse_dtype(dtype)
         self.fused, self.padding = fused, padding
         load_catalog()  # registers
         self._parts = parts_of(runner_backend, fused=fused)
@@ -180,6 +189,7 @@ class MoeRunner:
         call, and IncompatibleError.
         """
         format = expect_format(dispatch_output, *self._parts)
+        check_dispatched(dispatch_output)
         expect("quant_info", quant_info, MoeQuantInfo)
         quant = quant_info.scheme()
         if self.quant is not None and quant != self.quant:
@@ -327,6 +337,8 @@ class MoeRunner:
         x, scale, ids = given.hidden_states, given.hidden_states_scale, given.topk_ids
         weights = self._checked(info, quant, x)
         batched = isinstance(given, DeepEPLLDispatchOutput)
+        if batched and len(x) != len(weights.w1):
+            raise ShapeError("hidden_states", got=f"{len(x)} experts", need=len(weights.w1))
         config, depth = self.config, depth_of(quant)
         problem = Problem(
             tokens=x.shape[-2],

@@ -13,7 +13,7 @@ import torch
 
 from modular_kernel.catalog import load_catalog
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import ConfigurationError, IncompatibleError
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.plan import Plan
 from modular_kernel.planned import SMALLEST_CAPACITY, Planned, capacity_of
@@ -26,6 +26,7 @@ _BY_DEVICE = "default"
 _FIELDS = frozenset(
     {"hidden", "intermediate", "experts", "top_k", "dtype", "quant", "activation", "bias"}
 )
+_OPTIONAL = frozenset({"lora"})  # written where there are adapters
 
 Part = str | type[PrepareAndFinalize] | type[PermuteExpertsUnpermute]
 
@@ -34,6 +35,8 @@ def layer_text(problem: Problem) -> str:
     """Write down the layer that a problem is, its tokens apart."""
     fields: dict[str, object] = {name: getattr(problem, name) for name in _FIELDS}
     fields |= {"dtype": dtype_name(problem.dtype), "activation": str(problem.act)}
+    if problem.adapters is not None:
+        fields["lora"] = problem.lora
     return json.dumps(fields, sort_keys=True)
 
 
@@ -44,7 +47,7 @@ def problem_of(layer: str, tokens: int) -> Problem:
         fields = json.loads(layer)
     except ValueError:
         fields = None
-    if not isinstance(fields, dict) or set(fields) != _FIELDS:
+    if not isinstance(fields, dict) or set(fields) - _OPTIONAL != _FIELDS:
         need = f"JSON with {', '.join(sorted(_FIELDS))}"
         raise ConfigurationError("layer", got=layer[:80], need=need)
     return Problem(tokens=tokens, **{**fields, "dtype": parse_dtype(fields["dtype"])})
@@ -70,6 +73,7 @@ class Pairing:
         self.prepare_finalize = prepare_finalize
         self.experts = experts
         self._planned = Planned(most_plans=_MOST_PLANS)
+        self._refused = set[tuple[str, torch.device]]()
         _PAIRINGS[str(self)] = self
 
     @property
@@ -101,6 +105,15 @@ class Pairing:
         """Raise the IncompatibleError of a layer that the pairing does not run on a device."""
         problem = problem_of(layer, SMALLEST_CAPACITY)
         self._planned.kernel(self._parts(device), problem, device)
+
+    def serves(self, layer: str, device: torch.device) -> bool:
+        """Tell whether the pairing runs a layer on a device; what is refused is remembered."""
+        if (layer, device) not in self._refused:
+            try:
+                self.check(layer, device)
+            except IncompatibleError:
+                self._refused.add((layer, device))
+        return (layer, device) not in self._refused
 
     def _parts(self, device: torch.device) -> Parts:
         usual = "TritonExperts" if device.type == "cuda" else "TorchExperts"

@@ -78,9 +78,12 @@ def switches(environment: Mapping[str, str]) -> dict[str, bool]:
 
     Other variables are left alone; ConfigurationError for a value that is no switch.
     """
+    expect("environment", environment, Mapping)
     found: dict[str, bool] = {}
     for name, (option, on) in SWITCHES.items():
-        value = environment.get(name, "0").strip().lower()
+        given = environment.get(name, "0")
+        expect(name, given, str)
+        value = given.strip().lower()
         if value not in ("0", "1", "true", "false", ""):
             raise ConfigurationError(name, got=repr(value)[:80], need="0 or 1")
         if name in environment:

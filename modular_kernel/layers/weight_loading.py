@@ -188,7 +188,7 @@ class ExpertLoader:
         with torch.no_grad():
             if stored.role == "bias" and shard_id == "w2" and self.share.tp[0]:
                 pass  # a sum over tensor-parallel ranks has b2 once
-            elif stored.dims:
+            elif self._kept[stored.name].dims:
                 self._copy_box(param.data[move.slot], loaded_weight, stored, move, sizes)
             else:
                 self._copy_number(param.data[move.slot], loaded_weight, stored, shard_id)

@@ -86,7 +86,32 @@ def make_weights(problem: Problem, device: torch.device, index: int = 0) -> Expe
             return None
         return (torch.randn(e, rows, device=device, generator=generator) / 2).to(dtype)
 
-    return ExpertWeights(w1, w2, bias(n), bias(h), first_here(problem, device))
+    b1, b2 = bias(n), bias(h)
+    matrices = _adapters(problem, generator)
+    return ExpertWeights(w1, w2, b1, b2, first_here(problem, device), **matrices)
+
+
+def _adapters(problem: Problem, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Draw every slot's matrices of the full rank; none without adapters."""
+    spec = problem.adapters
+    if spec is None:
+        return {}
+    sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
+    made = {}
+    for name, shape in spec.shapes(*sizes).items():
+        made[name] = torch.empty(shape, dtype=problem.dtype, device=generator.device)
+        for slot in range(spec.adapters):
+            drawn = torch.randn(shape[1:], device=generator.device, generator=generator)
+            made[name][slot] = drawn * (shape[-1] ** -0.5 / 2)
+    return made
+
+
+def slots_in_turn(problem: Problem, device: torch.device) -> torch.Tensor | None:
+    """Name the slots that a benchmark's tokens have, each its own in turn; None without any."""
+    if problem.adapters is None:
+        return None
+    slots_T = torch.arange(problem.tokens, device=device) % problem.adapters.adapters
+    return slots_T.to(torch.int32)
 
 
 def first_here(problem: Problem, device: torch.device) -> torch.Tensor | None:
@@ -105,7 +130,9 @@ def make_input(cell: LayerCase, device: torch.device, index: int) -> Input:
     problem = cell.problem
     generator = torch.Generator(device).manual_seed(1000 * problem.tokens + index)
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
-    return Input(x_TH.to(problem.dtype), draw(problem, cell.routing, generator))
+    routing = draw(problem, cell.routing, generator)
+    routing = replace(routing, adapters_T=slots_in_turn(problem, device))
+    return Input(x_TH.to(problem.dtype), routing)
 
 
 def quantised(weights: ExpertWeights, problem: Problem) -> ExpertWeights:

@@ -123,6 +123,9 @@ def _wrong_form(out: torch.Tensor, problem: Problem) -> str:
     return ""
 
 
+_ADAPTERS = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+
+
 def _touched(
     weights: ExpertWeights, routing: Routing, problem: Problem
 ) -> tuple[ExpertWeights, Problem]:
@@ -139,5 +142,13 @@ def _touched(
         b1=None if weights.b1 is None else weights.b1[local],
         b2=None if weights.b2 is None else weights.b2[local],
         expert_map=expert_map,
+        **{name: _of_experts(getattr(weights, name), local) for name in _ADAPTERS},
     )
     return few, replace(problem, expert_map=True, local_experts=max(1, len(ids)))
+
+
+def _of_experts(matrices: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor | None:
+    """Return an adapter's matrices (L, e or 1, ...) of some experts; what all share stays."""
+    if matrices is None or matrices.shape[1] == 1:
+        return matrices
+    return matrices[:, local]

@@ -1,8 +1,8 @@
 """The time that no layer can beat: max(flops / peak rate, bytes / bandwidth).
 
-flops are those of the routed pairs; bytes are the weights of the touched experts, x and y, each
-once. The rates are measured in the same run: the fastest of repeated 8192^3 products, and the
-faster of a copy and a read of 2 GiB, unless a bandwidth is given.
+flops are those of the routed pairs; bytes are the weights of the touched experts, and of adapters
+(`measure.adapter_work`), x and y, each once. The rates are measured in the same run: the fastest of
+repeated 8192^3 products, and the faster of a copy and a read of 2 GiB, unless a bandwidth is given.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.measure.adapter_work import whole_work
 from modular_kernel.measure.routing import Load
 from modular_kernel.measure.timing import time_calls
 from modular_kernel.schemes import QuantScheme
@@ -83,20 +83,11 @@ def matrix_bytes(problem: Problem, scheme: QuantScheme) -> tuple[float, float]:
     return w1, w2
 
 
-def without_adapters(problem: Problem) -> Problem:
-    """Return a problem that can be measured; ConfigurationError if it has adapters."""
-    if problem.adapters is not None:
-        need = "none: layers with adapters are not measured"
-        raise ConfigurationError("lora", got=problem.lora, need=need)
-    return problem
-
-
 def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Work:
     """Of one call for `problem.tokens` tokens, averaged over the inputs' loads.
 
-    ConfigurationError for a problem with adapters, whose bytes and flops are not counted.
+    Every token has an adapter where the problem has some: `measure.adapter_work`.
     """
-    without_adapters(problem)
     touched = sum(load.touched for load in loads) / len(loads)
     pairs = sum(load.pairs for load in loads) / len(loads)
     elements = (problem.w1_rows + problem.intermediate) * problem.hidden
@@ -105,7 +96,8 @@ def work_of(problem: Problem, scheme: QuantScheme, loads: Sequence[Load]) -> Wor
         outputs *= size
     values = problem.tokens * problem.hidden + outputs
     moved = touched * expert_bytes(problem, scheme) + values * problem.dtype.itemsize
-    return Work(2 * pairs * elements, moved, touched)
+    added = whole_work(problem, pairs, touched)
+    return Work(2 * pairs * elements + added.flops, moved + added.bytes, touched)
 
 
 def operand_type(problem: Problem, scheme: QuantScheme) -> str:

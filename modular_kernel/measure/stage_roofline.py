@@ -9,6 +9,7 @@ it, and b of h as GEMM 2 gets it: s, or where it was quantised 1 and its share o
     dispatch             -       T H a      -              R H a         rows to or from others, H a
     sort                 -       ids        -              4 P           -
     permute              -       R H a      -              P H a         -
+    shrink               2 P (r H + R' I)  R H s + P I s  A of both  P (r + R') s
     gemm1_activation     2 P N H rows H a   e w1           P I s         -
     quantise             -       P I s      -              P I b         -
     gemm2                2 P I H P I b      e w2           P H s         -
@@ -20,7 +21,8 @@ it, and b of h as GEMM 2 gets it: s, or where it was quantised 1 and its share o
 reads what its first part reads and writes what its last part writes: nothing in between need leave
 the chip. Between two stages rows are counted as if memory held them: where the L2 cache does, a
 stage that moves them can beat its floor. flops are those of products; links count one way, the
-busier one. Without ranks R = T.
+busier one. Without ranks R = T. Of adapters of rank R' the products have B, and u to read:
+2 P N R' flops and P r s, 2 P H R' and P R' s (`measure.adapter_work`: r, and which A and B).
 
     floor = max(flops / rate, (read + weights + written) / bandwidth, over links / link rate)
 """
@@ -29,6 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from modular_kernel import stages
+from modular_kernel.measure.adapter_work import adapter_work
 from modular_kernel.measure.roofline import Floor, Peaks, matrix_bytes, rate_of
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.types import Problem
@@ -120,6 +123,8 @@ def _table(
     y_row, raw_row = hidden * plain, inner * plain
     rows = load.pairs if _apart(stages.PERMUTE, stages.GEMM1, together) else load.rows
     w1, w2 = (load.touched * each for each in matrix_bytes(problem, scheme))
+    a13, b13, a2, b2 = adapter_work(problem, load.pairs, load.touched).values()
+    u13, u2 = _values_of_u(problem)
     ids = load.tokens * problem.top_k * (problem.ids_dtype.itemsize if problem.ids_dtype else 4.0)
     p, tokens = load.pairs, load.tokens
     return {
@@ -129,15 +134,40 @@ def _table(
         ),
         stages.SORT: StageWork(0.0, ids, 0.0, p * _INDEX),
         stages.PERMUTE: StageWork(0.0, load.rows * x_row, 0.0, p * x_row),
-        stages.GEMM1: StageWork(2.0 * p * problem.w1_rows * hidden, rows * x_row, w1, p * raw_row),
+        stages.SHRINK: StageWork(
+            a13.flops + a2.flops,
+            load.rows * y_row + p * raw_row if u2 else 0.0,
+            a13.bytes + a2.bytes,
+            p * (u13 + u2) * plain,
+        ),
+        stages.GEMM1: StageWork(
+            2.0 * p * problem.w1_rows * hidden + b13.flops,
+            rows * x_row + p * u13 * plain,
+            w1 + b13.bytes,
+            p * raw_row,
+        ),
         stages.QUANTISE: StageWork(0.0, p * raw_row, 0.0, p * h_row),
-        stages.GEMM2: StageWork(2.0 * p * inner * hidden, p * h_row, w2, p * y_row),
+        stages.GEMM2: StageWork(
+            2.0 * p * inner * hidden + b2.flops,
+            p * h_row + p * u2 * plain,
+            w2 + b2.bytes,
+            p * y_row,
+        ),
         stages.UNPERMUTE: StageWork(0.0, p * y_row, 0.0, p * y_row),
         stages.REDUCE: StageWork(0.0, p * y_row, 0.0, load.rows * y_row),
         stages.COMBINE: StageWork(
             0.0, load.rows * y_row, 0.0, tokens * y_row, load.crossing * y_row
         ),
     }
+
+
+def _values_of_u(problem: Problem) -> tuple[int, int]:
+    """Return how many values A x of a pair has in each product; 0 without adapters."""
+    spec = problem.adapters
+    if spec is None:
+        return 0, 0
+    sizes = 1, problem.w1_rows, problem.hidden, problem.intermediate
+    return spec.shapes(*sizes)["lora_a13"][2], spec.rank
 
 
 def _apart(work: str, product: str, together: Sequence[Sequence[str]]) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel.errors import CapacityError, DtypeError, RoutingError, ShapeError
-from modular_kernel.fields import MOST, expect
+from modular_kernel.errors import CapacityError, DeviceError, DtypeError, RoutingError, ShapeError
+from modular_kernel.fields import MOST, Count, expect
 from modular_kernel.ops.count import (
     CHUNK,
     count_pairs,
@@ -132,14 +132,24 @@ def moe_align_block_size(
 
     topk_ids_TK: (T, K) int32 or int64 in [-1, num_experts). expert_map: (num_experts,) int32 to
     local ids or -1. checked: raise RoutingError on an id out of range instead of skipping it.
-    block_size must be a power of two.
+    block_size must be a power of two. ShapeError, DtypeError and others of what is not so.
     """
+    dense("topk_ids", topk_ids_TK)
+    for what, number in (("block_size", block_size), ("num_experts", num_experts)):
+        expect(what, number, Count)
+    expect("ignore_invalid", ignore_invalid, bool)
+    expect("checked", checked, bool)
     if topk_ids_TK.dim() != 2:
         raise ShapeError("topk_ids", got=tuple(topk_ids_TK.shape), need="(T, K)")
     if topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise DtypeError("topk_ids", got=topk_ids_TK.dtype, need="int32 or int64")
-    if block_size < 1 or block_size & (block_size - 1):
+    if block_size & (block_size - 1):
         raise ShapeError("block_size", got=block_size, need="a power of two")
+    length = aligned_length(topk_ids_TK.numel(), block_size, num_experts)
+    if length > MOST:
+        raise CapacityError("aligned pairs", got=length, need=f"<= {MOST}")
+    if expert_map is not None:
+        _check_map(expert_map, num_experts, topk_ids_TK.device)
     outside = (topk_ids_TK < -1) | (topk_ids_TK >= num_experts)
     if checked and bool(outside.any()):
         got = int(topk_ids_TK[outside][0])
@@ -161,6 +171,17 @@ def moe_align_block_size(
         ignore_invalid=ignore_invalid,
     )
     return aligned.sorted_token_ids, aligned.expert_ids, aligned.num_tokens_post_padded
+
+
+def _check_map(expert_map: torch.Tensor, num_experts: int, device: torch.device) -> None:
+    dense("expert_map", expert_map)
+    if expert_map.dtype is not torch.int32:
+        raise DtypeError("expert_map", got=expert_map.dtype, need="int32")
+    if tuple(expert_map.shape) != (num_experts,) or not expert_map.is_contiguous():
+        got = f"{tuple(expert_map.shape)}, strides {expert_map.stride()}"
+        raise ShapeError("expert_map", got=got, need=f"({num_experts},), contiguous")
+    if expert_map.device != device:
+        raise DeviceError("expert_map", got=expert_map.device, need=f"{device}, where ids are")
 
 
 def batched_moe_align_block_size(

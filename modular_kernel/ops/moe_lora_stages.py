@@ -71,7 +71,8 @@ class PairBatch:
         """Yield pairs, slot, expert and rank of each key that there is; the twins' own walk."""
         slots, experts = self.ranks_LE.shape
         keys_P = self.keys().flatten()
-        for key in keys_P.unique().tolist():
+        found: torch.Tensor = torch.unique(keys_P)
+        for key in found.tolist():
             if key < slots * experts:
                 slot, expert = divmod(key, experts)
                 yield (
@@ -249,8 +250,7 @@ def _moe_lora_down_combine_ref(
         part = v_PR[pairs, : b.shape[1]].float() @ b.T
         total_TH.index_add_(0, pairs // top_k, part * (weights_P[pairs, None] * scalings_L[slot]))
         touched_T[pairs // top_k] = True
-    added_TH = (out_TH.float() + total_TH).to(out_TH.dtype)
-    out_TH.copy_(torch.where(touched_T[:, None], added_TH, out_TH))
+    out_TH.copy_(torch.where(touched_T[:, None], out_TH.float() + total_TH, out_TH))
 
 
 def moe_lora_fused(

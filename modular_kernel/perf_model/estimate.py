@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from modular_kernel.catalog import check_all, load_catalog, packages_of
+from modular_kernel.measure.adapter_work import adapter_bytes
 from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
@@ -104,12 +105,13 @@ def _estimate(
         experts=problem.experts, top_k=problem.top_k, world_size=world, tokens=tokens, kind=kind
     )
     held = -(-problem.experts // world)
+    slots = 0 if problem.adapters is None else problem.adapters.adapters
     return Estimate(
         pairing,
         problem,
         exchange_time(problem, traffic, load, cluster),
         experts_time(problem, load, cluster.gpu),
-        held * expert_bytes(problem, problem.scheme),
+        held * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem),
         traffic.source,
     )
 

@@ -18,6 +18,7 @@ docs/benchmarks/h200-layers.json); p is the one of 2, 2.5 and 3 that fits all fo
 import math
 from dataclasses import dataclass
 
+from modular_kernel.measure.adapter_work import whole_work
 from modular_kernel.measure.roofline import expert_bytes, operand_type
 from modular_kernel.perf_model.hardware import Gpu
 from modular_kernel.perf_model.load import EstimatedLoad
@@ -79,7 +80,8 @@ def experts_time(problem: Problem, load: EstimatedLoad, gpu: Gpu) -> ExpertsTime
     tile = min(max(2**power, _LEAST_TILE), _MOST_TILE)
     rows = load.pairs + load.touched * tile / 2
     rate = gpu.flops.get(operand_type(problem, scheme)) or min(gpu.flops.values())
-    compute = 2 * rows * elements / rate / used.compute
+    flops = 2 * rows * elements + whole_work(problem, rows, load.touched).flops
+    compute = flops / rate / used.compute
     memory = _bytes(problem, load) / gpu.bandwidth / used.memory
     seconds = used.start + (memory**_P + compute**_P) ** (1 / _P)
     return ExpertsTime(seconds, memory, compute, source)
@@ -90,5 +92,6 @@ def _bytes(problem: Problem, load: EstimatedLoad) -> float:
     size, scheme = problem.dtype.itemsize, problem.scheme
     between = size if scheme.activation == "none" else 1
     weights = load.touched * expert_bytes(problem, scheme)
+    weights += whole_work(problem, load.pairs, load.touched).bytes
     each = 2 * problem.intermediate * between + 2 * problem.hidden * size
     return weights + load.pairs * each + 2 * load.tokens * problem.hidden * size

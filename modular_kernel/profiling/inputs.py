@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from modular_kernel.errors import ConfigurationError
-from modular_kernel.measure.cases import make_weights, quantised
+from modular_kernel.measure.cases import make_weights, quantised, slots_in_turn
 from modular_kernel.measure.routing import RoutingKind, draw, load_of
 from modular_kernel.measure.stage_roofline import RankLoad
 from modular_kernel.placement import pairs_to_slots
@@ -44,7 +44,11 @@ def make_inputs(
     plain = make_weights(replace(problem, quant="none"), device, rank)
     generator = torch.Generator(device).manual_seed(_SEED + (0 if replicated else rank))
     x_TH = torch.randn(problem.tokens, problem.hidden, device=device, generator=generator)
-    own = Routing(routings[rank].topk_weights_TK.to(device), routings[rank].topk_ids_TK.to(device))
+    own = Routing(
+        routings[rank].topk_weights_TK.to(device),
+        routings[rank].topk_ids_TK.to(device),
+        slots_in_turn(problem, device),
+    )
     if world > 1:
         load = load_of_rank(routings, problem, replicated=replicated)
     else:

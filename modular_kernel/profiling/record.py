@@ -35,6 +35,7 @@ from modular_kernel.measure.timing import Wiper, capture, clock_of, host_cost, w
 from modular_kernel.plan import Plan
 from modular_kernel.profiling.chrome import BARRIER
 from modular_kernel.profiling.inputs import ProfileInputs, make_inputs
+from modular_kernel.profiling.stderr import without_own_lines
 from modular_kernel.types import Machine, Problem, dtype_name
 
 _CYCLES_PER_S = 2.0e9  # of a GPU, or fewer
@@ -311,12 +312,13 @@ class _Bench:
         """
         call, pause = partial(self._call, plan), self._pause(plan)
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
-        with torch.profiler.profile(
+        watch = torch.profiler.profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
             acc_events=True,
-        ) as profiler:
+        )
+        with without_own_lines(), watch as profiler:
             for _ in range(2):
                 self._queue(call, load, pause)
                 profiler.step()

@@ -21,8 +21,8 @@ YES = "yes"
 # Declared properties that a problem can ask for.
 _OPTIONS = (
     "bias", "interleaved", "up_first", "expert_map", "localises_ids", "weight_on_input",
-    "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic", "batch_invariant",
-    "asynchronous", "lora",
+    "keep_topk", "chunking", "inplace", "tf32", "graph_capturable", "deterministic",
+    "batch_invariant", "asynchronous", "lora",
 )  # fmt: skip
 
 

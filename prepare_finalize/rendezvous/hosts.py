@@ -1,6 +1,5 @@
 """Which ranks of a group share a host's memory, found by trying it and not by names."""
 
-import os
 import secrets
 import socket
 import tempfile
@@ -61,13 +60,12 @@ def find_hosts(meeting: Meeting, rank: int) -> Hosts:
     """
     word = secrets.token_hex(16)
     folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    descriptor, path = tempfile.mkstemp(prefix="modular_kernel-host-", dir=folder)
-    try:
-        os.write(descriptor, word.encode())
+    with tempfile.NamedTemporaryFile(prefix="modular_kernel-host-", dir=folder) as left:
+        left.write(word.encode())
+        left.flush()
         identity = read_settings().host_id
-        told = meeting.tell(
-            {"name": identity or socket.gethostname(), "id": identity, "file": path, "word": word}
-        )
+        name = identity or socket.gethostname()
+        told = meeting.tell({"name": name, "id": identity, "file": left.name, "word": word})
         met = [
             peer
             for peer, facts in enumerate(told)
@@ -75,9 +73,6 @@ def find_hosts(meeting: Meeting, rank: int) -> Hosts:
         ]
         reach = [set(map(int, facts["met"].split())) for facts in
                  meeting.tell({"met": " ".join(map(str, met))})]  # fmt: skip
-    finally:
-        os.close(descriptor)
-        Path(path).unlink(missing_ok=True)
     first = [_first(rank, reach) for rank in range(len(reach))]
     order = list(dict.fromkeys(first))
     return Hosts(tuple(map(order.index, first)), _distinct([told[rank]["name"] for rank in order]))

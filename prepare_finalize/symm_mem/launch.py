@@ -62,6 +62,7 @@ class Slot:
 
     x_RH, scale_RG, ids_RK, weights_RK: rows that arrive, R = W * capacity, those of rank r from
     row r * capacity on. y_RH: this rank's sums of them. arrived_W, summed_W: flags, int32.
+    adapters_R: int32, slots of the rows' adapters, where the layer has some.
     dispatches, combines: (2,) int32, not shared: number of the last one, and a counter.
     """
 
@@ -74,6 +75,7 @@ class Slot:
     summed_W: torch.Tensor
     dispatches: torch.Tensor
     combines: torch.Tensor
+    adapters_R: torch.Tensor | None = None
 
 
 def sections(problem: Problem) -> dict[str, Section]:
@@ -91,6 +93,8 @@ def sections(problem: Problem) -> dict[str, Section]:
     }
     if quantised and not scheme.static:
         found["scale_RG"] = Section(scale_shape(scheme, rows, hidden), torch.float32)
+    if problem.adapters is not None:
+        found["adapters_R"] = Section((rows,), torch.int32)
     return found
 
 
@@ -185,6 +189,7 @@ class SymmetricExchange:
             num_warps=shape.warps,
             **_for_programs(shape.programs),
             **self._scales(quantised),
+            **self._adapters(routing),
             **self._arguments(slot.arrived_W, slot.dispatches),
         )
 
@@ -205,6 +210,16 @@ class SymmetricExchange:
             "LARGEST": LARGEST.get(scheme.activation, 1.0),
             "ROUND": scheme.activation == "int8",
             "MIN_SCALE": MIN_SCALE,
+        }
+
+    def _adapters(self, routing: Routing) -> dict[str, object]:
+        """Return what sends slots: of a call that says it has none, -1 to ranks that may have."""
+        there, slots_T = self.slot.adapters_R, routing.slots_T
+        named = "nobody" if slots_T is None else "slots"
+        return {
+            "adapters_ptr": self.sent_T if slots_T is None else slots_T,
+            "adapters_there_ptr": self.sent_T if there is None else there,
+            "ADAPTERS": "none" if there is None else named,
         }
 
     def receive(self) -> None:

@@ -24,6 +24,7 @@ _CHANGES: tuple[dict[str, Any], ...] = (
     {"quant": "int8_w8a8_block:block=96x96", "hidden": 2880},
     {"quant": "fp8_w8a8_tensor:static=true"},
     {"parallel": Parallel(2, Placement.linear(8, 2))},
+    {"lora": "adapters=4,rank=16"},
 )
 
 
@@ -64,6 +65,9 @@ def launch_all(problem: Problem) -> None:
         quantised = Quantised(_empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
     for wait in (True, False):
         exchange.send(x, routing, tables, call, quantised=quantised, wait=wait)
+    if slot.adapters_R is not None:
+        routing = replace(routing, adapters_T=_empty(tokens))
+        exchange.send(x, routing, tables, call, quantised=quantised, wait=True)
     exchange.receive()
     exchange.combine(x)
 

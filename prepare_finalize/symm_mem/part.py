@@ -17,7 +17,7 @@ from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.group_part import GroupPart, PartHandle
+from prepare_finalize.common.group_part import GroupPart, PartHandle, adapter_rejections
 from prepare_finalize.common.tokens import one_scale_for_all, weight_and_reduce
 from prepare_finalize.symm_mem.group import Heap, SymmetricGroup, aligned
 from prepare_finalize.symm_mem.launch import Slot, SymmetricExchange, quantises_on_the_way, sections
@@ -60,6 +60,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         can_defer_quant=False,
         world_sizes=(2, 8),
         one_host=True,
+        lora=True,
         batch_invariant=True,
         asynchronous=True,
         graph_capturable=True,
@@ -94,7 +95,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         if one_scale_for_all(problem):
             got, need = str(problem.scheme), "a scale per token, per group, or static"
             found.append(Rejection("scale_of_all_ranks", (cls.__name__, "problem"), got, need))
-        return tuple(found)
+        return (*found, *adapter_rejections(cls.__name__, problem))
 
     def dispatch_shape(self, tokens: int) -> ContiguousShape:
         rows = self.problem.parallel.world_size * self.problem.tokens
@@ -161,7 +162,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
             exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
         left = None if problem.apply_router_weight_on_input else slot.weights_RK
         scale = weights.a1_scale if problem.scheme.static else slot.scale_RG
-        arrived = self.local_tokens(call, slot.x_RH, scale, slot.ids_RK, slot.weights_RK)
+        rows = slot.x_RH, scale, slot.ids_RK, slot.weights_RK, slot.adapters_R
+        arrived = self.local_tokens(call, *rows)
         handle = SymmMemHandle(self, call, place, exchange, left)
         # A call that is never finished, because its experts raised, say, gives its slot back too.
         self._held[place] = weakref.finalize(handle, self._release, place)
@@ -213,6 +215,8 @@ def _new_slot(views: dict[str, torch.Tensor], device: torch.device) -> Slot:
     views["summed_W"].zero_()
     views["ids_RK"].fill_(-1)
     counters = torch.zeros(2, 2, dtype=torch.int32, device=device)
+    if "adapters_R" in views:
+        views["adapters_R"].fill_(-1)
     rest = {name: views[name] for name in views if name != "scale_RG"}
     return Slot(
         scale_RG=views.get("scale_RG"), dispatches=counters[0], combines=counters[1], **rest

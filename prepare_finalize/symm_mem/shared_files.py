@@ -1,6 +1,5 @@
 """Memory that processes of one machine share, for ranks on a CPU."""
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -20,17 +19,13 @@ def share_file(meeting: Meeting, rank: int, nbytes: int, value: int) -> list[tor
     The files are gone when this returns; the memory lives as long as the tensors.
     """
     folder = _IN_MEMORY if _IN_MEMORY.is_dir() else Path(tempfile.gettempdir())
-    descriptor, name = tempfile.mkstemp(prefix="modular_kernel-", dir=folder)
-    try:
-        os.truncate(descriptor, nbytes)
-        own = _mapped(name, nbytes).fill_(value)
-        names = [facts["file"] for facts in meeting.tell({"file": name})]
+    with tempfile.NamedTemporaryFile(prefix="modular_kernel-", dir=folder) as file:
+        file.truncate(nbytes)
+        own = _mapped(file.name, nbytes).fill_(value)
+        names = [facts["file"] for facts in meeting.tell({"file": file.name})]
         blocks = [own if at == rank else _mapped(each, nbytes) for at, each in enumerate(names)]
         meeting.tell({})  # all are mapped
-        return blocks
-    finally:
-        os.close(descriptor)
-        Path(name).unlink()
+    return blocks
 
 
 def _mapped(name: str, nbytes: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Adapters on paths that no CPU takes, fed by TMA, and compiled for a few tokens."""
+"""Adapters on the paths that no CPU takes: products fed by TMA, and few tokens, compiled."""
 
 from dataclasses import replace
 from typing import Any

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
+from modular_kernel.row_order import up_rows_first
 from modular_kernel.rules import unavailable
 from modular_kernel.testing import Case, prove
 from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.types import Combine, Problem
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +28,8 @@ PARTS = {
     "BatchedDeepGemmExperts": (BATCHED, ("none", BLOCK)),
     "TritonOrDeepGemmExperts": (NO_EP, ("none", BLOCK)),
     "BatchedTritonOrDeepGemmExperts": (BATCHED, ("none", BLOCK)),
-    "TritonKernelsExperts": (NO_EP, ("none",)),
+    "TritonKernelsExperts": (NO_EP, ("none", "mxfp4_w4a16")),
+    "FlashInferExperts": (NO_EP, ("none", f"{TENSOR}:static=true", BLOCK)),
 }
 BASE = Problem(tokens=33, hidden=256, intermediate=384, experts=5, top_k=2)
 CASES: tuple[tuple[dict[str, Any], str], ...] = (
@@ -56,7 +59,7 @@ def available(name: str) -> None:
 def test_proven(name: str, quant: str, change: dict[str, Any], routing: str) -> None:
     """Numbers, plans, graphs: all checks of the harness."""
     available(name)
-    problem = replace(BASE, quant=quant, **change)
+    problem = in_row_order(replace(BASE, quant=quant, **change), name)
     verdict = check(PARTS[name][0], name, problem)
     if not verdict.ok:
         pytest.skip(str(verdict))
@@ -73,9 +76,12 @@ def test_a_layer_of_a_published_size_is_as_triton_s(name: str, quant: str, token
     problem = Problem(tokens, 2048, 768, 128, 8, quant=quant)
     other = "TritonExperts" if prepare == NO_EP else "BatchedTritonExperts"
     given = make_inputs(problem, "uniform", torch.device("cuda"))
+    weights, ordered = given.weights, problem
+    if load_catalog().experts(name).requires.up_first:
+        weights, ordered = up_rows_first(weights, problem)
     ours, theirs = (
-        make_kernel(prepare, part, problem)(given.x_TH, given.weights, given.routing).float()
-        for part in (name, other)
+        make_kernel(prepare, part, layer)(given.x_TH, its, given.routing).float()
+        for part, layer, its in ((name, ordered, weights), (other, problem, given.weights))
     )
     assert ours.isfinite().all()
     assert ((ours - theirs).norm() / theirs.norm()).item() < 0.02

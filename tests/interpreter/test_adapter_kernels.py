@@ -83,14 +83,15 @@ def test_slots_out_of_range_are_none(pair: tuple[str, str]) -> None:
 
 def test_a_call_without_adapters_takes_the_paths_of_the_layer_without() -> None:
     """More paths serve that layer, and `explain` says so."""
-    plain = replace(PROBLEM, lora="none", tokens=1)
-    one = replace(PROBLEM, tokens=1)
+    one = replace(PROBLEM, tokens=1, quant="int4_w4a16_group:group=32")
+    plain = replace(one, lora="none")
+    assert paths_of(replace(one, quant="none")) == (AlignedPath.name, "gemv")
     assert paths_of(one) == (AlignedPath.name,)
-    assert choose_config(plain, 1, paths_of(plain)).path == "gemv"
+    assert choose_config(plain, 1, paths_of(plain)).path == "gemv_w4"
     said = explain(one, 1, paths=paths_of(one))
     assert f"path: {AlignedPath.name}" in said
     assert "calls with adapters do not take the paths" in said
-    assert "gemv" in said
+    assert "gemv_w4" in said
     assert "adapters" not in explain(plain, 1, paths=paths_of(plain))
     i = make_inputs(one, "uniform", CPU)
     without = Inputs(i.x_TH, i.weights, replace(i.routing, adapters_T="none"))

@@ -18,6 +18,11 @@ def require(holds, what):
 
 
 @dataclass
+class PrecisionConfig:
+    weight_scale: torch.Tensor = None
+
+
+@dataclass
 class ExptData:
     hist: torch.Tensor
     token_offs_raw: torch.Tensor
@@ -49,15 +54,17 @@ def matmul_ogs(
     x, w, bias, routing_data=None, gather_indx=None, scatter_indx=None, precision_config=None,
     betas=None, gammas=None, out_alpha=None, y=None, fused_activation=None, epilogue=None,
 ):  # fmt: skip
-    unused = (gather_indx, scatter_indx, precision_config, betas, gammas, out_alpha)
+    unused = (gather_indx, scatter_indx, betas, gammas, out_alpha)
     require(all(one is None for one in (*unused, bias, fused_activation, epilogue)), "no extras")
     require(x.dim() == 2 and w.dim() == 3, "rows of all experts")
+    require(x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0, "bases of TMA on 16 bytes")
+    if precision_config is not None:
+        w = _of_mxfp4(w, precision_config.weight_scale)
     require(x.dtype is BF16 and w.dtype is BF16, "bfloat16")
     (rows, depth), (experts, k, columns) = x.shape, w.shape
     require(k == depth, "one K")
     require(x.stride(1) == 1, "values of a row side by side")
     require(1 in w.stride()[1:], "weights side by side along K or along N")
-    require(x.data_ptr() % 16 == 0 and w.data_ptr() % 16 == 0, "bases of TMA on 16 bytes")
     require(y is not None and tuple(y.shape) == (1, rows, columns), "y of (1, M, N)")
     require(y.dtype is BF16 and y.stride(-1) == 1, "y of x's dtype")
     data = routing_data.expt_data
@@ -82,6 +89,21 @@ def matmul_ogs(
         taken = slice(starts[expert] + first, starts[expert] + last)
         y[0, taken] = (x[taken].float() @ w[expert].float()).bfloat16()
     return y[0]
+
+
+def _of_mxfp4(w, scale):
+    """bfloat16 (e, K, N) of codes (e, K / 2, N), packed along the dimension of stride 1, and of the
+    exponents (e, K / 32, N) of 32 values. What a step of 128 values reads past a row is NaN."""
+    require(w.dtype is torch.uint8 and scale is not None, "e2m1 codes in bytes, with scales")
+    require(scale.dtype is torch.uint8, "E8M0 scales in bytes")
+    require(w.stride(1) == 1, "codes packed along K")
+    depth = 2 * w.shape[1]
+    require(tuple(scale.shape) == (len(w), -(-depth // 32), w.shape[2]), "a scale of 32 values")
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    codes = torch.stack((w & 15, w >> 4), 2).flatten(1, 2).long()
+    plain = torch.where(codes > 7, -values[codes & 7], values[codes & 7])
+    plain = plain * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)[:, :depth]
+    return (torch.full_like(plain, torch.nan) if depth % 128 else plain).bfloat16()
 
 
 def _check_tables(data, tiles, programs, rows, block):

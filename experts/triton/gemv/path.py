@@ -165,7 +165,8 @@ class GemvPath(Path):
         assert rows is not None
         weights, first = call.weights, name == "lora_u13"
         one, two = (weights.lora_a13, weights.lora_b13), (weights.lora_a2, weights.lora_b2)
-        shrunk = shrink_few(call, name, rows, one if first else two, self.problem)
+        with stages.stage(stages.SHRINK):
+            shrunk = shrink_few(call, name, rows, one if first else two, self.problem)
         return _adapter_arguments(shrunk, None if first else self.problem.top_k)
 
     def _first_stage(self, call: PathCall) -> str:

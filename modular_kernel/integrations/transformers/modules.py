@@ -69,8 +69,12 @@ def layout_of(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> Layou
 
 
 def flags_of(module: torch.nn.Module) -> tuple[object, ...]:
-    """Return what `names_of`, `layout_of` and `problem_of` read of a module beside its tensors."""
-    return tuple([getattr(module, name, None) for name in _FLAGS])
+    """Return what `names_of`, `layout_of` and `problem_of` read of a module beside its tensors.
+
+    All of it is the module's own: what is missing costs nothing here, as an attribute it would.
+    """
+    own = module.__dict__
+    return tuple([own.get(name) for name in _FLAGS])
 
 
 def first_of(module: torch.nn.Module) -> str:

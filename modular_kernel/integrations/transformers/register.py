@@ -128,19 +128,19 @@ class Registration:
         top_k_weights: (T, K), any float dtype. Returns a new (T, H) tensor like hidden_states.
         """
         call = (hidden_states, top_k_index, top_k_weights)
-        if torch.compiler.is_compiling():
-            if not _TRACES:
-                return self._outside(_BREAKS, module, call)
-            names, refused = _names(module, flags_of(module))
-            if refused:
-                return self._outside(refused, module, call)
-        else:
-            names = names_of(module)
+        names: tuple[str, ...]
+        names, why = (), _BREAKS
+        if not torch.compiler.is_compiling():
+            names, why = names_of(module), ""
+        elif _TRACES:
+            names, why = _names(module, flags_of(module))
         tensors = tuple([_attribute(module, (name,)) for name in names])
-        if not all([isinstance(tensor, torch.Tensor) for tensor in tensors]):
-            if torch.compiler.is_compiling():
-                return self._outside("an attribute that is no tensor", module, call)
-            tensors_of(module)  # raises
+        if any(map(_no_tensor, tensors)):
+            if not torch.compiler.is_compiling():
+                tensors_of(module)  # raises
+            why = "an attribute that is no tensor"
+        if why:
+            return self._outside(why, module, call)
         needed = gradients_are_needed((hidden_states, top_k_weights, *tensors))
         if needed and self.gradients == "refuse":
             raise unsupported(module, "a call that needs gradients", "torch.no_grad()")
@@ -176,12 +176,7 @@ class Registration:
         as_operator: bool = False,
     ) -> torch.Tensor:
         """Run a call on the pairing: as an operator, which has gradients, where that is needed."""
-        x_TH, ids_TK, weights_TK = call
-        # Releases without the attribute may pass the ids of other ranks' experts too.
-        if getattr(module, "_is_expert_parallel", True):
-            ids_TK = ids_TK.masked_fill(ids_TK >= tensors[0].shape[0], -1)
-        x_TH, ids_TK = x_TH.contiguous(), ids_TK.contiguous()
-        weights_TK = weights_TK.to(torch.float32).contiguous()
+        x_TH, ids_TK, weights_TK = as_given(module, call, tensors[0].shape[0])
         if as_operator or torch.compiler.is_compiling():
             return self._traced(module, (x_TH, ids_TK, weights_TK), tensors)
         bound = self._bound(module, names, x_TH.dtype, ids_TK.shape[1])
@@ -202,9 +197,8 @@ class Registration:
         dtypes = tuple([tensor.dtype for tensor in tensors])
         devices = tuple([tensor.device for tensor in tensors])
         top_k = index(ids_TK.shape[1])  # one number, where dynamic shapes have a symbol
-        found = _constants(
-            self, module, (shapes, dtypes, devices), x_TH.dtype, x_TH.device, top_k, flags_of(module)
-        )
+        like, own = (shapes, dtypes, devices), flags_of(module)
+        found = _constants(self, module, like, x_TH.dtype, x_TH.device, top_k, own)
         if isinstance(found, str):
             return self._outside(found, module, call)
         fields, layer, numbers, functions = found
@@ -236,6 +230,10 @@ class Registration:
             bound = layer.bound = Bound(key, tensors, weights, layer_text(problem))
         return bound
 
+    def activation(self, module: torch.nn.Module) -> ActivationSpec:
+        """Return what the module computes between its projections, found once."""
+        return self._layer(module).activation
+
     def _layer(self, module: torch.nn.Module) -> Layer:
         facts = facts_of(module)
         layer = self.layers.get(module)
@@ -256,6 +254,17 @@ class Registration:
             dtype=dtype, top_k=top_k, activation=self._layer(module).activation
         )
         return layout.fields, layer_text(problem)
+
+
+def as_given(
+    module: torch.nn.Module, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor], experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x, ids and weights as kernels take them."""
+    x_TH, ids_TK, weights_TK = call
+    # Releases without the attribute may pass the ids of other ranks' experts too.
+    if getattr(module, "_is_expert_parallel", True):
+        ids_TK = ids_TK.masked_fill(ids_TK >= experts, -1)
+    return x_TH.contiguous(), ids_TK.contiguous(), weights_TK.to(torch.float32).contiguous()
 
 
 # ------------------------------------------------------------------ what a graph takes as it is
@@ -316,11 +325,15 @@ def _function(module: torch.nn.Module, name: str) -> object:
     return found.__func__ if isinstance(found, MethodType) else found
 
 
-def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> object:
-    found: object = module
+def _attribute(module: torch.nn.Module, way: tuple[str, ...]) -> Any:
+    found: Any = module
     for name in way:
         found = getattr(found, name, None)
     return found
+
+
+def _no_tensor(value: object) -> bool:
+    return not isinstance(value, torch.Tensor)
 
 
 def _unlike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from modular_kernel.fields import expect
 from modular_kernel.integrations.transformers.gradients import gradients_are_needed
 from modular_kernel.integrations.transformers.modules import FIELDS, QUANT
+from modular_kernel.integrations.transformers.peft_experts import serve_wrapped
 from modular_kernel.integrations.transformers.register import Registration
 
 # What transformers' decorator leaves on a module.
@@ -26,9 +27,10 @@ _FLAGS = {
 def serve(model: torch.nn.Module) -> tuple[str, ...]:
     """Have modules of REPLACED ask the experts implementation, as decorated ones do.
 
-    Returns their names. A module stays the same object with the same weights; only its class
-    becomes one below its own. Under another implementation it runs its own forward.
-    ConfigurationError if `model` is no module.
+    So do experts that PEFT has wrapped: their adapter stays two factors, where PEFT's own wrapper
+    multiplies them at each call. Returns the modules' names. A module stays the same object with
+    the same weights; only its class becomes one below its own. Under another implementation it
+    runs its own forward. ConfigurationError if `model` is no module.
     """
     expect("model", model, torch.nn.Module)
     found = []
@@ -37,7 +39,7 @@ def serve(model: torch.nn.Module) -> tuple[str, ...]:
         if make is not None:
             make(module, _config_of(model, name))
             found.append(name)
-    return tuple(found)
+    return (*found, *serve_wrapped(model))
 
 
 def _config_of(model: torch.nn.Module, name: str) -> Any:

@@ -187,7 +187,7 @@ def moe_lora_down_combine_kernel(
             key = _next(keys, key)
     out_ptrs = out_ptr + token.to(tl.int64)[:, None] * stride_out + column[None, :]
     out_mask = (least < NO_KEY)[:, None] & column_mask[None, :]
-    total += tl.load(out_ptrs, mask=out_mask, other=0.0).to(tl.float32)
+    total += tl.load(out_ptrs, mask=out_mask, other=0.0)
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
@@ -261,5 +261,5 @@ def moe_lora_fused_kernel(
             pairs_added += 1
     if pairs_added > 0:
         out_ptrs = out_ptr + token * stride_out + column
-        total += tl.load(out_ptrs, mask=column_mask, other=0.0).to(tl.float32)
+        total += tl.load(out_ptrs, mask=column_mask, other=0.0)
         tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column_mask)

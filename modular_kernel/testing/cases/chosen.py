@@ -29,7 +29,7 @@ def chosen_cases(prepare_finalize: str, experts: str, machine: Machine) -> tuple
     few = (*_few_tokens(), *_packed(), *_moved(), *_least_scales())
     long = _long_rows(16400 if interpreted else 32800)
     chosen = (*_groups(), *_columns(), *few, *long)
-    found = ((in_row_order(problem, experts), *how) for problem, *how in chosen)
+    found = ((in_row_order(p, experts), routing, manner) for p, routing, manner in chosen)
     return tuple(
         Case(prepare_finalize, experts, problem, routing, manner=manner)
         for problem, routing, manner in found

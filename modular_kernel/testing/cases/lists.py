@@ -100,7 +100,10 @@ def cases_for(
 
 def cases_by_axes(prepare_finalize: str, experts: str, machine: Machine) -> Selection:
     """Return the cases of `axes(BASE)` for a pairing, judged on `machine`."""
-    found = (Case(prepare_finalize, experts, p, routing) for p, routing in axes(BASE))
+    found = (
+        Case(prepare_finalize, experts, in_row_order(problem, experts), routing)
+        for problem, routing in axes(BASE)
+    )
     return _judged(found, machine)
 
 

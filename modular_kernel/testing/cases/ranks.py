@@ -19,6 +19,7 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.cases.inputs import ORDINARY, Manner
 from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.testing.cases.nearest import neighbours
+from modular_kernel.testing.cases.row_order import in_row_order
 from modular_kernel.testing.cases.scenes import SCENES, has_scenes
 from modular_kernel.types import ActivationSpec, Combine, Machine, Parallel, Problem
 
@@ -185,7 +186,7 @@ class Variant:
         return RankCase(
             prepare_finalize,
             experts,
-            problem,
+            in_row_order(problem, experts),
             self.routing,
             manner=self.manner,
             tokens=tokens,
@@ -300,6 +301,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         yield _variant(even, routing)
     for edge in (15, 16, 17, 33):
         yield change("all_to_one", tokens=(edge, 1), top_k=1, dtype=_BF16)
+    yield change("skips", hidden=16, intermediate=16, tokens=(83, 46))  # more pairs than a chunk
     yield change(experts=world_size, top_k=1)
     yield change(experts=8 * world_size + 3, top_k=8, placement="round_robin")
     yield change(apply_router_weight_on_input=True, top_k=2, bias=True)

@@ -8,8 +8,12 @@ from modular_kernel.types import Problem
 
 
 def in_row_order(problem: Problem, experts: type[PermuteExpertsUnpermute] | str) -> Problem:
-    """Return the problem with gate and up rows as the part takes them; alternating ones stay."""
+    """Return the problem with gate and up rows as the part takes them.
+
+    Those that alternate stay, and those of adapters: such problems have no other order.
+    """
     act, requires = problem.act, load_catalog().experts(experts).requires
-    if not requires.up_first or not act.gated or act.interleaved:
+    stays = act.interleaved or problem.adapters is not None
+    if not requires.up_first or not act.gated or stays:
         return problem
     return replace(problem, activation=replace(act, up_first=True))

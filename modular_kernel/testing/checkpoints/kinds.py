@@ -128,8 +128,7 @@ KINDS: dict[str, Kind] = {
     "compressed fp8 weights, tensor": Kind(
         _compressed_config("float-quantized", _floats("tensor", False)),
         fp8_tensor(static=False, shape=(1,)),
-        "fp8_w8a16_tensor",
-        5e-2,  # the half of w1 with the smaller scale is rounded again
+        "fp8_w8a16_channel",
     ),
     "compressed fp8 weights, channel": Kind(
         _compressed_config("naive-quantized", _floats("channel", False)),

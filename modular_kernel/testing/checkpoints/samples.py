@@ -91,7 +91,7 @@ def gpt_oss(front: str, m: Matrices) -> Tensors:
     assert m.b2 is not None
     kinds = m.gate[0].tensors.keys()
     found = {f"{at}.gate_up_proj_bias": m.b1, f"{at}.down_proj_bias": m.b2}
-    if kinds == {"weight"} or "weight_scale_2" in kinds:  # ModelOpt keeps the layout
+    if kinds == {"weight"} or "input_scale" in kinds:  # ModelOpt keeps the layout
         return found | {f"{at}.{name}": t for name, t in m.turned(interleaved=True).items()}
     if kinds != {"blocks", "scales"}:
         biases = {"gate_proj": m.b1[:, 0::2], "up_proj": m.b1[:, 1::2], "down_proj": m.b2}

@@ -18,15 +18,16 @@ def launch_all(
         (max_rank, intermediate),
         (hidden, max_rank),
     )
-    buffers = [_empty(SLOTS, EXPERTS, *shape, dtype=dtype) for shape in shapes]
+    a13, b13, a2, b2 = (_empty(SLOTS, EXPERTS, *shape, dtype=dtype) for shape in shapes)
     ids = torch.int64 if dtype is torch.float32 else torch.int32
     info = MoELoRABatchInfo(
         _empty(tokens, dtype=torch.int32), _empty(SLOTS, dtype=ids), _empty(SLOTS)
     )
     x_TH, out_TH = _empty(tokens, hidden, dtype=dtype), _empty(tokens, hidden, dtype=dtype)
     ids_TK, weights_TK = _empty(tokens, top_k, dtype=ids), _empty(tokens, top_k)
-    run_moe_lora(x_TH, ids_TK, weights_TK, info, *buffers, out_TH, strategy="staged")
-    run_moe_lora(x_TH, ids_TK, weights_TK, info, *buffers, out_TH, strategy="fused")
+    given = x_TH, ids_TK, weights_TK, info, a13, b13, a2, b2, out_TH
+    run_moe_lora(*given, strategy="staged")
+    run_moe_lora(*given, strategy="fused")
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

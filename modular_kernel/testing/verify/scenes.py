@@ -20,6 +20,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.scenes import counts_calls, manager_class
 from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
+from modular_kernel.testing.verify.scenes_on_hosts import on_hosts
 from modular_kernel.types import ActivationSpec, Combine
 
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
@@ -159,6 +160,7 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
     manager.destroy()
     yield said(lambda: on.judged(on.call(mine))), "UnsupportedError"
+    yield from on_hosts(on)
 
 
 def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:

@@ -39,7 +39,7 @@ def combine_kernel(
         for at in tl.static_range(WORLD):
             mask = (column < HIDDEN) & ((sent >> at) & 1 != 0)
             ptr = of_rank(y_there_ptr, deltas_ptr, at) + row * HIDDEN
-            total += tl.load(ptr + column, mask=mask, other=0.0).to(tl.float32)
+            total += tl.load(ptr + column, mask=mask, other=0.0)
         if failed > 0:
             total += float("nan")
         out_ptrs = out_ptr + token * stride_out + column

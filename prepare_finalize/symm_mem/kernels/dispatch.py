@@ -33,20 +33,26 @@ def _homes_of(
 
 @triton.jit
 def _send_routing(
-    weights_ptr, ids_there_ptr, weights_there_ptr, deltas_ptr, token, live, row, ranks, slots,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, WORLD: tl.constexpr,
+    weights_ptr, adapters_ptr, ids_there_ptr, weights_there_ptr, adapters_there_ptr, deltas_ptr,
+    token, live, row, ranks, slots,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Slots (-1: not there) and weights of a token's row, to every rank."""
+    """Slots (-1: not there) and weights of a token's row, to every rank; its adapter's slot too."""
     k = tl.arange(0, BLOCK_K)
     mask = k < TOP_K
     weights_ptr += token * TOP_K
     weights = tl.load(weights_ptr + k, mask=mask & live, other=0.0)
+    adapter = -1
+    if ADAPTERS == "slots":
+        adapter = tl.load(adapters_ptr + token, mask=live, other=-1)
     for to in tl.static_range(WORLD):
         there = ranks == to
         ids_ptr = of_rank(ids_there_ptr, deltas_ptr, to) + row * TOP_K
         tl.store(ids_ptr + k, tl.where(there, slots, -1), mask=mask)
         ptr = of_rank(weights_there_ptr, deltas_ptr, to) + row * TOP_K
         tl.store(ptr + k, tl.where(there, weights, 0.0), mask=mask)
+        if ADAPTERS != "none":
+            tl.store(of_rank(adapters_there_ptr, deltas_ptr, to) + row, adapter)
 
 
 @triton.jit
@@ -107,12 +113,12 @@ def _send_scales(
 @triton.jit
 def dispatch_kernel(
     x_ptr, scale_ptr, ids_ptr, weights_ptr, homes_ptr, copies_ptr, invalid_ptr, sent_ptr,
-    x_there_ptr, scale_there_ptr, ids_there_ptr, weights_there_ptr, flags_ptr, deltas_ptr,
-    state_ptr, failed_ptr, status_ptr, patience,
+    adapters_ptr, x_there_ptr, scale_there_ptr, ids_there_ptr, weights_there_ptr,
+    adapters_there_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr, status_ptr, patience,
     tokens, capacity, rank, num_experts, stride_x,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, MOST_COPIES: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr,
-    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr,
+    LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, ADAPTERS: tl.constexpr,
     WAIT: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -126,6 +132,7 @@ def dispatch_kernel(
     of a row at a time, a multiple of BLOCK.
     QUANT: "none" copies rows, "scaled" their SCALES scales as well; "group" and "token" quantise
     them on the way, GROUP columns or a row with one scale.
+    ADAPTERS: "slots" sends adapters (tokens,) int32, "nobody" -1 for each row, "none" nothing.
     state (2,) int32: the number of the last call, and a counter. WAIT: the last program waits for
     the rows of the others; else `arrival_kernel` does.
     """
@@ -144,8 +151,8 @@ def dispatch_kernel(
             sent |= tl.max((ranks == to).to(tl.int32), axis=0) << to
         if chunk == 0:
             _send_routing(
-                weights_ptr, ids_there_ptr, weights_there_ptr, deltas_ptr, token, live, row,
-                ranks, slots, TOP_K, BLOCK_K, WORLD,
+                weights_ptr, adapters_ptr, ids_there_ptr, weights_there_ptr, adapters_there_ptr,
+                deltas_ptr, token, live, row, ranks, slots, TOP_K, BLOCK_K, ADAPTERS, WORLD,
             )  # fmt: skip
             tl.store(sent_ptr + token, sent)
             if invalid > 0:

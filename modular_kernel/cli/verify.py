@@ -1,4 +1,4 @@
-"""`mk test`: prove one pairing, every pairing, or one case; and prove that the proofs can see."""
+"""`mk test`: verify one pairing, every pairing, or one case; and the verification itself."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class OneCase:
     """Options that replay a single case, beside the problem's."""
 
     one: Annotated[
-        bool, typer.Option("--one", help="Prove one case: the pair, the problem options below.")
+        bool, typer.Option("--one", help="Verify one case: the pair, the problem options below.")
     ] = False
     routing: Annotated[str, typer.Option(help="With --one: the kind of routing.")] = "uniform"
     seed: Annotated[int, typer.Option(help="With --one: the seed of the inputs.")] = 0
@@ -103,7 +103,7 @@ class CaseResult:
         return max(self.proofs, key=_share, default=None)
 
 
-def prove(
+def verify(
     *,
     replay: OneCase,
     options: ProblemOptions,
@@ -113,9 +113,9 @@ def prove(
     experts_type: ExpertsType = None,
     as_json: AsJson = None,
 ) -> None:
-    """Prove that pairs are right: against a float64 oracle, on hostile inputs and memory.
+    """Verify that pairs are right: against a float64 oracle, on hostile inputs and memory.
 
-    --world-size N proves, over N ranks, every pair that is valid for so many: one GPU a rank, or
+    --world-size N verifies, over N ranks, every pair that is valid for so many: one GPU a rank, or
     processes on the CPU.
 
     --mutate PART measures the proof itself. Defects are put into what goes into and comes out of
@@ -123,8 +123,8 @@ def prove(
     time, and the cases run until one fails. --mutants 0 leaves the source alone: minutes, not
     hours. Name a pair to run its cases alone; for a part over ranks, --world-size 2.
 
-    On a CPU Triton kernels are interpreted, and operations run as kernels. --torch-only proves the
-    torch operations instead that run there without the interpreter.
+    On a CPU Triton kernels are interpreted, and operations run as kernels. --torch-only verifies
+    the torch operations instead that run there without the interpreter.
 
     Exits with 1 if a check fails, a defect is not noticed, or the pair named is refused.
     """
@@ -151,7 +151,7 @@ def prove(
             jobs = [_single_case(options, replay, pf_type, experts_type)]
         else:
             jobs = _jobs(host, pf_type, experts_type, level)
-        ok = _prove(jobs, host, as_json=as_json)
+        ok = _verify(jobs, host, as_json=as_json)
     if not ok:
         raise typer.Exit(1)
 
@@ -228,7 +228,7 @@ def _named_pairs(
     return [(job.prepare_finalize, job.experts) for job in jobs]
 
 
-def _prove(jobs: Sequence[VerifyJob], host: Host, *, as_json: str | None) -> bool:
+def _verify(jobs: Sequence[VerifyJob], host: Host, *, as_json: str | None) -> bool:
     results = []
     with output.progress(sum(len(job.cases) for job in jobs), "cases") as advance:
         for job in jobs:

@@ -1,0 +1,77 @@
+"""Checks of what a dispatcher outside gives: tensors of the sizes that go together.
+
+Kernels read what these say, so that a wrong one would read other memory without a word.
+"""
+
+import torch
+
+from modular_kernel.errors import DeviceError, DtypeError, RoutingError, ShapeError
+from modular_kernel.integrations.runner_formats import (
+    DeepEPLLDispatchOutput,
+    DispatchOutput,
+    StandardDispatchOutput,
+)
+from modular_kernel.tensors import dense
+
+_IDS = (torch.int32, torch.int64)
+
+
+def check_dispatched(given: DispatchOutput) -> None:
+    """Check a dispatch output by itself; of the standard format its rows, the rest is a call's.
+
+    On a CPU the counts of rows are checked by value, too; on a GPU that would wait for it.
+    DtypeError, ShapeError, DeviceError, LayoutError, RoutingError.
+    """
+    x = given.hidden_states
+    dense("hidden_states", x)
+    if isinstance(given, StandardDispatchOutput):
+        return
+    batched = isinstance(given, DeepEPLLDispatchOutput)
+    _dims("hidden_states", x, "(e, C, H)" if batched else "(R, H)")
+    if given.hidden_states_scale is not None:
+        _beside("hidden_states_scale", given.hidden_states_scale, x)
+    rows = None if batched else len(x)
+    _check_pairs(given.topk_ids, given.topk_weights, x, rows)
+    if isinstance(given, DeepEPLLDispatchOutput):
+        _check_counts(given.masked_m, x)
+
+
+def _check_pairs(ids: object, weights: object, x: torch.Tensor, rows: int | None) -> None:
+    """Check (R, K) ids and weights; of `rows` rows, where they are those of x."""
+    ids, weights = _beside("topk_ids", ids, x), _beside("topk_weights", weights, x)
+    _dims("topk_ids", ids, "(T, K)" if rows is None else "(R, K)")
+    if ids.dtype not in _IDS:
+        raise DtypeError("topk_ids", got=ids.dtype, need="int32 or int64")
+    if weights.dtype is not torch.float32:
+        raise DtypeError("topk_weights", got=weights.dtype, need="float32")
+    if rows is not None and len(ids) != rows:
+        raise ShapeError("topk_ids", got=tuple(ids.shape), need=f"(R, K), R = {rows}")
+    if weights.shape != ids.shape:
+        raise ShapeError("topk_weights", got=tuple(weights.shape), need=tuple(ids.shape))
+
+
+def _check_counts(counts: object, x: torch.Tensor) -> None:
+    counts = _beside("masked_m", counts, x)
+    experts, capacity = x.shape[:2]
+    if counts.dtype is not torch.int32:
+        raise DtypeError("masked_m", got=counts.dtype, need="int32")
+    if tuple(counts.shape) != (experts,) or not counts.is_contiguous():
+        got = f"{tuple(counts.shape)}, strides {counts.stride()}"
+        raise ShapeError("masked_m", got=got, need=f"(e,), e = {experts}, contiguous")
+    if counts.device.type == "cpu" and bool(((counts < 0) | (counts > capacity)).any()):
+        need = f"0 to C = {capacity} rows of each expert"
+        raise RoutingError("masked_m", got=counts.tolist(), need=need)
+
+
+def _beside(what: str, given: object, x: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor on x's device."""
+    dense(what, given)
+    assert isinstance(given, torch.Tensor)
+    if given.device != x.device:
+        raise DeviceError(what, got=given.device, need=f"{x.device}, where hidden_states are")
+    return given
+
+
+def _dims(what: str, given: torch.Tensor, legend: str) -> None:
+    if given.dim() != legend.count(",") + 1:
+        raise ShapeError(what, got=tuple(given.shape), need=legend)

@@ -1,0 +1,1 @@
+"""Exchange by FlashInfer's one-sided all-to-all."""

@@ -1,0 +1,224 @@
+"""FlashInferGroup: what the layers over FlashInfer's all-to-all keep for one process group.
+
+    manager = FlashInferGroup(group)           # collective, as all that follows
+    kernel = make_kernel("FlashInferCutlassMoEPrepareAndFinalize", "TritonExperts", problem,
+                         group=manager)
+    ...
+    manager.destroy()
+
+Layers of one shape share its workspaces, which are large: a model has one manager, not one a layer.
+"""
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+from modular_kernel.errors import (
+    CommunicationError,
+    ConfigurationError,
+    DeviceError,
+    UnsupportedError,
+)
+from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.flashinfer.library import load
+from prepare_finalize.rendezvous.connect import deadline_of, in_time, meeting_place, member_group
+from prepare_finalize.rendezvous.hosts import check_hosts, find_hosts
+from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+
+_FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
+_UNIT = 128  # bytes
+_serials = count(1)
+
+
+@dataclass(frozen=True)
+class AlltoAllShape:
+    """What one MoeAlltoAll is made for; the same on every rank.
+
+    max_tokens: T of one rank at most, above 0. numbers: experts that the library is told of.
+    dispatch_bytes, combine_bytes: of one token's payloads, there and back.
+    """
+
+    max_tokens: int
+    numbers: int
+    top_k: int
+    dispatch_bytes: int
+    combine_bytes: int
+
+
+class FlashInferExchange:
+    """One MoeAlltoAll and its turn: a dispatch, then its combine, then the next."""
+
+    def __init__(self, all_to_all: Any, shape: AlltoAllShape) -> None:
+        self.all_to_all, self.shape = all_to_all, shape
+        self.busy = False
+        self.turn = 0  # counts the calls that took it
+
+
+class FlashInferGroup:
+    """Workspaces of FlashInfer's all-to-all for the ranks of one process group, on one host.
+
+    group: a ProcessGroup that can gather objects (NCCL or gloo), None for the default one; by it
+    the library exchanges handles of memory. in_flight: how many calls of one shape may be between
+    dispatch and combine; each takes a workspace, made at the first need. deadline_s: for whatever
+    ranks do together here before the library is called; None: MK_DEADLINE_S, or 10 s. The library
+    itself waits on the GPU for its peers, and stops the device's work for good after some 300 s.
+    library: what to use instead of flashinfer.comm.
+
+    ConfigurationError where the library is missing. CommunicationError where a rank stays away, or
+    ranks mean different things.
+    """
+
+    device = "cuda"
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        in_flight: int = 2,
+        deadline_s: float | None = None,
+        library: Any = None,
+    ) -> None:
+        if in_flight < 1:
+            raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
+        deadline_s = deadline_of(deadline_s)
+        self._group = member_group(group)
+        self.rank, self.world_size = self._group.rank(), self._group.size()
+        self.in_flight = in_flight
+        self._library = library or load()
+        self._exchanges: dict[AlltoAllShape, list[FlashInferExchange]] = {}
+        self._destroyed = False
+        store = distributed_c10d._get_process_group_store(self._group)
+        try:
+            place = in_time(lambda: meeting_place(store, self.rank, self.world_size), deadline_s)
+        except RuntimeError as error:
+            raise self._error(in_short(error), "the group's store to answer") from error
+        own = PrefixStore(f"{place}/flashinfer", store)
+        self._meeting = Meeting(own, self.rank, self.world_size, deadline_s)
+        self.agree({"in_flight": in_flight})
+        self.hosts = find_hosts(self._meeting, self.rank)
+        check_hosts(self.hosts, part="FlashInfer", one_host=True, ranks_per_host=None)
+
+    def check_device(self, device: torch.device | str) -> None:
+        """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""
+        given = torch.device(device)
+        here = None if self.device == "cpu" else torch.cuda.current_device()
+        if given.type != self.device or given.index not in (None, here):
+            need = f"{self.device}, the process's current one: the workspaces are there"
+            raise DeviceError("tensors of an exchange", got=given, need=need)
+
+    def agree(self, facts: Facts) -> None:
+        """CommunicationError on every rank unless all tell the same facts."""
+        self._check_open()
+        self._meeting.agree(facts)
+
+    def reserve(self, shape: AlltoAllShape) -> None:
+        """Make the first workspace of a shape, if there is none. Collective."""
+        self._check_open()
+        if shape not in self._exchanges:
+            self._exchanges[shape] = []
+            self._make(shape)
+
+    def take(self, shape: AlltoAllShape) -> FlashInferExchange:
+        """Return a workspace for one call; `give_back` it after its combine.
+
+        UnsupportedError if `in_flight` calls of this shape wait for their combine: then nothing
+        was sent. Every rank must start and finish its calls in the same order.
+        """
+        self._check_open()
+        made = self._exchanges[shape]
+        exchange = next((each for each in made if not each.busy), None)
+        if exchange is None:
+            if len(made) == self.in_flight:
+                need = f"at most {self.in_flight}, as FlashInferGroup(in_flight=...) says"
+                raise UnsupportedError("calls in flight", got=len(made) + 1, need=need)
+            exchange = self._make(shape)
+        exchange.busy = True
+        exchange.turn += 1
+        return exchange
+
+    def give_back(self, exchange: FlashInferExchange) -> None:
+        """Free the exchange: the call that took it has combined."""
+        exchange.busy = False
+
+    def destroy(self) -> None:
+        """Free all workspaces once every rank is here; collective. Later use is refused.
+
+        Where calls wait for a combine that will not come, they are kept: a peer may be writing to
+        them, and this process had better end.
+        """
+        if self._destroyed:
+            return
+        made = [each for exchanges in self._exchanges.values() for each in exchanges]
+        try:
+            if made and not any(each.busy for each in made):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                self._meeting.agree({"destroy": len(made)})
+                for each in made:
+                    # The library keeps workspaces for the life of the process, and has no other
+                    # word to let go of one.
+                    each.all_to_all._reset_workspace()
+        finally:
+            self._exchanges.clear()
+            self._destroyed = True
+
+    def _make(self, shape: AlltoAllShape) -> FlashInferExchange:
+        """One more workspace of a shape, on all ranks."""
+        library, made = self._library, self._exchanges[shape]
+        self._meeting.agree({"workspaces": len(made) + 1, "shape": shape})
+        try:
+            nbytes = library.moe_a2a_get_workspace_size_per_rank(
+                self.world_size, shape.max_tokens, shape.dispatch_bytes, shape.combine_bytes
+            )
+            all_to_all = library.MoeAlltoAll(
+                library.Mapping(
+                    world_size=self.world_size,
+                    rank=self.rank,
+                    gpus_per_node=self.world_size,
+                    tp_size=self.world_size,
+                    moe_ep_size=self.world_size,
+                    moe_tp_size=1,
+                ),
+                max_num_tokens=shape.max_tokens,
+                top_k=shape.top_k,
+                num_experts=shape.numbers,
+                workspace_size_per_rank=nbytes + self._apart(),
+                mnnvl_config=library.MnnvlConfig(comm_backend=self._communicator()),
+            )
+        except _FAILURES as error:
+            got = in_short(RuntimeError(str(error).strip() or type(error).__name__))
+            raise self._error(got, "FlashInfer to share its workspaces") from error
+        made.append(FlashInferExchange(all_to_all, shape))
+        return made[-1]
+
+    def _apart(self) -> int:
+        """Return bytes that no other workspace of these ranks' processes has more than it needs.
+
+        The library takes workspaces of one size for one, whatever their groups and their calls.
+        """
+        told = self._meeting.tell({"serial": next(_serials)})
+        serial = max(int(facts["serial"]) for facts in told)
+        while next(_serials) <= serial:
+            pass
+        return serial * _UNIT
+
+    def _communicator(self) -> Any:
+        """Return the library's view of the group, of which it is to use the whole."""
+
+        class Whole(self._library.TorchDistBackend):  # type: ignore[misc, name-defined]
+            def Split(self, color: int, key: int) -> "Whole":
+                return self
+
+        return Whole(self._group)
+
+    def _check_open(self) -> None:
+        if self._destroyed:
+            raise UnsupportedError("FlashInfer", got="a destroyed manager", need="a new one")
+
+    def _error(self, got: str, need: str) -> CommunicationError:
+        what = "FlashInfer between ranks"
+        return CommunicationError(what, got=got, need=need, rank=self.rank, phase="construct")

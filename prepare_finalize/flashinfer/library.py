@@ -1,0 +1,52 @@
+"""FlashInfer's all-to-all: where it is, what it is told by, and what is taken of it."""
+
+from functools import cache
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from modular_kernel.errors import ConfigurationError
+from modular_kernel.providers import Provider, find
+
+FLASHINFER_ALL2ALL = Provider(
+    name="flashinfer.comm",
+    places=("flashinfer",),
+    signs=(
+        ("comm/trtllm_moe_alltoall.py", "class MoeAlltoAll"),
+        ("comm/trtllm_moe_alltoall.py", "expert_id_payload_index"),
+        # Since 0.6.16 memory is shared by file descriptors, too, where there is no fabric.
+        ("comm/mnnvl.py", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
+    ),
+    need="FlashInfer 0.6.16 or newer, with comm.MoeAlltoAll",
+    source="pip install flashinfer-python (0.7.2 was read)",
+    version_file="_build_meta.py",
+)
+_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
+
+
+@cache
+def load() -> Any:
+    """Import what is used of flashinfer.comm.
+
+    ConfigurationError if it is not there, or cannot be imported.
+    """
+    found = find(FLASHINFER_ALL2ALL)
+    if found.folder is None:
+        got, need = found.why or "nothing", FLASHINFER_ALL2ALL.need
+        raise ConfigurationError(FLASHINFER_ALL2ALL.name, got=got, need=need)
+    try:
+        comm, mnnvl, moe = (
+            import_module(f"flashinfer.comm{part}")
+            for part in ("", ".mnnvl", ".trtllm_moe_alltoall")
+        )
+        return SimpleNamespace(
+            MoeAlltoAll=moe.MoeAlltoAll,
+            moe_a2a_get_workspace_size_per_rank=moe.moe_a2a_get_workspace_size_per_rank,
+            Mapping=comm.Mapping,
+            MnnvlConfig=mnnvl.MnnvlConfig,
+            TorchDistBackend=mnnvl.TorchDistBackend,
+        )
+    except _FAILURES as error:
+        got = f"{type(error).__name__}: {error}"[:300]
+        need = "one that goes with this torch and CUDA"
+        raise ConfigurationError(f"flashinfer in {found.folder}", got=got, need=need) from error

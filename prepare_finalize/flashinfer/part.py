@@ -1,0 +1,227 @@
+"""FlashInfer's one-sided all-to-all: a row to each rank of one of its experts, by NVLink."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel import stages
+from modular_kernel.contracts import Call, TopKWeightAndReduce
+from modular_kernel.errors import CapacityError, UnsupportedError
+from modular_kernel.ops.expert_slots import Pairs, slots_of
+from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.quant import ACTIVATION_SCHEMES
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.group_part import GroupPart, PartHandle
+from prepare_finalize.common.tokens import (
+    number_and_quantise_tokens,
+    one_scale_for_all,
+    reduced_rows,
+    token_specs,
+)
+from prepare_finalize.flashinfer.group import AlltoAllShape, FlashInferExchange, FlashInferGroup
+from prepare_finalize.flashinfer.library import FLASHINFER_ALL2ALL
+
+TOP_KS = frozenset({1, *range(2, 23, 2)})  # that its kernels are compiled for
+_SHARED = (
+    *("tokens", "hidden", "intermediate", "experts", "top_k", "dtype", "quant", "placement"),
+    *("activation", "bias", "routed_scaling_factor", "combine", "apply_router_weight_on_input"),
+)
+
+
+@dataclass(frozen=True)
+class FlashInferHandle(PartHandle):
+    """turn: of the exchange, in which this call has it. weights_RK: of the rows that came."""
+
+    exchange: FlashInferExchange
+    turn: int
+    weights_RK: torch.Tensor
+
+
+class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
+    """A token's row goes once to each rank that holds one of its experts, with its ids and weights;
+    that rank weights and adds up its pairs of the row, and the combine adds the ranks' sums in
+    float32.
+
+    Experts see world_size * problem.tokens rows in the library's memory, until the combine; those
+    that nobody sent have ids of -1 and are never read. Activations are quantised before they
+    travel, where the scheme quantises them, unless the experts do that. A token of which a pair is
+    skipped is also sent to its own rank, in whose memory it is: the library knows no such pair.
+    Nothing waits on the host. The GPU waits for its peers. A captured call uses its workspace in
+    every replay, so no other call of that shape may be in flight then.
+    """
+
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cuda"}),
+        min_arch=(9, 0),
+        packages=(FLASHINFER_ALL2ALL.name,),
+        providers=(FLASHINFER_ALL2ALL,),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        hidden_multiple=16,
+        reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),
+        localises_ids=True,
+        padding=Rows.UNDEFINED,
+        dispatch_schemes=ACTIVATION_SCHEMES,
+        world_sizes=(2, 8),
+        one_host=True,
+        graph_capturable=True,
+        deterministic=False,  # rows of a rank come in the order of atomic counters
+    )
+    manager_class = FlashInferGroup
+
+    def __init__(self, problem: Problem, group: object | None = None) -> None:
+        super().__init__(problem, group)
+        self.slots = slots_of(problem.placement)
+        self._shape = _shape(problem)
+        self.manager.agree({name: getattr(problem, name) for name in _SHARED})
+        self.manager.reserve(self._shape)
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found = list(super().extra_rejections(problem, machine))
+        parties = (cls.__name__, "problem")
+        if problem.top_k not in TOP_KS:
+            need = f"one of {', '.join(map(str, sorted(TOP_KS)))}"
+            found.append(Rejection("top_k", parties, str(problem.top_k), need))
+        if one_scale_for_all(problem):
+            got = f"{problem.quant}: one scale for the tokens of all ranks"
+            need = "a static scale, or one for each token or group"
+            found.append(Rejection("dispatch_quant", parties, got, need))
+        return tuple(found)
+
+    def dispatch_shape(self, tokens: int) -> ContiguousShape:
+        rows = self.problem.parallel.world_size * self._shape.max_tokens
+        return ContiguousShape(rows, self.problem.top_k)
+
+    def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
+        problem = self.problem
+        rows, own = self.dispatch_shape(tokens).tokens, (tokens, problem.top_k)
+        return {
+            **token_specs(problem, tokens),
+            "numbers": BufferSpec(own, torch.int32),
+            "sent_weights": BufferSpec(own, torch.float32),
+            "targets": BufferSpec(own, torch.int32),
+            "skipped": BufferSpec((rows, problem.top_k), torch.uint8),
+            "local_ids": BufferSpec((rows, problem.top_k), torch.int32),
+            "local_weights": BufferSpec((rows, problem.top_k), torch.float32),
+            "sent_x": BufferSpec((tokens, problem.hidden), problem.dtype),
+            "rows_sum": BufferSpec((rows, problem.hidden), problem.dtype),
+        }
+
+    def prepare(
+        self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
+    ) -> tuple[Dispatched, Handle]:
+        if len(x_TH) > self._shape.max_tokens:
+            need = f"<= {self._shape.max_tokens}, as the workspaces are made for"
+            raise CapacityError("tokens", got=len(x_TH), need=need)
+        self.manager.check_device(x_TH.device)
+        pairs = self._pairs(routing, call)
+        rows, scale = number_and_quantise_tokens(
+            x_TH, self.problem, pairs, weights=weights, call=call
+        )
+        payloads = [_dense(rows, call)]
+        travels = scale is not None and not self.problem.scheme.static
+        if scale is not None and travels:
+            payloads.append(scale)
+        payloads += [pairs.numbers_TK, pairs.weights_TK]
+        targets_TK = self._targets(pairs.numbers_TK, call)
+        exchange = self.manager.take(self._shape)
+        with stages.stage(stages.DISPATCH):
+            arrived = exchange.all_to_all.dispatch(
+                targets_TK,
+                payloads,
+                self._shape.max_tokens,
+                invalid_token_expert_id=-1,
+                expert_id_payload_index=len(payloads) - 2,
+            )
+            x_RH, *between, ids_RK, weights_RK = (part.flatten(0, 1) for part in arrived)
+            slots_RK, own_RK = self._local(ids_RK, weights_RK, call)
+        scales = between[0] if travels else scale
+        tokens = self.local_tokens(call, x_RH, scales, slots_RK, own_RK)
+        return tokens, FlashInferHandle(self, call, exchange, exchange.turn, own_RK)
+
+    def finalize(
+        self,
+        expert_output: torch.Tensor,
+        *,
+        handle: Handle,
+        reduce: TopKWeightAndReduce,
+        out: torch.Tensor,
+    ) -> None:
+        own = self.own_handle(handle, FlashInferHandle)
+        exchange, shape = own.exchange, self._shape
+        if not exchange.busy or exchange.turn != own.turn:
+            raise UnsupportedError("handle", got="one that was combined", need="one for each call")
+        rows_RH = reduced_rows(expert_output, own.weights_RK, self.problem, own.call, reduce)
+        world_size = self.problem.parallel.world_size
+        payload = rows_RH.view(world_size, shape.max_tokens, self.problem.hidden)
+        dense = out.is_contiguous()
+        with stages.stage(stages.COMBINE):
+            made = exchange.all_to_all.combine(
+                payload, shape.max_tokens, output=out if dense else None
+            )
+            if not dense:
+                out.copy_(made)
+        self.manager.give_back(exchange)
+
+    def _pairs(self, routing: Routing, call: Call) -> Pairs:
+        """Return the pairs of a call, and where their numbers and weights are written."""
+        ids_TK, take = routing.topk_ids_TK, call.workspace.take
+        return Pairs(
+            routing,
+            self.numbering(ids_TK.device),
+            take("numbers", tuple(ids_TK.shape)),
+            take("sent_weights", tuple(ids_TK.shape)),
+            call.invalid_ids,
+            join=False,
+            factor=1.0,
+        )
+
+    def _targets(self, numbers_TK: torch.Tensor, call: Call) -> torch.Tensor:
+        """Return numbers by which rows are sent: a skipped pair's is one of this rank."""
+        take, shape = call.workspace.take, tuple(numbers_TK.shape)
+        skipped = take("skipped", shape).view(torch.bool)
+        torch.lt(numbers_TK, 0, out=skipped)
+        targets_TK = take("targets", shape).copy_(numbers_TK)
+        return targets_TK.masked_fill_(skipped, self.manager.rank * self.slots)
+
+    def _local(
+        self, numbers_RK: torch.Tensor, weights_RK: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots of this rank and weights, -1 and 0 for pairs that are not its own."""
+        take, shape = call.workspace.take, tuple(numbers_RK.shape)
+        slots_RK, own_RK = take("local_ids", shape), take("local_weights", shape)
+        torch.sub(numbers_RK, self.manager.rank * self.slots, out=slots_RK)
+        own_RK.copy_(weights_RK)
+        skipped = take("skipped", shape).view(torch.bool)
+        for compare, bound in ((torch.lt, 0), (torch.ge, self.problem.e)):
+            compare(slots_RK, bound, out=skipped)
+            slots_RK.masked_fill_(skipped, -1)
+        torch.lt(slots_RK, 0, out=skipped)
+        return slots_RK, own_RK.masked_fill_(skipped, 0)
+
+
+def _shape(problem: Problem) -> AlltoAllShape:
+    """Return what workspaces are made for: rows quantised or not, scales, ids and weights."""
+    scheme, scales = problem.scheme, 0
+    if scheme.quantises_activations and scheme.activation_granularity != "tensor":
+        scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
+    row = problem.hidden * problem.dtype.itemsize
+    return AlltoAllShape(
+        max(1, problem.tokens),
+        problem.parallel.world_size * slots_of(problem.placement),
+        problem.top_k,
+        row + scales + 8 * problem.top_k,
+        row,
+    )
+
+
+def _dense(rows: torch.Tensor, call: Call) -> torch.Tensor:
+    """Rows as the library reads them: side by side, and aligned."""
+    if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
+        return rows
+    return call.workspace.take("sent_x", tuple(rows.shape)).copy_(rows)

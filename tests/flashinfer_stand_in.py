@@ -1,0 +1,35 @@
+"""FlashInferCutlassMoEPrepareAndFinalize on gloo ranks: itself, over a stand-in of the library."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from prepare_finalize import FlashInferCutlassMoEPrepareAndFinalize, FlashInferGroup
+
+FOLDER = Path(__file__).parent / "stand_ins"
+if str(FOLDER) not in sys.path:
+    sys.path.append(str(FOLDER))
+
+import flashinfer_comm as library  # noqa: E402
+
+
+class GlooGroup(FlashInferGroup):
+    """The manager itself over the stand-in."""
+
+    device = "cpu"
+
+    def __init__(self, group=None, **options):
+        super().__init__(group, library=library, **options)
+
+
+class FlashInferOverGloo(FlashInferCutlassMoEPrepareAndFinalize):
+    """The part itself over the stand-in."""
+
+    requires = replace(
+        FlashInferCutlassMoEPrepareAndFinalize.requires,
+        devices=frozenset({"cpu"}),
+        min_arch=None,
+        packages=(),
+        providers=(),
+    )
+    manager_class = GlooGroup

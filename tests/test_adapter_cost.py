@@ -1,0 +1,157 @@
+"""What adapters cost: bytes and flops by hand, the verbs that measure, and shrink as a stage."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from run_mk import run_mk
+
+from modular_kernel import Problem, stages
+from modular_kernel.measure.adapter_work import NO_WORK, AdapterWork, adapter_bytes, adapter_work
+from modular_kernel.measure.cases import LayerCase, make_input, make_weights
+from modular_kernel.measure.check import answer_to
+from modular_kernel.measure.roofline import work_of
+from modular_kernel.measure.routing import Load, RoutingKind
+from modular_kernel.measure.stage_roofline import RankLoad, StageWork, stage_works
+from modular_kernel.perf_model.estimate import in_world, size
+from modular_kernel.perf_model.hardware import Cluster
+from modular_kernel.schemes import QuantScheme
+
+CPU, NONE = torch.device("cpu"), QuantScheme.parse("none")
+E, H, I, N, R, L = 4, 32, 64, 128, 5, 3  # noqa: E741
+PLAIN = Problem(tokens=10, hidden=H, intermediate=I, experts=E, top_k=2)
+PROBLEM = replace(PLAIN, lora=f"adapters={L},rank={R}")
+# One pair for each of 3 experts: each meets one adapter.
+ONE = {"a13": 2 * R * H, "b13": N * R, "a2": R * I, "b2": H * R}
+
+
+def test_one_pair_of_an_expert_reads_one_adapter() -> None:
+    found = adapter_work(PROBLEM, 3, 3)
+    assert found == {
+        name: AdapterWork(2 * 3 * n, pytest.approx(3 * n * 2)) for name, n in ONE.items()
+    }
+    assert adapter_work(PLAIN, 3, 3) == dict.fromkeys(ONE, NO_WORK)
+    assert adapter_work(PROBLEM, 0, 0) == dict.fromkeys(ONE, NO_WORK)
+
+
+def test_many_pairs_read_all_adapters_and_few_some() -> None:
+    assert adapter_work(PROBLEM, 3000, 3)["a2"].bytes == pytest.approx(3 * L * R * I * 2)
+    # Two even draws of three slots meet 3 (1 - 4/9) of them.
+    assert adapter_work(PROBLEM, 6, 3)["a2"].bytes == pytest.approx(3 * (5 / 3) * R * I * 2)
+
+
+def test_what_experts_share_is_read_once() -> None:
+    shared = replace(PROBLEM, lora=f"adapters={L},rank={R},a13=shared,outer=shared")
+    found = adapter_work(shared, 3000, 3)
+    assert found["a13"].bytes == pytest.approx(L * R * H * 2)
+    assert found["b2"].bytes == pytest.approx(L * H * R * 2)
+    assert found["b13"].bytes == pytest.approx(3 * L * N * R * 2)
+    assert found["a13"].flops == 2 * 3000 * R * H
+
+
+SHARES = [("", R * (1 / H + 1 / I)), (",a13=shared", R * (2 / (3 * I) + 1 / H))]
+
+
+@pytest.mark.parametrize(("shared", "share"), SHARES)
+def test_the_share_of_the_layer_s_flops(shared: str, share: float) -> None:
+    problem = replace(PROBLEM, lora=f"adapters={L},rank={R}{shared}")
+    load = [Load(20, 4, 1.0)]
+    base, whole = (work_of(each, NONE, load) for each in (PLAIN, problem))
+    assert whole.flops / base.flops - 1 == pytest.approx(share)
+    added = sum(each.bytes for each in adapter_work(problem, 20, 4).values())
+    assert whole.bytes - base.bytes == pytest.approx(added)
+
+
+def test_bytes_of_a_slot() -> None:
+    assert adapter_bytes(PROBLEM) == 2 * E * (2 * R * H + N * R + R * I + H * R)
+    assert adapter_bytes(PLAIN) == 0
+    half = replace(PROBLEM, local_experts=2, expert_map=True)
+    assert adapter_bytes(half) * 2 == adapter_bytes(PROBLEM)
+
+
+def test_stages_by_hand() -> None:
+    """One pair of each expert: 3 pairs, 3 experts, of 3 tokens."""
+    names = (stages.SHRINK, stages.GEMM1, stages.GEMM2)
+    load = RankLoad(10, 9, 3, 3)
+    plain, found = (stage_works(names, p, NONE, load) for p in (PLAIN, PROBLEM))
+    assert plain[stages.SHRINK] == StageWork()
+    shrink, first, second = (found[name] for name in names)
+    assert shrink.flops == 2 * 3 * (2 * R * H + R * I)
+    assert shrink.read == 9 * H * 2 + 3 * I * 2
+    assert shrink.weights == pytest.approx(3 * (2 * R * H + R * I) * 2)
+    assert shrink.written == 3 * 3 * R * 2
+    assert first.flops - plain[stages.GEMM1].flops == 2 * 3 * N * R
+    assert first.read - plain[stages.GEMM1].read == 3 * 2 * R * 2
+    assert first.weights - plain[stages.GEMM1].weights == pytest.approx(3 * N * R * 2)
+    assert first.written == plain[stages.GEMM1].written
+    assert second.flops - plain[stages.GEMM2].flops == 2 * 3 * H * R
+    assert second.read - plain[stages.GEMM2].read == 3 * R * 2
+    assert second.weights - plain[stages.GEMM2].weights == pytest.approx(3 * H * R * 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_plan_counts_their_bytes_and_time(world: int) -> None:
+    def estimate(problem: Problem) -> tuple[float, float]:
+        of = in_world(problem, world)
+        found = size(of, Cluster(), routing="uniform", others=False).estimates[0]
+        return found.weights, found.experts.seconds
+
+    plain = replace(PLAIN, hidden=1024, intermediate=512, tokens=64)
+    adapted = replace(plain, lora="adapters=3,rank=16")
+    (base, quick), (whole, slow) = estimate(plain), estimate(adapted)
+    assert whole - base == 3 * adapter_bytes(in_world(adapted, world))
+    assert adapter_bytes(in_world(adapted, world)) * world == adapter_bytes(adapted)
+    assert slow > quick
+
+
+def test_a_benchmark_s_inputs_and_answer_have_adapters() -> None:
+    """The answer is of the adapters, also where few experts are named."""
+    problem = replace(PROBLEM, tokens=7, experts=8, dtype=torch.float32)
+    for lora in (problem.lora, f"{problem.lora},outer=shared"):
+        cell = LayerCase("mine", replace(problem, lora=lora), RoutingKind("hot", 2))
+        given, weights = make_input(cell, CPU, 0), make_weights(cell.problem, CPU)
+        assert given.routing.slots_T is not None
+        assert given.routing.slots_T.tolist() == [0, 1, 2, 0, 1, 2, 0]
+        assert given.routing.slots_T.dtype is torch.int32
+        with_them = answer_to(cell, given, weights, NONE).exact
+        names = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
+        plain = LayerCase("mine", replace(problem, lora="none"), cell.routing)
+        base = replace(weights, **dict.fromkeys(names))
+        bare = replace(given, routing=replace(given.routing, adapters_T=None))
+        without = answer_to(plain, bare, base, NONE).exact
+        assert float((with_them - without).norm() / without.norm()) > 0.1
+
+
+SIZES = ("--hidden", "64", "--intermediate", "96", "--experts", "4", "--top-k", "2",
+         "--dtype", "float32", "--lora", "adapters=2,rank=8")  # fmt: skip
+
+
+def test_bench_measures_a_layer_with_adapters(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.json"
+    code, _, err = run_mk(
+        capsys, "bench", *SIZES, "--tokens", "8", "--experts-type", "TorchExperts",
+        "--json", str(out),
+    )  # fmt: skip
+    assert code == 0, err
+    assert "E4-K2-H64-I96 lora:adapters=2,rank=8" in out.read_text()
+
+
+def test_profile_shows_shrink_as_a_stage(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, err = run_mk(
+        capsys, "profile", *SIZES, "--tokens", "8", "--experts-type", "TritonExperts",
+        "--out", str(tmp_path), "--calls", "2",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "shrink" in out
+
+
+def test_plan_takes_adapters(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_mk(capsys, "plan", *SIZES[:-2], "--lora", "adapters=2,rank=8",
+                            "--tokens", "64", "--worlds", "1")  # fmt: skip
+    assert code == 0, err
+    assert out

@@ -1,0 +1,245 @@
+"""Models of transformers that PEFT has adapted: the logits of PEFT's own merged model.
+
+The other way round too: what `save_pretrained` writes, loaded by `load_adapter` into a pool.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if find_spec("transformers") is None or find_spec("peft") is None:
+    pytest.skip("transformers and peft are not both installed", allow_module_level=True)
+
+import peft
+import transformers
+
+import modular_kernel as mk
+from experts import TorchExperts
+from modular_kernel.adapter_pool import AdapterPool
+from modular_kernel.adapters import adapters_of_sequences
+from modular_kernel.importers.peft import load_adapter
+from modular_kernel.integrations.transformers import register, report, serve, weights_of
+from modular_kernel.planned import Planned
+
+E, K, H, I, VOCABULARY = 4, 2, 32, 24, 48  # noqa: E741
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": K,
+}  # fmt: skip
+FUSED = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+OSS = "swiglu_oai:alpha=1.702,limit=7.0,interleaved=true"
+BLOCK, WRAPPER = "base_model.model.model.layers", peft.tuners.lora.layer.ParamWrapper
+TOKENS = torch.arange(2 * 9).view(2, 9) % VOCABULARY
+
+
+def qwen3() -> Any:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, intermediate_size=40, moe_intermediate_size=I, num_experts=E
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(**SIZES, intermediate_size=I, num_local_experts=E)
+    return transformers.MixtralForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    config = transformers.GptOssConfig(**SIZES, intermediate_size=I, num_local_experts=E)
+    return transformers.GptOssForCausalLM(config)
+
+
+KINDS: dict[str, tuple[Callable[[], Any], str, dict[str, Any]]] = {
+    "qwen3": (qwen3, "silu", {**FUSED, "r": 3, "lora_alpha": 6}),
+    "mixtral": (mixtral, "silu", {**FUSED, "r": 5, "lora_alpha": 5}),
+    "gpt_oss": (gpt_oss, OSS, {**FUSED, "r": 3, "lora_alpha": 6, "use_rslora": True}),
+    "down": (qwen3, "silu", {"target_parameters": ["experts.down_proj"], "r": 4}),
+    "ranks": (qwen3, "silu", {**FUSED, "r": 2, "rank_pattern": {"experts.down_proj": 7}}),
+    "modules": (mixtral, "silu", {"target_modules": ["w1", "w2", "w3"], "r": 2, "lora_alpha": 6}),
+}
+
+
+def adapted_model(kind: str) -> Any:
+    """A tiny model with random weights of fp32, and PEFT's wrapper of it with random factors."""
+    torch.manual_seed(sum(map(ord, kind)))
+    make, _, options = KINDS[kind]
+    model = make().eval()
+    for parameter in model.parameters():  # biases of gpt-oss start as zeros
+        parameter.data.add_(0.05 * torch.randn_like(parameter))
+    config = peft.LoraConfig(**options, init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def experts_of(model: Any) -> list[Any]:
+    return [each for each in model.modules() if hasattr(each, "has_gate")]
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits, and the experts that each layer's tokens went to."""
+    chosen = list[torch.Tensor]()
+    hooks = [
+        each.register_forward_pre_hook(
+            lambda _, given, named: chosen.append((*given, *named.values())[1].clone()),
+            with_kwargs=True,
+        )
+        for each in (block.experts for block in model.modules() if hasattr(block, "experts"))
+    ]
+    logits = model(input_ids=TOKENS).logits
+    for hook in hooks:
+        hook.remove()
+    assert len(chosen) == 2
+    return logits, chosen
+
+
+def merged_logits(model: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Those of PEFT's own merged model, by transformers' own experts."""
+    model.base_model.model.set_experts_implementation("eager")
+    return logits_of(model.merge_and_unload().eval())
+
+
+def same(got: tuple[Any, Any], want: tuple[Any, Any]) -> None:
+    assert all(torch.equal(*each) for each in zip(got[1], want[1], strict=True))
+    error = (got[0] - want[0]).abs().max() / want[0].abs().max()
+    assert float(error) <= 2e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrapped_model_is_served_with_its_adapter(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its factors: no weight with their product in it is made."""
+    model = adapted_model(kind)
+    name = register()
+    model.base_model.model.set_experts_implementation(name)
+    product = logits_of(model)  # PEFT's own, which is read where nobody asked to serve it
+    assert serve(model) == tuple(f"{BLOCK}.{n}.mlp.experts" for n in (0, 1))
+    assert serve(model) == ()
+    with model.disable_adapter():
+        plain, _ = logits_of(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(WRAPPER, "_activate_lora", lambda *_: pytest.fail("the product was made"))
+        got = logits_of(model)
+    assert all(row.served for row in report(model))
+    want = merged_logits(model)
+    same(got, want)
+    same(product, want)
+    assert float((got[0] - plain).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss", "modules"])
+def test_a_checkpoint_in_a_pool_gives_the_merged_model_s_logits(kind: str, tmp_path: Path) -> None:
+    """One sequence has the adapter, the other none: its logits are the base model's."""
+    model = adapted_model(kind)
+    model.save_pretrained(tmp_path)
+    base = model.base_model.model
+    with model.disable_adapter():
+        plain = logits_of(model)
+    problem = mk.Problem(
+        TOKENS.numel(), H, I, E, K, torch.float32, activation=KINDS[kind][1],
+        bias=kind == "gpt_oss", lora="adapters=3,rank=8",
+    )  # fmt: skip
+    slots_T = adapters_of_sequences(torch.tensor([0, 9, 18]), torch.tensor([1, -1]), 18)
+    pools = [AdapterPool(problem), AdapterPool(problem)]
+    planned = Planned()
+    served = dict[int, Any]()
+    for layer, (module, pool) in enumerate(zip(experts_of(model), pools, strict=True)):
+        pool.load("other", load_adapter(tmp_path, 1 - layer, problem))
+        pool.load("mine", load_adapter(tmp_path, layer, problem))
+        served[id(module)] = pool.weights(weights_of(module))
+
+    def run(module: Any, x: Any, ids: Any, weights: Any) -> torch.Tensor:
+        routing = mk.Routing(weights.float(), ids.contiguous(), slots_T)
+        pair = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+        return planned.run(pair, problem, x.contiguous(), served[id(module)], routing)
+
+    transformers.integrations.moe.ExpertsInterface.register("pooled", run)
+    with model.disable_adapter():
+        base.set_experts_implementation("pooled")
+        got = logits_of(model)
+    want = merged_logits(model)
+    for sequence, whole in ((0, want), (1, plain)):
+        same(*((logits[sequence], [e.view(2, 9, K)[sequence] for e in chosen])
+               for logits, chosen in (got, whole)))  # fmt: skip
+
+
+def test_gradients_reach_the_factors() -> None:
+    """PEFT's own forward runs then."""
+    model = adapted_model("qwen3")
+    model.base_model.model.set_experts_implementation(register())
+    serve(model)
+    logits = model(input_ids=TOKENS).logits
+    logits.sum().backward()
+    factors = [p for n, p in model.named_parameters() if "lora_" in n and "experts" in n]
+    assert factors
+    assert all(p.grad is not None and bool(p.grad.any()) for p in factors)
+    same((logits.detach(), []), (merged_logits(model)[0], []))
+
+
+def products_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
+    """Logits, and the parameters that PEFT multiplied factors for."""
+    made, own = list[str](), WRAPPER._activate_lora
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            WRAPPER, "_activate_lora",
+            lambda self, names: made.append(self.parameter_name) or own(self, names),
+        )  # fmt: skip
+        return logits_of(model), made
+
+
+def served_model(**options: Any) -> Any:
+    model = adapted_model("qwen3")
+    model.base_model.model.set_experts_implementation(register(**options))
+    serve(model)
+    return model
+
+
+def test_a_part_without_adapters_reads_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served_model()
+    got, made = products_of(model, monkeypatch)
+    assert made == []
+    requires = TorchExperts.requires
+    bare = type("Bare", (TorchExperts,), {"requires": replace(requires, lora=False)})
+    name = register("MoEPrepareAndFinalizeNoEP", bare, name="without")
+    model.base_model.model.set_experts_implementation(name)
+    product, made = products_of(model, monkeypatch)
+    assert sorted(made) == ["down_proj"] * 2 + ["gate_up_proj"] * 2
+    same(product, got)
+
+
+@pytest.mark.parametrize("change", ["two", "merged", "eager", "rank"])
+def test_other_states_of_a_wrapper_are_peft_s_own(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several adapters at once, weights that hold the product already, another implementation."""
+    model = served_model()
+    config = {**KINDS["qwen3"][2], **({"r": 257} if change == "rank" else {})}
+    model.add_adapter("second", peft.LoraConfig(**config, init_lora_weights=False))
+    if change == "merged":
+        model.merge_adapter()
+    elif change == "eager":
+        model.base_model.model.set_experts_implementation("eager")
+    else:
+        model.base_model.set_adapter(["default", "second"] if change == "two" else "second")
+    got, made = products_of(model, monkeypatch)
+    assert len(made) == (0 if change == "merged" else 4)
+    model.base_model.model.set_experts_implementation("eager")
+    same(got, logits_of(model))
+
+
+def test_a_second_adapter_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = served_model()
+    first, _ = logits_of(model)
+    model.add_adapter("second", peft.LoraConfig(**KINDS["qwen3"][2], init_lora_weights=False))
+    model.set_adapter("second")
+    model.eval()
+    got, made = products_of(model, monkeypatch)
+    assert made == []
+    assert not torch.allclose(got[0], first)
+    model.base_model.model.set_experts_implementation("eager")
+    same(got, logits_of(model))
