@@ -154,7 +154,8 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     mine = on.over(manager)
     yield on.goes(mine)
     elsewhere = replace(on.machine, device="cuda", arch=(9, 0))
-    yield said(lambda: str(mine.prepare_finalize.check_machine(elsewhere))), "DeviceError"
+    part: Any = mine.prepare_finalize
+    yield said(lambda: str(part.check_machine(elsewhere))), "DeviceError"
     mine.prepare_finalize.destroy()  # the manager is not the part's
     yield on.goes(mine)
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
