@@ -8,6 +8,7 @@ import torch
 from run_mk import run_mk
 
 from modular_kernel import Problem, stages
+from modular_kernel.bench.moe_lora import CONFIGS, BranchConfig, benchmark_moe_lora
 from modular_kernel.measure.adapter_work import NO_WORK, AdapterWork, adapter_bytes, adapter_work
 from modular_kernel.measure.cases import LayerCase, make_input, make_weights
 from modular_kernel.measure.check import answer_to
@@ -121,6 +122,22 @@ def test_a_benchmark_s_inputs_and_answer_have_adapters() -> None:
         bare = replace(given, routing=replace(given.routing, adapters_T=None))
         without = answer_to(plain, bare, base, NONE).exact
         assert float((with_them - without).norm() / without.norm()) > 0.1
+
+
+def test_the_branch_is_timed_in_its_two_configurations() -> None:
+    """Those of the specification, with V3's own H; here small ones."""
+    assert [(c.tokens, c.hidden, c.rank, c.experts, c.top_k) for c in CONFIGS] == [
+        (256, 2048, 8, 64, 6), (256, 7168, 8, 256, 8),
+    ]  # fmt: skip
+    small = (BranchConfig(3, 32, 16, 4, 4, 2), BranchConfig(2, 48, 16, 8, 5, 1))
+    rows = list(benchmark_moe_lora(CPU, small, dtype=torch.float32, target_ms=1.0))
+    assert [(row.config, row.strategy) for row in rows] == [
+        (config, strategy) for config in small for strategy in ("staged", "fused")
+    ]
+    assert [row.auto for row in rows] == [False, True] * 2
+    for row in rows:  # the row itself, not all of them
+        assert str(row).startswith(f"{row.config} ({row.strategy}")
+        assert f"{row.config.tokens / row.us * 1e6:.0f} tokens/s" in str(row)
 
 
 SIZES = ("--hidden", "64", "--intermediate", "96", "--experts", "4", "--top-k", "2",

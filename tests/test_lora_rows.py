@@ -87,8 +87,9 @@ ROWS = {
         f"{EXACT}::test_a_call_without_adapters_is_the_layer_without_any",
     )),
     "L17": Row("a benchmark of the two configurations", (
+        "test_adapter_cost::test_the_branch_is_timed_in_its_two_configurations",
         f"{BRANCH}::test_the_specified_configurations",
-    ), "their numbers are proven; nothing is timed: no GPU was asked"),
+    ), "no time of it is published: it did not run on a GPU"),
     "L18": Row("each step by itself, with a torch twin", (
         f"{BRANCH}::test_each_step_is_its_float64_loop",
         f"{BRANCH}::test_the_fused_kernel_alone",

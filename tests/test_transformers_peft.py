@@ -181,6 +181,22 @@ def test_gradients_reach_the_factors() -> None:
     same((logits.detach(), []), (merged_logits(model)[0], []))
 
 
+def test_router_weights_alone_may_need_gradients() -> None:
+    """Factors and tokens that need none: the weights' gradients are PEFT's own."""
+    model = served_model().requires_grad_(False)
+    wrapper = model.get_submodule(f"{BLOCK}.0.mlp.experts")
+    torch.manual_seed(5)
+    x, ids = torch.randn(7, H), torch.randint(0, E, (7, K))
+    found = []
+    for name in ("modular_kernel", "eager"):
+        model.base_model.model.set_experts_implementation(name)
+        weights = torch.linspace(0.1, 1, 14).view(7, K).requires_grad_()
+        wrapper(x, ids, weights).square().sum().backward()
+        assert weights.grad is not None
+        found.append(weights.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+
+
 def products_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[str]]:
     """Logits, and the parameters that PEFT multiplied factors for."""
     made, own = list[str](), WRAPPER._activate_lora

@@ -63,11 +63,10 @@ def launch_all(problem: Problem) -> None:
         if slot.scale_RG is not None:
             scale = _empty(tokens, slot.scale_RG.shape[1], dtype=torch.float32)
         quantised = Quantised(_empty(tokens, problem.hidden, dtype=slot.x_RH.dtype), scale)
-    for wait in (True, False):
-        exchange.send(x, routing, tables, call, quantised=quantised, wait=wait)
+    exchange.send(x, routing, tables, call, quantised=quantised, wait=True)
     if slot.adapters_R is not None:
         routing = replace(routing, adapters_T=_empty(tokens))
-        exchange.send(x, routing, tables, call, quantised=quantised, wait=True)
+    exchange.send(x, routing, tables, call, quantised=quantised, wait=False)
     exchange.receive()
     exchange.combine(x)
 

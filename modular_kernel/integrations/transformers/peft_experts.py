@@ -141,7 +141,7 @@ def _run(wrapper: Any, call: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) ->
 def adapted(wrapper: Any) -> Adapted | None:
     """Read what PEFT has wrapped; None where one adapter's factors are not all there is."""
     module, factors = wrapper.get_base_layer(), dict[str, Factors]()
-    if is_quantised(module) or hasattr(module, "parametrizations"):
+    if is_quantised(module):
         return None
     for each in _chain(wrapper):
         active = [name for name in each.active_adapters if name in each.lora_A]
