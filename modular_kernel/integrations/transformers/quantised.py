@@ -144,8 +144,8 @@ def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[An
     if not kwargs.get("ignore_mismatched_sizes"):
         for key, got, need in sorted(info["mismatched_keys"]):
             raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
-    base, own = model.base_model_prefix, ("lm_head",)
-    own = (*own, base) if hasattr(model, base) else ("",)
+    base: str = model.base_model_prefix
+    own = ("lm_head", base) if hasattr(model, base) else ("",)
     missing = sorted(key for key in info["missing_keys"] if key.startswith(own))
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
