@@ -29,7 +29,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Machine, Problem
 
 SMALLEST_CAPACITY = 16
-# A call of Qwen3-30B's layer takes an H200 as long as 2048 tokens take the host without a plan.
+# At 1024 tokens Qwen3-30B's layer takes an H200 0.35 ms; a call without a plan its host 0.3 to 1.1.
 LARGEST_PLANNED = 2048
 NO_EP = "MoEPrepareAndFinalizeNoEP"
 

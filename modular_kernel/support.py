@@ -4,7 +4,7 @@ A part declares a `Requirements`; `modular_kernel.rules.judge`, the only evaluat
 `Verdict` that holds every violated rule as a `Rejection`, never only the first.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -203,6 +203,10 @@ class Pairing:
     @property
     def both(self) -> tuple[str, str]:
         return self.pf_name, self.ex_name
+
+
+Violations = Iterator[Rejection]  # of one rule, by one pairing
+RuleFunction = Callable[[Pairing], Violations]
 
 
 @dataclass(frozen=True)

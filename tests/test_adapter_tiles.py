@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from experts.triton.adapters import TileAdapters, TileShrunk, tile_specs, whole_boxes
+from experts.triton.adapters import TileShrunk
 from experts.triton.configs.select import on_device
 from experts.triton.contiguous import paths_of
+from experts.triton.grouped_tma.adapters import TileAdapters, tile_specs, whole_boxes
 from experts.triton.launch_config import Device
 from modular_kernel.ops.sort import Sorted, most_tiles
 from modular_kernel.tensors import ExpertWeights

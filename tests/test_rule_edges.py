@@ -3,6 +3,7 @@ refused for that reason, and a rule that is one off is seen."""
 
 import ast
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from textwrap import dedent
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from modular_kernel import rules
 from modular_kernel.catalog import load_catalog, make_kernel, this_machine
 from modular_kernel.contracts import PermuteExpertsUnpermute
 from modular_kernel.errors import IncompatibleError
@@ -156,8 +156,9 @@ def mutants() -> Iterator[Any]:
                 tree = ast.parse(source)
                 mutated, at = compared(tree)[place]
                 change(mutated, at)
-                space = dict(vars(rules))
-                code = compile(ast.fix_missing_locations(tree), rules.__file__, "exec")
+                module = sys.modules[function.__module__]
+                space = dict(vars(module))
+                code = compile(ast.fix_missing_locations(tree), str(module.__file__), "exec")
                 exec(code, space)
                 yield pytest.param(
                     rule, space[function.__name__], id=f"{rule}: {ast.unparse(mutated)}"

@@ -26,8 +26,7 @@ _MOST_PARTS = 8  # programs that share the slots of a tile's rows
 _STAGES = 3
 _STEP_BYTES = 32 << 10  # of x and A on their way in a step: three fit into any GPU's shared memory
 _LEAST_K, _MOST_K = 32, 512  # depth of a step
-_BOX = 64  # 16-bit values of a TMA box's 128 bytes
-_FEW_PAIRS = 256  # up to here pairs are multiplied one by one
+_FEW_ROWS = 8192  # of A, one for each pair and column of u: up to here pairs go one by one
 _WHOLE_DEPTH = 2048  # of a row of A, up to which a program has two
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of every slot
@@ -65,7 +64,7 @@ class Shrunk:
 
 @dataclass(frozen=True)
 class TileShrunk:
-    """The same, of every slot that a tile's rows name, side by side: see `shrink_tiles_kernel`.
+    """The same, of every slot that a tile's rows name, side by side: grouped_tma.adapters makes it.
 
     u: (rows, slots * width). named: (tiles, slots + 1) int32. b, up: as `Shrunk` has them.
     """
@@ -87,29 +86,9 @@ def adapter_specs(problem: Problem, rows: int) -> dict[str, BufferSpec]:
     if spec is None:
         return {}
     return {
-        "lora_u13": BufferSpec((rows, _rows_of_a13(problem)), problem.dtype),
+        "lora_u13": BufferSpec((rows, rows_of_a13(problem)), problem.dtype),
         "lora_u2": BufferSpec((rows, spec.rank), problem.dtype),
     }
-
-
-def tile_specs(problem: Problem, rows: int, tiles: int) -> dict[str, BufferSpec]:
-    """Return the buffers of `TileAdapters`; none for a problem without adapters."""
-    spec = problem.adapters
-    if spec is None:
-        return {}
-    widths = {"lora_u13": _rows_of_a13(problem), "lora_u2": spec.rank}
-    return {
-        **{
-            name: BufferSpec((rows, spec.adapters * whole_boxes(width)), problem.dtype)
-            for name, width in widths.items()
-        },
-        "lora_named": BufferSpec((tiles, spec.adapters + 1), torch.int32),
-    }
-
-
-def whole_boxes(columns: int) -> int:
-    """Return the columns of u that one slot takes: whole steps of a product fed by TMA."""
-    return -(-columns // _BOX) * _BOX
 
 
 class PairAdapters:
@@ -125,7 +104,6 @@ class PairAdapters:
         self._call, self._problem, self._slots_T = call, problem, slots_T
         self._aligned, self._block_m = aligned, call.config.gemm1.block_m
         self._pairs = len(slots_T) * problem.top_k
-        self._few = self._pairs <= _FEW_PAIRS and not problem.batch_invariant
 
     def of_w1(self, x_TH: torch.Tensor) -> Shrunk:
         """Launch A x of the tokens (T, H), for the first product."""
@@ -142,14 +120,14 @@ class PairAdapters:
     def _shrunk(self, name: str, x: torch.Tensor, matrices: Matrices) -> Shrunk:
         from experts.triton.kernels.shrink import shrink_pairs_kernel
 
-        if self._few:
-            return shrink_few(self._call, name, x, matrices, self._problem)
         a, b = matrices
         assert a is not None
         assert b is not None  # the weights were checked
         problem, aligned, pairs = self._problem, self._aligned, self._pairs
+        if pairs * a.shape[2] <= _FEW_ROWS and not problem.batch_invariant:
+            return shrink_few(self._call, name, x, matrices, problem)
         u = self._call.workspace.take(name, (pairs, a.shape[2]))
-        how = _shrink_arguments(a, x.shape[1], problem, self._block_m)
+        how = shrink_arguments(a, x.shape[1], problem, self._block_m)
         launch(
             shrink_pairs_kernel,
             (aligned.expert_ids.numel(), -(-a.shape[2] // how["BLOCK_R"]), how["PARTS"]),
@@ -208,7 +186,7 @@ class SegmentAdapters:
         assert b is not None  # the weights were checked
         order = self._order
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), a.shape[2]))
-        how = _shrink_arguments(a, x.shape[1], self._problem, self._block_m)
+        how = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
         launch(
             shrink_segments_kernel,
             (order.max_tiles, -(-a.shape[2] // how["BLOCK_R"]), how["PARTS"]),
@@ -226,47 +204,6 @@ class SegmentAdapters:
         return Shrunk(u, self._slots_T, b, a.shape[2] - b.shape[3])
 
 
-class TileAdapters(SegmentAdapters):
-    """The same rows for products fed by TMA: u of all of a tile's slots is more depth."""
-
-    def _shrunk(  # type: ignore[override]
-        self,
-        name: str,
-        x: torch.Tensor,
-        a: torch.Tensor | None,
-        b: torch.Tensor | None,
-        *,
-        gather: bool,
-    ) -> TileShrunk:
-        from experts.triton.kernels.shrink import shrink_tiles_kernel
-
-        assert a is not None
-        assert b is not None  # the weights were checked
-        order, width = self._order, whole_boxes(a.shape[2])
-        u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
-        named = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
-        how = _shrink_arguments(a, x.shape[1], self._problem, self._block_m)
-        how["BLOCK_R"] = _BOX  # zeros are written too
-        launch(
-            shrink_tiles_kernel,
-            (order.max_tiles, width // _BOX, how["PARTS"]),
-            x_ptr=x,
-            u_ptr=u,
-            named_ptr=named,
-            slots_ptr=self._slots_T,
-            tokens_ptr=order.token_of_row,
-            tiles_ptr=order.tiles,
-            max_tiles=order.max_tiles,
-            stride_u=u.shape[1],
-            stride_xm=x.stride(0),
-            stride_xk=x.stride(1),
-            GATHER=gather,
-            WIDTH=width,
-            **how,
-        )
-        return TileShrunk(u, named, b, a.shape[2] - b.shape[3])
-
-
 def shrink_batched(
     u_eCR: torch.Tensor,
     x_eCK: torch.Tensor,
@@ -281,7 +218,7 @@ def shrink_batched(
 
     a, b = matrices
     experts, capacity, depth = x_eCK.shape
-    how = _shrink_arguments(a, depth, problem, block_m)
+    how = shrink_arguments(a, depth, problem, block_m)
     blocks, parts = -(-capacity // block_m), -(-a.shape[2] // how["BLOCK_R"])
     launch(
         shrink_batched_kernel,
@@ -345,9 +282,7 @@ def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
     }
 
 
-def _shrink_arguments(
-    a: torch.Tensor, depth: int, problem: Problem, block_m: int
-) -> dict[str, Any]:
+def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int) -> dict[str, Any]:
     """Return what all kernels of tiles take. Few rows leave room for deep steps, and few tiles for
     more programs."""
     columns = _LEAST_BLOCK if block_m <= _LEAST_BLOCK else _block_r(a.shape[2])
@@ -365,7 +300,7 @@ def _shrink_arguments(
     }
 
 
-def _rows_of_a13(problem: Problem) -> int:
+def rows_of_a13(problem: Problem) -> int:
     spec = problem.adapters
     assert spec is not None
     return spec.shapes(problem.e, problem.w1_rows, problem.hidden, problem.intermediate)[

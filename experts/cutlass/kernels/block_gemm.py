@@ -14,28 +14,27 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-E4M3 = cutlass.Float8E4M3FN
-F32 = cutlass.Float32
-I32 = cutlass.Int32
+from experts.cutlass.kernels.epilogue import Epilogue
+from experts.cutlass.kernels.tile import (
+    BOX_BYTES,
+    CLUSTER,
+    DEPTH,
+    E4M3,
+    F32,
+    FEWEST,
+    I32,
+    MOST,
+    PARTS,
+    ROWS,
+    STAGES,
+    THREADS,
+    TILE_M,
+    VALUES,
+    WIDTH,
+)
 
-TILE_M = 128
-DEPTH = 128  # of a step, and of a scale
-WIDTH = 128  # weight rows of a part, and of a scale
-PARTS = 2
-ROWS = 64  # of a warpgroup
-STAGES = 4
-CLUSTER = 2
-THREADS = 3 * 128
-VALUES = WIDTH // 2  # of a part in a thread
-# Registers of a thread that multiplies, and of the others: together no more than at the start,
-# 168 for each of 384, or the first would wait for ever.
-MOST, FEWEST = 232, 40
-BOX_BYTES = 128  # of a row of results on its way out
-LARGEST = 448.0  # of e4m3
-LEAST_SCALE = 2.0**-33
 
-
-class BlockGemm:
+class BlockGemm(Epilogue):
     """out[r] = a[r] @ b[expert of r]^T, scaled, for every row r of every tile.
 
     gated: the parts are gate and up rows, up_rows apart. h = silu(gate) * up, rounded to bf16,
@@ -346,150 +345,3 @@ class BlockGemm:
             for i in cutlass.range_constexpr(VALUES):
                 if cutlass.const_expr((i // 2) % 2 == half):
                     sums[i, p] = sums[i, p] + part[i] * scales[half]
-
-    @cute.jit
-    def finish(
-        self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
-    ):  # fmt: skip
-        """Store the results of 64 rows from `row` on, those before `end`."""
-        # Through a shuffle again, so that what depends on it is not kept during the products.
-        lane = cute.arch.shuffle_sync(lane, lane)
-        if cutlass.const_expr(self.gated):
-            self.finish_gated(
-                sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
-            )
-        else:
-            self.finish_plain(sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane)
-
-    @cute.jit
-    def finish_plain(self, sums, s_out, o_atom, o_tma, out, row, end, n, group, warp, lane):
-        """bf16 rows: by TMA where all 64 are the expert's, two boxes of 64 columns at a time."""
-        columns = cute.size(out, mode=[1])
-        first = n * self.columns
-        row_in = warp * 16 + lane // 4
-        for p in cutlass.range_constexpr(PARTS):
-            if row + ROWS <= end:
-                self.reuse_staging(group, warp)
-                for q in cutlass.range_constexpr(WIDTH // 16):
-                    # Matrices of 8 by 8: rows 0-7 and 8-15 of 8 columns, then of the next 8.
-                    to = s_out[None, None, group * 2 + q // 4].iterator
-                    byte = (q % 4) * 32 + 16 * (lane // 16)
-                    store_matrices(to, warp * 16 + lane % 16, byte, bf16_words(sums, p, q))
-                self.send(s_out, o_atom, o_tma, row, first + p * WIDTH, group, warp)
-            else:
-                for q in cutlass.range_constexpr(WIDTH // 16):
-                    words = bf16_words(sums, p, q)
-                    for z in cutlass.range_constexpr(4):
-                        at = row + row_in + 8 * (z % 2)
-                        column = first + p * WIDTH + q * 16 + 8 * (z // 2) + 2 * (lane % 4)
-                        if at < end and column < columns:
-                            to = out.iterator + (cutlass.Int64(at) * columns + column)
-                            cute.arch.store(cute.recast_ptr(to, dtype=I32), words[z])
-
-    @cute.jit
-    def finish_gated(
-        self, sums, s_out, o_atom, o_tma, out, out_scale, row, end, n, group, warp, lane
-    ):  # fmt: skip
-        """h = silu(gate) * up, rounded to bf16; of each row a scale, and e4m3 values."""
-        columns = cute.size(out, mode=[1])
-        first = n * self.columns
-        row_in = warp * 16 + lane // 4
-        most = [F32(0.0), F32(0.0)]
-        for i in cutlass.range_constexpr(VALUES):
-            h = F32(cutlass.BFloat16(silu_mul(sums[i, 0], sums[i, 1])))
-            sums[i, 0] = h
-            most[(i // 2) % 2] = cute.arch.fmax(most[(i // 2) % 2], magnitude(h))
-        upper, lower = most
-        for d in cutlass.range_constexpr(2):  # four threads have a row between them
-            upper = cute.arch.fmax(upper, cute.arch.shuffle_sync_bfly(upper, 1 << d))
-            lower = cute.arch.fmax(lower, cute.arch.shuffle_sync_bfly(lower, 1 << d))
-        upper = cute.arch.fmax(divide(upper, F32(LARGEST)), F32(LEAST_SCALE))
-        lower = cute.arch.fmax(divide(lower, F32(LARGEST)), F32(LEAST_SCALE))
-        inverse = (divide(F32(1.0), upper), divide(F32(1.0), lower))
-        if lane % 4 == 0 and first < columns:
-            if row + row_in < end:
-                out_scale[row + row_in, n] = upper
-            if row + row_in + 8 < end:
-                out_scale[row + row_in + 8, n] = lower
-        whole = row + ROWS <= end
-        if whole:
-            self.reuse_staging(group, warp)
-        staged = I32(s_out[None, None, group].iterator.toint())
-        for i in cutlass.range_constexpr(0, VALUES, 2):
-            half = (i // 2) % 2
-            pair = e4m3_pair(sums[i, 0] * inverse[half], sums[i + 1, 0] * inverse[half])
-            at = row_in + 8 * half
-            column = (i // 4) * 8 + 2 * (lane % 4)
-            if whole:
-                to = staged + at * BOX_BYTES + (column ^ ((at % 8) * 16))
-                cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[to, pair])
-            elif row + at < end and first < columns:
-                place = cutlass.Int64(row + at) * columns + first + column
-                to = cute.recast_ptr(out.iterator + place, dtype=cutlass.Int16)
-                cute.arch.store(to, pair)
-        if whole:
-            self.send(s_out, o_atom, o_tma, row, first, group, warp)
-
-    @cute.jit
-    def reuse_staging(self, group, warp):
-        """Wait until the warpgroup's last boxes have left."""
-        if warp == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
-
-    @cute.jit
-    def send(self, s_out, o_atom, o_tma, row, column, group, warp):
-        """Store the warpgroup's boxes; columns past the last one are not stored."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=group + 1, number_of_threads=128)
-        if warp == 0:
-            box = cute.size(s_out, mode=[1])
-            for x in cutlass.range_constexpr(self.boxes):
-                g_out = cute.domain_offset((row, column + x * box), o_tma)
-                g_out = cute.local_tile(g_out, (ROWS, box), (0, 0))
-                boxes, to = cpasync.tma_partition(
-                    o_atom, 0, cute.make_layout(1), cute.group_modes(s_out, 0, 2),
-                    cute.group_modes(g_out, 0, 2),
-                )  # fmt: skip
-                cute.copy(o_atom, boxes[None, group * self.boxes + x], to)
-            cute.arch.cp_async_bulk_commit_group()
-
-
-def store_matrices(to, row, byte, words):
-    """Store four words of each thread as matrices of 8 by 8, in rows of 128 swizzled bytes."""
-    at = I32(to.toint()) + row * BOX_BYTES + (byte ^ ((row % 8) * 16))
-    cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-        read_only_args=[at, *words],
-    )
-
-
-def bf16_words(sums, p, q):
-    """Four words of two: rows r and r + 8 of columns 16 q and on, then of 16 q + 8 and on."""
-    code = "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};"
-    at = q * 8
-    return tuple(
-        assembled(code, I32, sums[at + 2 * z + 1, p], sums[at + 2 * z, p]) for z in range(4)
-    )
-
-
-def e4m3_pair(low, high):
-    return assembled("cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r0}, {$r1};", cutlass.Int16, high, low)
-
-
-def magnitude(value):
-    return assembled("abs.f32 {$w0}, {$r0};", F32, value)
-
-
-def divide(a, b):
-    """Round to nearest, as modular_kernel.ops.kernels.quantise does."""
-    return assembled("div.rn.f32 {$w0}, {$r0}, {$r1};", F32, a, b)
-
-
-def silu_mul(gate, up):
-    exponential = cute.arch.exp2(gate * F32(-1.4426950408889634))
-    return gate * cute.arch.rcp_approx(exponential + F32(1.0)) * up
-
-
-def assembled(code, result, *operands):  # noqa: ANN002
-    return cute.arch.inline_ptx(code, write_only_types=[result], read_only_args=list(operands))

@@ -9,16 +9,11 @@ from collections.abc import Iterator
 
 import torch
 
-from experts.triton.adapters import (
-    SegmentAdapters,
-    TileAdapters,
-    TileShrunk,
-    tile_specs,
-    whole_boxes,
-)
+from experts.triton.adapters import SegmentAdapters, TileShrunk
 from experts.triton.candidates import Groups
 from experts.triton.grouped.base import ExpertSortedGemms, Rows
 from experts.triton.grouped_tma import config
+from experts.triton.grouped_tma.adapters import TileAdapters, tile_specs, whole_boxes
 from experts.triton.grouped_tma.candidates import candidates
 from experts.triton.grouped_tma.config import (
     BLOCK_M,

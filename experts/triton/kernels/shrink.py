@@ -120,51 +120,6 @@ def shrink_segments_kernel(
     tl.store(u_ptrs, u.to(u_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["max_tiles"])
-def shrink_tiles_kernel(
-    x_ptr, slots_ptr, tokens_ptr, a_ptr, u_ptr, named_ptr, tiles_ptr,
-    max_tiles, num_slots, rank_rows, depth, stride_u,
-    stride_xm, stride_xk, stride_al, stride_ae, stride_ar,
-    GATHER: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """u[r, s * WIDTH:] = A[s-th slot that r's tile names, expert of r] @ x[r], else zeros.
-
-    As `shrink_segments_kernel`, but that rows of a tile have u of all of its slots side by side, in
-    WIDTH columns each, zeros where the slot is not theirs. named (max_tiles, num_slots + 1) int32:
-    how many slots a tile names, and which. Grid (most tiles, parts of WIDTH, PARTS of the slots).
-    """
-    pid_m = tl.program_id(0)
-    if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
-        return
-    expert = tl.load(tiles_ptr + pid_m).to(tl.int64)
-    row = tl.load(tiles_ptr + max_tiles + pid_m) + tl.arange(0, BLOCK_M)
-    row_mask = row < tl.load(tiles_ptr + 2 * max_tiles + pid_m)
-    tokens = tl.load(tokens_ptr + row, mask=row_mask, other=0)
-    slots = load_slots(slots_ptr, tokens, row_mask, num_slots)
-    rank_row = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
-    x_row = (tokens if GATHER else row).to(tl.int64)
-    u_ptrs = u_ptr + row.to(tl.int64)[:, None] * stride_u + rank_row[None, :]
-    named_ptr += pid_m * (num_slots + 1)
-    slot = tl.min(slots, axis=0)
-    place = 0
-    while slot < NO_SLOT:
-        if place % PARTS == tl.program_id(2):
-            u = shrunk_tile(
-                x_ptr + x_row[:, None] * stride_xm, tl.where(slots == slot, slots, NO_SLOT),
-                a_ptr + expert * stride_ae, rank_row, rank_row < rank_rows,
-                depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
-            )  # fmt: skip
-            u_mask = row_mask[:, None] & (rank_row < WIDTH)[None, :]
-            tl.store(u_ptrs + place * WIDTH, u.to(u_ptr.dtype.element_ty), mask=u_mask)
-            if tl.program_id(1) == 0:
-                tl.store(named_ptr + 1 + place, slot)
-        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)
-        place += 1
-    if (tl.program_id(1) == 0) & (tl.program_id(2) == 0):
-        tl.store(named_ptr, place)
-
-
 @triton.jit
 def shrink_batched_kernel(
     x_ptr, slots_ptr, a_ptr, u_ptr, counts_ptr,
