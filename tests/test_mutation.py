@@ -20,6 +20,7 @@ from modular_kernel.testing.cases.lists import BASE, Case, cases_for
 from modular_kernel.testing.mutation import (
     Fate,
     Mutant,
+    Score,
     Survey,
     drawn,
     mutants_of,
@@ -249,6 +250,30 @@ def test_who_died_before_a_case_of_two_parts_is_run_once(
     assert record_of(again)["killed_by"] == {"numeric": 1}
     assert len(ran) == 2
     assert Fate.before(mutant, "hang").killed
+
+
+def test_a_run_that_is_stopped_leaves_what_it_knew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who died before comes first, and the score so far is told after every mutant."""
+    mutants = tuple(mutants_in(tmp_path, KERNEL).values())
+    case = cases_for("MoEPrepareAndFinalizeNoEP", "TorchExperts", this_machine(), "smoke").cases[0]
+    lines = {str(mutants[0].path): frozenset(range(1, 99))}
+    coverage = Coverage({}, (Covered(case, 1.0, "", lines),))
+    found = Survey("One", (), "smoke", mutants, coverage)
+    monkeypatch.setattr(
+        "modular_kernel.testing.mutation.score.attempt",
+        lambda mutant, *_, **__: Fate(mutant, "killed", "numeric: far off", case),
+    )
+    order = [fate.mutant for fate in mutation_score(found, count=3).fates]
+    told: list[Score] = []
+    mutation_score(found, count=3, dead={order[-1].ident: "hang"}, told=told.append)
+    assert [[fate.mutant for fate in score.fates] for score in told] == [
+        [order[2]],
+        [order[2], order[0]],
+        [order[2], order[0], order[1]],
+    ]
+    assert record_of(told[1])["died"] == {order[2].ident: "hang", order[0].ident: "numeric"}
 
 
 def test_a_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path: Path) -> None:
