@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from types import MappingProxyType
 
 import torch
@@ -79,7 +78,8 @@ class AdapterPool:
         self._problem, self._spec = problem, problem.adapters
         shapes = self._shapes(self._spec.rank)
         _check_device(device)
-        slots, numbers = self._spec.adapters, sum(map(prod, shapes.values()))
+        slots, sizes = self._spec.adapters, (problem.e, problem.w1_rows)
+        numbers = self._spec.slot_numbers(*sizes, problem.hidden, problem.intermediate)
         self._slot_bytes = numbers * problem.dtype.itemsize
         with _memory(f"pool of {slots} slots", slots * self._slot_bytes, device):
             self._tensors = {

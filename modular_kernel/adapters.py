@@ -8,6 +8,7 @@ the matrices of the token's adapter. See `modular_kernel.tensors.ExpertWeights` 
 
 import re
 from dataclasses import dataclass, fields, replace
+from math import prod
 from typing import Annotated
 
 import torch
@@ -76,6 +77,11 @@ class AdapterSpec:
             "lora_a2": (slots, experts, rank, intermediate),
             "lora_b2": (slots, outer, hidden, rank),
         }
+
+    def slot_numbers(self, experts: int, w1_rows: int, hidden: int, intermediate: int) -> int:
+        """Return how many numbers one slot has, of sizes as in `shapes`."""
+        shapes = self.shapes(experts, w1_rows, hidden, intermediate)
+        return sum(prod(shape[1:]) for shape in shapes.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ from modular_kernel import reference
 from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.adapters import Adapter
 from modular_kernel.catalog import check, this_machine
+from modular_kernel.reference_weights import matrix
 from modular_kernel.schemes import QUANT_SCHEMES
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.testing.cases.inputs import make_inputs
@@ -45,7 +46,7 @@ def merged(problem: mk.Problem, base: ExpertWeights, adapter: Adapter | None) ->
     """The values that weights stand for, with B A added: written without `reference_adapters`."""
     matrices = [
         torch.stack([
-            reference._matrix(base, name, e, problem, torch.float64) for e in range(problem.e)
+            matrix(base, name, e, problem, torch.float64) for e in range(problem.e)
         ])
         for name in ("w1", "w2")
     ]  # fmt: skip

@@ -221,6 +221,26 @@ def test_what_is_no_config_is_refused(tmp_path: Path, text: str | None) -> None:
         load_adapter(folder.path, 1, PROBLEM)
 
 
+def test_a_config_of_more_than_a_mebibyte_is_not_read(tmp_path: Path) -> None:
+    path = Folder(tmp_path, "down").path / "adapter_config.json"
+    text = path.read_text()
+    path.write_text(text + " " * ((1 << 20) - len(text)))
+    assert load_adapter(path.parent, 1, PROBLEM).lora_a2.any()
+    path.write_text(text + " " * ((1 << 20) + 1 - len(text)))
+    with pytest.raises(ConfigurationError, match=r"adapter_config.json: got"):
+        load_adapter(path.parent, 1, PROBLEM)
+
+
+def test_of_many_names_that_are_nobodys_four_are_told(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    for number in range(6):
+        key = f"base_model.model.model.layers.{number}.self_attn.q_proj.lora_A.weight"
+        folder.tensors[key] = torch.zeros(4, H)
+    with pytest.raises(WeightsError, match=r"layers\.3\.self_attn\S+ and 2 more, need") as caught:
+        folder.load()
+    assert "layers.4" not in str(caught.value)
+
+
 FIRST, LAST = f"{EXPERT}.0.w1.lora_A.weight", f"{EXPERT}.3.w2.lora_B.weight"
 
 

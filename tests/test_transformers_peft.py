@@ -248,6 +248,17 @@ def test_other_states_of_a_wrapper_are_peft_s_own(
     same(got, logits_of(model))
 
 
+@pytest.mark.parametrize(("gradients", "products"), [("fallback", 4), ("refuse", 0)])
+def test_a_model_that_trains_runs_peft_s_own_unless_gradients_are_refused(
+    gradients: str, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its calls without gradients: checkpointing runs a forward twice, the first time so."""
+    model = served_model(gradients=gradients, name=gradients).train()
+    got, made = products_of(model, monkeypatch)
+    assert len(made) == products
+    same(got, logits_of(model.eval()))
+
+
 def test_a_second_adapter_takes_the_place_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     model = served_model()
     first, _ = logits_of(model)

@@ -61,7 +61,7 @@ def benchmark_moe_lora(
         shapes = (config.tokens, config.hidden), (config.tokens, config.top_k)
         fused = should_use_fused_kernel(*shapes, config.rank)
         for strategy in ("staged", "fused"):
-            calls = [partial(run_moe_lora, *each, strategy=strategy) for each in given]  # type: ignore[misc,arg-type]
+            calls = [partial(run_moe_lora, *each, strategy=strategy) for each in given]  # type: ignore[arg-type]
             timing = time_calls(calls, device, target_ms=target_ms)
             auto = fused == (strategy == "fused")
             yield BranchTime(config, strategy, auto, timing.us, timing.mode)
@@ -75,7 +75,8 @@ def _inputs(
 
     def normal(*shape: int) -> torch.Tensor:
         drawn = torch.randn(shape, device=device, generator=generator)
-        return (drawn * shape[-1] ** -0.5).to(dtype)
+        scaled: torch.Tensor = drawn * shape[-1] ** -0.5
+        return scaled.to(dtype)
 
     scores_TE = torch.rand(c.tokens, c.experts, device=device, generator=generator)
     weights_TK, ids_TK = scores_TE.topk(c.top_k)

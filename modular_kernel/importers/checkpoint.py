@@ -111,14 +111,15 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     asked = _Asked(layer, ep, tp, dtype, prefix)
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
-    place = _device(device)
+    place = device_named(device)
     with open_tensors(Path(checkpoint)) as files:
         found = examine(files, config, prefix)
         source = found.source(asked.layer)
         return _load(source, found, asked, placement, place)
 
 
-def _device(device: torch.device | str) -> torch.device:
+def device_named(device: torch.device | str) -> torch.device:
+    """Return a device; ConfigurationError for what is none."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -36,7 +36,7 @@ def adapter_bytes(problem: Problem) -> int:
     if spec is None:
         return 0
     sizes = problem.e, problem.w1_rows, problem.hidden, problem.intermediate
-    return sum(prod(shape[1:]) for shape in spec.shapes(*sizes).values()) * problem.dtype.itemsize
+    return spec.slot_numbers(*sizes) * problem.dtype.itemsize
 
 
 def adapter_work(problem: Problem, pairs: float, touched: float) -> dict[str, AdapterWork]:

@@ -95,7 +95,7 @@ def serve_wrapped(model: torch.nn.Module) -> tuple[str, ...]:
 
 def _wraps(module: Any) -> bool:
     """Whether it is a wrapper of one parameter; told by what is asked of it."""
-    return hasattr(type(module), "get_delta_factors") and hasattr(module, "parameter_name")
+    return hasattr(type(module), "get_delta_factors")
 
 
 def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

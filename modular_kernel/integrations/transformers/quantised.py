@@ -27,8 +27,9 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from modular_kernel.errors import ConfigurationError, UnsupportedError
-from modular_kernel.importers.checkpoint import LoadedExperts, load_experts
+from modular_kernel import json_files
+from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError, WeightsError
+from modular_kernel.importers.checkpoint import LoadedExperts, device_named, load_experts
 from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import Tensors, open_tensors
 from modular_kernel.importers.formats import Format
@@ -47,6 +48,7 @@ from modular_kernel.quant import dequantise
 from modular_kernel.types import ActivationSpec, parse_dtype
 
 METHOD = "modular_kernel"
+_MOST_CONFIG_BYTES = 1 << 24
 _FILES = ("*.json", "*.safetensors", "*.model", "*.jinja", "*.txt")
 # What would share a model among processes or devices, which loads other tensors on each.
 _SHARING = ("tp_plan", "ep_plan", "distributed_config", "device_mesh", "tp_size")
@@ -70,8 +72,9 @@ def from_pretrained(
     Formats: those of `load_experts`.
 
     ConfigurationError for a format or a name that is unknown, UnsupportedError where a model would
-    be shared among processes, or has experts that transformers does not dispatch; every error of
-    `load_experts`.
+    be shared among processes, or has experts that transformers does not dispatch; WeightsError and
+    ShapeError for any tensor that is missing or misshapen, where transformers alone would warn and
+    make up numbers; every error of `load_experts`.
     """
     registration(experts_implementation)
     folder = _folder(name, kwargs)
@@ -80,18 +83,15 @@ def from_pretrained(
         if dtype not in ("auto", older):
             raise ConfigurationError("torch_dtype", got=older, need=f"dtype={dtype}, or one alone")
         dtype = older
-    given_config = kwargs.pop("config", None)  # which stays as it is
-    config = copy.deepcopy(given_config) or AutoConfig.from_pretrained(folder)
+    config = _config_of(folder, kwargs.pop("config", None))
     given = _quantization_of(config)
+    place = None if device is None else device_named(device)
+    kwargs["experts_implementation"] = experts_implementation
     if given is None:
-        model = auto_class.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            experts_implementation=experts_implementation,
-            **kwargs,
-        )
-        return model if device is None else model.to(device)
+        told = kwargs.pop("output_loading_info", False)
+        model, info = _whole(auto_class, folder, folder, config=config, dtype=dtype, **kwargs)
+        model = model if place is None else model.to(place)
+        return (model, info) if told else model
     for option in ("quantization_config", "output_loading_info"):
         if kwargs.pop(option, None):
             need = "none: the format is the checkpoint's own, and what returns is a model alone"
@@ -104,24 +104,54 @@ def from_pretrained(
     layer_dtype = parse_dtype(torch.bfloat16 if wanted is None else wanted)
     original = given if isinstance(given, dict) else given.to_dict()
     ours = {"quant_method": METHOD, "original": original, "checkpoint": str(folder)}
-    ours |= {} if device is None else {"device": str(device)}
+    ours |= {} if place is None else {"device": str(place)}
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
     config.quantization_config = ours
     with open_tensors(Path(folder)) as files:
         state_dict = _rest(files, examine(files), layer_dtype)
-        model = _class_of(auto_class, config).from_pretrained(
-            None,
-            config=config,
-            state_dict=state_dict,
-            dtype=layer_dtype,
-            experts_implementation=experts_implementation,
-            **kwargs,
-        )
+        kwargs |= {"config": config, "state_dict": state_dict, "dtype": layer_dtype}
+        model, _ = _whole(_class_of(auto_class, config), folder, None, **kwargs)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model if device is None else model.to(device)
+    return model if place is None else model.to(place)
+
+
+def _config_of(folder: Path, given: Any) -> Any:
+    """Return the configuration that a caller gives, which stays as it is, or that of a folder."""
+    if given is not None:
+        return copy.deepcopy(given)
+    try:
+        read = json_files.parse(json_files.content(folder / "config.json", _MOST_CONFIG_BYTES))
+    except (OSError, ValueError):
+        read = None  # transformers says what is wrong
+    stated = read.get("quantization_config") if isinstance(read, dict) else None
+    if not isinstance(stated, dict | None):
+        what, got = f"model {folder}/config.json: quantization_config", str(stated)[:80]
+        raise ConfigurationError(what, got=got, need="an object")
+    return AutoConfig.from_pretrained(folder)
+
+
+def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[Any, Any]:
+    """Load a model and what transformers tells of it; an error where transformers would warn.
+
+    WeightsError for a tensor of the model that is not there, which would get random numbers, but
+    for those of a new head; ShapeError for one of another shape.
+    """
+    any_shape = {"ignore_mismatched_sizes": True}
+    model, info = cls.from_pretrained(name, output_loading_info=True, **{**kwargs, **any_shape})
+    if not kwargs.get("ignore_mismatched_sizes"):
+        for key, got, need in sorted(info["mismatched_keys"]):
+            raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
+    base: str = model.base_model_prefix
+    own = ("lm_head", base) if hasattr(model, base) else ("",)
+    missing = sorted(key for key in info["missing_keys"] if key.startswith(own))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        need = "every tensor of the model but a new head's"
+        raise WeightsError(str(folder), got=f"no {missing[0]}{more}", need=need)
+    return model, info
 
 
 def _folder(name: str | Path, kwargs: dict[str, Any]) -> Path:

@@ -1,0 +1,84 @@
+"""Models of which something is missing: refused, where transformers would make up numbers."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+if find_spec("transformers") is None:
+    pytest.skip("the extra is not installed", allow_module_level=True)
+
+from test_transformers_quantised import write
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from modular_kernel.errors import InputError
+from modular_kernel.integrations.transformers import from_pretrained, register
+
+
+def gone(ending: str):
+    return lambda tensors: [tensors.pop(key) for key in list(tensors) if key.endswith(ending)]
+
+
+def other_shape(ending: str):
+    def change(tensors) -> None:
+        key = next(key for key in tensors if key.endswith(ending))
+        tensors[key] = tensors[key][:3].clone()
+
+    return change
+
+
+HALF = {
+    "a norm": ("awq", gone("layers.1.input_layernorm.weight"), "no model.layers.1.input_layernorm"),
+    "a router": (
+        "awq",
+        gone("layers.0.block_sparse_moe.gate.weight"),
+        r"no model.layers.0.mlp.gate",
+    ),
+    "scales of a projection": (
+        "awq",
+        gone("o_proj.scales"),
+        r"no .*0.self_attn.o_proj.weight and 1",
+    ),
+    "the head": ("bf16", gone("lm_head.weight"), "no lm_head.weight, need every tensor"),
+    "an expert's matrix": (
+        "bf16",
+        gone("0.w2.weight"),
+        r"down_proj: got \(7, 128, 256\), need \(8, ",
+    ),
+    "a shape": (
+        "awq",
+        other_shape("block_sparse_moe.gate.weight"),
+        r"got \(3, 128\), need \(8, 128\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HALF)
+def test_nothing_is_made_up_for_what_is_missing(case, tmp_path) -> None:
+    """Transformers alone warns, and goes on with random numbers."""
+    kind, change, match = HALF[case]
+    write(tmp_path, "mixtral", kind, change)
+    with pytest.raises(InputError, match=match):
+        from_pretrained(tmp_path, experts_implementation=register())
+
+
+def test_packed_files_of_a_config_that_says_nothing_are_refused(tmp_path) -> None:
+    write(tmp_path, "mixtral", "awq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for given, match in ((None, "experts.down_proj"), ("awq", "need an object"), ([], "an object")):
+        config["quantization_config"] = given
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(InputError, match=match):
+            from_pretrained(tmp_path, experts_implementation=register())
+    config["quantization_config"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="device: got 'nowhere'"):
+        from_pretrained(tmp_path, experts_implementation=register(), device="nowhere")
+
+
+@pytest.mark.parametrize("kind", ["bf16", "awq"])
+def test_a_model_of_another_head_may_be_new(kind, tmp_path) -> None:
+    write(tmp_path, "mixtral", kind)
+    for auto in (AutoModelForSequenceClassification, AutoModel):
+        model = from_pretrained(tmp_path, experts_implementation=register(), auto_class=auto)
+        assert not any(parameter.is_meta for parameter in model.parameters())
