@@ -1,7 +1,4 @@
-"""Enums and frozen facts: what a layer must compute, and where it shall run.
-
-Nothing here reads the machine or touches a tensor; everything can be made by hand in a test.
-"""
+"""Enums and frozen facts: what a layer must compute, and where; nothing here reads the machine."""
 
 from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum

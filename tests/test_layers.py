@@ -278,7 +278,7 @@ def test_layers_of_one_shape_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> No
 def test_large_calls_and_captures_keep_no_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Planned(most_kernels=2)
     monkeypatch.setattr(module, "_planned", shared)
-    sample = Sample(tokens=513)
+    sample = Sample(tokens=2049)
     layer = layer_of(sample)
     assert error(layer(sample.x_TH, sample.logits), sample.truth()) < 1e-5
     assert not shared.plans

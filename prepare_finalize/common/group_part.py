@@ -342,10 +342,7 @@ class RowBuffers:
         return max(plain, self.layout(quantised=True).nbytes)
 
     def specs(self, rows: int) -> dict[str, BufferSpec]:
-        """Return the buffers of `unpack`, the experts' sums and the combine.
-
-        They are for `rows` arriving.
-        """
+        """Return the buffers of `unpack`, the experts' sums and the combine, for `rows` rows."""
         problem = self.problem
         hidden, k = problem.hidden, problem.top_k
         specs = {

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.scenes import counts_calls, manager_class
 from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
 from modular_kernel.testing.verify.scenes_on_hosts import on_hosts
-from modular_kernel.types import ActivationSpec, Combine
+from modular_kernel.types import ActivationSpec, Combine, Machine
 
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
 _SHORT_S = 0.5  # of one in which nobody makes an exchange
@@ -153,15 +154,18 @@ def _managed(on: Stage, kernel: FusedMoEModularKernel) -> Lines:
     manager = manager_class(on.part)(None, **options)
     mine = on.over(manager)
     yield on.goes(mine)
-    elsewhere = replace(on.machine, device="cuda", arch=(9, 0))
-    part: Any = mine.prepare_finalize
-    yield said(lambda: str(part.check_machine(elsewhere))), "DeviceError"
+    yield said(partial(_on_a_gpu, mine, on.machine)), "DeviceError"
     mine.prepare_finalize.destroy()  # the manager is not the part's
     yield on.goes(mine)
     yield str(len(manager.last_calls.json_lines().splitlines())), "3"
     manager.destroy()
     yield said(lambda: on.judged(on.call(mine))), "UnsupportedError"
     yield from on_hosts(on)
+
+
+def _on_a_gpu(kernel: FusedMoEModularKernel, machine: Machine) -> str:
+    kernel.prepare_finalize.check_machine(replace(machine, device="cuda", arch=(9, 0)))
+    return "not refused"
 
 
 def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
