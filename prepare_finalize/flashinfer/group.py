@@ -14,20 +14,13 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d
 
 from modular_kernel.errors import (
-    CommunicationError,
-    ConfigurationError,
     DeviceError,
-    UnsupportedError,
 )
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.flashinfer.library import load
-from prepare_finalize.rendezvous.connect import deadline_of, in_time, meeting_place, member_group
-from prepare_finalize.rendezvous.hosts import check_hosts, find_hosts
-from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+from prepare_finalize.rendezvous.exchanges import Exchange, ExchangeManager
 
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
 _UNIT = 128  # bytes
@@ -49,16 +42,10 @@ class AlltoAllShape:
     combine_bytes: int
 
 
-class FlashInferExchange:
-    """One MoeAlltoAll and its turn: a dispatch, then its combine, then the next."""
-
-    def __init__(self, all_to_all: Any, shape: AlltoAllShape) -> None:
-        self.all_to_all, self.shape = all_to_all, shape
-        self.busy = False
-        self.turn = 0  # counts the calls that took it
+FlashInferExchange = Exchange[AlltoAllShape]
 
 
-class FlashInferGroup:
+class FlashInferGroup(ExchangeManager[AlltoAllShape]):
     """Workspaces of FlashInfer's all-to-all for the ranks of one process group, on one host.
 
     group: a ProcessGroup that can gather objects (NCCL or gloo), None for the default one; by it
@@ -72,6 +59,7 @@ class FlashInferGroup:
     ranks mean different things.
     """
 
+    package = "FlashInfer"
     device = "cuda"
 
     def __init__(
@@ -82,25 +70,14 @@ class FlashInferGroup:
         deadline_s: float | None = None,
         library: Any = None,
     ) -> None:
-        if in_flight < 1:
-            raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
-        deadline_s = deadline_of(deadline_s)
-        self._group = member_group(group)
-        self.rank, self.world_size = self._group.rank(), self._group.size()
-        self.in_flight = in_flight
-        self._library = library or load()
-        self._exchanges: dict[AlltoAllShape, list[FlashInferExchange]] = {}
-        self._destroyed = False
-        store = distributed_c10d._get_process_group_store(self._group)
-        try:
-            place = in_time(lambda: meeting_place(store, self.rank, self.world_size), deadline_s)
-        except RuntimeError as error:
-            raise self._error(in_short(error), "the group's store to answer") from error
-        own = PrefixStore(f"{place}/flashinfer", store)
-        self._meeting = Meeting(own, self.rank, self.world_size, deadline_s)
+        super().__init__(
+            group,
+            in_flight=in_flight,
+            deadline_s=deadline_s,
+            library=lambda: library or load(),
+            beside="/flashinfer",
+        )
         self.agree({"in_flight": in_flight})
-        self.hosts = find_hosts(self._meeting, self.rank)
-        check_hosts(self.hosts, part="FlashInfer", one_host=True, ranks_per_host=None)
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError unless tensors on `device` can be exchanged: on this process's GPU."""
@@ -109,40 +86,6 @@ class FlashInferGroup:
         if given.type != self.device or given.index not in (None, here):
             need = f"{self.device}, the process's current one: the workspaces are there"
             raise DeviceError("tensors of an exchange", got=given, need=need)
-
-    def agree(self, facts: Facts) -> None:
-        """CommunicationError on every rank unless all tell the same facts."""
-        self._check_open()
-        self._meeting.agree(facts)
-
-    def reserve(self, shape: AlltoAllShape) -> None:
-        """Make the first workspace of a shape, if there is none. Collective."""
-        self._check_open()
-        if shape not in self._exchanges:
-            self._exchanges[shape] = []
-            self._make(shape)
-
-    def take(self, shape: AlltoAllShape) -> FlashInferExchange:
-        """Return a workspace for one call; `give_back` it after its combine.
-
-        UnsupportedError if `in_flight` calls of this shape wait for their combine: then nothing
-        was sent. Every rank must start and finish its calls in the same order.
-        """
-        self._check_open()
-        made = self._exchanges[shape]
-        exchange = next((each for each in made if not each.busy), None)
-        if exchange is None:
-            if len(made) == self.in_flight:
-                need = f"at most {self.in_flight}, as FlashInferGroup(in_flight=...) says"
-                raise UnsupportedError("calls in flight", got=len(made) + 1, need=need)
-            exchange = self._make(shape)
-        exchange.busy = True
-        exchange.turn += 1
-        return exchange
-
-    def give_back(self, exchange: FlashInferExchange) -> None:
-        """Free the exchange: the call that took it has combined."""
-        exchange.busy = False
 
     def destroy(self) -> None:
         """Free all workspaces once every rank is here; collective. Later use is refused.
@@ -214,11 +157,3 @@ class FlashInferGroup:
                 return self
 
         return Whole(self._group)
-
-    def _check_open(self) -> None:
-        if self._destroyed:
-            raise UnsupportedError("FlashInfer", got="a destroyed manager", need="a new one")
-
-    def _error(self, got: str, need: str) -> CommunicationError:
-        what = "FlashInfer between ranks"
-        return CommunicationError(what, got=got, need=need, rank=self.rank, phase="construct")

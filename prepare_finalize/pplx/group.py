@@ -14,28 +14,21 @@ from uuid import uuid4
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, _register_process_group
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import _register_process_group
 
 from modular_kernel.errors import (
     CapacityError,
-    CommunicationError,
     ConfigurationError,
     DeviceError,
-    UnsupportedError,
 )
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.rendezvous.at_exit import Communicator
 from prepare_finalize.rendezvous.connect import (
     connect,
-    deadline_of,
-    in_time,
-    meeting_place,
-    member_group,
 )
+from prepare_finalize.rendezvous.exchanges import Exchange, ExchangeManager
 from prepare_finalize.rendezvous.failure_log import failure_key
-from prepare_finalize.rendezvous.hosts import check_hosts, find_hosts
-from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+from prepare_finalize.rendezvous.store_rounds import Facts
 
 _MARGIN_BYTES = 256 << 20  # left free beside a library's buffers
 
@@ -62,16 +55,10 @@ class PplxShape:
         return self.max_tokens * (self.slots // world_size) * row * world_size
 
 
-class PplxExchange:
-    """One AllToAll and its turn: a dispatch, then its combine, then the next."""
-
-    def __init__(self, all_to_all: Any, shape: PplxShape) -> None:
-        self.all_to_all, self.shape = all_to_all, shape
-        self.busy = False
-        self.turn = 0  # counts the calls that took it
+PplxExchange = Exchange[PplxShape]
 
 
-class PplxGroup:
+class PplxGroup(ExchangeManager[PplxShape]):
     """Buffers of pplx-kernels for the ranks of one process group, on one host with NVLink.
 
     group: a ProcessGroup, None for the default one; of any backend, because the handles are
@@ -85,6 +72,8 @@ class PplxGroup:
     CommunicationError where a rank stays away, or ranks mean different things.
     """
 
+    package = "pplx-kernels"
+
     def __init__(
         self,
         group: object | None = None,
@@ -93,28 +82,16 @@ class PplxGroup:
         deadline_s: float | None = None,
         library: Any = None,
     ) -> None:
-        if in_flight < 1:
-            raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
-        deadline_s = deadline_of(deadline_s)
-        process_group = member_group(group)
-        self.rank, self.world_size = process_group.rank(), process_group.size()
-        self.in_flight = in_flight
-        self._library = library or load_library()
-        self._exchanges: dict[PplxShape, list[PplxExchange]] = {}
-        self._destroyed = False
-        store = distributed_c10d._get_process_group_store(process_group)
-        try:
-            place = in_time(lambda: meeting_place(store, self.rank, self.world_size), deadline_s)
-        except RuntimeError as error:
-            raise self._error(in_short(error), "the group's store to answer") from error
-        own = PrefixStore(place, store)
-        self._meeting = Meeting(own, self.rank, self.world_size, deadline_s)
-        self.hosts = find_hosts(self._meeting, self.rank)
-        check_hosts(self.hosts, part="pplx-kernels", one_host=True, ranks_per_host=None)
+        super().__init__(
+            group,
+            in_flight=in_flight,
+            deadline_s=deadline_s,
+            library=lambda: library or load_library(),
+        )
         _check_neighbours([facts["gpu"] for facts in self._meeting.tell(_whereabouts())], self.rank)
         self._name: Any = f"modular_kernel/{uuid4().hex}"  # unlike any other of this process
         self._communicator = Communicator(self, device="cpu")
-        self._connect(own, deadline_s)
+        self._connect(self._store, self.deadline_s)
 
     def check_device(self, device: torch.device | str) -> None:
         """DeviceError if `device` is another GPU than the process's current one."""
@@ -122,40 +99,6 @@ class PplxGroup:
         if given.type == "cuda" and given.index not in (None, torch.cuda.current_device()):
             need = f"cuda:{torch.cuda.current_device()}, where the buffers are"
             raise DeviceError("tensors of an exchange", got=given, need=need)
-
-    def agree(self, facts: Facts) -> None:
-        """CommunicationError on every rank unless all tell the same facts."""
-        self._check_open()
-        self._meeting.agree(facts)
-
-    def reserve(self, shape: PplxShape) -> None:
-        """Make the first buffers of a shape, if there are none. Collective."""
-        self._check_open()
-        if shape not in self._exchanges:
-            self._exchanges[shape] = []
-            self._make(shape)
-
-    def take(self, shape: PplxShape) -> PplxExchange:
-        """Buffers for one call; `give_back` them after its combine.
-
-        UnsupportedError if `in_flight` calls of this shape wait for their combine: then nothing
-        was sent. Every rank must start and finish its calls in the same order.
-        """
-        self._check_open()
-        made = self._exchanges[shape]
-        exchange = next((each for each in made if not each.busy), None)
-        if exchange is None:
-            if len(made) == self.in_flight:
-                need = f"at most {self.in_flight}, as PplxGroup(in_flight=...) says"
-                raise UnsupportedError("calls in flight", got=len(made) + 1, need=need)
-            exchange = self._make(shape)
-        exchange.busy = True
-        exchange.turn += 1
-        return exchange
-
-    def give_back(self, exchange: PplxExchange) -> None:
-        """Free the exchange: the call that took it has combined."""
-        exchange.busy = False
 
     def destroy(self) -> None:
         """Free all buffers once every rank is here; collective. Later use is refused.
@@ -214,14 +157,6 @@ class PplxGroup:
             raise self._error(in_short(error), "pplx-kernels to share its buffers") from error
         made.append(PplxExchange(all_to_all, shape))
         return made[-1]
-
-    def _check_open(self) -> None:
-        if self._destroyed:
-            raise UnsupportedError("pplx-kernels", got="a destroyed manager", need="a new one")
-
-    def _error(self, got: str, need: str) -> CommunicationError:
-        what = "pplx-kernels between ranks"
-        return CommunicationError(what, got=got, need=need, rank=self.rank, phase="construct")
 
 
 def load_library() -> Any:

@@ -1,0 +1,121 @@
+"""What managers over a library's all-to-all share: its buffers by shape, a few calls in flight."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d
+
+from modular_kernel.errors import CommunicationError, ConfigurationError, UnsupportedError
+from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.rendezvous.connect import (
+    deadline_of,
+    in_time,
+    meeting_place,
+    member_group,
+)
+from prepare_finalize.rendezvous.hosts import check_hosts, find_hosts
+from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
+
+Shape = TypeVar("Shape")
+
+
+class Exchange(Generic[Shape]):
+    """One all-to-all of a library and its turn: a dispatch, then its combine, then the next."""
+
+    def __init__(self, all_to_all: Any, shape: Shape) -> None:
+        self.all_to_all, self.shape = all_to_all, shape
+        self.busy = False
+        self.turn = 0  # counts the calls that took it
+
+
+class ExchangeManager(ABC, Generic[Shape]):
+    """Buffers of a library for the ranks of one process group, on one host.
+
+    package: the library's name, for messages. group, in_flight, deadline_s: as a subclass says.
+    library: gives what is called, or raises ConfigurationError before ranks meet. beside: where
+    below the group's meeting place these ranks meet. Making one is collective.
+    """
+
+    package: ClassVar[str]
+
+    def __init__(
+        self,
+        group: object | None,
+        *,
+        in_flight: int,
+        deadline_s: float | None,
+        library: Callable[[], Any],
+        beside: str = "",
+    ) -> None:
+        if in_flight < 1:
+            raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
+        self._library = library()
+        self.deadline_s = deadline_of(deadline_s)
+        self._group = member_group(group)
+        self.rank, self.world_size = self._group.rank(), self._group.size()
+        self.in_flight = in_flight
+        self._exchanges: dict[Shape, list[Exchange[Shape]]] = {}
+        self._destroyed = False
+        store = distributed_c10d._get_process_group_store(self._group)
+        try:
+            place = in_time(
+                lambda: meeting_place(store, self.rank, self.world_size), self.deadline_s
+            )
+        except RuntimeError as error:
+            raise self._error(in_short(error), "the group's store to answer") from error
+        self._store = PrefixStore(f"{place}{beside}", store)
+        self._meeting = Meeting(self._store, self.rank, self.world_size, self.deadline_s)
+        self.hosts = find_hosts(self._meeting, self.rank)
+        check_hosts(self.hosts, part=self.package, one_host=True, ranks_per_host=None)
+
+    def agree(self, facts: Facts) -> None:
+        """CommunicationError on every rank unless all tell the same facts."""
+        self._check_open()
+        self._meeting.agree(facts)
+
+    def reserve(self, shape: Shape) -> None:
+        """Make the first buffers of a shape, if there are none. Collective."""
+        self._check_open()
+        if shape not in self._exchanges:
+            self._exchanges[shape] = []
+            self._make(shape)
+
+    def take(self, shape: Shape) -> Exchange[Shape]:
+        """Return buffers for one call; `give_back` them after its combine.
+
+        UnsupportedError if `in_flight` calls of this shape wait for their combine: then nothing
+        was sent. Every rank must start and finish its calls in the same order.
+        """
+        self._check_open()
+        made = self._exchanges[shape]
+        exchange = next((each for each in made if not each.busy), None)
+        if exchange is None:
+            if len(made) == self.in_flight:
+                need = f"at most {self.in_flight}, as {type(self).__name__}(in_flight=...) says"
+                raise UnsupportedError("calls in flight", got=len(made) + 1, need=need)
+            exchange = self._make(shape)
+        exchange.busy = True
+        exchange.turn += 1
+        return exchange
+
+    def give_back(self, exchange: Exchange[Shape]) -> None:
+        """Free the exchange: the call that took it has combined."""
+        exchange.busy = False
+
+    @abstractmethod
+    def destroy(self) -> None:
+        """Free all buffers once every rank is here; collective. Later use is refused."""
+
+    @abstractmethod
+    def _make(self, shape: Shape) -> Exchange[Shape]:
+        """Make more buffers of a shape, on all ranks, and keep them."""
+
+    def _check_open(self) -> None:
+        if self._destroyed:
+            raise UnsupportedError(self.package, got="a destroyed manager", need="a new one")
+
+    def _error(self, got: str, need: str) -> CommunicationError:
+        what = f"{self.package} between ranks"
+        return CommunicationError(what, got=got, need=need, rank=self.rank, phase="construct")
