@@ -200,9 +200,12 @@ class Execution:
         out: None if the part makes its output. at_once: the call is finished before anything else
         is launched.
         """
+        counter = self._invalid_ids
+        if counter is None:
+            counter = self.count_invalid_ids_on(x_TH.device)
         call = Call(
             workspace,
-            self.count_invalid_ids_on(x_TH.device),
+            counter,
             defer_quant=self._defers_quant(x_TH.shape[0]),
             pairing=self._pairing,
         )
@@ -289,10 +292,6 @@ class Pending:
 
         Raises StateError if it was called before.
         """
-        return self.finished()
-
-    def finished(self) -> torch.Tensor:
-        """Do what `finish` does, where no graph is traced."""
         try:
             self._unfinished.pop()
         except IndexError:

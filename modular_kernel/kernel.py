@@ -92,7 +92,7 @@ class FusedMoEModularKernel(Execution):
         x_TH: (T, H), T <= problem.tokens, unchanged unless inplace. out: written and returned if
         given. Raises an InputError before anything is launched if a tensor does not fit.
         """
-        return self._started(x_TH, weights, routing, out, at_once=True).finished()
+        return self._started(x_TH, weights, routing, out, at_once=True).finish()
 
     @modes.untraced
     def start(

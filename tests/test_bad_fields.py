@@ -48,6 +48,7 @@ FINE: dict[type, dict[str, tuple[Any, ...]]] = {
         "name": tuple(v for v in JUNK if isinstance(v, str)),
         "arch": (None,),
         "others": ((),),
+        "cuda": (None,),
     },
     Terms: {
         "tokens": (None, (1,)),

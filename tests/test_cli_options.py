@@ -13,7 +13,7 @@ import pytest
 import torch
 from run_mk import run_mk
 
-from modular_kernel.cli import main, prove
+from modular_kernel.cli import main, verify
 from modular_kernel.cli.host import parse_arch
 from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.presets import MODELS
@@ -103,14 +103,14 @@ def problem_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Problem:
 
 
 def case_of(*words: str, monkeypatch: pytest.MonkeyPatch) -> Case:
-    """The one case that `mk test` would prove."""
-    seen: list[prove.VerifyJob] = []
+    """The one case that `mk test` would verify."""
+    seen: list[verify.VerifyJob] = []
 
-    def keep(jobs: list[prove.VerifyJob], _machine: object, *, as_json: bool) -> bool:
+    def keep(jobs: list[verify.VerifyJob], _machine: object, *, as_json: bool) -> bool:
         seen.extend(jobs)
         return True
 
-    monkeypatch.setattr(prove, "_prove", keep)
+    monkeypatch.setattr(verify, "_verify", keep)
     with pytest.raises(SystemExit) as ended:
         main.run(list(words))
     assert not ended.value.code

@@ -13,6 +13,9 @@ from modular_kernel.testing.cases.case import Case
 from modular_kernel.testing.verify.sample import Sample
 
 ROOT = str(Path(mk.__file__).parents[1])
+OURS = tuple(
+    f"{ROOT}/{p}/" for p in ("modular_kernel", "prepare_finalize", "experts", "topk_reduce")
+)
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
 # (parts, scheme, tokens) -> calls of version 0.1.0, with the interpreter on.
 BEFORE = {
@@ -38,7 +41,7 @@ def host_calls(pf: str, experts: str, problem: mk.Problem) -> Counter[str]:
 
     def note(frame: FrameType, event: str, _: object) -> None:
         file = frame.f_code.co_filename
-        inside = file.startswith(ROOT) and "kernels" not in file and "interpreter" not in file
+        inside = file.startswith(OURS) and "kernels" not in file and "interpreter" not in file
         if event == "call" and inside:
             found[f"{file.removeprefix(ROOT)}:{frame.f_code.co_name}"] += 1
 

@@ -25,6 +25,7 @@ TRITON_PARTS = {
     "TritonOrDeepGemmExperts",
     "BatchedTritonOrDeepGemmExperts",
     "TritonKernelsExperts",
+    "FlashInferExperts",
     "SymmMemPrepareAndFinalize",
 }
 
@@ -32,6 +33,7 @@ TRITON_PARTS = {
 TOLD_BY_WHAT_IS_IN_THEM = {
     "deep_gemm": "DeepGEMM 2.4.2 or newer",
     "triton_kernels": "triton_kernels of 3.5, with matmul_ogs and RoutingData",
+    "flashinfer": "FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
 }
 
 
@@ -77,6 +79,7 @@ def test_everything_imports_but_what_is_triton_s_own() -> None:
         ("experts", "compat"),
         ("experts", "cutlass"),
         ("experts", "deepgemm"),
+        ("experts", "flashinfer"),
         ("experts", "triton"),
         ("experts", "triton_kernels"),
         ("prepare_finalize", "symm_mem"),

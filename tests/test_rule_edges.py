@@ -5,6 +5,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from textwrap import dedent
 from typing import Any
@@ -23,7 +24,7 @@ from modular_kernel.testing.edges.sites import sites_of_part, sites_of_rules
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import CHECKS, prove_ranks
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import Machine, Problem
+from modular_kernel.types import ActivationSpec, Machine, Problem
 
 GPU = Machine("cuda", (9, 0), frozenset({"triton"}))
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
@@ -50,12 +51,33 @@ DEEP = (
 )
 
 
+# Where a library's part adds to the rules for one scheme or activation.
+BLOCKS = Problem(
+    7, 256, 128, 8, 2, quant="fp8_w8a8_block", activation=ActivationSpec(up_first=True)
+)
+STARTS = (
+    ("FlashInferExperts", BLOCKS),
+    ("FlashInferExperts", replace(BLOCKS, quant="fp8_w8a8_tensor:static=true")),
+    (
+        "FlashInferExperts",
+        replace(BLOCKS, quant="none", activation=ActivationSpec("gelu", up_first=True)),
+    ),
+    ("TritonKernelsExperts", Problem(7, 256, 128, 8, 2, quant="mxfp4_w4a16")),
+)
+
+
 @cache
-def walk(pf: str, experts: str, machine: Machine | None = None, depth: int = 1) -> Edges:
+def walk(
+    pf: str,
+    experts: str,
+    machine: Machine | None = None,
+    depth: int = 1,
+    start: Problem | None = None,
+) -> Edges:
     """The edges of two parts by name."""
     catalog = load_catalog()
     parts = catalog.prepare_finalize(pf), catalog.experts(experts)
-    return edges_of(*parts, machine or this_machine(), depth=depth)
+    return edges_of(*parts, machine or this_machine(), depth=depth, start=start)
 
 
 def walks() -> Iterator[Edges]:
@@ -65,6 +87,7 @@ def walks() -> Iterator[Edges]:
         for experts in catalog.names("experts"):
             yield walk(pf, experts)
     yield from (walk(pf, experts, machine, 2) for pf, experts, machine in DEEP)
+    yield from (walk(NO_EP, experts, start=start) for experts, start in STARTS)
 
 
 def wrong(edge: Edge) -> str:

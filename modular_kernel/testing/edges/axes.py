@@ -129,6 +129,7 @@ def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterato
         "parallel": tuple(_parallels(base.problem)),
         "hidden_sizes": (None, frozenset({base.problem.hidden}), frozenset({1})),
         "blocks": (None, frozenset({(128, 128)}), frozenset({(16, 16)})),
+        "cuda": (None, (13, 0), (12, 0)),
         "archs": (None, frozenset({(9, 0)}), frozenset({(1, 0)})),
     }
     if name in own:
@@ -178,7 +179,7 @@ def _schemes() -> tuple[str, ...]:
 def _activations() -> tuple[ActivationSpec, ...]:
     kinds = tuple(ActivationSpec.parse(kind) for kind in GATED + UNGATED)
     orders = ActivationSpec("silu", interleaved=True), ActivationSpec("silu", up_first=True)
-    return (*kinds, *orders)
+    return (*kinds, *orders, ActivationSpec("gelu", limit=2.0, up_first=True))
 
 
 def _parallels(problem: Problem) -> Iterator[object]:

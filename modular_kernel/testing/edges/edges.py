@@ -104,14 +104,16 @@ def edges_of(
     machine: Machine,
     *,
     depth: int = 1,
+    start: Problem | None = None,
 ) -> Edges:
     """Walk around a problem that a pairing takes and return the edges met.
 
     machine: tried first; then a GPU with what both parts ask for. depth: how many fields may differ
     from that problem's, the edge's own among them. More find rules that bear on unusual problems
-    only, and take a hundred times as long for each.
+    only, and take a hundred times as long for each. start: the problem to begin at; None takes a
+    small one in the part's first scheme.
     """
-    base = _valid(pf, experts, machine)
+    base = _valid(pf, experts, machine, start or _start(experts.requires))
     found = Edges(base)
     with _sited() as sites:
         bases = [] if base is None else [base]
@@ -121,7 +123,10 @@ def edges_of(
 
 
 def _valid(
-    pf: type[PrepareAndFinalize], experts: type[PermuteExpertsUnpermute], machine: Machine
+    pf: type[PrepareAndFinalize],
+    experts: type[PermuteExpertsUnpermute],
+    machine: Machine,
+    start: Problem,
 ) -> EdgeSituation | None:
     """Return a small problem that the pairing takes, here or else on a GPU; None if none is
     found.
@@ -131,8 +136,7 @@ def _valid(
     arches = [req.min_arch for req in declared if req.min_arch is not None]
     arches += [min(req.archs) for req in declared if req.archs]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
-    sizes = (*_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
-    start = _start(experts.requires)
+    sizes = (start.hidden, *_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
     for where in (machine, gpu):
         for ranks in _RANKS:
             for hidden in sizes:
