@@ -23,8 +23,8 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 _LEAST_BLOCK, _MOST_BLOCK = 16, 64  # columns of a program's u, and depth of a step of B u
 _MOST_PARTS = 8  # programs that share the slots of a tile's rows
-_STAGES = 3
-_STEP_BYTES = 32 << 10  # of x and A on their way in a step: three fit into any GPU's shared memory
+_STAGES = 4
+_STEP_BYTES = 24 << 10  # of x and A on their way in a step: four fit into any GPU's shared memory
 _LEAST_K, _MOST_K = 32, 512  # depth of a step
 _FEW_ROWS = 8192  # of A, one for each pair and column of u: up to here pairs go one by one
 _WHOLE_DEPTH = 2048  # of a row of A, up to which a program has two

@@ -226,6 +226,7 @@ def moe_lora_down_combine(
         BLOCK_T=BLOCK_T,
         BLOCK_H=block,
         BLOCK_R=_rank_block(max_rank),
+        num_warps=8,  # with four, triton 3.9 spills
         PRECISION="ieee",
         **_strides("b", b_LEHR, "n"),
         **batch.arguments(),
