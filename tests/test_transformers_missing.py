@@ -45,6 +45,8 @@ HALF = {
         gone("0.w2.weight"),
         r"down_proj: got \(7, 128, 256\), need \(8, ",
     ),
+    "half of an expert's w1": ("bf16", gone("experts.3.w1.weight"), r"experts.3.w1.weight"),
+    "an expert's shape": ("bf16", other_shape("experts.3.w1.weight"), r"3.w1.weight: got \(3, 128"),
     "a shape": (
         "awq",
         other_shape("block_sparse_moe.gate.weight"),
@@ -59,6 +61,15 @@ def test_nothing_is_made_up_for_what_is_missing(case, tmp_path) -> None:
     kind, change, match = HALF[case]
     write(tmp_path, "mixtral", kind, change)
     with pytest.raises(InputError, match=match):
+        from_pretrained(tmp_path, experts_implementation=register())
+
+
+@pytest.mark.parametrize("kind", ["bf16", "awq"])
+def test_a_file_that_is_cut_short_is_named(kind, tmp_path) -> None:
+    write(tmp_path, "mixtral", kind)
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match=path.name):
         from_pretrained(tmp_path, experts_implementation=register())
 
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from modular_kernel.errors import ConfigurationError
+from modular_kernel.errors import (
+    ConfigurationError,
+    DtypeError,
+    InputError,
+    ShapeError,
+    WeightsError,
+)
 from modular_kernel.importers.boxes import LayerSource, find_layers, find_source
 from modular_kernel.importers.files import Tensors, open_tensors
 from modular_kernel.importers.formats import Format, fit, format_of
@@ -92,6 +98,20 @@ def inspect(checkpoint: str | Path) -> Inspected:
             nbytes += source.nbytes()
             fields = fields or found.problem_fields(source)
         return Inspected(tuple(sorted(found.layers)), found.format, nbytes, fields)
+
+
+def raise_what_headers_tell(checkpoint: Path, error: Exception) -> None:
+    """Raise what a checkpoint's headers tell of its files and experts, where another loader failed.
+
+    error: the loader's, which names no tensor. Returns where the headers tell nothing, or are those
+    of a model that is unknown here.
+    """
+    try:
+        inspect(checkpoint)
+    except (WeightsError, ShapeError, DtypeError) as found:
+        raise found from error
+    except InputError:
+        return
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 
-from modular_kernel.errors import (
-    DeviceError,
-)
+from modular_kernel.errors import DeviceError
 from prepare_finalize.common.torch_group import in_short
 from prepare_finalize.flashinfer.library import load
 from prepare_finalize.rendezvous.exchanges import Exchange, ExchangeManager

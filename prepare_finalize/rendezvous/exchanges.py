@@ -51,9 +51,9 @@ class ExchangeManager(ABC, Generic[Shape]):
     ) -> None:
         if in_flight < 1:
             raise ConfigurationError("in_flight", got=in_flight, need=">= 1")
-        self._library = library()
         self.deadline_s = deadline_of(deadline_s)
         self._group = member_group(group)
+        self._library = library()
         self.rank, self.world_size = self._group.rank(), self._group.size()
         self.in_flight = in_flight
         self._exchanges: dict[Shape, list[Exchange[Shape]]] = {}

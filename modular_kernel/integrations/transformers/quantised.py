@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.auto import (
@@ -30,7 +31,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError, WeightsError
 from modular_kernel.importers.checkpoint import LoadedExperts, device_named, load_experts
-from modular_kernel.importers.examine import Examined, examine
+from modular_kernel.importers.examine import Examined, examine, raise_what_headers_tell
 from modular_kernel.importers.files import Tensors, open_tensors
 from modular_kernel.importers.formats import Format
 from modular_kernel.importers.merging import merge
@@ -140,7 +141,11 @@ def _whole(cls: Any, folder: Path, name: Path | None, **kwargs: Any) -> tuple[An
     for those of a new head; ShapeError for one of another shape.
     """
     any_shape = {"ignore_mismatched_sizes": True}
-    model, info = cls.from_pretrained(name, output_loading_info=True, **{**kwargs, **any_shape})
+    try:
+        model, info = cls.from_pretrained(name, output_loading_info=True, **{**kwargs, **any_shape})
+    except (RuntimeError, SafetensorError) as error:
+        raise_what_headers_tell(folder, error)
+        raise
     if not kwargs.get("ignore_mismatched_sizes"):
         for key, got, need in sorted(info["mismatched_keys"]):
             raise ShapeError(f"{folder}: {key}", got=tuple(got), need=tuple(need))
