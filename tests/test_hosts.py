@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import CommunicationError, ConfigurationError, ModularKernelError
+from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.types import ActivationFormat, Machine, Parallel, Problem
 from prepare_finalize import TorchGroup
 from prepare_finalize.rendezvous import hosts as hosts_module
 from prepare_finalize.rendezvous.connect import store_at_new_place
-from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, find_hosts
+from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
 SYMM_MEM, ALL2ALL = "SymmMemPrepareAndFinalize", "TorchAll2AllPrepareAndFinalize"
@@ -206,4 +207,37 @@ def test_hosts_in_words() -> None:
     assert hosts.ranks_on(1) == (2, 3)
     assert hosts.name_of(2) == "b"
     with pytest.raises(ConfigurationError, match="need one host, whose memory X shares"):
-        check_hosts(hosts, part="X", one_host=True, ranks_per_host=2)
+        check_one_host(hosts, "X")
+
+
+@pytest.mark.parametrize(
+    ("index_W", "full", "need"),
+    [
+        ((0,) * 8 + (1,) * 8, True, ""),
+        ((0,) * 8, True, ""),
+        ((0,) * 3, True, ""),
+        ((0,) * 4 + (1,) * 4, False, ""),
+        ((0,) * 4 + (1,) * 4, True, "need 8 on each, in blocks of one size, for X"),
+        ((0,) * 16, True, "need at most 8 on each"),
+        ((0, 1) * 8, True, "need 8 on each"),
+        ((0,) * 12 + (1,) * 12, False, "need at most 8 on each"),
+        ((0,) * 8 + (1,) * 4, False, "need at most 8 on each"),
+    ],
+)
+def test_hosts_of_a_part_that_knows_eight_gpus_of_each(
+    index_W: tuple[int, ...], full: bool, need: str
+) -> None:
+    names = tuple("abc"[: max(index_W) + 1])
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduces=frozenset(),
+        ranks_per_host=8,
+        full_hosts=full,
+    )
+    told = ""
+    try:
+        check_hosts(Hosts(index_W, names), part="X", requires=requires, ranks_per_host=None)
+    except ConfigurationError as error:
+        told = str(error)
+    assert need in told
+    assert bool(told) is bool(need)

@@ -93,9 +93,9 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def _check_hosts(self) -> None:
         """ConfigurationError where the ranks' hosts are not as the part or the problem needs."""
         per_host = self.problem.parallel.ranks_per_host
-        part, one_host = type(self).__name__, self.requires.one_host
+        part, requires = type(self).__name__, self.requires
         try:
-            check_hosts(self.manager.hosts, part=part, one_host=one_host, ranks_per_host=per_host)
+            check_hosts(self.manager.hosts, part=part, requires=requires, ranks_per_host=per_host)
         except ConfigurationError:
             self.destroy()
             raise
