@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import CommunicationError, ConfigurationError, ModularKernelError
+from modular_kernel.placement import Placement
 from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.types import ActivationFormat, Machine, Parallel, Problem
@@ -241,3 +242,34 @@ def test_hosts_of_a_part_that_knows_eight_gpus_of_each(
         told = str(error)
     assert need in told
     assert bool(told) is bool(need)
+
+
+def nearest(rank: int, world: int, group: object, part: str) -> list[list[int]]:
+    """The ranks that this one's pairs of each expert may go to."""
+    simulated(rank, "aabb")
+    placement = Placement.linear(4, 4).with_copies({0: (1, 2), 2: (3,)})
+    problem = Problem(
+        tokens=8, hidden=64, intermediate=64, experts=4, top_k=2, dtype=torch.float32,
+        parallel=Parallel(world, placement, rank),
+    )  # fmt: skip
+    kernel = make_kernel(part, "TorchExperts", problem, group=group)
+    tables = kernel.prepare_finalize.tables(torch.device("cpu"))
+    found = [
+        sorted({int(home[0]) for home in homes[:copies]})
+        for homes, copies in zip(tables.homes_ER2, tables.copies_E.tolist(), strict=True)
+    ]
+    kernel.prepare_finalize.destroy()
+    return found
+
+
+def test_pairs_go_to_the_nearest_copies_of_the_hosts_that_are_met(four: RankPool) -> None:
+    told = four.run(nearest, ALL2ALL)
+    assert told == [
+        [[0], [1], [2, 3], [3]],
+        [[1], [1], [2, 3], [3]],
+        [[2], [1], [2], [3]],
+        [[2], [1], [3], [3]],
+    ]
+    for part in ("AllGatherReduceScatterPrepareAndFinalize", "ReplicatedEPPrepareAndFinalize"):
+        told = four.run(nearest, part)
+        assert told == [[[0, 1, 2], [1], [2, 3], [3]]] * 4
