@@ -200,6 +200,27 @@ def test_a_host_that_stays_away_is_named(four: RankPool) -> None:
     assert all("ranks 2, 3: all of host b" in text for text in told[:2]), told
 
 
+def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[int, ...]:
+    """An exchange that fails, and a store that is silent, or whose process has ended."""
+    simulated(rank, "aabb")
+    manager = TorchGroup(group, deadline_s=1.0)
+    manager._board.ended = ended
+    manager._board.post = lambda record, until_s: None
+    if rank == 3:
+        time.sleep(2.5)
+        return ()
+    try:
+        manager.all_reduce(torch.ones(1), step=1, phase="counts").wait()
+    except CommunicationError as error:
+        return error.peers
+    return ()
+
+
+def test_a_silent_store_stands_for_its_host_from_outside(four: RankPool) -> None:
+    assert four.run(without_store, False)[:3] == [(), (0,), (0, 1)]
+    assert four.run(without_store, True)[:3] == [(), (0,), (0,)]
+
+
 def test_hosts_in_words() -> None:
     hosts = Hosts((0, 0, 1, 1), ("a", "b"))
     assert hosts.in_blocks_of(2)
