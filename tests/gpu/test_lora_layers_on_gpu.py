@@ -34,7 +34,9 @@ def on_gpu(mode: Any, halves: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAMana
     return layer, FusedMoEWithLoRA(layer, manager), manager
 
 
-def on_host(layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor) -> tuple[ExpertWeights, Routing]:
+def on_host(
+    layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor
+) -> tuple[ExpertWeights, Routing]:
     """The layer's weights, and how it routes a call."""
     routed, w = layer._routed(x, logits, None, (12,)).routing, layer.weights()
     weights = ExpertWeights(w.w1.detach().cpu(), w.w2.detach().cpu())
