@@ -1,6 +1,5 @@
 """FlashInferExperts, against a stand-in that demands what the library does."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import IntEnum
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_site import library_site
 from vendor_stand_in import FlashInfer, flashinfer_0_7, libraries, proven
 
 from experts.flashinfer import library
@@ -255,12 +255,8 @@ def put(site: Path, core: str, fused: str = "") -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    library.load.cache_clear()
-    yield tmp_path
-    library.load.cache_clear()
-    for name in [n for n in sys.modules if n.split(".")[0] == "flashinfer"]:
-        del sys.modules[name]
+    with library_site(tmp_path, monkeypatch, library, "flashinfer") as folder:
+        yield folder
 
 
 RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"

@@ -10,6 +10,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.lists import token_numbers
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.perf_model.estimate import Estimate, Sized
@@ -157,11 +158,12 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
     output.table((*columns, *extra), rows, optional=("experts", "dispatch", "combine", *extra))
     for text in _assumptions(sized, cluster, routing):
         output.line(f"- {text}")
-    without = dict.fromkeys(
-        pair for one in sized for pair in one.without if "no measured" in pair[1]
-    )
-    for pairing, why in without:
-        output.line(f"no estimate: {pairing}: {why}")
+    without: dict[str, set[str]] = {}
+    for pairing, why in (pair for one in sized for pair in one.without):
+        if "no measured" in why:
+            without.setdefault(why, set()).add(pairing)
+    for why, pairings in without.items():
+        output.line(f"no estimate of {counted(len(pairings), 'pairing')}: {why}")
 
 
 def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list[str]:
