@@ -9,9 +9,11 @@ import pytest
 from run_mk import Ended, run_mk
 
 from modular_kernel.cli import output
-from modular_kernel.cli.check import letters_for
+from modular_kernel.cli.check import letters_for, print_matrix
+from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.tables import folded, layout, records
 from modular_kernel.printable import counted
+from modular_kernel.types import Machine
 
 Mk = Callable[..., Ended]
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
@@ -81,6 +83,15 @@ def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.Mon
         assert ("[1]=TorchExperts" in shown) is (width == 80)
     assert [len(letters_for(n)) for n in (0, 1, 26, 52, 60)] == [0, 1, 26, 52, 60]
     assert len(set(letters_for(60))) == 60
+
+
+def test_no_part_at_all_is_no_grid(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file of the user's shadows a package of parts."""
+    monkeypatch.setattr(output, "width", lambda _=None: 80)
+    print_matrix([], ProblemOptions().problem(), Machine("cpu"))
+    assert "0 of 0 pairs are valid" in capsys.readouterr().out
 
 
 def test_sizes_that_are_hardly_meant_are_told(mk: Mk) -> None:
