@@ -16,6 +16,7 @@ from experts.flashinfer.joined_pairs import joined_pairs, joined_pairs_ref
 from experts.flashinfer.library import Layer, run
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.providers import find
 from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import oracle
 from modular_kernel.row_order import up_rows_first
@@ -265,7 +266,7 @@ RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
 def test_loaded(site: Path) -> None:
     names = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
     put(site, RIGHT, names)
-    assert library.find(library.FLASHINFER).version == "0.7.2.post1"
+    assert find(library.FLASHINFER).version == "0.7.2.post1"
     assert library.load().cutlass_fused_moe == 1
 
 
