@@ -98,9 +98,9 @@ class CommunicationError(ModularKernelError):
     """Ranks that had to take part in an exchange did not in time, went away, or disagree.
 
     rank: where it was raised. phase: "construct", "counts", "dispatch" or "combine". step: the
-    manager's exchange for a call, counted from 1 by every rank. layer, call: of the parts on one
-    manager which, and its how manyeth call, both from 1; 0 where that is not known. peers: the
-    ranks to look at, () if nothing tells.
+    manager's exchange for a call, counted from 1 by every rank. layer, call: which part of the
+    manager, and which of its calls, both counted from 1; 0 where unknown. peers: the ranks to look
+    at, () if nothing tells.
     """
 
     def __init__(

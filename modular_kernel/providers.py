@@ -5,13 +5,20 @@ copy inside its own. What is looked at are files: nothing is imported before it 
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+
+from modular_kernel.errors import ConfigurationError
 
 _VERSION = re.compile(r"""^__version__\s*=\s*['"]([^'"]{1,40})['"]""", re.MULTILINE)
 _MOST_BYTES = 1 << 20  # of a file that is looked at
+# What the import of a package for another torch, GPU or toolkit was seen to raise.
+_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,47 @@ def find(provider: Provider) -> Found:
                 return Found(folder, version)
             why.append(f"another {f'{place} {version}'.strip()}: {lacks}")
     return Found(why="; ".join(why))
+
+
+@contextmanager
+def importing(provider: Provider, *, need: str) -> Iterator[Path]:
+    """Yield the folder that holds a provider, to import it from there.
+
+    need: a copy that can be imported, in words. ConfigurationError where the provider is not there,
+    or where its import raises what one for another machine does.
+    """
+    found = find(provider)
+    if found.folder is None:
+        raise ConfigurationError(provider.name, got=found.why or "nothing", need=provider.need)
+    try:
+        yield found.folder
+    except _FAILURES as error:
+        got = f"{type(error).__name__}: {error}"[:300]
+        what = f"{provider.places[0]} in {found.folder}"
+        raise ConfigurationError(what, got=got, need=need) from error
+
+
+def module_of(folder: Path, name: str) -> ModuleType:
+    """Import the package of a folder under a name; nothing is left of one that fails."""
+    spec = spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        forget(name)
+        raise
+    return module
+
+
+def forget(name: str) -> None:
+    """Take a package and all below it out of sys.modules."""
+    for known in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
+        del sys.modules[known]
 
 
 def sort_out(providers: Iterable[Provider]) -> tuple[frozenset[str], dict[str, str]]:

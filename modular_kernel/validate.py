@@ -173,12 +173,7 @@ def check_ids(routing: Routing, problem: Problem) -> None:
     For checked mode. Synchronises with the device.
     """
     ids = routing.topk_ids_TK
-    bad = (ids < -1) | (ids >= problem.experts)
-    if bool(bad.any()):
-        where = bad.nonzero()[0].tolist()
-        got = (
-            f"{counted(int(bad.sum()), 'id')}, the first {int(ids[tuple(where)])} at {tuple(where)}"
-        )
+    if got := _outside(ids, -1, problem.experts, "id"):
         raise RoutingError("topk_ids", got=got, need=f"-1 or 0 to {problem.experts - 1}")
 
 
@@ -190,10 +185,7 @@ def check_adapter_slots(routing: Routing, problem: Problem) -> None:
     slots_T, spec = routing.slots_T, problem.adapters
     if slots_T is None or spec is None:
         return
-    bad = (slots_T < -1) | (slots_T >= spec.adapters)
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        got = f"{counted(int(bad.sum()), 'slot')}, the first {int(slots_T[first])} of token {first}"
+    if got := _outside(slots_T, -1, spec.adapters, "slot", "of token"):
         raise RoutingError("adapters", got=got, need=f"-1 or 0 to {spec.adapters - 1}")
 
 
@@ -205,10 +197,7 @@ def check_expert_map(weights: ExpertWeights, problem: Problem) -> None:
     where_E = weights.expert_map
     if where_E is None:
         return
-    bad = (where_E < -1) | (where_E >= problem.e)
-    if bool(bad.any()):
-        first = int(bad.nonzero()[0])
-        got = f"{counted(int(bad.sum()), 'value')}, the first {int(where_E[first])} at {first}"
+    if got := _outside(where_E, -1, problem.e, "value"):
         raise WeightsError("expert_map", got=got, need=f"-1 or 0 to {problem.e - 1}")
 
 
@@ -220,11 +209,18 @@ def check_order(weights: ExpertWeights, problem: Problem) -> None:
     order_eH = weights.w1_order
     if order_eH is None:
         return
-    bad = (order_eH < 0) | (order_eH >= problem.hidden)
-    if bool(bad.any()):
-        where = tuple(bad.nonzero()[0].tolist())
-        got = f"{counted(int(bad.sum()), 'value')}, the first {int(order_eH[where])} at {where}"
+    if got := _outside(order_eH, 0, problem.hidden, "value"):
         raise WeightsError("w1_order", got=got, need=f"0 to {problem.hidden - 1}")
+
+
+def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "at") -> str:
+    """Say how many values are outside [least, end), and which is the first; "" where none is."""
+    bad = (values < least) | (values >= end)
+    if not bool(bad.any()):
+        return ""
+    where = tuple(bad.nonzero()[0].tolist())
+    place = where[0] if len(where) == 1 else where
+    return f"{counted(int(bad.sum()), what)}, the first {int(values[where])} {at} {place}"
 
 
 def check_weights(weights: ExpertWeights, x_TH: torch.Tensor, problem: Problem) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from run_mk import Ended, run_mk
+from test_bench import PEAKS, WHERE
 
 from modular_kernel.bench import run as run_module
 from modular_kernel.bench.candidates import peer_offers
@@ -15,15 +16,6 @@ from modular_kernel.errors import BrokenPartError, ConfigurationError
 from modular_kernel.measure.records import Report
 
 PAIR_WORDS = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
-PEAKS = {"flops": {"bfloat16": 8e14}, "copy": 4e12, "read": 4.4e12, "bandwidth": 4.8e12,
-         "source": "given"}  # fmt: skip
-WHERE = {
-    "date": "2026-01-01",
-    "device": "a GPU",
-    "torch": "2",
-    "version": "0",
-    "command": "mk bench",
-}
 
 
 @pytest.fixture(autouse=True)

@@ -199,7 +199,7 @@ def test_prove_one_case(mk: Mk) -> None:
     words = ("--one", "--routing", "zipf", "--seed", "3", "--tokens", "5")
     ended = mk("test", *TORCH_PAIR, *words)
     assert ended.code == 0
-    assert "1 case of 1 pair: 1 proven, 0 failed" in ended.out
+    assert "1 case of 1 pair: 1 passed, 0 failed" in ended.out
     record = mk("test", *TORCH_PAIR, *words, "--json").json
     case = "MoEPrepareAndFinalizeNoEP+TorchExperts-T5-H64-I128-E8-K2-bfloat16-zipf-seed3"
     assert record["pairs"][0]["worst"]["case"] == case

@@ -24,6 +24,7 @@ from modular_kernel.types import Combine, Machine, Parallel, Problem
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = (
     "list",
+    "models",
     "check",
     "test",
     "profile",

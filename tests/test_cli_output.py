@@ -1,7 +1,6 @@
 """What `mk` prints where: tables in narrow and wide terminals, JSON on stdout and in files."""
 
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,9 +9,11 @@ import pytest
 from run_mk import Ended, run_mk
 
 from modular_kernel.cli import output
-from modular_kernel.cli.check import letters_for
+from modular_kernel.cli.check import letters_for, print_matrix
+from modular_kernel.cli.options import ProblemOptions
 from modular_kernel.cli.tables import folded, layout, records
 from modular_kernel.printable import counted
+from modular_kernel.types import Machine
 
 Mk = Callable[..., Ended]
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
@@ -64,28 +65,6 @@ def mk(capsys: pytest.CaptureFixture[str]) -> Mk:
     return partial(run_mk, capsys)
 
 
-@pytest.mark.parametrize("words", PRINTED.values(), ids=PRINTED.keys())
-def test_every_verb_fits_its_terminal(
-    mk: Mk, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """No line is longer than 80 or 200 columns but by one word, and no name is cut."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
-    names: dict[int, set[str]] = {}
-    for width in (80, 200):
-        monkeypatch.setattr(output, "width", lambda _=None, width=width: width)
-        ended = mk(*words)
-        assert ended.code in ((2,) if words == PRINTED["a wrong word"] else (0, 1)), ended.err
-        shown = ended.out
-        assert (shown or ended.err).strip()
-        every = (shown + ended.err).splitlines()
-        long = [line for line in every if len(line.rstrip()) > width]
-        assert [line for line in long if len(line.split()) > 1] == []
-        assert "…" not in shown
-        names[width] = set(re.findall(r"\w+Experts\b", shown))
-    assert names[80] == names[200]
-
-
 def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = mk("check", "--json").json["pairs"]
     for width in (80, 10_000):
@@ -104,6 +83,15 @@ def test_a_grid_of_pairs_and_what_each_rule_says(mk: Mk, monkeypatch: pytest.Mon
         assert ("[1]=TorchExperts" in shown) is (width == 80)
     assert [len(letters_for(n)) for n in (0, 1, 26, 52, 60)] == [0, 1, 26, 52, 60]
     assert len(set(letters_for(60))) == 60
+
+
+def test_no_part_at_all_is_no_grid(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a file of the user's shadows a package of parts."""
+    monkeypatch.setattr(output, "width", lambda _=None: 80)
+    print_matrix([], ProblemOptions().problem(), Machine("cpu"))
+    assert "0 of 0 pairs are valid" in capsys.readouterr().out
 
 
 def test_sizes_that_are_hardly_meant_are_told(mk: Mk) -> None:
@@ -219,7 +207,31 @@ def test_a_dumb_terminal_is_as_wide_as_it_is(
     assert capsys.readouterr().out.split()[-3:] == names
 
 
+@pytest.mark.parametrize("width", range(8, 70))
+def test_no_cell_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Down to the width at which a table just fits, and below it, as records."""
+    monkeypatch.setattr(output, "width", lambda _=None: width)
+    names = ["AllGatherReduceScatter", "189374.1", "219051.9"]
+    output.table(("transport", "dispatch", "pair"), [names])
+    shown = capsys.readouterr().out
+    assert [name for name in names if name not in shown] == []
+
+
+def test_columns_that_say_nothing_go_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "width", lambda _=None: 20)
+    columns = ("stage", "device us", "host us")
+    output.table(columns, [("sort", "-", "12"), ("permute", "", "13")], optional=columns[1:])
+    shown = capsys.readouterr().out
+    assert "13" in shown
+    assert "not shown in 20 columns: device us" in " ".join(shown.split())
+
+
 def test_lines_fold_between_words() -> None:
+    assert folded("    one two three", 12) == ["    one two", "      three"]
     assert folded("one two", 80) == ["one two"]
     assert folded("one two three", 8) == ["one two", "  three"]
     assert folded("x" * 50, 8) == ["x" * 50]

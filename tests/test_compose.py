@@ -314,7 +314,7 @@ def test_the_verb_chooses_explains_and_reuses(
     assert code == 0
     assert "0 to 2 " in out
     assert "timed 2 token counts in " in out
-    assert "not measured: MoEPrepareAndFinalizeNoEP x TritonExperts: [device]" in out
+    assert "not measured, they need a GPU: MoEPrepareAndFinalizeNoEP x TritonExperts" in out
     assert "[world_size] TorchAll2AllPrepareAndFinalize" in out
     assert "8 tokens: " in err
     code, out, _ = ended(capsys, *SMALL, "--json")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_site import library_site
 from vendor_stand_in import (
     BatchedDeepGemm,
     BatchedTritonOrDeepGemm,
@@ -146,13 +147,8 @@ def put(site: Path, name: str, text: str = "", *, psum: bool = True) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    library.load.cache_clear()
-    yield tmp_path
-    library.load.cache_clear()
-    for name in [n for n in sys.modules if n.startswith(("deep_gemm.", library._NAME))]:
-        del sys.modules[name]
-    sys.modules.pop("deep_gemm", None)
+    with library_site(tmp_path, monkeypatch, library, "deep_gemm", library._NAME) as folder:
+        yield folder
 
 
 def test_loaded_by_name(site: Path) -> None:

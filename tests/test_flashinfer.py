@@ -1,6 +1,5 @@
 """FlashInferExperts, against a stand-in that demands what the library does."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import IntEnum
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_site import library_site
 from vendor_stand_in import FlashInfer, flashinfer_0_7, libraries, proven
 
 from experts.flashinfer import library
@@ -16,6 +16,7 @@ from experts.flashinfer.joined_pairs import joined_pairs, joined_pairs_ref
 from experts.flashinfer.library import Layer, run
 from modular_kernel.catalog import make_kernel
 from modular_kernel.errors import ConfigurationError, UnsupportedError
+from modular_kernel.providers import find
 from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import oracle
 from modular_kernel.row_order import up_rows_first
@@ -255,12 +256,8 @@ def put(site: Path, core: str, fused: str = "") -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    library.load.cache_clear()
-    yield tmp_path
-    library.load.cache_clear()
-    for name in [n for n in sys.modules if n.split(".")[0] == "flashinfer"]:
-        del sys.modules[name]
+    with library_site(tmp_path, monkeypatch, library, "flashinfer") as folder:
+        yield folder
 
 
 RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
@@ -269,7 +266,7 @@ RIGHT = "def cutlass_fused_moe_workspace_size(use_fused_finalize): ...\n"
 def test_loaded(site: Path) -> None:
     names = "cutlass_fused_moe = cutlass_fused_moe_workspace_size = ActivationType = 1\n"
     put(site, RIGHT, names)
-    assert library.find(library.FLASHINFER).version == "0.7.2.post1"
+    assert find(library.FLASHINFER).version == "0.7.2.post1"
     assert library.load().cutlass_fused_moe == 1
 
 

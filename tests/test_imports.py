@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Costs more than a tenth of a second each, and judges nothing.
 HEAVY = (
     "triton.experimental.gluon",
@@ -48,3 +50,15 @@ def test_judging_leaves_out_what_only_computing_needs() -> None:
     found = loaded(judge)
     assert "experts.triton.contiguous" in found
     assert [name for name in HEAVY if name in found - loaded("import torch")] == []
+
+
+# Rooms of the laboratory, which judge nothing.
+LABORATORY = ("testing", "bench", "select", "tuning", "profiling", "report", "importers", "layers")
+
+
+@pytest.mark.parametrize("words", [["list"], ["check", "--arch", "9.0"]], ids=" ".join)
+def test_verbs_that_only_judge_load_no_laboratory(words: list[str]) -> None:
+    run = f"from modular_kernel.cli.main import run\ntry: run({words})\nexcept SystemExit: pass"
+    rooms = {name.split(".")[1] for name in loaded(run) if name.startswith("modular_kernel.")}
+    assert {"cli", "rules"} <= rooms
+    assert rooms & set(LABORATORY) == set()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from run_mk import run_mk
@@ -59,6 +60,13 @@ def test_a_name_means_its_layer(name: str, expected: str) -> None:
 def test_an_unknown_name_says_what_would_do(name: str, need: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(need)):
         facts(name)
+
+
+def test_a_folder_is_named_by_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigurationError, match=r"need \./mine for the folder"):
+        facts("mine")
 
 
 def test_models_are_listed_in_80_columns(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from ops_samples import DEVICE, kernel_and_twin, random
+from router_oracle import disagreements
 
 from modular_kernel.errors import (
     ConfigurationError,
@@ -19,7 +20,6 @@ from modular_kernel.errors import (
 from modular_kernel.ops import route as module
 from modular_kernel.ops.route import INVALID, Routed, RouterTensors, route
 from modular_kernel.routers import RouterSpec
-from modular_kernel.testing.verify.router import disagreements
 
 path = kernel_and_twin(module)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_site import library_site
 from vendor_stand_in import TritonKernels, proven, triton_kernels_3_5
 
 from experts.triton_kernels import library
@@ -203,12 +204,8 @@ def put(site: Path, name: str, *, old: bool = True) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    library.load.cache_clear()
-    yield tmp_path
-    library.load.cache_clear()
-    for name in [n for n in sys.modules if n.split(".")[0] == "triton_kernels"]:
-        del sys.modules[name]
+    with library_site(tmp_path, monkeypatch, library, "triton_kernels") as folder:
+        yield folder
 
 
 def test_a_copy_in_vllm_becomes_the_package_that_it_takes_itself_for(site: Path) -> None:

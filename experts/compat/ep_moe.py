@@ -244,34 +244,7 @@ class GroupedGemmRunner(torch.nn.Module):
             need = "False: segments are multiplied by Triton"
             raise UnsupportedError("use_flashinfer", got=use_flashinfer, need=need)
 
-    def forward(  # noqa: PLR0913 (the names and the order are the field's)
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        batch_size: int,
-        weight_column_major: bool,
-        seg_indptr: torch.Tensor,
-        weight_indices: torch.Tensor | None = None,
-        use_fp8_w8a8: bool = False,
-        scale_a: torch.Tensor | None = None,
-        scale_b: torch.Tensor | None = None,
-        block_shape: list[int] | None = None,
-    ) -> torch.Tensor:
-        """Write c[r] = a[r] @ b[weight_indices[i]]^T for the rows of segment i; returns c."""
-        return grouped_gemm_triton(
-            a,
-            b,
-            c,
-            batch_size,
-            weight_column_major,
-            seg_indptr,
-            weight_indices,
-            use_fp8_w8a8,
-            scale_a,
-            scale_b,
-            block_shape,
-        )
+    forward = staticmethod(grouped_gemm_triton)
 
 
 def _quant(

@@ -4,24 +4,20 @@ Kernels are compiled by the library where they are first launched, for N, K, the
 and a configuration that it chooses by the rows expected: run a call of every size before a capture.
 """
 
-import sys
 from functools import cache
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from experts.common.by_rows import by_rows
-from modular_kernel.errors import ConfigurationError, StateError
+from modular_kernel.errors import StateError
 from modular_kernel.ops.count import next_power_of_2
-from modular_kernel.providers import Provider, find
+from modular_kernel.providers import Provider, importing, module_of
 
 TILE_M = 128  # rows of a tile in the contiguous layout; masked ones have 64 or 128
 BLOCK = 128  # values of K, and rows of weights, that share a scale
 _NAME = "experts.deepgemm.vendored"
-_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 DEEP_GEMM = Provider(
     name="deep_gemm",
@@ -46,33 +42,11 @@ def load() -> Any:
 
     ConfigurationError if it is not, or if it cannot be loaded here: it wants CUDA's folder.
     """
-    found = find(DEEP_GEMM)
-    if found.folder is None:
-        raise ConfigurationError("deep_gemm", got=found.why or "nothing", need=DEEP_GEMM.need)
-    try:
-        if found.folder.parent.name == "third_party":  # as a submodule it would import all of vLLM
-            return _loaded(found.folder)
+    need = "a build for this torch and Python, and CUDA's folder (CUDA_HOME)"
+    with importing(DEEP_GEMM, need=need) as folder:
+        if folder.parent.name == "third_party":  # as a submodule it would import all of vLLM
+            return module_of(folder, _NAME)
         return import_module("deep_gemm")
-    except _FAILURES as error:
-        got = f"{type(error).__name__}: {error}"[:300]
-        need = "a build for this torch and Python, and CUDA's folder (CUDA_HOME)"
-        raise ConfigurationError(f"deep_gemm in {found.folder}", got=got, need=need) from error
-
-
-def _loaded(folder: Path) -> Any:
-    spec = spec_from_file_location(
-        _NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[_NAME] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[_NAME]
-        raise
-    return module
 
 
 def contiguous(

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from modular_kernel.errors import ConfigurationError, UnsupportedError
-from modular_kernel.providers import Provider, find
+from modular_kernel.errors import UnsupportedError
+from modular_kernel.providers import Provider, importing
 from modular_kernel.quant import STORAGE
 from modular_kernel.types import Problem
 
-_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 ALIGNMENT = 16  # bytes, of rows and of what is read by TMA
 
 FLASHINFER = Provider(
@@ -55,21 +54,13 @@ def load() -> Any:
 
     ConfigurationError if it is not there, or cannot be imported.
     """
-    found = find(FLASHINFER)
-    if found.folder is None:
-        got = found.why or "nothing"
-        raise ConfigurationError(FLASHINFER.name, got=got, need=FLASHINFER.need)
-    try:
+    with importing(FLASHINFER, need="one that goes with this torch and CUDA"):
         module = import_module("flashinfer.fused_moe")
         return SimpleNamespace(
             cutlass_fused_moe=module.cutlass_fused_moe,
             cutlass_fused_moe_workspace_size=module.cutlass_fused_moe_workspace_size,
             ActivationType=module.ActivationType,
         )
-    except _FAILURES as error:
-        got = f"{type(error).__name__}: {error}"[:300]
-        need = "one that goes with this torch and CUDA"
-        raise ConfigurationError(f"flashinfer in {found.folder}", got=got, need=need) from error
 
 
 def is_blockwise(problem: Problem) -> bool:

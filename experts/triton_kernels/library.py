@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,9 @@ import torch
 
 from experts.common.by_rows import by_rows, copied, is_aligned
 from experts.triton_kernels.tile_maps import SIZES, TileMaps
-from modular_kernel.errors import ConfigurationError
-from modular_kernel.providers import Provider, find
+from modular_kernel.providers import Provider, forget, importing, module_of
 
 _NAME = "triton_kernels"  # it imports itself by it
-_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 TRITON_KERNELS = Provider(
     name=_NAME,
@@ -44,18 +41,8 @@ def load() -> Any:
 
     ConfigurationError if it is not there, cannot be loaded, or another one is imported already.
     """
-    found = find(TRITON_KERNELS)
-    if found.folder is None:
-        got = found.why or "nothing"
-        raise ConfigurationError(_NAME, got=got, need=TRITON_KERNELS.need)
-    try:
-        with _from(found.folder):
-            product, routing = (
-                import_module(f"{_NAME}.{part}") for part in ("matmul_ogs", "routing")
-            )
-    except _FAILURES as error:
-        got, need = f"{type(error).__name__}: {error}"[:300], "one that goes with this triton"
-        raise ConfigurationError(f"{_NAME} in {found.folder}", got=got, need=need) from error
+    with importing(TRITON_KERNELS, need="one that goes with this triton") as folder, _from(folder):
+        product, routing = (import_module(f"{_NAME}.{part}") for part in ("matmul_ogs", "routing"))
     return SimpleNamespace(
         matmul_ogs=product.matmul_ogs,
         PrecisionConfig=product.PrecisionConfig,
@@ -74,19 +61,11 @@ def _from(folder: Path) -> Iterator[None]:
             raise ImportError(f"{_NAME} of {there} is imported already")
         yield
         return
-    spec = spec_from_file_location(
-        _NAME, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[_NAME] = module
+    module_of(folder, _NAME)
     try:
-        spec.loader.exec_module(module)
         yield
     except BaseException:
-        for name in [n for n in sys.modules if n == _NAME or n.startswith(f"{_NAME}.")]:
-            del sys.modules[name]
+        forget(_NAME)
         raise
 
 

@@ -324,7 +324,9 @@ def _print_text(report: "Report") -> None:
     from modular_kernel.bench import tables
 
     columns, cells = tables.text_table(report.rows)
-    output.table(columns, cells, optional=tables.OPTIONAL)
+    routings = {row.routing for row in report.rows}  # of several, each row must say its own
+    fixed = {"routing"} if len(routings) > 1 else set[str]()
+    output.table(columns, cells, optional=[c for c in tables.OPTIONAL if c not in fixed])
     for text in tables.summary(report):
         output.line(text)
     if report.stopped:

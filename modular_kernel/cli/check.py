@@ -82,12 +82,13 @@ def check(
 
 def _checkpoint(options: ProblemOptions) -> "Inspected | None":
     """Check what lies beside a config.json: a folder's safetensors, by their headers."""
-    from modular_kernel.importers.examine import inspect
-    from modular_kernel.importers.files import has_tensors
     from modular_kernel.models.config_file import is_file
 
     if options.model is None or not is_file(options.model) or not Path(options.model).is_dir():
         return None
+    from modular_kernel.importers.examine import inspect
+    from modular_kernel.importers.files import has_tensors
+
     return inspect(options.model) if has_tensors(Path(options.model)) else None
 
 

@@ -9,7 +9,8 @@ from modular_kernel.printable import counted
 if TYPE_CHECKING:
     from modular_kernel.select.choice import Choice
     from modular_kernel.select.record import Bucket, Segment, TimedOutcome
-    from modular_kernel.types import Problem
+    from modular_kernel.support import Verdict
+    from modular_kernel.types import Machine, Problem
 
 _ELSEWHERE = {"device", "arch", "package"}  # rules about this machine: valid on another one
 
@@ -32,7 +33,7 @@ def print_text(choice: "Choice", took: float) -> None:
     count = valid + len(candidates.refused)
     output.line(f"{choice.problem} on {choice.machine}: {valid} of {count} pairings are valid")
     output.table(
-        ("tokens", "pairing", "us at its ends", "next best"),
+        ("tokens", "pairing", "us (first .. last)", "next best"),
         [_segment_row(choice, segment) for segment in choice.segments],
     )
     reused = len(choice.buckets) - choice.timed
@@ -41,15 +42,24 @@ def print_text(choice: "Choice", took: float) -> None:
     )
     for why in dict.fromkeys(candidates.silent.values()):
         output.line(f"not measured: {len(candidates.silent)} pairings: {why}")
+    elsewhere: dict[str, list[str]] = {}
     for verdict in candidates.refused:
         if {rejection.rule for rejection in verdict.rejections} <= _ELSEWHERE:
-            output.line(f"not measured: {verdict.pairing}: {verdict.rejections[0]}")
+            elsewhere.setdefault(_needs(verdict, choice.machine), []).append(verdict.pairing)
+    for need, pairings in elsewhere.items():
+        output.line(f"not measured, they need {need}: {', '.join(pairings)}")
     if choice.missing and choice.measured:
         output.line(f"not measured: {', '.join(map(str, choice.missing))} tokens: as beside them")
     if not choice.measured:
         output.line("no pairing has a time here: the first valid one is taken, in the parts' order")
     for note in choice.notes:
         output.note(f"note: {note}")
+
+
+def _needs(verdict: "Verdict", machine: "Machine") -> str:
+    """Say what a pair lacks here; interpreted kernels are not timed, so that it may be a GPU."""
+    first = verdict.rejections[0]
+    return "a GPU" if machine.device == "cpu" and first.rule == "device" else first.need
 
 
 def _segment_row(choice: "Choice", segment: "Segment") -> tuple[object, ...]:

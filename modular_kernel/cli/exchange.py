@@ -194,7 +194,7 @@ def _measured(
     def new_pool() -> Any:
         if ready or read_launcher() is not None:  # a launcher's ranks start once
             return ready.pop() if ready else first
-        return pool_of(world_size, manner.backend)
+        return pool_of(world_size, "nccl" if machine.device == "cuda" else "gloo")
 
     try:
         machine = machine_of(first)
@@ -289,8 +289,12 @@ def _joined(paths: Sequence[Path]) -> "ExchangeReport":
 def _tell(rows: "Sequence[ExchangeRow]") -> None:
     from modular_kernel.bench.all2all.records import one_line
 
+    refused = {row.transport: row.note for row in rows if row.status == "refused"}
+    for name, why in refused.items():
+        output.note(f"{name}: refused, {why}")
     for row in rows:
-        output.note(one_line(row))
+        if row.status != "refused":
+            output.note(one_line(row))
 
 
 def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
@@ -313,11 +317,11 @@ def _finish(report: "ExchangeReport", files: ExchangeFiles) -> None:
 def _print_text(report: "ExchangeReport") -> None:
     from modular_kernel.bench.all2all import records
 
-    columns, cells = records.text_table(report.rows)
-    output.table(columns, cells, optional=records.OPTIONAL)
+    for title, columns, cells in records.tables(report.rows):
+        output.table(columns, cells, title=title, optional=records.OPTIONAL)
     refused = {row.transport: row.note for row in report.rows if row.status == "refused"}
     for name, note in refused.items():
-        output.line(f"refused: {name}: {note[:200]}")
+        output.line(f"refused: {name}: {note}")
     for title, short, lines in records.short_tables(report.rows):
         output.table(short, lines, title=title)
 

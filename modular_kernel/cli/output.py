@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -171,13 +172,16 @@ def table(
     """Print a table on stdout; nothing at all without rows.
 
     Names are never cut: where a terminal is too narrow, words fold, then `optional` columns are
-    left out, the last one first, and named below; if that is not enough, each row is a record.
+    left out, those that say nothing and then the last one first, and named below; if that is not
+    enough, each row is a record.
     """
     cells = [[printable(cell, lines=True) for cell in row] for row in rows]
     if not cells:
         return
     wide = width()
-    found = layout(columns, cells, wide, optional)
+    found = layout(
+        columns, cells, wide, sorted(optional, key=partial(_says_nothing, columns, cells))
+    )
     if not found.columns:
         print("\n".join(([title] if title else []) + records(columns, cells, wide)))
         return
@@ -185,6 +189,11 @@ def table(
     left_out = [column for i, column in enumerate(columns) if i not in found.columns]
     if left_out:
         line(f"not shown in {wide} columns: {', '.join(left_out)}")
+
+
+def _says_nothing(columns: Sequence[str], cells: list[list[str]], name: str) -> bool:
+    at = [index for index, column in enumerate(columns) if column == name]
+    return all(row[index] in ("", "-") for row in cells for index in at)
 
 
 def _print_table(

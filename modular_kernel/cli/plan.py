@@ -10,6 +10,7 @@ from modular_kernel.cli import output
 from modular_kernel.cli.lists import token_numbers
 from modular_kernel.cli.options import AsJson, ProblemOptions
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.printable import counted
 
 if TYPE_CHECKING:
     from modular_kernel.perf_model.estimate import Estimate, Sized
@@ -171,14 +172,13 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
     output.table((*columns, *extra), rows, optional=("experts", "dispatch", "combine", *extra))
     for text in _assumptions(sized, cluster, routing):
         output.line(f"- {text}")
-    without = dict.fromkeys(
-        (pairing, why)
-        for one in sized
-        for pairing, why in one.without
-        if "no measured" in why or pairing.partition(" x ")[0] in OTHERS
-    )
-    for pairing, why in without:
-        output.line(f"no estimate: {pairing}: {why}")
+    without: dict[str, dict[str, None]] = {}
+    for pairing, why in (pair for one in sized for pair in one.without):
+        if "no measured" in why or pairing.partition(" x ")[0] in OTHERS:
+            without.setdefault(why, {})[pairing] = None
+    for why, pairings in without.items():
+        of = ", ".join(pairings) if len(pairings) < 3 else counted(len(pairings), "pairing")
+        output.line(f"no estimate of {of}: {why}")
     for estimate in (estimate for one in sized for estimate in one.estimates if estimate.caveat):
         ranks = estimate.problem.parallel.world_size
         output.line(f"beware: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _GAP = 2  # between columns
-_EDGES = 2
+_EDGES = 3  # a space before the first column, two behind the last
 _PROSE = 24  # a cell of words that is longer may be folded, and takes at least so much
 
 
@@ -30,7 +30,7 @@ def layout(
     natural, folding = [], set()
     for index, column in enumerate(columns):
         texts = [line for row in cells for line in row[index].splitlines() or [""]]
-        widest = max(len(column), *map(len, texts))
+        widest = max(map(len, (column, *texts)))
         words = max(len(word) for text in (column, *texts) for word in text.split() or [""])
         if widest > _PROSE and any(" " in text for text in texts):
             folding.add(index)
@@ -56,10 +56,15 @@ def records(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) 
     return lines
 
 
-def folded(text: str, width: int, *, indent: int = 2) -> list[str]:
-    """Fold a line between words; a word that is longer than `width` stays whole."""
+def folded(text: str, width: int, *, indent: int | None = None) -> list[str]:
+    """Fold a line between words; a word that is longer than `width` stays whole.
+
+    indent: of what follows the first line; None means two more than that line's own.
+    """
     if len(text) <= width:
         return [text]
+    if indent is None:
+        indent = len(text) - len(text.lstrip(" ")) + 2
     return textwrap.wrap(
         text,
         width,

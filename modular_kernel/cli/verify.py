@@ -284,7 +284,7 @@ def _print_text(results: Sequence[CaseResult]) -> None:
     count = sum(len(result.proofs) for result in results)
     failed = sum(len(result.failed) for result in results)
     cases, pairs = counted(count, "case"), counted(len(results), "pair")
-    output.line(f"{cases} of {pairs}: {count - failed} proven, {failed} failed")
+    output.line(f"{cases} of {pairs}: {count - failed} passed, {failed} failed")
 
 
 def _row(result: CaseResult) -> tuple[object, ...]:

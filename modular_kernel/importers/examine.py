@@ -81,7 +81,8 @@ class Inspected:
     def __str__(self) -> str:
         numbers = "layer" if len(self.layers) == 1 else "layers"
         size = f"{self.nbytes / 2**30:.1f} GiB" if self.nbytes >= 2**28 else f"{self.nbytes} bytes"
-        return f"experts of {numbers} {_ranges(self.layers)} in {self.format}, {size}"
+        stored = "unquantised" if str(self.format) == "none" else f"in {self.format}"
+        return f"experts of {numbers} {_ranges(self.layers)} {stored}, {size}"
 
 
 def inspect(checkpoint: str | Path) -> Inspected:

@@ -8,6 +8,12 @@ from modular_kernel.pages.document import Block, Document, Heading, Items, Table
 from modular_kernel.report.curves import figure
 from modular_kernel.report.records import BenchmarkRecord
 
+_ABOUT = (
+    "Every record in `docs/benchmarks`: microseconds of a whole layer over the number of tokens, "
+    "the newest first: an older one tells of older kernels. Each is one run; a ratio of two "
+    "records also holds the difference between two runs. [Benchmarks](benchmarks/README.md) "
+    "describes the method and how to measure; the pages beside it say what was compared, and why."
+)
 _RATIOS = ("ours / floor", "ours / best peer")
 
 
@@ -16,16 +22,9 @@ def benchmarks_document(records: Sequence[BenchmarkRecord], *, cells: bool) -> D
     drawn = [record for record in records if record.report is not None and record.report.rows]
     drawn.sort(key=date_of, reverse=True)
     others = [record for record in records if record not in drawn]
-    blocks: list[Block] = [
-        Heading(1, "Benchmark results"),
-        Text(
-            "Every record in `docs/benchmarks`: microseconds of a whole layer over the number of "
-            "tokens, the newest first: an older one tells of older kernels. Each is one run; a "
-            "ratio of two records also holds the difference between two runs. "
-            "[Benchmarks](benchmarks/README.md) describes the method and how to measure; the pages "
-            "beside it say what was compared, and why."
-        ),
-    ]
+    blocks: list[Block] = [Heading(1, "Benchmark results")]
+    if records:
+        blocks.append(Text(_ABOUT))
     for record in drawn:
         assert record.report is not None
         blocks += _record(record.name, record.report, cells=cells)

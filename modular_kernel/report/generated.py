@@ -33,16 +33,20 @@ class Stale:
 
 
 def html_page(catalog: Catalog, docs: Path) -> str:
-    """Put all parts of `catalog` and all records of `docs` on one page, after what stands out."""
+    """Put all parts of `catalog` and all records of `docs` on one page, after what stands out.
+
+    Without records, as from a wheel, their section comes last and says where some are.
+    """
     matrix, records = judged_matrix(catalog), read_records(docs / RECORDS)
+    measured = _below(benchmarks_document(records, cells=True))
+    judged = _below(matrix_document(matrix))
     return page(
         "modular_kernel",
         [
             Heading(1, "What pairs with what, and how fast"),
             _tiles(matrix, records),
             Contents(),
-            *_below(benchmarks_document(records, cells=True)),
-            *_below(matrix_document(matrix)),
+            *(measured + judged if records else judged + measured),
         ],
     )
 
@@ -51,13 +55,12 @@ def _tiles(matrix: Matrix, records: Sequence[BenchmarkRecord]) -> Tiles:
     parts = {name for pair in matrix.pairs for name in pair}
     valid = {cell.pair for cell in matrix.cells if cell.ok}
     drawn = [record for record in records if record.report is not None and record.report.rows]
-    where = "" if drawn else "; they lie in docs/benchmarks of a checkout"
     newest = max(drawn, key=date_of, default=None)
     tiles = [
         (str(len(parts)), "parts that can be paired"),
         (f"{len(valid)} of {len(matrix.pairs)}", f"pairs valid on {matrix.machine}"),
-        (str(len(matrix.quants)), "schemes of numbers"),
-        (str(len(drawn)), f"benchmark records{where}"),
+        (str(len(matrix.quants)), "quantisation schemes"),
+        *([(str(len(drawn)), "benchmark records")] if drawn else []),
     ]
     if newest is not None and newest.report is not None:
         tiles += [(mean, f"{what} ({newest.name})") for mean, what in ratios(newest.report)]

@@ -85,27 +85,10 @@ class FlashInferGroup(ExchangeManager[AlltoAllShape]):
             need = f"{self.device}, the process's current one: the workspaces are there"
             raise DeviceError("tensors of an exchange", got=given, need=need)
 
-    def destroy(self) -> None:
-        """Free all workspaces once every rank is here; collective. Later use is refused.
-
-        Where calls wait for a combine that will not come, they are kept: a peer may be writing to
-        them, and this process had better end.
-        """
-        if self._destroyed:
-            return
-        made = [each for exchanges in self._exchanges.values() for each in exchanges]
-        try:
-            if made and not any(each.busy for each in made):
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                self._meeting.agree({"destroy": len(made)})
-                for each in made:
-                    # The library keeps workspaces for the life of the process, and has no other
-                    # word to let go of one.
-                    each.all_to_all._reset_workspace()
-        finally:
-            self._exchanges.clear()
-            self._destroyed = True
+    def _free(self, exchange: FlashInferExchange) -> None:
+        # The library keeps workspaces for the life of the process, and has no other word to let go
+        # of one.
+        exchange.all_to_all._reset_workspace()
 
     def _make(self, shape: AlltoAllShape) -> FlashInferExchange:
         """One more workspace of a shape, on all ranks."""

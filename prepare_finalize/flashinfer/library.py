@@ -5,8 +5,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from modular_kernel.errors import ConfigurationError
-from modular_kernel.providers import Provider, find
+from modular_kernel.providers import Provider, importing
 
 FLASHINFER_ALL2ALL = Provider(
     name="flashinfer.comm",
@@ -21,7 +20,6 @@ FLASHINFER_ALL2ALL = Provider(
     source="pip install flashinfer-python (0.7.2 was read)",
     version_file="_build_meta.py",
 )
-_FAILURES = (ImportError, AssertionError, OSError, RuntimeError, AttributeError)
 
 
 @cache
@@ -30,11 +28,7 @@ def load() -> Any:
 
     ConfigurationError if it is not there, or cannot be imported.
     """
-    found = find(FLASHINFER_ALL2ALL)
-    if found.folder is None:
-        got, need = found.why or "nothing", FLASHINFER_ALL2ALL.need
-        raise ConfigurationError(FLASHINFER_ALL2ALL.name, got=got, need=need)
-    try:
+    with importing(FLASHINFER_ALL2ALL, need="one that goes with this torch and CUDA"):
         comm, mnnvl, moe = (
             import_module(f"flashinfer.comm{part}")
             for part in ("", ".mnnvl", ".trtllm_moe_alltoall")
@@ -46,7 +40,3 @@ def load() -> Any:
             MnnvlConfig=mnnvl.MnnvlConfig,
             TorchDistBackend=mnnvl.TorchDistBackend,
         )
-    except _FAILURES as error:
-        got = f"{type(error).__name__}: {error}"[:300]
-        need = "one that goes with this torch and CUDA"
-        raise ConfigurationError(f"flashinfer in {found.folder}", got=got, need=need) from error

@@ -99,24 +99,16 @@ class PplxGroup(ExchangeManager[PplxShape]):
             raise DeviceError("tensors of an exchange", got=given, need=need)
 
     def destroy(self) -> None:
-        """Free all buffers once every rank is here; collective. Later use is refused.
-
-        Where calls wait for a combine that will not come, buffers are kept: a peer may be
-        writing to them, and this process had better end.
-        """
+        """Free all buffers as `ExchangeManager` does, then the group that the library used."""
         if self._destroyed:
             return
-        made = [each for exchanges in self._exchanges.values() for each in exchanges]
         try:
-            if not any(each.busy for each in made):
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                self._meeting.agree({"destroy": len(made)})
-                for each in made:
-                    each.all_to_all.destroy()
+            super().destroy()
         finally:
-            self._destroyed = True
             self._communicator.close()
+
+    def _free(self, exchange: PplxExchange) -> None:
+        exchange.all_to_all.destroy()
 
     def _connect(self, store: Any, deadline_s: float) -> None:
         """Make a gloo group that the library finds by name."""

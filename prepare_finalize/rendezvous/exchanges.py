@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
@@ -104,9 +105,29 @@ class ExchangeManager(ABC, Generic[Shape]):
         """Free the exchange: the call that took it has combined."""
         exchange.busy = False
 
-    @abstractmethod
     def destroy(self) -> None:
-        """Free all buffers once every rank is here; collective. Later use is refused."""
+        """Free all buffers once every rank is here; collective. Later use is refused.
+
+        Where calls wait for a combine that will not come, they are kept: a peer may be writing to
+        them, and this process had better end.
+        """
+        if self._destroyed:
+            return
+        made = [each for exchanges in self._exchanges.values() for each in exchanges]
+        try:
+            if not any(each.busy for each in made):
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                self._meeting.agree({"destroy": len(made)})
+                for each in made:
+                    self._free(each)
+        finally:
+            self._exchanges.clear()
+            self._destroyed = True
+
+    @abstractmethod
+    def _free(self, exchange: Exchange[Shape]) -> None:
+        """Free one set of buffers, that every rank frees now."""
 
     @abstractmethod
     def _make(self, shape: Shape) -> Exchange[Shape]:

@@ -147,11 +147,11 @@ def _finite(value: Any) -> Any:
 
 
 _COLUMNS = (
-    "T", "quant", "transport", "dispatch us", "floor", "GB/s", "combine us", "floor", "GB/s",
-    "pair us", "mode", "error", "note",
+    "T", "transport", "dispatch", "floor", "GB/s", "combine", "floor", "GB/s",
+    "pair", "mode", "error", "note",
 )  # fmt: skip
 # Left out where a terminal is narrow, the last one first; both of a name at once.
-OPTIONAL = ("mode", "quant", "GB/s", "floor", "error", "note")
+OPTIONAL = ("mode", "GB/s", "floor", "error", "note")
 
 
 def cells_of(row: ExchangeRow) -> list[str]:
@@ -159,7 +159,7 @@ def cells_of(row: ExchangeRow) -> list[str]:
     fate = row.status.upper() if row.status in (WRONG, FAILED) else row.status
     first = _number(row.dispatch_us) if row.status == OK else fate
     return [
-        str(row.tokens), row.quant, row.transport,
+        str(row.tokens), row.transport,
         first, _number(row.dispatch_floor_us), _number(row.dispatch_gbs, 0),
         _number(row.combine_us), _number(row.combine_floor_us), _number(row.combine_gbs, 0),
         _number(row.pair_us), row.mode, "" if row.error is None else f"{row.error:.1e}",
@@ -177,12 +177,20 @@ def one_line(row: ExchangeRow) -> str:
     return f"{head} {told}, {row.mode}"
 
 
-def text_table(rows: Iterable[ExchangeRow]) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns and cells; rows that compete stand together, those refused are left out."""
+def tables(rows: Iterable[ExchangeRow]) -> Iterator[tuple[str, tuple[str, ...], list[list[str]]]]:
+    """Yield for each quant a title with the unit of its times, columns and cells.
+
+    Rows that compete stand together, those refused are left out.
+    """
     shown = [row for row in rows if row.status != REFUSED]
-    order = list(dict.fromkeys(sorted(row.cell for row in shown)))
-    shown.sort(key=lambda row: (order.index(row.cell), row.pair_us or float("inf")))
-    return _COLUMNS, [cells_of(row) for row in shown]
+    shown.sort(key=lambda row: (row.world_size, row.tokens, row.pair_us or float("inf")))
+    for quant in dict.fromkeys(row.quant for row in shown):
+        cells = [cells_of(row) for row in shown if row.quant == quant]
+        yield f"{_name(quant)}, times in us", _COLUMNS, cells
+
+
+def _name(quant: str) -> str:
+    return "bfloat16" if quant == "none" else quant
 
 
 def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -201,7 +209,7 @@ def short_tables(rows: Sequence[ExchangeRow]) -> Iterator[tuple[str, list[str], 
             cells["floor"][row.tokens] = " / ".join(map(_number, floors))
         cells["floor"] = cells.pop("floor")  # the last line
         lines = [[name, *(of.get(size, "") for size in sizes)] for name, of in cells.items()]
-        title = f"{'bfloat16' if quant == 'none' else quant}: dispatch / combine / pair, us"
+        title = f"{_name(quant)}: dispatch / combine / pair, us"
         yield title, ["", *(f"T={size}" for size in sizes)], lines
 
 
@@ -230,12 +238,9 @@ def markdown(report: ExchangeReport) -> str:
     for title, head, cells in short_tables(report.rows):
         lines += ["", f"## {title}", "", _line(head), _line(["---"] * len(head))]
         lines += map(_line, cells)
-    for quant in dict.fromkeys(row.quant for row in report.rows):
-        names, rows = text_table([row for row in report.rows if row.quant == quant])
-        kept = [index for index, name in enumerate(names) if name != "quant"]
-        lines += ["", f"## Dispatch in {'bfloat16' if quant == 'none' else quant}", ""]
-        lines += [_line([names[i] for i in kept]), _line(["---"] * len(kept))]
-        lines += [_line([line[i] for i in kept]) for line in rows]
+    for title, names, cells in tables(report.rows):
+        lines += ["", f"## {title}", "", _line(names), _line(["---"] * len(names))]
+        lines += map(_line, cells)
     refused = {row.transport: row.note for row in report.rows if row.status == REFUSED}
     if refused:
         lines += ["", "## Refused", ""]

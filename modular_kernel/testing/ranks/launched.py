@@ -15,7 +15,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +23,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import Launcher, hide_gpus, read_settings
+from modular_kernel.testing.ranks.closing import Closing
 from modular_kernel.testing.ranks.pool import SILENT, Backend, RankError, RankPool
 
 R = TypeVar("R")
 _FIRST_POLL_S, _LAST_POLL_S = 0.001, 0.05
 
 
-class LaunchedRanks:
+class LaunchedRanks(Closing):
     """The ranks of a launcher's world, this process one of them; `run` as a `RankPool` has it.
 
     launcher: as `read_launcher` found it. backend: gloo on the CPU, or nccl with the GPU that
@@ -64,17 +64,6 @@ class LaunchedRanks:
         self._lost: dict[int, str] = {}
         self._store = self._connected()
         self._hosts = self._meet(command)
-
-    def __enter__(self) -> "LaunchedRanks":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def hosts(self) -> int:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from modular_kernel.errors import ConfigurationError, ModularKernelError
 from modular_kernel.settings import hide_gpus, read_settings
+from modular_kernel.testing.ranks.closing import Closing
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext  # not everywhere
@@ -100,7 +100,7 @@ class _Rank:
         self.process.close()
 
 
-class RankPool:
+class RankPool(Closing):
     """`world_size` processes of one thread each, torch imported, in one process group.
 
     backend: gloo on the CPU, or nccl with GPU r for rank r. group_timeout: seconds after which a
@@ -133,17 +133,6 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._generation = 0
         self._raised_at: dict[int, float] = {}  # in the last run, by the clock ranks share
-
-    def __enter__(self) -> "RankPool":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def pids(self) -> tuple[int, ...]:

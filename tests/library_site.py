@@ -1,0 +1,23 @@
+"""A folder of which a vendor's library is imported, and what is forgotten of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from modular_kernel.providers import forget
+
+
+@contextmanager
+def library_site(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, library: ModuleType, *names: str
+) -> Iterator[Path]:
+    """Import from `folder` first; `library.load` and the packages of `names` are fresh."""
+    monkeypatch.syspath_prepend(str(folder))
+    library.load.cache_clear()
+    yield folder
+    library.load.cache_clear()
+    for name in names:
+        forget(name)

@@ -1,0 +1,165 @@
+"""Every verb's output in terminals of 80 and of 200 columns."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from run_mk import Ended, run_mk
+from test_cli_output import EXCHANGE, PRINTED, TINY, TORCH_PAIR
+from test_tune_cli import TUNED, small_layer
+
+from modular_kernel.cli import call_defects, demo, main, mutate, output, tune_output
+from modular_kernel.cli.demo_output import CheckpointRow, DemoRow
+from modular_kernel.testing.compile import cases as compiled
+from modular_kernel.testing.compile.report import CompileRecord
+
+Mk = Callable[..., Ended]
+WIDTHS = (80, 200)
+PARTS = ("AllGatherReduceScatterPrepareAndFinalize", "BatchedTritonExperts")
+PAIR = " x ".join(PARTS)
+MORE = {
+    **PRINTED,
+    "models of a type": ("models", "--types"),
+    "check, over ranks": ("check", "--world-size", "4", "--quant", "fp8_w8a8_block"),
+    "profile, two pairs": (
+        *("profile", *TINY, "--calls", "1", *TORCH_PAIR),
+        *("--against", "BatchedPrepareAndFinalize", "NaiveBatchedExperts"),
+    ),
+    "bench, two routings": (
+        *("bench", *TORCH_PAIR, *TINY, "--ms", "0.01", "--routing", "uniform,hot1"),
+    ),
+    "exchange, two schemes": ("exchange", *EXCHANGE, "--quant", "none,fp8_w8a8_block"),
+    "compose, explained": ("compose", *TINY, "--explain"),
+    "plan, large": ("plan", "--model", "deepseek-v3", "--worlds", "8,256", "--tokens-list", "4096"),
+    "report, checked": ("report", "--check", "--docs", "docs"),
+    "defects in calls": ("test", "--mutate", "TorchExperts", "--mutants", "0", *TORCH_PAIR),
+    "demo": ("demo", "--device", "cpu"),
+    "compile": ("compile",),
+    "compile, checked": ("compile", "--check"),
+}
+
+
+@pytest.fixture
+def mk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mk:
+    """Runs `mk` in this process and an empty folder; what takes minutes is made up."""
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "_rows", lambda *_, **__: demo_rows())
+    monkeypatch.setattr(demo, "_packed", lambda *_, **__: checkpoint_rows())
+    monkeypatch.setattr(demo, "_rates", lambda *_: {"transformers' eager": 3417.0, PAIR: 2918.0})
+    monkeypatch.setattr(compiled, "compile_all", lambda *_, **__: compiled_kernels())
+    monkeypatch.setattr(call_defects, "put_into_calls", lambda *_: kills())
+    monkeypatch.setattr(mutate, "put_into_calls", lambda *_: kills())
+    return partial(run_mk, capsys)
+
+
+def demo_rows() -> list[DemoRow]:
+    models = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+    rows = [DemoRow(model, "float32", PAIR, 1e-3, 2e-3, 32, 32, 1.0) for model in models]
+    return [*rows, replace(rows[0], model="mixtral", dtype="bfloat16", difference=1.0)]
+
+
+def checkpoint_rows() -> list[CheckpointRow]:
+    stored = ("awq", "qwen3 fp8", "compressed int4", "mxfp4")
+    made = [
+        CheckpointRow("deepseek_v3", name, "int4_w4a16", PAIR, 1e-3, 2e-3, 4096, 0.1)
+        for name in stored
+    ]
+    return [*made[1:], replace(made[0], error=1.0)]
+
+
+def compiled_kernels() -> compiled.Compiled:
+    config = {f"BLOCK_{letter}": 128 for letter in "MNKH"} | {"ACTIVATION": "swiglu_oai"}
+    counts = {"wgmma": 128, "cp.async": 24, "mma.sync": 16, "ldmatrix": 64}
+    sizes = {"num_warps": 8, "num_stages": 4, "shared": 229_376, "registers": 255}
+    record = CompileRecord(
+        kernel="_grouped_gemm_kernel_of_sorted_rows",
+        target="sm_90",
+        config=config,
+        dtypes={},
+        stack=0,
+        spill=8,
+        instructions=counts,
+        seconds=1.0,
+        **sizes,
+    )
+    name = "TritonExperts, fp8_w8a8_block, swiglu_oai, 4096 tokens"
+    rows = (
+        compiled.CompiledRow(name, record, ()),
+        compiled.CompiledRow(name, record, (f"{record}: 8 bytes of local memory a thread",)),
+    )
+    left = compiled.LeftOut("_kernel", "experts.triton.gemv.kernels.gate_up", "needs two ranks")
+    return compiled.Compiled(rows, (left,))
+
+
+def kills() -> list[SimpleNamespace]:
+    case = SimpleNamespace(prepare_finalize=PARTS[0], experts=PARTS[1])
+    fates = [("oracle: 2 of 64 values", True), ("guard: written beyond", True), (None, False)]
+    return [
+        SimpleNamespace(
+            mutant="the scales of w1 are those of another expert",
+            case=case,
+            killed_by=by,
+            ok=ok,
+            unsound=None,
+        )
+        for by, ok in fates
+    ]
+
+
+def fits(shown: str, width: int) -> None:
+    """No line is longer but by one word, and no name is cut."""
+    long = [line for line in shown.splitlines() if len(line.rstrip()) > width]
+    assert [line for line in long if len(line.split()) > 1] == []
+    assert "…" not in shown
+
+
+def names(shown: str) -> set[str]:
+    return set(re.findall(r"\w+(?:Experts|PrepareAndFinalize)\b", shown))
+
+
+@pytest.mark.parametrize("words", MORE.values(), ids=MORE.keys())
+def test_every_verb_fits_its_terminal(
+    mk: Mk, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for width in WIDTHS:
+        monkeypatch.setattr(output, "width", lambda _=None, width=width: width)
+        ended = mk(*words)
+        assert ended.code in ((2,) if words == PRINTED["a wrong word"] else (0, 1)), ended.err
+        assert (ended.out or ended.err).strip()
+        fits(ended.out + ended.err, width)
+        found.append(names(ended.out))
+    assert found[0] == found[1]
+
+
+def test_every_verb_has_words_here() -> None:
+    """A verb that is added is looked at, too."""
+    verbs = {command.name for command in main.app.registered_commands}
+    assert verbs == {words[0] for words in MORE.values()}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_tuned_layer_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """What `mk tune` prints at its end; to tune needs a GPU."""
+    monkeypatch.setattr(output, "width", lambda _=None: width)
+    tune_output.print_text(small_layer(), TUNED, [512])
+    shown = capsys.readouterr().out
+    fits(shown, width)
+    assert all(f"block_m={tuned.best.choice.gemm1.block_m}" in shown for tuned in TUNED[:1])
+
+
+@pytest.mark.parametrize("verb", ["exchange, two schemes", "bench, two routings"])
+def test_what_tells_rows_apart_is_shown(mk: Mk, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
+    """However narrow: two rows that were measured otherwise are never the same in words."""
+    monkeypatch.setattr(output, "width", lambda _=None: 80)
+    shown = mk(*MORE[verb]).out
+    for label in ("bfloat16", "fp8_w8a8_block") if verb.startswith("exchange") else ("hot1",):
+        assert re.search(rf"\b{label}\b", shown)
