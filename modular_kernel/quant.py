@@ -39,9 +39,11 @@ from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem, dtype_name
 
-# Names of every scheme that can be executed, and of those that quantise activations too.
-SCHEMES = frozenset(QUANT_SCHEMES) - {"nvfp4_w4a4"}
-ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].quantises_activations)
+# Names of every scheme that can be executed, of those whose activations are 8-bit values that may
+# be dispatched so, and of those whose activations stay as they are or become such.
+SCHEMES = frozenset(QUANT_SCHEMES)
+ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].travels_quantised)
+UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
 
 STORAGE = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -120,6 +122,8 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
         specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
     if scheme.static:
         one = TensorSpec((1,), (torch.float32,), "(1,)")
+        if scheme.scales_by_expert:
+            one = TensorSpec((problem.e,), (torch.float32,), "(e,)")
         specs |= {"a1_scale": one, "a2_scale": one}
     return specs
 
