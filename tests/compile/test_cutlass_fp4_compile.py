@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cutlass_code import MISSING, TOOL
+from cutlass_code import MISSING, compile_in, told
 
 from modular_kernel.scale_layout import byte_of
 
@@ -38,19 +38,9 @@ class Code:
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Code:
     folder = tmp_path_factory.mktemp("fp4")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUTE_DSL_ARCH", "sm_100a")
-        patch.setenv("CUTE_DSL_KEEP_CUBIN", "1")
-        patch.setenv("CUTE_DSL_KEEP_PTX", "1")
-        patch.setenv("CUTE_DSL_DUMP_DIR", str(folder))
-        subprocess.run([sys.executable, "-c", COMPILE], check=True, timeout=120)
-    (cubin,), (ptx,) = folder.glob("*.cubin"), folder.glob("*.ptx")
-
-    def told(option: str) -> str:
-        done = subprocess.run([TOOL, option, cubin], capture_output=True, text=True, check=True)
-        return done.stdout
-
-    return Code(ptx.read_text(), told("-sass"), told("-res-usage"))
+    compile_in(folder, "sm_100a", COMPILE)
+    (ptx,) = folder.glob("*.ptx")
+    return Code(ptx.read_text(), told(folder, "-sass"), told(folder, "-res-usage"))
 
 
 def test_nothing_spills(code: Code) -> None:
@@ -127,7 +117,7 @@ def test_tensor_memory(code: Code) -> None:
     pairs = [(int(offsets[a]), int(offsets[b])) for a, b in re.findall(product, code.ptx)]
     sums = SUMS * TILE
     assert pairs == [(sums + 4 * k, sums + 16 + 4 * k) for k in range(4)]
-    allocated = re.search(r"tcgen05\.alloc\S* \S+ (%r\d+);", code.ptx)[1]
+    allocated = re.search(r"tcgen05\.alloc\S*\s+\S+ (%r\d+);", code.ptx)[1]
     columns = int(re.search(rf"mov\.b32 \t{allocated}, (\d+);", code.ptx)[1])
     assert pairs[-1][1] + 4 <= columns == 512
 
@@ -143,26 +133,26 @@ def test_shared_memory(code: Code) -> None:
 
 
 LAYOUT = """
-import sys
+import cutlass
 from cutlass import cute
 from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF
 
 @cute.jit
 def tell():
     layout = tile_atom_to_shape_SF((256, 512, 1), 16)
-    for row in range(0, 256, 5):
-        for group in range(0, 32):
+    for row in cutlass.range_constexpr(0, 256, 5):
+        for group in cutlass.range_constexpr(32):
             print(row, group, layout((row, group * 16, 0)))
 
 cute.compile(tell)
 """
 
 
-def test_scales_lie_as_the_dsl_lays_them() -> None:
+def test_scales_lie_as_the_dsl_lays_them(tmp_path: Path) -> None:
     """Of 256 rows and 512 values: whole steps, so no padding tells the two apart."""
-    done = subprocess.run(
-        [sys.executable, "-c", LAYOUT], capture_output=True, text=True, check=True, timeout=120
-    )
-    told = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line]
-    assert len(told) == 52 * 32
-    assert [at for _, _, at in told] == [byte_of(row, group, 32) for row, group, _ in told]
+    (tmp_path / "layout.py").write_text(LAYOUT)  # it is read again, to be compiled
+    command = [sys.executable, str(tmp_path / "layout.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    told_of = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line]
+    assert len(told_of) == 52 * 32
+    assert [at for _, _, at in told_of] == [byte_of(row, group, 32) for row, group, _ in told_of]
