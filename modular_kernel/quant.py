@@ -108,8 +108,6 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     Biases and expert_map are not among them. ConfigurationError if the problem cannot be stored.
     """
     scheme = problem.scheme
-    if scheme.name not in SCHEMES:
-        raise ConfigurationError("quant", got=scheme.name, need=f"one of {sorted(SCHEMES)}")
     for name in unpackable(problem):
         step = values_at_once(scheme)
         need = f"a multiple of {step}: {scheme} packs so many values of a row together"

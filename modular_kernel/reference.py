@@ -63,9 +63,7 @@ def oracle(
     Ids outside [0, E), and of experts that are not here, are skipped; their weights are not read.
     """
     same = dict.fromkeys(_ROUNDINGS, _exact)
-    exact = _Arithmetic(
-        dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **same
-    )
+    exact = _Arithmetic(dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **same)
     return _moe(x_TH, weights, routing, problem, exact, behind=False)
 
 

@@ -40,7 +40,7 @@ def to_tiles(scale: torch.Tensor) -> torch.Tensor:
     *outer, rows, groups = scale.shape
     padded = torch.nn.functional.pad(scale.view(torch.uint8), (0, -groups % STEP, 0, -rows % ROWS))
     blocks, steps = padded.shape[-2] // ROWS, padded.shape[-1] // STEP
-    # Block, row // 32 and row % 32; step, group // 4 and group % 4.
+    # In turn: block, which 32 rows, which of them; step, which 4 groups, which of them.
     parts = padded.reshape(-1, blocks, 4, 32, steps, 4, 4).permute(0, 1, 4, 5, 3, 2, 6)
     return parts.reshape(*outer, blocks, steps * STEP_BYTES)
 

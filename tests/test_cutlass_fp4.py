@@ -109,7 +109,8 @@ def operands() -> dict[str, torch.Tensor]:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     # Scales from 0.5 to 2 of rows and groups that are there: 384 values are a step and a half.
-    a_scale, b_scale = (torch.zeros(n, 2 * 2048, dtype=torch.uint8) for n in (4, EXPERTS * N // 128))
+    blocks = EXPERTS * N // 128
+    a_scale, b_scale = (torch.zeros(n, 2 * 2048, dtype=torch.uint8) for n in (4, blocks))
     group, row = torch.arange(K // 16)[None, :], torch.arange(128)[:, None]
     at = group // 16 * 2048 + group % 16 // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
     for line in b_scale:
@@ -156,7 +157,8 @@ def test_one_result_by_hand() -> None:
         at_a = at + place % 32 * 16 + place // 32 * 4
         at_b = at + (column - 128) % 32 * 16 + (column - 128) // 32 * 4
         scales = [given["a_scale"][2, at_a], given["b_scale"][5, at_b]]
-        x, w = (int(q[k // 2]) >> 4 * (k % 2) & 15 for q in (given["q"][row], given["w"][2, column]))
+        lines = given["q"][row], given["w"][2, column]
+        x, w = (int(line[k // 2]) >> 4 * (k % 2) & 15 for line in lines)
         s = [float(each.view(torch.float8_e4m3fn)) for each in scales]
         total += float(stand_in.VALUES[x] * stand_in.VALUES[w]) * s[0] * s[1]
     assert got == pytest.approx(total * 0.125, rel=2.0**-8)
@@ -170,7 +172,10 @@ def odd_address(tensor: torch.Tensor) -> torch.Tensor:
 
 # What each changes of the operands; all of it, the kernel would compute wrongly or fault.
 PLANTED: dict[str, dict[str, Any]] = {
-    "K off 128": {"q": lambda q: q[:, :160].contiguous(), "w": lambda w: w[:, :, :160].contiguous()},
+    "K off 128": {
+        "q": lambda q: q[:, :160].contiguous(),
+        "w": lambda w: w[:, :, :160].contiguous(),
+    },
     "N off 128": {"w": lambda w: w[:, :200].contiguous()},
     "a matrix of 64 rows": {"factors": lambda f: torch.ones(3, 4)},
     "rows of another depth": {"q": lambda q: q[:, :128].contiguous()},

@@ -18,7 +18,11 @@ from modular_kernel.testing.checkpoints.samples import Tensors, write
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 MODELOPT, COMPRESSED = "modelopt nvfp4", "compressed nvfp4"
 # Of experts 0 to 3, what values of the projections are divided by.
-INPUTS = {"w1": [0.01, 0.02, 0.03, 0.04], "w3": [0.02, 0.01, 0.01, 0.05], "w2": [0.2, 0.1, 0.3, 0.4]}
+INPUTS = {
+    "w1": [0.01, 0.02, 0.03, 0.04],
+    "w3": [0.02, 0.01, 0.01, 0.05],
+    "w2": [0.2, 0.1, 0.3, 0.4],
+}
 A1, A2 = [0.02, 0.02, 0.03, 0.05], INPUTS["w2"]
 
 
@@ -115,7 +119,7 @@ def test_files_without_them_are_refused(
 @pytest.mark.parametrize("kind", ["bf16", "modelopt fp8", "compressed mxfp4"])
 def test_others_are_refused(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", kind)
-    with pytest.raises(ConfigurationError, match="quantise_inputs: got .*, need nvfp4 files"):
+    with pytest.raises(ConfigurationError, match=r"quantise_inputs: got .*, need nvfp4 files"):
         load_experts(sample.folder, 0, quantise_inputs=True)
 
 

@@ -5,13 +5,12 @@ No GPU of the kind was at hand: tests compile the kernel and look at its code, n
 """
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar
 
 import torch
 
 from experts.common.hidden_rows import ROUNDINGS
 from experts.common.sorted_rows import SummedRowsExperts
-from experts.cutlass.fp4_mlp import Gemm, launch_without_memory, mlp, mlp_specs
+from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
 from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
 from experts.triton.path import room_for
 from modular_kernel import stages
@@ -50,7 +49,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
     row are copied.
     """
 
-    gemm: ClassVar[Gemm] = staticmethod(fp4_gemm)
+    gemm = staticmethod(fp4_gemm)
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.STANDARD,
         devices=frozenset({"cuda"}),
@@ -101,9 +100,7 @@ class CutlassExpertsFP4(SummedRowsExperts):
         problem, routing = self.problem, tokens.routing
         rows = routing.topk_ids_TK.numel()
         with stages.stage(stages.SORT):
-            order = sort_pairs(
-                routing, block_m=TILE_M, num_local=problem.e, workspace=workspace
-            )
+            order = sort_pairs(routing, block_m=TILE_M, num_local=problem.e, workspace=workspace)
         with stages.stage(stages.PERMUTE_QUANTISED):
             x = take_fp4(workspace, "x", rows, problem.hidden, order.max_tiles)
             scale_e, source_R = weights.a1_scale, order.token_of_row
@@ -116,7 +113,6 @@ class CutlassExpertsFP4(SummedRowsExperts):
             problem,
             gemm=self.gemm,
             workspace=workspace,
-            gate_up_RN=workspace.take("workspace13", (rows, problem.w1_rows)),
             out_of=lambda: workspace.take("workspace2", (rows, problem.hidden)),
         )
         self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
@@ -128,7 +124,7 @@ class BatchedCutlassExpertsFP4(PermuteExpertsUnpermute):
     Beyond that as CutlassExpertsFP4.
     """
 
-    gemm: ClassVar[Gemm] = staticmethod(fp4_gemm)
+    gemm = staticmethod(fp4_gemm)
     requires = ExpertsRequirements(
         activation_format=ActivationFormat.BATCHED_EXPERTS,
         devices=frozenset({"cuda"}),
@@ -191,6 +187,5 @@ class BatchedCutlassExpertsFP4(PermuteExpertsUnpermute):
             problem,
             gemm=self.gemm,
             workspace=workspace,
-            gate_up_RN=workspace.take("workspace13", (rows, problem.w1_rows)),
             out_of=lambda: out_RH,
         )

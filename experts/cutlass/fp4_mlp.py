@@ -54,17 +54,18 @@ def mlp(
     *,
     gemm: Gemm,
     workspace: Workspace,
-    gate_up_RN: torch.Tensor,
     out_of: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
     """Return the rows (R, H) of every tile through its expert, bfloat16; others hold anything.
 
-    gate_up_RN: room for GEMM 1's results. out_of: gives room for the rows, which may be x's.
+    out_of: gives room for the rows, which may be x's. GEMM 1's results are "workspace13".
     """
+    rows = len(x.q_RK)
+    gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))
     with stages.stage(stages.GEMM1):
         gemm(x, _prepared("w1", weights, problem, workspace), tiles, gate_up_RN)
     with stages.stage(stages.fused(stages.GEMM1, stages.QUANTISE)):
-        h = take_fp4(workspace, "h", len(gate_up_RN), problem.intermediate, tiles.numel() // 3)
+        h = take_fp4(workspace, "h", rows, problem.intermediate, tiles.numel() // 3)
         assert weights.a2_scale is not None
         quantise_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)
     with stages.stage(stages.GEMM2):

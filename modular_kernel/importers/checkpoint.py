@@ -285,9 +285,7 @@ class _Share:
         if self.tp[0] == 0:  # its sum over ranks has it once
             whole["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
 
-    def _input_scales(
-        self, here: Sequence[int], device: torch.device
-    ) -> dict[str, torch.Tensor]:
+    def _input_scales(self, here: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
         """Read those of all experts: a token is quantised before it meets any, on any rank.
 
         Where it is quantised behind the dispatch, those of the experts here, of each the largest.

@@ -4,7 +4,6 @@ Tiles are named as `Sorted.tiles` has them: experts, first rows, ends, then how 
 tile is 128 rows of one expert. Its scales lie together, as `modular_kernel.scale_layout` says.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +51,7 @@ def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str,
     }
 
 
-def take_fp4(
-    workspace: Workspace, prefix: str, rows: int, columns: int, max_tiles: int
-) -> Fp4Rows:
+def take_fp4(workspace: Workspace, prefix: str, rows: int, columns: int, max_tiles: int) -> Fp4Rows:
     """Take views of buffers declared by `fp4_specs`."""
     specs = fp4_specs(prefix, rows, columns, max_tiles)
     return Fp4Rows(*(workspace.take(name, spec.shape) for name, spec in specs.items()))
@@ -205,15 +202,13 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
 # ------------------------------------------------------------------------- tiles of batched rows
 
 
-def batched_tile_specs(experts: int, capacity: int) -> Mapping[str, BufferSpec]:
+def batched_tile_specs(experts: int, capacity: int) -> dict[str, BufferSpec]:
     """Return the buffer that `name_batched_tiles` takes."""
     tiles = experts * -(-capacity // TILE_M)
     return {"batched_tiles": BufferSpec((3 * tiles + 1,), torch.int32)}
 
 
-def name_batched_tiles(
-    counts_e: torch.Tensor, capacity: int, workspace: Workspace
-) -> torch.Tensor:
+def name_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
     """Return the tiles of (e, C) rows, the first counts_e[i] of each expert's, int32. One launch.
 
     An expert's tiles begin at its first row, and none reaches into the next expert's.

@@ -89,9 +89,9 @@ def test_a_barrier_waits_for_all_bytes_of_a_step(code: Code) -> None:
     assert moved_to(code, r"mbarrier\.arrive\.expect_tx\S* \S+, \[%r\d+\], (%r\d+);") == (
         values + scales
     )
-    assert moved_to(code, r"cp\.async\.bulk\.shared::cluster\S* \[%r\d+\], \[%rd\d+\], (%r\d+)") == (
-        scales // 2
-    )
+    assert moved_to(
+        code, r"cp\.async\.bulk\.shared::cluster\S* \[%r\d+\], \[%rd\d+\], (%r\d+)"
+    ) == (scales // 2)
 
 
 def moved_to(code: Code, pattern: str) -> int:

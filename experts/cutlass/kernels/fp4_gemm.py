@@ -176,9 +176,7 @@ class Fp4Gemm:
         """One warp: fill places of the ring as the products that read them have ended."""
         mine = tiled_mma.get_slice(0)
         alone = cute.make_layout(1)
-        bulk = cute.make_copy_atom(
-            cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8
-        )
+        bulk = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), E4M3, num_bits_per_copy=SCALE_BYTES * 8)
         index, stride, total = turns
         place, phase = I32(0), I32(1)
         while index < total:
