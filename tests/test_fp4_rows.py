@@ -93,6 +93,17 @@ def test_every_half_of_a_step_rounds_to_even() -> None:
 
 
 @pytest.mark.usefixtures("path")
+def test_scales_in_the_middle_round_to_even() -> None:
+    """Of 17/16 and 19/16, and of the least scales: a half, three halves and five of 2**-9."""
+    scale_e = torch.ones(3, device=DEVICE)
+    wanted = torch.tensor([17 / 16, 19 / 16, 0.5 / 512, 1.5 / 512, 2.5 / 512], device=DEVICE)
+    x = (wanted * 6).repeat_interleave(16).repeat(ROWS, 1)
+    out = room_for(ROWS, 80, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    assert from_tiles(out.scale[:1], 128, 5)[0].tolist() == [0x38, 0x3A, 0, 2, 2]
+
+
+@pytest.mark.usefixtures("path")
 def test_what_is_not_finite_stays_in_its_group() -> None:
     scale_e = torch.ones(3, device=DEVICE)
     x = random(ROWS, 64, dtype=torch.float32)
