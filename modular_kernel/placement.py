@@ -5,6 +5,9 @@
     Placement.linear(4, 2).with_copies({3: (0,)})   rank 0 holds expert 3 too
 
 A (logical) expert may have copies on several ranks; each pair goes to one of them.
+
+    Placement.linear(4, 2).with_copies({0: (1,), 1: (1,)}).without([0])   what rank 1 has, if all
+    Placement.from_eplb(phy2log, ranks=8)                                 and to_eplb back
 """
 
 from collections.abc import Mapping, Sequence
@@ -106,6 +109,63 @@ class Placement:
                 slots[rank].append(expert)
         return Placement(tuple(map(tuple, slots)))
 
+    def without(self, ranks: Sequence[int]) -> "Placement":
+        """Return what the other ranks hold, numbered anew in their order: no weight moves.
+
+        ConfigurationError where an expert has no copy on them, with the experts' names, or where
+        no rank is left.
+
+        >>> Placement.linear(4, 3).with_copies({0: [2], 1: [1]}).without([0]).slots
+        ((2, 1), (3, 0))
+        """
+        lost = tuple(ranks)
+        for rank in lost:
+            if rank not in range(self.world_size):
+                need = f"in [0, {self.world_size})"
+                raise ConfigurationError("lost rank", got=shown(rank), need=need)
+        kept = tuple(held for rank, held in enumerate(self.slots) if rank not in lost)
+        gone = sorted(set(range(self.experts)).difference(*kept))
+        if gone or not kept:
+            what = f"placement without ranks {', '.join(map(str, lost))}"
+            got = f"no copy of experts {', '.join(map(str, gone))}"
+            raise ConfigurationError(what, got=got, need="a copy of each on a rank that is left")
+        return Placement(kept)
+
+    @classmethod
+    def from_eplb(
+        cls, physical_to_logical: Sequence[int], ranks: int, *, join: bool = False
+    ) -> "Placement":
+        """Make a placement from one layer's row of EPLB's first map.
+
+        physical_to_logical: the expert of each physical one, as many for each rank, in the order
+        of ranks; `.tolist()` of a tensor. join: a rank that has an expert twice, as EPLB may have
+        it, holds it once; else ConfigurationError.
+
+        >>> Placement.from_eplb([0, 1, 2, 0], 2).slots
+        ((0, 1), (2, 0))
+        """
+        expect("placement: ranks", ranks, Experts)
+        physical = tuple(physical_to_logical)
+        expect("physical_to_logical", physical, tuple[int, ...])
+        each, rest = divmod(len(physical), ranks)
+        if rest or not each:
+            need = f"as many for each of {counted(ranks, 'rank')}"
+            raise ConfigurationError("physical experts", got=len(physical), need=need)
+        rows = [physical[rank * each : (rank + 1) * each] for rank in range(ranks)]
+        return cls(tuple(tuple(dict.fromkeys(row)) if join else row for row in rows))
+
+    def to_eplb(self) -> "EplbMaps":
+        """Return EPLB's three maps of one layer; ConfigurationError unless ranks hold as many."""
+        held = sorted({len(slots) for slots in self.slots})
+        if len(held) > 1:
+            got, need = f"{held[0]} to {held[-1]} experts on a rank", "as many on each"
+            raise ConfigurationError("placement for EPLB", got=got, need=need)
+        copies = [[rank * held[0] + slot for rank, slot in homes] for homes in self.homes]
+        most = max(map(len, copies))
+        padded = [[*numbers, *[-1] * (most - len(numbers))] for numbers in copies]
+        physical = [expert for slots in self.slots for expert in slots]
+        return EplbMaps(*map(torch.tensor, (physical, padded, [*map(len, copies)])))
+
     @property
     def world_size(self) -> int:
         return len(self.slots)
@@ -126,7 +186,7 @@ class Placement:
         return self == Placement.linear(self.experts, self.world_size)
 
     @cached_property
-    def homes(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def homes(self) -> "tuple[Homes, ...]":
         """(rank, slot) of each copy of each expert, by rank."""
         found: list[list[tuple[int, int]]] = [[] for _ in range(self.experts)]
         for rank, slots in enumerate(self.slots):
@@ -145,13 +205,49 @@ class Placement:
         slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
         return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(device)
 
-    def tables(self, device: torch.device | str = "cpu") -> "PlacementTables":
-        """Return the placement as tensors for `pairs_to_slots`."""
+    def tables(
+        self, device: torch.device | str = "cpu", near: Sequence[Sequence[int]] = ()
+    ) -> "PlacementTables":
+        """Return the placement as tensors for `pairs_to_slots`.
+
+        near: ranks by their distance, the nearest first (`near_ranks`). Pairs of an expert go to
+        its copies on the first of these that have one; () is all copies alike.
+        """
         most = max(map(len, self.homes))
-        padded = [(*homes, *[homes[0]] * (most - len(homes))) for homes in self.homes]
+        found = [_nearest(homes, near) for homes in self.homes]
+        padded = [(*homes, *[homes[0]] * (most - len(homes))) for homes in found]
         homes_ER2 = torch.tensor(padded, dtype=torch.int32)
-        copies_E = torch.tensor([len(homes) for homes in self.homes], dtype=torch.int32)
+        copies_E = torch.tensor([len(homes) for homes in found], dtype=torch.int32)
         return PlacementTables(homes_ER2.to(device), copies_E.to(device))
+
+
+Homes = tuple[tuple[int, int], ...]
+
+
+def near_ranks(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[int], ...]:
+    """Return `rank`, then the ranks of its host where there are several, in blocks of so many."""
+    if ranks_per_host is None:
+        return ((rank,),)
+    first = rank // ranks_per_host * ranks_per_host
+    return (rank,), range(first, first + ranks_per_host)
+
+
+def _nearest(homes: Homes, near: Sequence[Sequence[int]]) -> Homes:
+    for ranks in near:
+        found = tuple(home for home in homes if home[0] in ranks)
+        if found:
+            return found
+    return homes
+
+
+@dataclass(frozen=True)
+class EplbMaps:
+    """EPLB's maps of one layer, int64: physical_to_logical (P,); logical_to_physical (E, R), -1
+    where an expert has fewer than R copies; logical_count (E,), its copies."""
+
+    physical_to_logical: torch.Tensor
+    logical_to_physical: torch.Tensor
+    logical_count: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -173,9 +269,9 @@ def pairs_to_slots(
 
     topk_ids_TK: (T, K) int32 or int64 logical experts; -1 skips, anything else outside [0, E) is
     invalid and skipped too: the third result, int32 (1,), counts those. Copy (t + k + first_token)
-    % R of an expert takes pair k of token t, so pairs of one token are spread, too, and ranks that
-    see the same tokens agree. together: copy (t + first_token) % R, for rows that travel: fewer
-    ranks need a token's row.
+    % R of the R in `tables` takes pair k of token t, so pairs of one token are spread, too, and
+    ranks that see the same tokens agree. together: copy (t + first_token) % R, for rows that
+    travel: fewer ranks need a token's row.
     """
     if topk_ids_TK.dim() != 2:
         raise ShapeError("topk_ids", got=tuple(topk_ids_TK.shape), need="(T, K)")

@@ -155,6 +155,11 @@ def nvshmem_asks_for_ibgda() -> bool:
     return os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1").lower() not in ("0", "false", "off", "n")
 
 
+def deepep_disables_gin() -> bool:
+    """Tell whether DeepEP's second generation is told to do without NCCL's GIN, that is RDMA."""
+    return os.environ.get("EP_DISABLE_GIN", "0") not in ("", "0")
+
+
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """Have MK_DEADLINE_S be `seconds` within: for managers that parts make by themselves."""

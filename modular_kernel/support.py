@@ -90,7 +90,9 @@ class PrepareFinalizeRequirements(Requirements):
     bound). linear_placement: needs E divisible by ranks, in blocks. max_tokens: its own bound.
     replicated_input: every rank passes the same tokens and routing, and every rank gets the
     output of all of them; otherwise each rank passes its own tokens, as many as it likes.
-    one_host: ranks share the memory of one host, so that none may be on another.
+    one_host: ranks share the memory of one host, so that none may be on another. ranks_per_host:
+    the most on one host; full_hosts: of several, each has just so many. graph_across_hosts: what
+    graph_capturable says holds between hosts too.
     received_by_library: a library receives the rows, into memory that it takes from torch's
     allocator in every call, a plan's and a captured one's too; it alone knows who sent how many.
     capacity_unit: of batched rows, an expert has room for T of each rank, T rounded up to a
@@ -108,6 +110,9 @@ class PrepareFinalizeRequirements(Requirements):
     scale_layout: str = "row_major"
     world_sizes: tuple[int, int | None] = (1, 1)
     one_host: bool = False
+    ranks_per_host: int | None = None
+    full_hosts: bool = False
+    graph_across_hosts: bool = True
     linear_placement: bool = False
     max_tokens: int | None = None
     asynchronous: bool = False

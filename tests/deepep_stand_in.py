@@ -10,6 +10,7 @@ from prepare_finalize import (
     DeepEPLLPrepareAndFinalize,
     DeepEPV2PrepareAndFinalize,
 )
+from prepare_finalize.deepep.arguments import BufferArguments, few_tokens, many_tokens
 from prepare_finalize.deepep.group import HighThroughput
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
 from prepare_finalize.rendezvous.connect import place_in
@@ -48,14 +49,14 @@ class GlooGroup:
         pass
 
     def high_throughput(self, hidden):
-        config = FIRST.Buffer.get_dispatch_config(self.world_size)
-        return HighThroughput(self._first(num_nvl_bytes=128), config, config)
+        made = many_tokens(FIRST.Buffer, hidden, self.world_size, self.num_sms)
+        return HighThroughput(made.arguments.make(FIRST.Buffer, None), made.dispatch, made.combine)
 
     def low_latency(self, tokens, hidden, experts):
         key = tokens, hidden, experts
         if key not in self._kept:
-            buffer = self._first(num_rdma_bytes=1, low_latency_mode=True)
-            self._kept[key] = LowLatency(buffer, tokens, experts)
+            arguments = few_tokens(FIRST.Buffer, *key, self.world_size)
+            self._kept[key] = LowLatency(arguments.make(FIRST.Buffer, None), tokens, experts)
         return self._kept[key]
 
     def elastic(self, tokens, hidden, top_k):
@@ -64,8 +65,25 @@ class GlooGroup:
     def destroy(self):
         pass
 
-    def _first(self, **sizes):
-        return FIRST.Buffer(None, explicitly_destroy=True, **sizes)
+
+class OneRankOfAHost(FIRST.Buffer):
+    """Each rank stands for a host and its only GPU: the kernels between hosts on few ranks."""
+
+    peers = 1
+
+
+class HostsOverGloo(GlooGroup):
+    """Every rank on a host of its own."""
+
+    def __init__(self, group=None):
+        super().__init__(group)
+        ranks = range(self.world_size)
+        self.hosts = Hosts(tuple(ranks), tuple(f"host{rank}" for rank in ranks))
+
+    def high_throughput(self, hidden):
+        config = FIRST.Buffer.get_dispatch_config(self.world_size)
+        buffer = BufferArguments(128, 128, False, 10).make(OneRankOfAHost, None)
+        return HighThroughput(buffer, config, config)
 
 
 class OverGloo:
@@ -91,6 +109,11 @@ def here(requires, **changes):
 
 class HTOverGloo(OverGloo, DeepEPHTPrepareAndFinalize):
     requires = here(DeepEPHTPrepareAndFinalize.requires)
+
+
+class HTBetweenHosts(HTOverGloo):
+    manager_class = HostsOverGloo
+    requires = here(DeepEPHTPrepareAndFinalize.requires, ranks_per_host=1)
 
 
 class LLOverGloo(OverGloo, DeepEPLLPrepareAndFinalize):

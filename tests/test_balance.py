@@ -11,7 +11,7 @@ from ops_samples import DEVICE
 
 from modular_kernel.errors import ConfigurationError, DtypeError
 from modular_kernel.layers.balance import Move, count, moves, rank_loads, rebalance
-from modular_kernel.placement import Placement, pairs_to_slots
+from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -128,9 +128,81 @@ def test_one_token_reaches_every_copy(top_k: int) -> None:
         (lambda: rebalance([1.0, -1.0], [2]), "load of expert 1: got -1.0, need >= 0"),
         (lambda: rebalance([float("nan")], [1]), "load of expert 0: got nan, need a finite"),
         (lambda: rank_loads([1.0], Placement.linear(2, 1)), "load: got 1, need 2 experts"),
+        (
+            lambda: rank_loads([1.0] * 4, Placement.linear(4, 4), ranks_per_host=3),
+            "ranks_per_host: got 3, need a divisor of 4 ranks",
+        ),
+        (lambda: rebalance([1.0] * 4, [2, 2, 2], hosts=2), "ranks: got 3, need a multiple of 2"),
+        (lambda: rebalance([1.0] * 4, [2, 2], hosts=2), "groups: got 1, need a multiple of 2"),
+        (
+            lambda: rebalance([1.0] * 5, [3, 3], hosts=2, groups=2),
+            "experts: got 5, need a multiple of 2",
+        ),
+        (
+            lambda: rebalance([1.0] * 6, [4, 2], hosts=2, groups=2),
+            "slots of host 1: got 2, need >= 3, the experts",
+        ),
+        (lambda: rebalance([1.0] * 2, [2], hosts=0), "hosts: got 0"),
         (lambda: count(torch.zeros(1, 1, dtype=torch.int32), 0), "experts: got 0"),
     ],
 )
 def test_bad_input(call: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         call()
+
+
+def test_hosts_get_whole_groups_as_eplb_gives_them() -> None:
+    """Its README's example: the same experts on each GPU, host by host."""
+    load = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
+    placement = rebalance(load, [2] * 8, hosts=2, groups=4)
+    theirs = Placement.from_eplb([5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1], 8)
+    assert sorted(map(sorted, placement.slots)) == sorted(map(sorted, theirs.slots))
+    assert max(rank_loads(load, placement)) == max(rank_loads(load, theirs)) == 156
+    for group in range(4):
+        held = {rank // 4 for rank, slots in enumerate(placement.slots)
+                for expert in slots if expert // 3 == group}  # fmt: skip
+        assert len(held) == 1
+
+
+def test_a_host_without_a_copy_asks_all_of_them() -> None:
+    placement = Placement.linear(4, 4).with_copies({0: (1,), 1: (2,)})
+    on_one = rank_loads([8, 8, 0, 0], placement)
+    assert on_one == (4, 8, 4, 0)
+    assert rank_loads([8, 8, 0, 0], placement, ranks_per_host=2) == (4, 8, 4, 0)
+    assert rank_loads([0, 8, 0, 0], placement, ranks_per_host=1) == (0, 4, 4, 0)
+    near = placement.with_copies({1: (3,)})
+    assert rank_loads([0, 12, 0, 0], near) == (0, 4, 4, 4)
+    assert rank_loads([0, 12, 0, 0], near, ranks_per_host=2) == (0, 6, 3, 3)
+
+
+@pytest.mark.parametrize("per_host", [None, 2])
+def test_loads_are_those_of_pairs_that_go_to_the_nearest_copies(per_host: int | None) -> None:
+    placement = Placement.linear(6, 4).with_copies({0: (1, 2, 3), 2: (3,), 5: (0,)})
+    tokens, load, counted = 60, [0.0] * 6, [0] * 4
+    for rank in range(4):
+        ids = torch.arange(tokens)[:, None] % 6
+        load = [a + b for a, b in zip(load, count(ids, 6).tolist(), strict=True)]
+        near = near_ranks(rank, per_host)
+        for first in range(6):  # turns even out
+            chosen, _, _ = pairs_to_slots(ids, placement.tables(near=near), first_token=first)
+            counted = [n + int((chosen == at).sum()) for at, n in enumerate(counted)]
+    expected = rank_loads(load, placement, ranks_per_host=per_host)
+    assert [n / 6 for n in counted] == pytest.approx(expected)
+
+
+def test_after_a_loss_the_rest_is_evened_out_by_moves() -> None:
+    """What a new manager's ranks must load from each other, and nothing from outside."""
+    old = rebalance([4.0, 3, 2, 1], [2, 2, 2, 2])
+    kept = old.without([3])
+    new = rebalance([4.0, 3, 2, 1], [2, 2, 2], kept)
+    held = {(rank, slot): expert for rank, slots in enumerate(kept.slots)
+            for slot, expert in enumerate(slots)}  # fmt: skip
+    assert all(held[move.source] == move.expert for move in moves(kept, new))
+
+
+def test_every_host_gets_as_many_groups_however_unlike_they_are() -> None:
+    placement = rebalance([90.0, 90, 1, 1, 1, 1, 1, 1], [2] * 4, hosts=2, groups=4)
+    assert [sorted(e for held in placement.slots[at : at + 2] for e in held) for at in (0, 2)] == [
+        [0, 1, 6, 7],
+        [2, 3, 4, 5],
+    ]

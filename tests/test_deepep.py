@@ -80,7 +80,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], set[str]], ...] = (
     (HT, {"hidden": 2176, "quant": BLOCK}, {"hidden"}),
     (HT, {"experts": 258, "quant": "fp8_w8a8_tensor"}, {"max_experts", "dispatch_quant"}),
     (HT, {"parallel": Parallel(3), "graph": True}, {"world_size"}),
-    (HT, {"parallel": Parallel(16), "deterministic": True}, {"world_size", "deterministic"}),
+    (HT, {"parallel": Parallel(16), "deterministic": True}, {"hosts", "deterministic"}),
     (HT, {"combine": Combine.TOPK_WEIGHTED, "expert_map": True}, {"keep_topk", "expert_map"}),
     (HT, {"local_experts": 3}, {"placement"}),
     (LL, {"hidden": 2304, "dtype": torch.float32, "top_k": 12}, {"hidden", "dtype", "top_k"}),

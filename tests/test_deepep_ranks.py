@@ -1,6 +1,7 @@
 """The parts over DeepEP on gloo ranks, over stand-ins that leave open what the library does."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import deepep_stand_in as stand_in
 import pytest
@@ -23,9 +24,22 @@ Pool = Callable[[int], RankPool]
 
 
 def cases() -> list[RankCase]:
-    return [
+    found = [
         case for part, experts in PAIRS for case in rank_cases_for(part, experts, MACHINE, 2).cases
     ]
+    return found + between_hosts()
+
+
+def between_hosts() -> list[RankCase]:
+    """Ranks that are a host each, whose library has the host wait for the numbers of rows."""
+    made = []
+    for case in rank_cases_for(stand_in.HTOverGloo, "TorchExperts", MACHINE, 2).cases:
+        parallel = replace(case.problem.parallel, ranks_per_host=1)
+        problem = replace(case.problem, parallel=parallel, graph=False)
+        there = replace(case, prepare_finalize=stand_in.HTBetweenHosts, problem=problem)
+        if there.verdict(MACHINE).ok:
+            made.append(there)
+    return made
 
 
 def name(case: RankCase) -> str:

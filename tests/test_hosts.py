@@ -14,12 +14,14 @@ import torch.distributed as dist
 
 from modular_kernel.catalog import check, make_kernel
 from modular_kernel.errors import CommunicationError, ConfigurationError, ModularKernelError
+from modular_kernel.placement import Placement
+from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.testing.ranks.pool import RankPool
-from modular_kernel.types import Machine, Parallel, Problem
+from modular_kernel.types import ActivationFormat, Machine, Parallel, Problem
 from prepare_finalize import TorchGroup
 from prepare_finalize.rendezvous import hosts as hosts_module
 from prepare_finalize.rendezvous.connect import store_at_new_place
-from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, find_hosts
+from prepare_finalize.rendezvous.hosts import Hosts, check_hosts, check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
 SYMM_MEM, ALL2ALL = "SymmMemPrepareAndFinalize", "TorchAll2AllPrepareAndFinalize"
@@ -198,6 +200,27 @@ def test_a_host_that_stays_away_is_named(four: RankPool) -> None:
     assert all("ranks 2, 3: all of host b" in text for text in told[:2]), told
 
 
+def without_store(rank: int, world: int, group: object, ended: bool) -> tuple[int, ...]:
+    """An exchange that fails, and a store that is silent, or whose process has ended."""
+    simulated(rank, "aabb")
+    manager = TorchGroup(group, deadline_s=1.0)
+    manager._board.ended = ended
+    manager._board.post = lambda record, until_s: None
+    if rank == 3:
+        time.sleep(2.5)
+        return ()
+    try:
+        manager.all_reduce(torch.ones(1), step=1, phase="counts").wait()
+    except CommunicationError as error:
+        return error.peers
+    return ()
+
+
+def test_a_silent_store_stands_for_its_host_from_outside(four: RankPool) -> None:
+    assert four.run(without_store, False)[:3] == [(), (0,), (0, 1)]
+    assert four.run(without_store, True)[:3] == [(), (0,), (0,)]
+
+
 def test_hosts_in_words() -> None:
     hosts = Hosts((0, 0, 1, 1), ("a", "b"))
     assert hosts.in_blocks_of(2)
@@ -206,4 +229,68 @@ def test_hosts_in_words() -> None:
     assert hosts.ranks_on(1) == (2, 3)
     assert hosts.name_of(2) == "b"
     with pytest.raises(ConfigurationError, match="need one host, whose memory X shares"):
-        check_hosts(hosts, part="X", one_host=True, ranks_per_host=2)
+        check_one_host(hosts, "X")
+
+
+@pytest.mark.parametrize(
+    ("index_W", "full", "need"),
+    [
+        ((0,) * 8 + (1,) * 8, True, ""),
+        ((0,) * 8, True, ""),
+        ((0,) * 3, True, ""),
+        ((0,) * 4 + (1,) * 4, False, ""),
+        ((0,) * 4 + (1,) * 4, True, "need 8 on each, in blocks of one size, for X"),
+        ((0,) * 16, True, "need at most 8 on each"),
+        ((0, 1) * 8, True, "need 8 on each"),
+        ((0,) * 12 + (1,) * 12, False, "need at most 8 on each"),
+        ((0,) * 8 + (1,) * 4, False, "need at most 8 on each"),
+    ],
+)
+def test_hosts_of_a_part_that_knows_eight_gpus_of_each(
+    index_W: tuple[int, ...], full: bool, need: str
+) -> None:
+    names = tuple("abc"[: max(index_W) + 1])
+    requires = PrepareFinalizeRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        reduces=frozenset(),
+        ranks_per_host=8,
+        full_hosts=full,
+    )
+    told = ""
+    try:
+        check_hosts(Hosts(index_W, names), part="X", requires=requires, ranks_per_host=None)
+    except ConfigurationError as error:
+        told = str(error)
+    assert need in told
+    assert bool(told) is bool(need)
+
+
+def nearest(rank: int, world: int, group: object, part: str) -> list[list[int]]:
+    """The ranks that this one's pairs of each expert may go to."""
+    simulated(rank, "aabb")
+    placement = Placement.linear(4, 4).with_copies({0: (1, 2), 2: (3,)})
+    problem = Problem(
+        tokens=8, hidden=64, intermediate=64, experts=4, top_k=2, dtype=torch.float32,
+        parallel=Parallel(world, placement, rank),
+    )  # fmt: skip
+    kernel = make_kernel(part, "TorchExperts", problem, group=group)
+    tables = kernel.prepare_finalize.tables(torch.device("cpu"))
+    found = [
+        sorted({int(home[0]) for home in homes[:copies]})
+        for homes, copies in zip(tables.homes_ER2, tables.copies_E.tolist(), strict=True)
+    ]
+    kernel.prepare_finalize.destroy()
+    return found
+
+
+def test_pairs_go_to_the_nearest_copies_of_the_hosts_that_are_met(four: RankPool) -> None:
+    told = four.run(nearest, ALL2ALL)
+    assert told == [
+        [[0], [1], [2, 3], [3]],
+        [[1], [1], [2, 3], [3]],
+        [[2], [1], [2], [3]],
+        [[2], [1], [3], [3]],
+    ]
+    for part in ("AllGatherReduceScatterPrepareAndFinalize", "ReplicatedEPPrepareAndFinalize"):
+        told = four.run(nearest, part)
+        assert told == [[[0, 1, 2], [1], [2, 3], [3]]] * 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from modular_kernel import Parallel, Problem
 from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.placement import Placement, pairs_to_slots
+from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
 
 
 def test_linear_gives_blocks_and_the_rest_to_the_first_ranks() -> None:
@@ -54,6 +54,15 @@ def test_copies_lie_behind_what_is_there() -> None:
         (lambda: Placement.linear(4, 2).with_copies({4: (0,)}), "copies"),
         (lambda: Placement.linear(4, 2).with_copies({0: (2,)}), "copies"),
         (lambda: Placement.linear(4, 2).with_copies({0: (0,)}), "rank 0"),
+        (lambda: Placement.linear(4, 2).without([2]), "lost rank: got 2, need in \\[0, 2\\)"),
+        (lambda: Placement.linear(5, 2).without([0]), "ranks 0: got no copy of experts 0, 1, 2,"),
+        (lambda: Placement.linear(4, 2).without([0, 1]), "no copy of experts 0, 1, 2, 3,"),
+        (lambda: Placement.from_eplb([0, 1, 2], 2), "physical experts: got 3, need as many"),
+        (lambda: Placement.from_eplb([], 2), "physical experts: got 0"),
+        (lambda: Placement.from_eplb([0, 0, 1, 1], 2), "rank 0: got .0, 0., need each expert"),
+        (lambda: Placement.from_eplb([0, 1, 3, 0], 2), "every expert from 0 on"),
+        (lambda: Placement.from_eplb([0, 1.5], 2), "physical_to_logical"),
+        (lambda: Placement.linear(3, 2).to_eplb(), "got 1 to 2 experts on a rank"),
         (lambda: Parallel(2, "table"), "a Placement"),
         (lambda: Parallel(2, Placement.linear(4, 4)), "4 ranks"),
         (lambda: Parallel(2, rank=2), "rank"),
@@ -105,3 +114,54 @@ def test_copies_take_turns() -> None:
 def test_ids_have_two_dimensions() -> None:
     with pytest.raises(ShapeError, match="topk_ids"):
         pairs_to_slots(torch.zeros(4), Placement.linear(2, 1).tables())
+
+
+def test_copies_that_are_near_come_first() -> None:
+    """This rank's, then its host's, then all by turns."""
+    placement = Placement.linear(4, 4).with_copies({0: (1, 2), 1: (0, 3), 2: (3,)})
+    ids = torch.arange(4).repeat_interleave(4)[:, None]  # each expert four times
+
+    def ranks_of(rank: int, per_host: int | None) -> list[set[int]]:
+        tables = placement.tables(near=near_ranks(rank, per_host))
+        assert tables.homes_ER2.shape == placement.tables().homes_ER2.shape
+        chosen, _, _ = pairs_to_slots(ids, tables, first_token=rank, together=True)
+        by_expert = chosen.view(4, 4).tolist()
+        return [set(row) for row in by_expert]
+
+    assert ranks_of(0, 2) == [{0}, {0}, {2, 3}, {3}]
+    assert ranks_of(2, 2) == [{2}, {3}, {2}, {3}]
+    assert ranks_of(3, 2) == [{2}, {3}, {3}, {3}]
+    assert ranks_of(3, None) == [{0, 2, 1}, {3}, {3}, {3}]
+    assert ranks_of(1, 1) == [{1}, {1}, {2, 3}, {3}]
+
+
+def test_near_copies_on_a_host_take_turns() -> None:
+    placement = Placement.linear(4, 4).with_copies({0: (1,), 3: (2,)})
+    tables = placement.tables(near=near_ranks(0, 2))
+    rank, _, _ = pairs_to_slots(torch.full((4, 1), 3), tables)
+    assert rank.flatten().tolist() == [2, 3, 2, 3]
+    tables = placement.tables(near=near_ranks(2, 2))
+    rank, _, _ = pairs_to_slots(torch.zeros(4, 1, dtype=torch.int32), tables)
+    assert rank.flatten().tolist() == [0, 1, 0, 1]
+
+
+def test_without_a_rank_the_others_keep_their_slots() -> None:
+    placement = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,), 4: (0,), 5: (0,)})
+    assert placement.without([0]).slots == ((2, 3, 0), (4, 5, 1))
+    assert placement.without([2]).slots == ((0, 1, 4, 5), (2, 3, 0))
+    assert placement.without([]) == placement
+    with pytest.raises(ConfigurationError, match="no copy of experts 2, 3, need a copy of each"):
+        placement.without([1])
+
+
+def test_maps_of_eplb_and_back() -> None:
+    """Its README's second layer: 12 experts, 16 physical ones, 8 GPUs of 2 nodes."""
+    physical = [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1]
+    placement = Placement.from_eplb(physical, 8)
+    assert placement.slots[:3] == ((7, 10), (6, 8), (6, 11))
+    maps = placement.to_eplb()
+    assert maps.physical_to_logical.tolist() == physical
+    assert maps.logical_count.tolist() == [1, 2, 1, 1, 1, 2, 2, 1, 2, 1, 1, 1]
+    assert maps.logical_to_physical[:3].tolist() == [[13, -1], [11, 15], [8, -1]]
+    assert {each.dtype for each in vars(maps).values()} == {torch.int64}
+    assert Placement.from_eplb([0, 0, 1, 0], 2, join=True).slots == ((0,), (1, 0))

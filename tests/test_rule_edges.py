@@ -24,7 +24,7 @@ from modular_kernel.testing.edges.sites import sites_of_part, sites_of_rules
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import CHECKS, prove_ranks
 from modular_kernel.testing.verify.trial import Trial
-from modular_kernel.types import ActivationSpec, Machine, Problem
+from modular_kernel.types import ActivationSpec, Machine, Parallel, Problem
 
 GPU = Machine("cuda", (9, 0), frozenset({"triton"}))
 NO_EP, BATCHED = "MoEPrepareAndFinalizeNoEP", "BatchedPrepareAndFinalize"
@@ -64,6 +64,12 @@ STARTS = (
     ),
     ("TritonKernelsExperts", Problem(7, 256, 128, 8, 2, quant="mxfp4_w4a16")),
 )
+# Where a library's part has rules for ranks of several hosts.
+HOSTS = Problem(7, 2048, 128, 64, 2, parallel=Parallel(16, ranks_per_host=8))
+ON_HOSTS = (
+    ("DeepEPHTPrepareAndFinalize", HOSTS),
+    ("DeepEPV2PrepareAndFinalize", replace(HOSTS, parallel=Parallel(32, ranks_per_host=1))),
+)
 
 
 @cache
@@ -88,6 +94,7 @@ def walks() -> Iterator[Edges]:
             yield walk(pf, experts)
     yield from (walk(pf, experts, machine, 2) for pf, experts, machine in DEEP)
     yield from (walk(NO_EP, experts, start=start) for experts, start in STARTS)
+    yield from (walk(pf, "TritonExperts", start=start) for pf, start in ON_HOSTS)
 
 
 def wrong(edge: Edge) -> str:

@@ -15,10 +15,19 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing import RoutingKind, draw
 from modular_kernel.perf_model.compare import cells_of, compare, summaries
 from modular_kernel.perf_model.estimate import in_world, size
-from modular_kernel.perf_model.exchange_time import TRAFFIC, Traffic, Way, exchange_time, row_bytes
+from modular_kernel.perf_model.exchange_time import (
+    DEEPEP_HT,
+    OTHERS,
+    TRAFFIC,
+    Traffic,
+    Way,
+    exchange_time,
+    network_rows,
+    row_bytes,
+)
 from modular_kernel.perf_model.experts_time import experts_time
 from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
-from modular_kernel.perf_model.load import inclusion, rank_load
+from modular_kernel.perf_model.load import ONE_GROUP, Groups, inclusion, rank_load
 from modular_kernel.types import Problem
 
 BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
@@ -142,11 +151,13 @@ def test_the_model_is_within_a_quarter_of_every_measured_cell() -> None:
 
 @pytest.mark.parametrize("world", [2, 8, 16, 64, 256])
 def test_worlds_are_sized_by_what_is_valid_there(world: int) -> None:
-    problem = in_world(replace(DEEPSEEK, quant="fp8_w8a8_block"), world)
+    problem = in_world(replace(DEEPSEEK, quant="fp8_w8a8_block"), world, Cluster().per_host)
     sized = size(problem, Cluster(), others=True)
     names = {estimate.pairing.split(" x ")[0] for estimate in sized.estimates}
     assert ("SymmMemPrepareAndFinalize" in names) is (world <= 8)
     assert names >= {"TorchAll2AllPrepareAndFinalize", "DeepEP low latency"}
+    assert ("DeepEP high throughput" in names) is (world in (16, 64))  # and 256 it does not have
+    assert ("DeepEP 2" in names) is (world > 8)
     times = [estimate.seconds for estimate in sized.estimates]
     assert times == sorted(times)
     assert all(e.weights == pytest.approx(256 / world * 3 * 7168 * 2048) for e in sized.estimates)
@@ -161,6 +172,87 @@ def test_a_row_once_to_a_rank_is_less_than_one_for_each_expert() -> None:
     assert once == pytest.approx(128 * 11096 / 4096 * 14336, rel=0.001)
     assert found["DeepEP low latency"].exchange.dispatch_bytes > 2 * once
     assert found["AllGatherReduceScatterPrepareAndFinalize"].exchange.dispatch_bytes > once
+
+
+@pytest.mark.parametrize(
+    ("world", "groups", "flat", "by_host"),
+    [
+        (16, ONE_GROUP, 3.26, 1.00),
+        (64, ONE_GROUP, 6.72, 4.63),
+        (256, ONE_GROUP, 7.75, 7.04),
+        (16, Groups(8, 4), 2.67, 0.96),
+        (64, Groups(8, 4), 6.44, 3.18),
+        (256, Groups(8, 4), 7.75, 6.39),
+    ],
+)
+def test_rows_that_leave_a_host(world: int, groups: Groups, flat: float, by_host: float) -> None:
+    cluster, problem = Cluster(), in_world(DEEPSEEK, world, 8)
+    load = rank_load(experts=256, top_k=8, world_size=world, tokens=128,
+                     kind=RoutingKind("uniform"), per_host=8, groups=groups)  # fmt: skip
+    found = [
+        network_rows(problem, part, load, cluster)
+        for part in (TRAFFIC["TorchAll2AllPrepareAndFinalize"], OTHERS[DEEPEP_HT])
+    ]
+    assert found == pytest.approx([flat, by_host], abs=0.005)
+
+
+@pytest.mark.parametrize("groups", [Groups(8, 4), Groups(4, 1), Groups(2, 2), Groups(16, 3)])
+def test_groups_that_are_drawn_are_met_as_often_as_is_said(groups: Groups) -> None:
+    """8 hosts of 2 ranks: groups of one host, of two, of four, and of half a host."""
+    generator, trials = torch.Generator().manual_seed(0), 4000
+    experts, top_k, world = 64, 4, 16
+    score = torch.rand(trials, experts, generator=generator)
+    kept = torch.rand(trials, groups.count, generator=generator).topk(groups.kept).indices
+    allowed = torch.zeros(trials, groups.count).scatter(1, kept, 1)
+    score *= allowed.repeat_interleave(experts // groups.count, 1)
+    ids = score.topk(top_k).indices
+    load = rank_load(experts=experts, top_k=top_k, world_size=world, tokens=9,
+                     kind=RoutingKind("uniform"), per_host=2, groups=groups)  # fmt: skip
+    for said, each in ((load.meets, experts // world), (load.meets_host, experts // 8)):
+        met = torch.stack([(ids // each == at).any(1) for at in range(experts // each)])
+        assert said == pytest.approx(float(met.float().mean()), rel=0.02)
+
+
+def test_rows_that_go_on_from_a_host() -> None:
+    part = Traffic("host", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5)
+    cluster = Cluster(Gpu(), Link(100e9, 1e-6), Link(10e9, 5e-6), per_host=2)
+    problem = replace(in_world(DEEPSEEK, 4, 2), tokens=1000, hidden=1000)
+    load = rank_load(experts=256, top_k=8, world_size=4, tokens=1000,
+                     kind=RoutingKind("uniform"), per_host=2)  # fmt: skip
+    # To the other host, and 4 ranks' rows of which half are for the neighbour.
+    network = 1000 * load.meets_host * 2000 / (10e9 * 0.5)
+    inside = 1000 * 4 * load.meets / 2 * 2000 / (100e9 * 0.5)
+    found = exchange_time(problem, part, load, cluster)
+    assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
+    serial = exchange_time(problem, replace(part, pipelined=False), load, cluster)
+    assert serial.dispatch == pytest.approx(15e-6 + network + inside)
+    one = replace(in_world(problem, 2))
+    assert network_rows(one, part, load, cluster) == 0
+
+
+def test_what_a_library_is_not_made_for_is_said() -> None:
+    problem = in_world(replace(DEEPSEEK, quant="fp8_w8a8_block"), 64, 8)
+
+    def told(tokens: int) -> str:
+        found = size(problem.with_tokens(tokens), Cluster(), others=True).estimates
+        return next(e.caveat for e in found if e.pairing.startswith("DeepEP low latency"))
+
+    assert told(256) == ""
+    assert "made for at most 256 tokens: for 4096 its buffer takes 60 GB" in told(4096)
+    without = dict(size(in_world(problem, 24, 8), Cluster(), others=True).without)
+    assert "got 24, need one of" in without["DeepEP high throughput x TritonExperts"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    [(Groups(3, 1), "uniform"), (Groups(8, 9), "uniform"), (Groups(64, 1), "uniform"),
+     (Groups(8, 0), "uniform"), (Groups(8, 4), "zipf")],
+    ids=str,
+)  # fmt: skip
+def test_groups_that_no_router_has(groups: Groups, kind: str) -> None:
+    parsed = RoutingKind.parse(kind)
+    with pytest.raises(ConfigurationError, match="groups"):
+        rank_load(experts=256, top_k=8, world_size=8, tokens=1, kind=parsed, groups=groups)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +312,15 @@ def test_the_verb_prints_its_errors(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 @pytest.mark.parametrize(
-    "words", ["--worlds 0", "--worlds 8,x", "--link 0", "--net-latency -1", "--local-experts 4"]
+    "words",
+    [
+        "--groups 3 --worlds 8",
+        "--worlds 0",
+        "--worlds 8,x",
+        "--link 0",
+        "--net-latency -1",
+        "--local-experts 4",
+    ],
 )
 def test_bad_usage_ends_with_2(capsys: pytest.CaptureFixture[str], words: str) -> None:
     code, _, err = ended(capsys, "--model", "deepseek-v3", *words.split())

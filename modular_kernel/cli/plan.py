@@ -45,6 +45,8 @@ class World:
     net: Annotated[float, typer.Option(help="GB/s out of one GPU to other hosts.")] = 50
     net_latency: Annotated[float, typer.Option(help="us added to exchanges between hosts.")] = 20
     bandwidth: Annotated[float, typer.Option(help="TB/s of a GPU's memory.")] = 4.8
+    groups: Annotated[int, typer.Option(help="Groups of experts, of group-limited routing.")] = 1
+    topk_groups: Annotated[int, typer.Option(help="Groups that a token's experts are in.")] = 1
     peak: Annotated[
         float | None,
         typer.Option(help="TFLOP/s in 16 bits, twice that in 8.  [default: an H200 as measured]"),
@@ -103,13 +105,19 @@ def plan(
         _compare(compare, as_json=as_json)
         return
     from modular_kernel.perf_model.estimate import in_world, size
+    from modular_kernel.perf_model.load import Groups
 
     cluster, plain = world.cluster(), replace(options, world_size=None).problem()
     if plain.expert_map or plain.local_experts is not None:
         raise ConfigurationError("mk plan", got="experts of one rank", need="those of all ranks")
+    groups = Groups(world.groups, world.topk_groups)
     sized = [
         size(
-            in_world(plain.with_tokens(tokens), ranks), cluster, routing=world.routing, others=True
+            in_world(plain.with_tokens(tokens), ranks, world.per_host),
+            cluster,
+            routing=world.routing,
+            others=True,
+            groups=groups,
         )
         for ranks in world.sizes(options)
         for tokens in world.tokens(options)
@@ -136,12 +144,16 @@ def _row(estimate: "Estimate", cluster: "Cluster") -> dict[str, Any]:
         "tokens_per_second": estimate.tokens_per_second,
         "weights_bytes": estimate.weights,
         "fits": estimate.weights <= cluster.gpu.memory,
+        "network_rows": estimate.network_rows,
+        "caveat": estimate.caveat,
         "exchange_source": estimate.source,
         "experts_source": estimate.experts.source,
     }
 
 
 def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
+    from modular_kernel.perf_model.exchange_time import OTHERS
+
     rows = []
     for one in sized:
         for estimate in one.estimates:
@@ -151,17 +163,25 @@ def _print(sized: "list[Sized]", cluster: "Cluster", routing: str) -> None:
             gigabytes = f"{row['weights_bytes'] / _GIGA:.1f}"
             rate = f"{row['tokens_per_second'] / 1e6:.2f}"
             head = row["ranks"], row["tokens"], name
-            rows.append((*head, *(f"{us:.1f}" for us in times), rate, gigabytes, row["bound"]))
+            sent = f"{row['network_rows']:.2f}"
+            ends = sent, rate, gigabytes, row["bound"]
+            rows.append((*head, *(f"{us:.1f}" for us in times), *ends))
     columns = ("ranks", "tokens", "pairing", "dispatch", "experts", "combine", "layer us")
-    extra = ("Mtokens/s", "GB", "bound")
+    extra = ("rows out", "Mtokens/s", "GB", "bound")
     output.table((*columns, *extra), rows, optional=("experts", "dispatch", "combine", *extra))
     for text in _assumptions(sized, cluster, routing):
         output.line(f"- {text}")
     without = dict.fromkeys(
-        pair for one in sized for pair in one.without if "no measured" in pair[1]
+        (pairing, why)
+        for one in sized
+        for pairing, why in one.without
+        if "no measured" in why or pairing.partition(" x ")[0] in OTHERS
     )
     for pairing, why in without:
         output.line(f"no estimate: {pairing}: {why}")
+    for estimate in (estimate for one in sized for estimate in one.estimates if estimate.caveat):
+        ranks = estimate.problem.parallel.world_size
+        output.line(f"beware: {estimate.pairing} on {ranks} ranks: {estimate.caveat}")
 
 
 def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list[str]:
@@ -175,6 +195,7 @@ def _assumptions(sized: "list[Sized]", cluster: "Cluster", routing: str) -> list
         f"links of one GPU: {inside.bandwidth / _GIGA:g} GB/s in a host of {cluster.per_host}",
         f"between hosts: {between.bandwidth / _GIGA:g} GB/s and {between.latency * 1e6:g} us",
         f"routing {routing}, expected loads, the fullest rank counts; experts in blocks over ranks",
+        "rows out: of a token, expected, that leave the host in a dispatch",
         "dispatch, experts and combine follow one another: nothing overlaps",
         "planned calls in CUDA graphs; router, shared experts and attention are not in it",
         *(f"experts' efficiency: {source}" for source in efficiencies),

@@ -36,17 +36,45 @@ def count(topk_ids: torch.Tensor, experts: int) -> torch.Tensor:
     return counts.scatter_add_(0, ids, torch.ones_like(ids))[:experts]
 
 
-def rank_loads(load: Sequence[float], placement: Placement) -> tuple[float, ...]:
-    """Return what each rank has to do, where the copies of an expert share its load equally."""
+def rank_loads(
+    load: Sequence[float], placement: Placement, *, ranks_per_host: int | None = None
+) -> tuple[float, ...]:
+    """Return what each rank has to do, where all ranks send alike and to the nearest copies.
+
+    So the copies of an expert on a host share what that host sends; a host without one spreads it
+    over all. ranks_per_host: None for one host.
+
+    >>> placement = Placement(((0, 1), (0, 2), (0, 3), (4, 5)))
+    >>> rank_loads([12, 0, 0, 0, 0, 0], placement)
+    (4.0, 4.0, 4.0, 0.0)
+    >>> rank_loads([12, 0, 0, 0, 0, 0], placement, ranks_per_host=2)
+    (3.0, 3.0, 6.0, 0.0)
+    """
     _check_load(load)
     if len(load) != placement.experts:
         raise ConfigurationError("load", got=len(load), need=f"{placement.experts} experts")
-    shares = [amount / len(homes) for amount, homes in zip(load, placement.homes, strict=True)]
-    return tuple(sum(shares[expert] for expert in held) for held in placement.slots)
+    each = ranks_per_host or placement.world_size
+    expect("ranks_per_host", each, Count)
+    if placement.world_size % each:
+        need = f"a divisor of {placement.world_size} ranks"
+        raise ConfigurationError("ranks_per_host", got=each, need=need)
+    hosts, loads = placement.world_size // each, [0.0] * placement.world_size
+    for amount, homes in zip(load, placement.homes, strict=True):
+        for host in range(hosts):
+            there = [rank for rank, _ in homes if rank // each == host]
+            taking = there or [rank for rank, _ in homes]
+            for rank in taking:
+                loads[rank] += amount / hosts / len(taking)
+    return tuple(loads)
 
 
 def rebalance(
-    load: Sequence[float], slots: Sequence[int], old: Placement | None = None
+    load: Sequence[float],
+    slots: Sequence[int],
+    old: Placement | None = None,
+    *,
+    hosts: int = 1,
+    groups: int = 1,
 ) -> Placement:
     """Return a placement of len(load) experts that evens out what ranks have to do.
 
@@ -54,25 +82,60 @@ def rebalance(
     is more than one for each expert goes to copies of the experts with the most load a copy. Then
     the heaviest copy goes to the rank that has the least, and so on (longest processing time
     first). old: what stays on its rank stays in its slot, where a slot of that number is left.
-    ConfigurationError where there are fewer slots than experts.
+    hosts, groups: of ranks and of experts, both in equal blocks. Where there are several hosts,
+    each first gets as many whole groups, and copies stay on it: a token whose router chooses among
+    few groups then goes to few hosts. ConfigurationError where there are fewer slots than experts,
+    on a host too, or what is to be in equal blocks cannot be.
 
     >>> placement = rebalance([90, 10, 20, 40], slots=[3, 3])
     >>> placement.slots
     ((0, 2, 3), (0, 3, 1))
     >>> rank_loads([90, 10, 20, 40], placement)
     (85.0, 75.0)
+    >>> rebalance([9, 1, 4, 5], slots=[2, 2], hosts=2, groups=2).slots
+    ((0, 1), (3, 2))
     """
     _check_load(load)
     sizes = tuple(slots) if hasattr(slots, "__iter__") else slots
     expect("slots", sizes, tuple[Count, ...])
     expect("old placement", old, Placement | None)
-    if not load or not len(load) <= sum(sizes):
-        need = f">= {max(len(load), 1)}, the experts"
-        raise ConfigurationError("slots of all ranks", got=sum(sizes), need=need)
-    held = _dealt(load, _copies(load, sizes), sizes)
+    experts_of_H = _on_hosts(load, len(sizes), hosts, groups)
+    held: list[list[int]] = []
+    for host, experts in enumerate(experts_of_H):
+        ranks = len(sizes) // hosts
+        there = sizes[host * ranks : (host + 1) * ranks]
+        if not experts or not len(experts) <= sum(there):
+            need = f">= {max(len(experts), 1)}, the experts"
+            what = "slots of all ranks" if hosts == 1 else f"slots of host {host}"
+            raise ConfigurationError(what, got=sum(there), need=need)
+        share = [load[expert] for expert in experts]
+        dealt = _dealt(share, _copies(share, there), there)
+        held += [[experts[at] for at in rank] for rank in dealt]
     if old is not None and old.world_size == len(sizes):
         held = [_settled(now, before) for now, before in zip(held, old.slots, strict=True)]
     return Placement(tuple(map(tuple, held)))
+
+
+def _on_hosts(load: Sequence[float], ranks: int, hosts: int, groups: int) -> list[list[int]]:
+    """Return the experts of each host: as many whole groups, the heaviest group to the host that
+    has the least."""
+    expect("hosts", hosts, Count)
+    expect("groups", groups, Count)
+    if hosts == 1:
+        return [list(range(len(load)))]
+    for what, got, of in (
+        ("ranks", ranks, hosts), ("groups", groups, hosts), ("experts", len(load), groups)
+    ):  # fmt: skip
+        if got % of:
+            raise ConfigurationError(what, got=got, need=f"a multiple of {of}")
+    size, found, loads = len(load) // groups, [list[int]() for _ in range(hosts)], [0.0] * hosts
+    blocks = [range(group * size, (group + 1) * size) for group in range(groups)]
+    for block in sorted(blocks, key=lambda block: (-sum(load[e] for e in block), block.start)):
+        free = [host for host in range(hosts) if len(found[host]) < groups // hosts * size]
+        host = min(free, key=lambda host: (loads[host], host))
+        found[host] += block
+        loads[host] += sum(load[expert] for expert in block)
+    return found
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,16 @@ from modular_kernel.bench.all2all.records import SCHEMA as EXCHANGES
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.records import OK, SCHEMA
 from modular_kernel.measure.routing import RoutingKind
-from modular_kernel.perf_model.exchange_time import DEEPEP, OTHERS, TRAFFIC, exchange_time
+from modular_kernel.perf_model.exchange_time import (
+    DEEPEP,
+    DEEPEP_HT,
+    OTHERS,
+    TRAFFIC,
+    exchange_time,
+)
 from modular_kernel.perf_model.experts_time import FITTED, MEASURED, PART, experts_time
-from modular_kernel.perf_model.hardware import Cluster
-from modular_kernel.perf_model.load import rank_load
+from modular_kernel.perf_model.hardware import Cluster, Link
+from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
 from modular_kernel.types import Parallel, Problem
 
 PUBLISHED = "mk-published/1"
@@ -53,6 +59,7 @@ class ComparedTime:
     cluster: Cluster
     fitted: bool = False
     eager: bool = False
+    groups: Groups = ONE_GROUP
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ def _predicted(cell: ComparedTime) -> float:
         world_size=problem.parallel.world_size,
         tokens=problem.tokens,
         kind=RoutingKind("uniform"),
+        per_host=cell.cluster.per_host,
+        groups=cell.groups,
     )
     experts = experts_time(problem, load, cell.cluster.gpu).seconds
     if problem.parallel.world_size == 1:
@@ -197,7 +206,10 @@ def _exchange(part: str, what: str, row: Any, us: Any) -> ComparedTime:
         parallel=Parallel(world),
     )
     cluster = replace(Cluster(), per_host=int(row.get("ranks_of_a_host", Cluster().per_host)))
-    cell = ComparedTime(f"{part}, {what}", problem, part, what, _us(us), cluster)
+    if "link_gbs" in row:
+        cluster = replace(cluster, inside=Link(float(row["link_gbs"]) * 1e9))
+    groups = Groups(int(row.get("groups", 1)), int(row.get("kept_groups", 1)))
+    cell = ComparedTime(f"{part}, {what}", problem, part, what, _us(us), cluster, groups=groups)
     return replace(cell, fitted=_fitted(cell), eager=row.get("mode") == "eager")
 
 
@@ -206,6 +218,8 @@ def _fitted(cell: ComparedTime) -> bool:
     tokens, world = cell.problem.tokens, cell.problem.parallel.world_size
     if cell.part == DEEPEP:
         return (world == 4 and tokens in (1, 128)) or world in (16, 256)
+    if cell.part == DEEPEP_HT:
+        return world in (16, 64)
     return cell.what == _PAIR and world == 2 and tokens in (1, 4096)
 
 

@@ -8,14 +8,17 @@ from modular_kernel.measure.roofline import expert_bytes
 from modular_kernel.measure.routing import RoutingKind
 from modular_kernel.perf_model.exchange_time import (
     OTHERS,
+    PARTS_OVER,
     TRAFFIC,
     ExchangeTime,
     Traffic,
+    caveat,
     exchange_time,
+    network_rows,
 )
 from modular_kernel.perf_model.experts_time import PART, ExpertsTime, experts_time
 from modular_kernel.perf_model.hardware import Cluster
-from modular_kernel.perf_model.load import rank_load
+from modular_kernel.perf_model.load import ONE_GROUP, Groups, rank_load
 from modular_kernel.types import Machine, Parallel, Problem
 
 _HOPPER = (9, 0)
@@ -23,8 +26,9 @@ _HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of one layer. weights: bytes of one rank's experts. ours: whether it is a pairing of
-    installed parts; otherwise a library's exchange with our experts."""
+    """Seconds of one layer. weights: bytes of one rank's experts. network_rows: of a token, that
+    leave the host in a dispatch. ours: whether it is a pairing of installed parts; otherwise a
+    library's exchange with our experts. caveat: what that library is not made for."""
 
     pairing: str
     problem: Problem
@@ -32,7 +36,9 @@ class Estimate:
     experts: ExpertsTime
     weights: float
     source: str
+    network_rows: float
     ours: bool = True
+    caveat: str = ""
 
     @property
     def seconds(self) -> float:
@@ -58,20 +64,32 @@ class Sized:
     without: tuple[tuple[str, str], ...]
 
 
-def in_world(problem: Problem, world_size: int) -> Problem:
-    """Return the same layer with its experts in blocks over so many ranks."""
-    return replace(problem, parallel=Parallel(world_size))
+def in_world(problem: Problem, world_size: int, per_host: int | None = None) -> Problem:
+    """Return the same layer with its experts in blocks over so many ranks.
+
+    per_host: of each host, where whole hosts are that many; a last host with fewer is not told of.
+    """
+    whole = per_host is not None and world_size > per_host and world_size % per_host == 0
+    return replace(
+        problem, parallel=Parallel(world_size, ranks_per_host=per_host if whole else None)
+    )
 
 
 def size(
-    problem: Problem, cluster: Cluster, *, routing: str = "uniform", others: bool = False
+    problem: Problem,
+    cluster: Cluster,
+    *,
+    routing: str = "uniform",
+    others: bool = False,
+    groups: Groups = ONE_GROUP,
 ) -> Sized:
     """Estimate every pairing for problem.tokens tokens on each of its ranks.
 
-    others: exchanges of libraries by themselves, too.
+    others: exchanges of libraries by themselves, too. groups: of group-limited routing.
     """
     machine = _described(cluster)
     kind, found, without = RoutingKind.parse(routing), list[Estimate](), list[tuple[str, str]]()
+    asked = Asked(problem, cluster, kind, groups)
     for verdict in check_all(problem, machine):
         traffic = traffic_of(verdict.prepare_finalize)
         if not verdict.ok:
@@ -81,11 +99,18 @@ def size(
             whose = verdict.prepare_finalize if traffic is None else verdict.experts
             without.append((verdict.pairing, f"no measured efficiency of {whose}"))
         else:
-            found.append(_estimate(verdict.pairing, problem, cluster, kind, traffic))
+            found.append(asked.estimate(verdict.pairing, traffic))
     if others and problem.parallel.world_size > 1:
         for name, traffic in OTHERS.items():
-            made = _estimate(f"{name} x {PART}", problem, cluster, kind, traffic)
-            found.append(replace(made, ours=False))
+            pairing = f"{name} x {PART}"
+            if traffic.rows == "host" and problem.parallel.hosts == 1:
+                continue  # its numbers are of several hosts
+            refused = _refused(PARTS_OVER[name], problem, machine)
+            if refused:
+                without.append((pairing, refused))
+                continue
+            made = asked.estimate(pairing, traffic)
+            found.append(replace(made, ours=False, caveat=caveat(name, problem)))
     return Sized(tuple(sorted(found, key=lambda e: e.seconds)), tuple(without))
 
 
@@ -95,25 +120,51 @@ def traffic_of(prepare_finalize: str) -> Traffic | None:
     return declared if isinstance(declared, Traffic) else TRAFFIC.get(prepare_finalize)
 
 
-def _estimate(
-    pairing: str, problem: Problem, cluster: Cluster, kind: RoutingKind, traffic: Traffic
-) -> Estimate:
-    world = problem.parallel.world_size
-    # Where all ranks have the same tokens, the world's tokens are one rank's.
-    tokens = problem.tokens if traffic.rows != "sum" else max(1, round(problem.tokens / world))
-    load = rank_load(
-        experts=problem.experts, top_k=problem.top_k, world_size=world, tokens=tokens, kind=kind
+def _refused(part: str, problem: Problem, machine: Machine) -> str:
+    """Say why a library cannot serve ranks so, by the part over it: "" where it can, in a format
+    of its own, in the dtypes that it has."""
+    rules = {"world_size", "hosts", "max_experts", "top_k", "hidden"}
+    found = load_catalog().prepare_finalize(part)
+    pairing = next(v for v in check_all(problem, machine) if v.prepare_finalize == found.__name__)
+    return "; ".join(
+        str(r) for r in pairing.rejections if r.rule in rules and found.__name__ in r.parties
     )
-    held = -(-problem.experts // world)
-    slots = 0 if problem.adapters is None else problem.adapters.adapters
-    return Estimate(
-        pairing,
-        problem,
-        exchange_time(problem, traffic, load, cluster),
-        experts_time(problem, load, cluster.gpu),
-        held * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem),
-        traffic.source,
-    )
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What all estimates of one call of `size` have in common."""
+
+    problem: Problem
+    cluster: Cluster
+    kind: RoutingKind
+    groups: Groups
+
+    def estimate(self, pairing: str, traffic: Traffic) -> Estimate:
+        problem, cluster = self.problem, self.cluster
+        world = problem.parallel.world_size
+        # Where all ranks have the same tokens, the world's tokens are one rank's.
+        tokens = problem.tokens if traffic.rows != "sum" else max(1, round(problem.tokens / world))
+        load = rank_load(
+            experts=problem.experts,
+            top_k=problem.top_k,
+            world_size=world,
+            tokens=tokens,
+            kind=self.kind,
+            per_host=cluster.per_host,
+            groups=self.groups,
+        )
+        held = -(-problem.experts // world)
+        slots = 0 if problem.adapters is None else problem.adapters.adapters
+        return Estimate(
+            pairing,
+            problem,
+            exchange_time(problem, traffic, load, cluster),
+            experts_time(problem, load, cluster.gpu),
+            held * expert_bytes(problem, problem.scheme) + slots * adapter_bytes(problem),
+            traffic.source,
+            network_rows(problem, traffic, load, cluster),
+        )
 
 
 def _described(cluster: Cluster) -> Machine:

@@ -5,6 +5,8 @@
 bytes: what the busier of sender and receiver has on that link. A token's row goes
     "rank"   once to each other rank that holds one of its experts:  T * sum of meets(r)
     "pair"   once for each of its K experts that is elsewhere:       T * K * (W - 1) / W
+    "host"   once to each other host that holds one of its experts: T * sum of meets_host(h) there,
+             and on from there to its ranks, as many rows inside as "rank" has everywhere
     "all"    to every other rank:                                    T * (W - 1)
     "sum"    not at all, but ranks agree first; (T, H) float32 is all-reduced: 2 * (W - 1) / W of it
 
@@ -23,7 +25,7 @@ from modular_kernel.types import Problem
 
 _SCALE_BYTES = 4
 _FLOAT32 = 4
-KINDS = ("rank", "pair", "all", "sum")
+KINDS = ("rank", "pair", "all", "sum", "host")
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Traffic:
     quantised: bool = True
     quantising: float = 0.0  # seconds that it adds to a dispatch
     between: float = 0.9
+    pipelined: bool = True  # "host": rows go on inside while others still come
 
     def __post_init__(self) -> None:
         if self.rows not in KINDS:
@@ -57,7 +60,7 @@ class Traffic:
 
 
 _NCCL = "fitted at 1 and 4096 tokens on two GPUs; eager, and mostly the host's time"
-DEEPEP = "DeepEP low latency"
+DEEPEP, DEEPEP_HT, DEEPEP_2 = "DeepEP low latency", "DeepEP high throughput", "DeepEP 2"
 
 # By the name of a PrepareAndFinalize; sizing.compare says which cells they were fitted to.
 TRAFFIC = {
@@ -76,6 +79,14 @@ TRAFFIC = {
         "all", Way(1290e-6, 0.50), Way(275e-6, 0.37), _NCCL, quantising=700e-6
     ),
     "ReplicatedEPPrepareAndFinalize": Traffic("sum", Way(645e-6, 1), Way(180e-6, 0.60), _NCCL),
+    "HostThenRankPrepareAndFinalize": Traffic(
+        "host",
+        Way(1200e-6, 0.92),
+        Way(280e-6, 0.83),
+        "not measured: TorchAll2All's start, SymmMem's links inside, one hop after the other",
+        quantising=700e-6,
+        pipelined=False,
+    ),
 }
 # Libraries by themselves: what a user who sizes for many hosts would otherwise ask for.
 OTHERS = {
@@ -85,7 +96,35 @@ OTHERS = {
         Way(12.5e-6, 0.68),
         "fitted at 1 and 128 tokens on four GPUs, and to its published EP16 and EP256",
     ),
+    DEEPEP_HT: Traffic(
+        "host",
+        Way(88e-6, 0.80),
+        Way(50e-6, 0.78),
+        "start as on four GPUs, fitted to its published EP16 and EP64",
+    ),
+    DEEPEP_2: Traffic(
+        "host", Way(17e-6, 0.80), Way(18e-6, 0.80), "start as on four GPUs, links as DeepEP's first"
+    ),
 }
+# Where a library serves a part's problem, it serves the part's users; and what it is not made for.
+PARTS_OVER = {
+    DEEPEP: "DeepEPLLPrepareAndFinalize",
+    DEEPEP_HT: "DeepEPHTPrepareAndFinalize",
+    DEEPEP_2: "DeepEPV2PrepareAndFinalize",
+}
+_FEW_TOKENS = 256
+
+
+def caveat(name: str, problem: Problem) -> str:
+    """Say what a library's users should know of such a problem; "" for nothing."""
+    if name != DEEPEP or problem.tokens <= _FEW_TOKENS:
+        return ""
+    row = problem.hidden * problem.dtype.itemsize
+    gigabytes = 4 * problem.experts * problem.tokens * row / 1e9
+    return (
+        f"made for at most {_FEW_TOKENS} tokens: for {problem.tokens} its buffer takes"
+        f" {gigabytes:.0f} GB of each GPU"
+    )
 
 
 @dataclass(frozen=True)
@@ -122,12 +161,46 @@ def exchange_time(
         whole = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32
         combine = _ring(whole, traffic, cluster, world)
         return ExchangeTime(traffic.dispatch.start, combine, 0.0, whole)
+    if traffic.rows == "host" and world > cluster.per_host:
+        return _by_host(problem, traffic, load, cluster)
     rows = _rows(problem, traffic, load)
     there = row_bytes(problem, traffic)
     quantising = traffic.quantising if there != back else 0.0
     dispatch = _seconds(rows * there, traffic.dispatch, traffic, cluster, world) + quantising
     combine = _seconds(rows * back, traffic.combine, traffic, cluster, world)
     return ExchangeTime(dispatch, combine, rows * there, rows * back)
+
+
+def _by_host(
+    problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
+) -> ExchangeTime:
+    """Rows cross the network once for each host; as many as ranks need go on inside."""
+    world, here = problem.parallel.world_size, cluster.per_host
+    outside = problem.tokens * (-(-world // here) - 1) * load.meets_host
+    inside = problem.tokens * world * max(load.meets, load.meets_fullest) * (here - 1) / here
+    back, there = problem.hidden * problem.dtype.itemsize, row_bytes(problem, traffic)
+
+    def seconds(each: float, way: Way) -> float:
+        network = outside * each / (cluster.between.bandwidth * traffic.between)
+        links = inside * each / (cluster.inside.bandwidth * way.reached)
+        hops = max(network, links) if traffic.pipelined else network + links
+        return way.start + _latency(cluster.inside, cluster.between) + hops
+
+    quantising = traffic.quantising if there != back else 0.0
+    dispatch = seconds(there, traffic.dispatch) + quantising
+    return ExchangeTime(dispatch, seconds(back, traffic.combine), outside * there, outside * back)
+
+
+def network_rows(
+    problem: Problem, traffic: Traffic, load: EstimatedLoad, cluster: Cluster
+) -> float:
+    """Return the rows of a token that leave the host in a dispatch, an expected number."""
+    near, far = cluster.peers(problem.parallel.world_size)
+    if not far or traffic.rows == "sum":
+        return 0.0
+    if traffic.rows == "host":
+        return (-(-problem.parallel.world_size // cluster.per_host) - 1) * load.meets_host
+    return _rows(problem, traffic, load) / problem.tokens * far / (near + far)
 
 
 def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:

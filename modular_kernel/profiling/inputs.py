@@ -9,7 +9,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.cases import make_weights, quantised, slots_in_turn
 from modular_kernel.measure.routing import RoutingKind, draw, load_of
 from modular_kernel.measure.stage_roofline import RankLoad
-from modular_kernel.placement import pairs_to_slots
+from modular_kernel.placement import near_ranks, pairs_to_slots
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 
@@ -72,11 +72,12 @@ def load_of_rank(routings: Sequence[Routing], problem: Problem, *, replicated: b
     copies any may be chosen; the choice here is that of the all-to-all part. replicated: all ranks
     pass the same tokens, of which none need travel, but the sums of all others come back.
     """
-    rank, tables = problem.parallel.rank, problem.placement.tables(torch.device("cpu"))
+    rank, per_host = problem.parallel.rank, problem.parallel.ranks_per_host
     touched: set[int] = set()
     rows = pairs = out = back = 0
     for source, routing in enumerate(routings):
         first = 0 if replicated else source
+        tables = problem.placement.tables(near=() if replicated else near_ranks(source, per_host))
         rank_TK, slot_TK, _ = pairs_to_slots(
             routing.topk_ids_TK, tables, first_token=first, together=not replicated
         )

@@ -119,9 +119,21 @@ def world_size(p: Pairing) -> Violations:
 
 
 def hosts(p: Pairing) -> Violations:
-    hosts = p.problem.parallel.hosts
-    if p.pf.one_host and hosts > 1:
-        yield Rejection("hosts", (p.pf_name, "problem"), f"{hosts} hosts", "at most 1")
+    """Ranks are on hosts as the exchange needs them; None of ranks_per_host is one host."""
+    parallel, most, parties = p.problem.parallel, p.pf.ranks_per_host, (p.pf_name, "problem")
+    hosts = parallel.hosts
+    each = parallel.world_size // hosts
+    if p.pf.one_host and hosts != 1:
+        yield Rejection("hosts", parties, f"{hosts} hosts", "at most 1")
+    if most is not None and each > most:
+        hint = "Parallel.ranks_per_host says where they are"
+        yield Rejection("hosts", parties, f"{each} ranks on a host", f"at most {most}", hint)
+    elif p.pf.full_hosts and hosts != 1 and each != most:
+        got = f"{each} on each of {hosts} hosts"
+        yield Rejection("hosts", parties, got, f"{most} ranks on each of several hosts")
+    if p.problem.graph and hosts != 1 and not p.pf.graph_across_hosts:
+        need = "graph=False: between hosts the host waits for the numbers of rows"
+        yield Rejection("hosts", parties, "graph=True", need)
 
 
 def placement(p: Pairing) -> Violations:

@@ -31,6 +31,8 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
     Counts are exchanged first and read on the host: T may differ from rank to rank and be 0.
     """
 
+    near_first = False  # ranks that have all tokens must agree on copies
+
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),

@@ -74,7 +74,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
     ) -> Receiver:
         manager, device = self.manager, x_TH.device
         manager.check_device(device)
-        # Ranks take turns with the copies of an expert.
+        # Ranks take turns with copies that are equally near.
         rank_TK, slot_TK, invalid = pairs_to_slots(
             routing.topk_ids_TK, self.tables(device), first_token=manager.rank, together=True
         )

@@ -25,6 +25,8 @@ class ReplicatedEPPrepareAndFinalize(AgreeingPart):
     affair, so nothing is promised about the last bits.
     """
 
+    near_first = False  # ranks that have all tokens must agree on copies
+
     requires = PrepareFinalizeRequirements(
         activation_format=ActivationFormat.STANDARD,
         reduces=frozenset({Reduce.NOOP, Reduce.CONTIGUOUS, Reduce.DELEGATE}),

@@ -78,6 +78,7 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     """
 
     manager_class: ClassVar[type[Any]] = TorchGroup
+    near_first: ClassVar[bool] = True  # a pair goes to its expert's nearest copy
     manager: M
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
@@ -93,9 +94,9 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
     def _check_hosts(self) -> None:
         """ConfigurationError where the ranks' hosts are not as the part or the problem needs."""
         per_host = self.problem.parallel.ranks_per_host
-        part, one_host = type(self).__name__, self.requires.one_host
+        part, requires = type(self).__name__, self.requires
         try:
-            check_hosts(self.manager.hosts, part=part, one_host=one_host, ranks_per_host=per_host)
+            check_hosts(self.manager.hosts, part=part, requires=requires, ranks_per_host=per_host)
         except ConfigurationError:
             self.destroy()
             raise
@@ -119,16 +120,15 @@ class GroupPart(PrepareAndFinalize, Generic[M]):
             self.manager.destroy()
 
     def tables(self, device: torch.device) -> PlacementTables:
-        """Return the placement on `device`."""
+        """Return the placement on `device`; of copies the nearest, where `near_first`."""
         if device not in self._tables:
-            self._tables[device] = self.problem.placement.tables(device)
+            rank, hosts = self.manager.rank, self.manager.hosts
+            near = ((rank,), hosts.ranks_on(hosts.index_W[rank])) if self.near_first else ()
+            self._tables[device] = self.problem.placement.tables(device, near)
         return self._tables[device]
 
     def numbering(self, device: torch.device, *, sinks: int = 0) -> Numbering:
-        """Assign numbers to experts, and to sinks, for ids on `device`.
-
-        Ranks take turns with the copies of an expert.
-        """
+        """Assign numbers to experts, and to sinks, for ids on `device`."""
         return Numbering(self.problem.placement, self.tables(device), self.manager.rank, sinks)
 
     def prepare(

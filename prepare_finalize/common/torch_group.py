@@ -294,6 +294,13 @@ class TorchGroup:
         if self.device == "cuda" and group is not None:
             group.abort()
 
+    def _beyond(self, keeper: int) -> tuple[int, ...]:
+        """Return whom this rank does not reach where the store's host is silent: all ranks of that
+        host, unless it is this one's."""
+        index_W = self.hosts.index_W
+        here = len(index_W) <= keeper or index_W[keeper] == index_W[self.rank]
+        return (keeper,) if here else self.hosts.ranks_on(index_W[keeper])
+
     def _failed(
         self, record: dict[str, Any], started_s: float, error: RuntimeError
     ) -> CommunicationError:
@@ -311,6 +318,8 @@ class TorchGroup:
         failed = self._board.post(record, until)
         peers = self._keeper
         why = "the group's store, which that rank may keep, does not answer"
+        if failed is None and peers and not self._board.ended:
+            peers = self._beyond(peers[0])
         if failed is not None:
             failed.setdefault(self.rank, record)
             peers, why = culprits(self.rank, self.world_size, failed, self.deadline_s)

@@ -29,8 +29,9 @@ from modular_kernel.errors import (
     DeviceError,
     UnsupportedError,
 )
-from modular_kernel.settings import nvshmem_asks_for_ibgda
+from modular_kernel.settings import deepep_disables_gin, nvshmem_asks_for_ibgda
 from prepare_finalize.common.torch_group import in_short
+from prepare_finalize.deepep.arguments import few_tokens, many_tokens
 from prepare_finalize.deepep.low_latency_buffer import LowLatency
 from prepare_finalize.rendezvous.connect import deadline_of, in_time, meeting_place, member_group
 from prepare_finalize.rendezvous.hosts import find_hosts
@@ -38,7 +39,6 @@ from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
 R = TypeVar("R")
 _LIBRARY_S = 100.0  # the library's own patience on the GPU, where it can be told
-_ALIGNMENT = 128  # bytes, of a high-throughput buffer
 _NICS = Path("/sys/class/infiniband")
 # What the library raises: its own checks, Python's, and the loader's.
 _FAILURES = (RuntimeError, AssertionError, ImportError, OSError, ValueError)
@@ -79,6 +79,7 @@ class DeepEPGroup:
     """
 
     device = "cuda"
+    _between_hosts = 0  # buffers of this process that hold NVSHMEM
 
     def __init__(
         self,
@@ -170,14 +171,40 @@ class DeepEPGroup:
         self._destroyed = True
         torch.cuda.synchronize()
         self._meeting.agree({"destroy": list(buffers)})
-        for buffer in reversed(buffers.values()):
+        for key, buffer in reversed(buffers.items()):
             buffer.destroy()
+            DeepEPGroup._between_hosts -= self._is_between_hosts(key)
+
+    def _check_network(self, facts: Facts) -> None:
+        """Between hosts: CommunicationError unless ranks have `facts` in common, and RDMA NICs or
+        none; ConfigurationError on all of them where it is none."""
+        if len(self.hosts) == 1:
+            return
+        self.agree({"RDMA NIC": has_rdma_nic(), **facts})
+        if not has_rdma_nic():
+            need = "RDMA NICs, over which DeepEP reaches other hosts"
+            raise ConfigurationError("network of the hosts", got="no RDMA NIC", need=need)
+
+    def _check_nvshmem(self) -> None:
+        """Between hosts: as `_check_network`; ConfigurationError where a buffer is there already.
+
+        The library starts NVSHMEM anew with each buffer, and a process may do that once: ranks are
+        numbered otherwise for many tokens than for few.
+        """
+        if len(self.hosts) == 1:
+            return
+        facts = {"IBGDA": nvshmem_asks_for_ibgda(), "buffers": DeepEPGroup._between_hosts}
+        self._check_network(facts)
+        if DeepEPGroup._between_hosts:
+            need = "one buffer of deep_ep 1.2 in a process, of one kind and size, between hosts"
+            raise ConfigurationError("DeepEP's buffers", got="another is in use", need=need)
 
     def _kept(self, key: tuple[object, ...], make: Callable[[], R]) -> R:
         self.check_open()
         if key not in self._buffers:
             try:
                 self._buffers[key] = make()
+                DeepEPGroup._between_hosts += self._is_between_hosts(key)
             except _FAILURES as error:
                 if isinstance(error, (CommunicationError, ConfigurationError)):
                     raise
@@ -187,31 +214,24 @@ class DeepEPGroup:
         kept: R = self._buffers[key]
         return kept
 
+    def _is_between_hosts(self, key: tuple[object, ...]) -> bool:
+        """Tell whether a buffer is the first generation's, over several hosts."""
+        return len(self.hosts) > 1 and key[0] != "elastic"
+
     def _make_high_throughput(self, hidden: int) -> "HighThroughput":
         kind = load_deepep(1).Buffer
-        configs = [
-            _config(kind, of, self.world_size, self.num_sms)
-            for of in ("get_dispatch_config", "get_combine_config")
-        ]
-        row = hidden * torch.bfloat16.itemsize
-        most = max(config.get_nvl_buffer_size_hint(row, self.world_size) for config in configs)
-        nbytes = math.ceil(most / _ALIGNMENT) * _ALIGNMENT
-        buffer = kind(self.process_group, nbytes, 0, explicitly_destroy=True)
-        return HighThroughput(buffer, *configs)
+        made = many_tokens(kind, hidden, self.world_size, self.num_sms)
+        self._check_nvshmem()
+        buffer = made.arguments.make(kind, self.process_group)
+        return HighThroughput(buffer, made.dispatch, made.combine)
 
     def _make_low_latency(self, tokens: int, hidden: int, experts: int) -> LowLatency:
         kind = load_deepep(1).Buffer
+        self._check_nvshmem()
         if nvshmem_asks_for_ibgda() and not has_rdma_nic():
             raise no_queue_pairs("IBGDA asked for, and no RDMA NIC here")
-        nbytes = kind.get_low_latency_rdma_size_hint(tokens, hidden, self.world_size, experts)
-        buffer = kind(
-            self.process_group,
-            0,
-            nbytes,
-            low_latency_mode=True,
-            num_qps_per_rank=experts // self.world_size,
-            explicitly_destroy=True,
-        )
+        arguments = few_tokens(kind, tokens, hidden, experts, self.world_size)
+        buffer = arguments.make(kind, self.process_group)
         # The library sets the variable itself, unless it was built to do without.
         if nvshmem_asks_for_ibgda() and not has_rdma_nic():
             buffer.destroy()
@@ -225,6 +245,10 @@ class DeepEPGroup:
 
     def _make_elastic(self, tokens: int, hidden: int, top_k: int) -> Any:
         kind = load_deepep(2).ElasticBuffer
+        self._check_network({"EP_DISABLE_GIN": "1" if deepep_disables_gin() else "0"})
+        if len(self.hosts) > 1 and deepep_disables_gin():
+            need = "EP_DISABLE_GIN=0: hosts reach each other through NCCL's GIN alone"
+            raise ConfigurationError("DeepEP's elastic buffer", got="EP_DISABLE_GIN=1", need=need)
         # The library takes over NCCL's communicator, which exists from the first exchange on.
         dist.barrier(self.process_group, device_ids=[torch.cuda.current_device()])
         seconds = math.ceil(max(_LIBRARY_S, self.deadline_s))
@@ -250,7 +274,10 @@ class HighThroughput:
 
 
 _NEEDS = {
-    "high throughput": "GPUs of one host that reach each other over NVLink, 2, 4 or 8 of them",
+    "high throughput": (
+        "GPUs of a host that reach each other over NVLink, 2, 4 or 8 of them; 8 of each of several"
+        " hosts, with NVSHMEM and RDMA NICs"
+    ),
     "low latency": "NVSHMEM, and GPUs that reach each other over NVLink or through RDMA NICs",
     "elastic": "NCCL 2.30.4 or newer, nvcc and cuobjdump, and EP_DISABLE_GIN=1 without RDMA NICs",
 }
@@ -270,20 +297,6 @@ def no_queue_pairs(got: str) -> ConfigurationError:
         " NVSHMEM_REMOTE_TRANSPORT=none"
     )
     return ConfigurationError("DeepEP's low latency buffer", got=got, need=need)
-
-
-def _config(kind: Any, method: str, world_size: int, num_sms: int | None) -> Any:
-    """Return the library's configuration, with `num_sms` if given.
-
-    The library takes `num_sms` from the configuration's class.
-    """
-    before = kind.num_sms
-    try:
-        if num_sms is not None:
-            kind.num_sms = num_sms
-        return getattr(kind, method)(world_size)
-    finally:
-        kind.num_sms = before
 
 
 def _nccl_group(group: object | None) -> dist.ProcessGroup:

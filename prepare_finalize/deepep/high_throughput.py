@@ -1,4 +1,4 @@
-"""DeepEP's high-throughput kernels (first generation): training and prefill over NVLink."""
+"""DeepEP's high-throughput kernels (first generation): training and prefill."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, H
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantise_tokens
+from prepare_finalize.deepep.arguments import PEERS, WORLD_SIZES
 from prepare_finalize.deepep.part import BF16, HOPPER, DeepEPHandle, DeepEPRowsPart
 
-_WORLD_SIZES = (2, 4, 8)
 # A row travels in two halves, each of them and 8 bytes in 8 KiB, a multiple of 16 bytes.
 _MOST_ROW_BYTES = 2 * 8176
 
@@ -23,8 +23,10 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
     """A token's row goes once to each rank that holds one of its experts; that rank weights and
     adds up its pairs of the row, and the combine adds the ranks' sums, bfloat16 rows in float32.
 
-    The host waits for nothing: a call has the most rows that can come, of which those that stand
-    for no token have only ids of -1, and are undefined besides, their weights too. Activations are
+    On one host the host waits for nothing: a call has the most rows that can come, of which those
+    that stand for no token have only ids of -1, and are undefined besides, their weights too.
+    Between hosts, of 8 ranks each, it waits for the numbers of rows, and no call can be captured: a
+    row goes once to each host, and from there to its ranks. Activations are
     quantised before they travel, where the scheme quantises them. T may differ from rank to rank
     and be 0.
     """
@@ -44,24 +46,36 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         localises_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(_WORLD_SIZES[0], _WORLD_SIZES[-1]),
-        one_host=True,
+        world_sizes=(WORLD_SIZES[0], WORLD_SIZES[-1]),
+        ranks_per_host=PEERS,
+        full_hosts=True,
+        graph_across_hosts=False,
         asynchronous=True,
         received_by_library=True,
     )
-    most_slots = 128
 
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         found = list(super().extra_rejections(problem, machine))
         parties, world = (cls.__name__, "problem"), problem.parallel.world_size
-        if world not in _WORLD_SIZES and _WORLD_SIZES[0] <= world <= _WORLD_SIZES[-1]:
-            found.append(Rejection("world_size", parties, str(world), "2, 4 or 8"))
+        if world not in WORLD_SIZES and WORLD_SIZES[0] <= world <= WORLD_SIZES[-1]:
+            need = f"one of {', '.join(map(str, WORLD_SIZES))}"
+            found.append(Rejection("world_size", parties, str(world), need))
         widest = _MOST_ROW_BYTES // torch.bfloat16.itemsize
         if problem.hidden > widest:
             need = f"<= {widest}: a row in two halves of the bulk copy's buffer"
             found.append(Rejection("hidden", parties, str(problem.hidden), need))
         return tuple(found)
+
+    @classmethod
+    def most_slots(cls, problem: Problem) -> int:
+        # A block of threads counts rows: 128 for a rank's experts, 512 for those of a host.
+        return 128 if problem.parallel.hosts == 1 else 512 // PEERS
+
+    @property
+    def host_waits(self) -> bool:
+        """Whether the library tells the host how many rows came, and returns no others."""
+        return self.problem.parallel.hosts > 1
 
     def make_buffer(self) -> None:
         self.manager.high_throughput(self.problem.hidden)
@@ -93,17 +107,18 @@ class DeepEPHTPrepareAndFinalize(DeepEPRowsPart):
         travels = scale is not None and not self.problem.scheme.static
         # What a graph holds stays alive in its pool, and needs no stream to be recorded.
         overlaps = not (at_once or self.manager.capturing)
-        counts_R, _, counts_E, is_there_TR, _ = made.buffer.get_dispatch_layout(
+        counts_R, counts_H, counts_E, is_there_TR, _ = made.buffer.get_dispatch_layout(
             pairs.numbers_TK, self.numbers
         )
         got_x, got_ids, got_weights, _, given, event = made.buffer.dispatch(
             (rows, scale) if travels else rows.contiguous(),
             num_tokens_per_rank=counts_R,
+            num_tokens_per_rdma_rank=counts_H,
             is_token_in_rank=is_there_TR,
             num_tokens_per_expert=counts_E,
             topk_idx=pairs.numbers_TK,
             topk_weights=pairs.weights_TK,
-            num_worst_tokens=self.dispatch_shape(len(x_TH)).tokens,
+            num_worst_tokens=0 if self.host_waits else self.dispatch_shape(len(x_TH)).tokens,
             config=made.dispatch_config,
             async_finish=overlaps,
         )

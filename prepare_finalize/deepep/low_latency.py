@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.contracts import Call, Receiver, TopKWeightAndReduce
-from modular_kernel.ops.expert_slots import number_pairs, slots_of
+from modular_kernel.ops.expert_slots import number_pairs
 from modular_kernel.ops.quantise import (
     BatchedRows,
     quantise_rows,
@@ -27,6 +27,7 @@ from modular_kernel.tensors import (
 from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import quantises
+from prepare_finalize.deepep.arguments import PEERS
 from prepare_finalize.deepep.low_latency_buffer import Arrival, LowLatency
 from prepare_finalize.deepep.part import (
     BF16,
@@ -38,7 +39,6 @@ from prepare_finalize.deepep.part import (
 _GROUP = 128  # values that share a scale in what the library quantises
 # Rows of all ranks for an expert must be a multiple of 4; so are a rank's then.
 _TOKENS_MULTIPLE = 4
-_MOST_EXPERTS = 14 * 114  # of the Hopper GPU that has the fewest multiprocessors
 # The kernels are compiled for these.
 _HIDDEN = frozenset({2048, 2560, 4096, 5120, 6144, 7168, 8192})
 
@@ -74,23 +74,21 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
         localises_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(2, 8),
-        one_host=True,
+        world_sizes=(2, None),
+        ranks_per_host=PEERS,
+        full_hosts=True,
         asynchronous=True,
         received_by_library=True,
         capacity_unit=_TOKENS_MULTIPLE,
     )
 
+    # 14 for each multiprocessor, of the Hopper GPU that has the fewest.
+    most_experts = 14 * 114
+
     @classmethod
     def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
         found = list(super().extra_rejections(problem, machine))
         held = sorted({len(slots) for slots in problem.placement.slots})
-        numbers = slots_of(problem.placement) * problem.parallel.world_size
-        if numbers > _MOST_EXPERTS:
-            need = f"<= {_MOST_EXPERTS}: 14 for each multiprocessor"
-            found.append(
-                Rejection("max_experts", (cls.__name__, "problem"), f"{numbers} in all", need)
-            )
         if len(held) > 1:
             got, need = f"{held[0]} to {held[-1]} experts on a rank", "as many on each"
             found.append(Rejection("placement", (cls.__name__, "problem"), got, need))

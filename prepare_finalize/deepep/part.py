@@ -43,7 +43,7 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
     manager_class = DeepEPGroup
     generation = 1  # of the library
     ids_dtype = torch.int64  # as the library takes them
-    most_slots: int | None = None  # experts of a rank
+    most_experts: int | None = None  # of all ranks, as many on each
 
     def __init__(self, problem: Problem, group: object | None = None) -> None:
         load_deepep(self.generation)
@@ -62,15 +62,24 @@ class DeepEPPart(AtOncePart[DeepEPGroup]):
             need = "a scale of each token or group, or a static one"
             hint = "a dispatch by this library exchanges no maxima"
             found.append(Rejection("dispatch_quant", parties, got, need, hint))
-        slots = slots_of(problem.placement)
-        if cls.most_slots is not None and slots > cls.most_slots:
-            need = f"<= {cls.most_slots} experts on a rank"
+        slots, most = slots_of(problem.placement), cls.most_slots(problem)
+        if most is not None and slots > most:
+            need = f"<= {most} experts on a rank"
             found.append(Rejection("max_experts", parties, f"{slots} on one", need))
+        numbers = slots * problem.parallel.world_size
+        if cls.most_experts is not None and numbers > cls.most_experts:
+            need = f"<= {cls.most_experts} in all"
+            found.append(Rejection("max_experts", parties, f"{numbers} in all", need))
         if cls.generation != 1 and "deep_ep_cpp" in machine.packages:
             hint = "both generations are one package by name: give each an environment"
             parties = (name, "machine")
             found.append(Rejection("package", parties, "deep_ep 1", "deep_ep 2", hint))
         return tuple(found)
+
+    @classmethod
+    def most_slots(cls, problem: Problem) -> int | None:
+        """Return how many experts a rank may have; None for any number."""
+        return None
 
     @abstractmethod
     def make_buffer(self) -> None:

@@ -9,11 +9,12 @@ import torch
 from modular_kernel.contracts import Call, Receiver
 from modular_kernel.ops.mask_unwritten import live_pairs
 from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements
+from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import ContiguousShape, Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Reduce, Rows
+from modular_kernel.types import ActivationFormat, Machine, Problem, Reduce, Rows
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.tokens import number_and_quantise_tokens
+from prepare_finalize.deepep.arguments import PEERS
 from prepare_finalize.deepep.group import load_deepep
 from prepare_finalize.deepep.part import (
     BF16,
@@ -23,6 +24,8 @@ from prepare_finalize.deepep.part import (
 )
 
 _LEAST_TOKENS, _STEP = 8, 128
+_MOST_HOSTS = 32
+_COUNTING_THREADS = 128  # one for each rank of a host and each expert of a rank
 
 
 class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
@@ -50,13 +53,29 @@ class DeepEPV2PrepareAndFinalize(DeepEPRowsPart):
         localises_ids=True,
         padding=Rows.UNDEFINED,
         dispatch_schemes=ACTIVATION_SCHEMES,
-        world_sizes=(2, 8),
-        one_host=True,
+        world_sizes=(2, PEERS * _MOST_HOSTS),
+        ranks_per_host=PEERS,
         asynchronous=True,
         received_by_library=True,
     )
     generation = 2
-    most_slots = 256
+    most_experts = 2048
+
+    @classmethod
+    def most_slots(cls, problem: Problem) -> int:
+        parallel = problem.parallel
+        if parallel.hosts == 1:
+            return 256
+        return _COUNTING_THREADS - parallel.world_size // parallel.hosts
+
+    @classmethod
+    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
+        found = list(super().extra_rejections(problem, machine))
+        parties, hosts = (cls.__name__, "problem"), problem.parallel.hosts
+        if hosts > _MOST_HOSTS:
+            need = f"at most {_MOST_HOSTS}"
+            found.append(Rejection("hosts", parties, f"{hosts} hosts", need))
+        return tuple(found)
 
     def make_buffer(self) -> None:
         self.ids_dtype = load_deepep(self.generation).topk_idx_t

@@ -15,7 +15,7 @@ from prepare_finalize.rendezvous.connect import (
     meeting_place,
     member_group,
 )
-from prepare_finalize.rendezvous.hosts import check_hosts, find_hosts
+from prepare_finalize.rendezvous.hosts import check_one_host, find_hosts
 from prepare_finalize.rendezvous.store_rounds import Facts, Meeting
 
 Shape = TypeVar("Shape")
@@ -68,7 +68,7 @@ class ExchangeManager(ABC, Generic[Shape]):
         self._store = PrefixStore(f"{place}{beside}", store)
         self._meeting = Meeting(self._store, self.rank, self.world_size, self.deadline_s)
         self.hosts = find_hosts(self._meeting, self.rank)
-        check_hosts(self.hosts, part=self.package, one_host=True, ranks_per_host=None)
+        check_one_host(self.hosts, self.package)
 
     def agree(self, facts: Facts) -> None:
         """CommunicationError on every rank unless all tell the same facts."""

@@ -60,10 +60,14 @@ class LastCalls:
 
 
 class FailureBoard:
-    """Where a rank that failed says so, and sees who else did: who is missing is the culprit."""
+    """Where a rank that failed says so, and sees who else did: who is missing is the culprit.
+
+    ended: whether the store, asked last, closed the connection, as it does when its process ends.
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
+        self.ended = False
 
     def post(self, record: Mapping[str, Any], until_s: float) -> dict[int, dict[str, Any]] | None:
         """Publish a record; every rank's, as far as known at `until_s` (time.monotonic).
@@ -82,7 +86,7 @@ class FailureBoard:
                     answered_s[0] = time.monotonic()
                     time.sleep(_POLL_S)
             except RuntimeError:
-                answered_s[0] = -math.inf
+                answered_s[0], self.ended = -math.inf, True
 
         thread = run_aside(ask)
         thread.join(until_s + _SILENCE_S - time.monotonic())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.settings import read_settings
+from modular_kernel.support import PrepareFinalizeRequirements
 from prepare_finalize.rendezvous.store_rounds import Meeting
 
 _IN_MEMORY = Path("/dev/shm")
@@ -78,17 +79,32 @@ def find_hosts(meeting: Meeting, rank: int) -> Hosts:
     return Hosts(tuple(map(order.index, first)), _distinct([told[rank]["name"] for rank in order]))
 
 
-def check_hosts(hosts: Hosts, *, part: str, one_host: bool, ranks_per_host: int | None) -> None:
-    """ConfigurationError where ranks are not as a part or a problem needs; on every rank alike.
-
-    one_host: the part's ranks share memory. ranks_per_host: what the problem says of the cluster;
-    None if it says nothing.
-    """
-    if one_host and len(hosts) > 1:
+def check_one_host(hosts: Hosts, part: str) -> None:
+    """ConfigurationError on every rank alike where `part`'s ranks share no memory."""
+    if len(hosts) > 1:
         need = f"one host, whose memory {part} shares"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
+
+
+def check_hosts(
+    hosts: Hosts, *, part: str, requires: PrepareFinalizeRequirements, ranks_per_host: int | None
+) -> None:
+    """ConfigurationError where ranks are not as a part or a problem needs; on every rank alike.
+
+    requires: what the part declares. ranks_per_host: what the problem says of the cluster; None if
+    it says nothing.
+    """
+    if requires.one_host:
+        check_one_host(hosts, part)
     if ranks_per_host is not None and not hosts.in_blocks_of(ranks_per_host):
         need = f"{ranks_per_host} on each, in blocks, as Parallel.ranks_per_host says"
+        raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
+    most = requires.ranks_per_host
+    if most is None:
+        return
+    each, exact = len(hosts.index_W) // len(hosts), requires.full_hosts and len(hosts) > 1
+    if not hosts.in_blocks_of(each) or each > most or (exact and each != most):
+        need = f"{'' if exact else 'at most '}{most} on each, in blocks of one size, for {part}"
         raise ConfigurationError("hosts of the ranks", got=str(hosts), need=need)
 
 

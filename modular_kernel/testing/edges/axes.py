@@ -226,7 +226,8 @@ def _problem_lines(base: EdgeSituation) -> Iterator[Line]:
 
     def among(ranks: int) -> EdgeSituation | None:
         parallel = problem.parallel
-        if parallel.placement != "linear" or not 1 <= ranks <= problem.experts:
+        whole = ranks % (parallel.ranks_per_host or 1) == 0
+        if parallel.placement != "linear" or not 1 <= ranks <= problem.experts or not whole:
             return None
         return _changed(base, "problem", parallel=replace(parallel, world_size=ranks))
 

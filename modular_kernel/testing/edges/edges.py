@@ -110,8 +110,8 @@ def edges_of(
 
     machine: tried first; then a GPU with what both parts ask for. depth: how many fields may differ
     from that problem's, the edge's own among them. More find rules that bear on unusual problems
-    only, and take a hundred times as long for each. start: the problem to begin at; None takes a
-    small one in the part's first scheme.
+    only, and take a hundred times as long for each. start: the problem to begin at, on its ranks if
+    they are several; None takes a small one in the part's first scheme.
     """
     base = _valid(pf, experts, machine, start or _start(experts.requires))
     found = Edges(base)
@@ -137,10 +137,11 @@ def _valid(
     arches += [min(req.archs) for req in declared if req.archs]
     gpu = Machine("cuda", max([(9, 0), *arches]), packages)
     sizes = (start.hidden, *_HIDDEN, *sorted(pf.requires.hidden_sizes or ()))
+    several = start.parallel.world_size > 1
     for where in (machine, gpu):
-        for ranks in _RANKS:
+        for parallel in (start.parallel,) if several else map(Parallel, _RANKS):
             for hidden in sizes:
-                problem = replace(start, hidden=hidden, parallel=Parallel(ranks))
+                problem = replace(start, hidden=hidden, parallel=parallel)
                 one = EdgeSituation(pf, experts, pf.requires, experts.requires, problem, where)
                 if one.verdict.ok:
                     return one

@@ -13,17 +13,18 @@ from modular_kernel.testing.verify.scene_stage import Stage, said
 
 
 def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
-    """All ranks on one host; then each on its own, if the part serves several."""
-    ranks, one_host = on.world_size, on.part.requires.one_host
+    """All ranks on one host; then each on its own, if the part serves any."""
+    ranks, requires = on.world_size, on.part.requires
     manager = manager_class(on.part)(None)
     name = read_settings().host_id or socket.gethostname()
     yield str(manager.hosts), f"{ranks} ranks on one host, {name}"
     together, alone = _with_hosts_of(on, ranks), _with_hosts_of(on, 1)
     yield together.goes(together.over(manager))
-    refused = "IncompatibleError" if one_host else "ConfigurationError"
+    judged = requires.one_host or requires.full_hosts
+    refused = "IncompatibleError" if judged else "ConfigurationError"
     yield said(lambda: str(alone.over(manager))), refused
     manager.destroy()
-    if not one_host:
+    if not requires.one_host and requires.ranks_per_host is None:
         yield from _apart(alone)
 
 

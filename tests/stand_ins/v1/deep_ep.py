@@ -1,17 +1,48 @@
 """DeepEP V1's interface, over any process group."""
 
+from typing import ClassVar
+
 import torch
 import torch.distributed as dist
 from moved_rows import Event, rows_by_expert, rows_by_rank, sums_by_expert, sums_by_rank, worst
 
+PEERS = 8
+# Rows of a chunk that wait to be received over NVLink and over RDMA, by ranks.
+ROWS = {
+    2: (256, 128), 4: (256, 128), 8: (256, 128), 16: (288, 140), 24: (288, 128), 32: (288, 128),
+    64: (288, 140), 128: (560, 128), 144: (720, 132), 160: (720, 132),
+}  # fmt: skip
+# Kernels between hosts are compiled for so many of them; the table above has one more.
+HOSTS = 2, 4, 8, 16, 18, 20
+BESIDE = 8 + 128 * 4 + 128 * 8 + 128 * 4  # bytes: source, ids, weights and scales of a row
+
 
 class Config:
+    """combine: its hints differ from a dispatch's, as the library's do."""
+
+    def __init__(self, num_sms, ranks, combine):
+        assert ranks in ROWS, f"Unsupported number of EP ranks: {ranks}"
+        self.channels, (self.nvl_rows, self.rdma_rows) = num_sms // 2, ROWS[ranks]
+        self.nvl_rows += combine
+
     def get_nvl_buffer_size_hint(self, hidden_bytes, num_ranks):
-        return hidden_bytes * num_ranks + 1  # the caller rounds up
+        rows = self.channels * min(num_ranks, PEERS) * self.nvl_rows
+        return rows * (hidden_bytes + BESIDE) + 1  # the caller rounds up
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes, num_ranks):
+        if num_ranks <= PEERS:
+            return 0
+        assert num_ranks % PEERS == 0
+        rows = self.channels * (num_ranks // PEERS) * self.rdma_rows
+        return rows * (hidden_bytes + BESIDE + 16) * 2 + 1
 
 
 class Buffer:
+    """peers: ranks of a host. made: the arguments of each, the group's size first."""
+
     num_sms = 20
+    peers = PEERS
+    made: ClassVar[list] = []
 
     def __init__(
         self,
@@ -22,12 +53,26 @@ class Buffer:
         num_qps_per_rank=24,
         explicitly_destroy=False,
     ):
-        assert num_nvl_bytes % 128 == 0
-        assert num_rdma_bytes > 0 if low_latency_mode else num_nvl_bytes > 0
+        ranks = dist.get_world_size() if group is None else group.size()
+        self.internode = ranks > self.peers and not low_latency_mode
         assert explicitly_destroy
+        assert ranks < self.peers or ranks % self.peers == 0
+        assert num_nvl_bytes % 128 == num_rdma_bytes % 128 == 0
+        if low_latency_mode:
+            assert num_rdma_bytes > 0
+        else:
+            assert num_nvl_bytes > 0
+            assert (num_rdma_bytes > 0) is self.internode
+        if self.internode:
+            assert ranks // self.peers in HOSTS, "Unsupported RDMA ranks"
+            assert max(num_nvl_bytes, num_rdma_bytes) < 2**31
+            assert num_qps_per_rank in (self.num_sms // 2, self.num_sms), "queue pairs of channels"
+        Buffer.made.append(
+            (ranks, num_nvl_bytes, num_rdma_bytes, low_latency_mode, num_qps_per_rank)
+        )
 
     def destroy(self):
-        pass
+        Buffer.made.append("destroyed")
 
     @staticmethod
     def set_num_sms(number):
@@ -36,14 +81,20 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks):
-        return Config()
+        return Config(Buffer.num_sms, num_ranks, False)
 
-    get_combine_config = get_dispatch_config
+    @staticmethod
+    def get_combine_config(num_ranks):
+        return Config(Buffer.num_sms, num_ranks, True)
 
     def get_dispatch_layout(self, topk_idx, num_experts):
         assert topk_idx.dtype == torch.int64
         self.experts = num_experts
-        return "per rank", None, "per expert", "in rank", None
+        return "per rank", self._per_host, "per expert", "in rank", None
+
+    @property
+    def _per_host(self):
+        return "per host" if self.internode else None
 
     def dispatch(
         self,
@@ -62,20 +113,24 @@ class Buffer:
         async_finish=False,
     ):
         """num_worst_tokens: so many rows come back, ids are -1 behind those that came, and nothing
-        else is written there. The host then waits for nothing, and knows no numbers."""
+        else is written there. The host then waits for nothing, and knows no numbers. Between hosts
+        there is no such thing."""
         assert (num_tokens_per_rank, is_token_in_rank) == ("per rank", "in rank")
         assert num_tokens_per_expert == "per expert"
-        assert num_worst_tokens > 0, "the host would wait, which no graph can hold"
+        assert num_tokens_per_rdma_rank == self._per_host
+        if self.internode:
+            assert num_worst_tokens == 0, "Internode dispatch has no num_worst_tokens"
+        else:
+            assert num_worst_tokens > 0, "the host would wait, which no graph can hold"
         for tensor in (topk_idx, topk_weights, *(x if isinstance(x, tuple) else (x,))):
             assert tensor.is_contiguous()
         assert topk_weights.dtype == torch.float32
         rows, ids, weights, places = rows_by_rank(x, topk_idx, topk_weights, self.experts, 0.0)
-        padded = [
-            worst(part, num_worst_tokens) for part in (rows if isinstance(x, tuple) else (rows,))
-        ]
+        number = num_worst_tokens or len(ids)
+        padded = [worst(part, number) for part in (rows if isinstance(x, tuple) else (rows,))]
         received = tuple(padded) if isinstance(x, tuple) else padded[0]
-        ids, weights = worst(ids, num_worst_tokens, -1), worst(weights, num_worst_tokens)
-        handle = places, len(topk_idx), num_worst_tokens
+        ids, weights = worst(ids, number, -1), worst(weights, number)
+        handle = places, len(topk_idx), number
         return received, ids, weights, [], handle, Event(async_finish)
 
     def combine(self, x, handle, config=None):
@@ -87,7 +142,8 @@ class Buffer:
 
     @staticmethod
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, ranks, experts):
-        return hidden
+        assert num_max_dispatch_tokens_per_rank * ranks % 4 == experts % ranks == 0
+        return experts * num_max_dispatch_tokens_per_rank * hidden * 8 + 128
 
     def low_latency_dispatch(
         self, x, topk_idx, most, num_experts, use_fp8=True, return_recv_hook=False

@@ -1,0 +1,197 @@
+"""Two hosts on one machine: network namespaces with names, addresses and /dev/shm of their own,
+joined by a cable whose delay, loss and cut are told; and ranks on them that do as they are told.
+
+Where namespaces are not permitted, ranks are on one network and MK_HOST_ID keeps them apart.
+"""
+
+import ctypes
+import fcntl
+import heapq
+import json
+import os
+import random
+import selectors
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("rank_on_a_host.py")
+_TAP, _NO_HEADER, _TUNSETIFF, _NEW_NETWORK = 0x0002, 0x1000, 0x400454CA, 0x40000000
+# A host's ranks have one /dev/shm, which is a folder that no other host sees.
+_OWN = 'hostname "$0" && mount --bind "$1" /dev/shm && shift && exec "$@"'
+Answer = dict[str, Any]
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=20)
+
+
+@cache
+def namespaces_are_permitted() -> bool:
+    """Tell whether this process may make hosts with a network of their own."""
+    make = "ip tuntap add t0 mode tap && mount --bind /tmp /dev/shm && hostname x"
+    try:
+        _run("unshare", "-n", "-u", "-m", "sh", "-c", make)
+        _run("ip", "netns", "list")
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return os.access("/dev/net/tun", os.R_OK | os.W_OK)
+
+
+class Cable(threading.Thread):
+    """Carries frames between eth0 of two namespaces. delay_s each way; loss: the share of frames
+    that is lost; cut: none arrives, and nobody is told."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(daemon=True)
+        self.delay_s, self.loss, self.cut, self._names = 0.0, 0.0, False, names
+        self._ends, self._done, self._ready = list[int](), threading.Event(), threading.Event()
+
+    def plug_in(self) -> None:
+        self.start()
+        assert self._ready.wait(10), "no TAP devices"
+
+    def unplug(self) -> None:
+        self._done.set()
+        self.join(5)
+
+    def run(self) -> None:
+        # A thread has a network namespace of its own, and a TAP is opened in its namespace.
+        libc = ctypes.CDLL(None, use_errno=True)
+        for name in self._names:
+            there = os.open(f"/run/netns/{name}", os.O_RDONLY)
+            assert libc.setns(there, _NEW_NETWORK) == 0
+            os.close(there)
+            end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", b"eth0", _TAP | _NO_HEADER))
+            self._ends.append(end)
+        self._ready.set()
+        self._carry()
+        for end in self._ends:
+            os.close(end)
+
+    def _carry(self) -> None:
+        chance, number = random.Random(0), 0
+        waiting: list[tuple[float, int, int, bytes]] = []
+        selector = selectors.DefaultSelector()
+        for at, end in enumerate(self._ends):
+            selector.register(end, selectors.EVENT_READ, at)
+        while not self._done.is_set():
+            until = waiting[0][0] - time.monotonic() if waiting else 0.1
+            for key, _ in selector.select(max(0.0, min(until, 0.1))):
+                with suppress(OSError):
+                    frame = os.read(key.fd, 65536)
+                    number += 1
+                    if not (self.cut or chance.random() < self.loss):
+                        due = time.monotonic() + self.delay_s
+                        heapq.heappush(waiting, (due, number, 1 - key.data, frame))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, to, frame = heapq.heappop(waiting)
+                with suppress(OSError):
+                    os.write(self._ends[to], frame)
+
+
+class Rank:
+    """One process, told what to do a line at a time."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=environment, **pipes)
+
+    def tell(self, *words: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(map(str, words)) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Answer:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"a rank ended with {self.process.wait(10)}"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+class World:
+    """Two ranks on each of two hosts, a and b."""
+
+    def __init__(self, ranks: list[Rank], cable: Cable | None, names: Sequence[str]) -> None:
+        self.ranks, self.cable, self.names = ranks, cable, names
+
+    def all(self, *words: object, ranks: Sequence[int] = (0, 1, 2, 3)) -> list[Answer]:
+        """Tell ranks the same, and return what each answers."""
+        for rank in ranks:
+            self.ranks[rank].tell(*words)
+        return [self.ranks[rank].answer() for rank in ranks]
+
+
+@contextmanager
+def world_of_hosts(*, apart: bool, join_s: float = 60, **variables: str) -> Iterator[World]:
+    """Four ranks of a gloo group on two hosts. apart: each host has a network of its own.
+
+    variables: more of the ranks' environment. Ranks answer once they are started.
+    """
+    names = [f"mk{os.getpid()}{host}" for host in "ab"]
+    cable, ranks = None, list[Rank]()
+    address = "10.77.0.1" if apart else "127.0.0.1"
+    folders = [tempfile.mkdtemp(prefix=name) for name in names]
+    try:
+        if apart:
+            _two_namespaces(names)
+            cable = Cable(names)
+            cable.plug_in()
+        port = 29500 if apart else _free_port()
+        for rank in range(4):
+            name = names[rank // 2]
+            own = {"GLOO_SOCKET_IFNAME": "eth0"} if apart else {"MK_HOST_ID": name}
+            outside = dict(os.environ)  # noqa: TID251  a launcher's processes inherit it
+            words = [
+                sys.executable,
+                str(PROGRAM),
+                str(rank),
+                f"tcp://{address}:{port}",
+                f"{join_s}",
+            ]
+            if apart:
+                inside = ["ip", "netns", "exec", name, "unshare", "-u", "-m", "sh", "-c", _OWN]
+                words = [*inside, name, folders[rank // 2], *words]
+            ranks.append(Rank(words, outside | own | variables))
+        yield World(ranks, cable, names)
+    finally:
+        for each in ranks:
+            each.kill()
+        if cable is not None:
+            cable.unplug()
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        for name in names if apart else ():
+            with suppress(subprocess.SubprocessError):
+                _run("ip", "netns", "del", name)
+
+
+def _two_namespaces(names: Sequence[str]) -> None:
+    for number, name in enumerate(names, 1):
+        _run("ip", "netns", "add", name)
+        inside = "ip", "-n", name
+        _run("ip", "netns", "exec", name, "ip", "tuntap", "add", "eth0", "mode", "tap")
+        _run(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
+        for link in ("lo", "eth0"):
+            _run(*inside, "link", "set", link, "up")
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

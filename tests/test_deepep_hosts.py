@@ -1,0 +1,264 @@
+"""The parts over DeepEP between hosts: what a described cluster is judged to be, the arguments that
+a buffer of 8, 16, 64 and 160 ranks is made with, and what a manager refuses before the library is
+asked for anything. No rank is on another host here, and no library: stand-ins refuse what the
+library's own checks would.
+"""
+
+import os
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import deepep_stand_in as stand_in
+import pytest
+import torch.distributed as dist
+from run_mk import run_mk
+from test_deepep import BASE, EXPERTS, HT, LL, MACHINES, V2, rules
+
+from modular_kernel.catalog import check
+from modular_kernel.errors import ConfigurationError, ModularKernelError
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.types import Parallel
+from prepare_finalize import DeepEPGroup, DeepEPHTPrepareAndFinalize
+from prepare_finalize.deepep import group as deepep
+from prepare_finalize.deepep import part as parts
+from prepare_finalize.deepep.arguments import WORLD_SIZES, few_tokens, many_tokens
+
+Buffer = stand_in.FIRST.Buffer
+
+
+def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> Any:
+    parallel = Parallel(ranks, ranks_per_host=per_host)
+    problem = replace(BASE, **{"experts": 320, **fields}, parallel=parallel)
+    return check(part, EXPERTS[part], problem, MACHINES[part])
+
+
+@pytest.mark.parametrize(
+    ("part", "ranks", "per_host", "fields", "spoken"),
+    [
+        (HT, 8, None, {}, set()),
+        (HT, 16, 8, {}, set()),
+        (HT, 64, 8, {}, set()),
+        (HT, 160, 8, {}, set()),
+        (HT, 8, 4, {}, {"hosts"}),
+        (HT, 16, 4, {}, {"hosts"}),
+        (HT, 16, None, {}, {"hosts"}),
+        (HT, 16, 16, {}, {"hosts"}),
+        (HT, 24, 8, {}, {"world_size"}),  # the library lists it, its kernels do not have it
+        (HT, 168, 8, {"experts": 336}, {"world_size"}),
+        (HT, 16, 8, {"graph": True}, {"hosts"}),
+        (HT, 8, None, {"graph": True}, set()),
+        (HT, 16, 8, {"experts": 1024}, set()),
+        (HT, 16, 8, {"experts": 1025}, {"max_experts"}),
+        (LL, 16, 8, {}, set()),
+        (LL, 16, 8, {"graph": True}, set()),
+        (LL, 320, 8, {}, set()),
+        (LL, 8, 4, {}, {"hosts"}),
+        (LL, 9, None, {"experts": 18}, {"hosts"}),
+        (V2, 16, 8, {"graph": True}, set()),
+        (V2, 8, 4, {}, set()),
+        (V2, 256, 8, {}, set()),
+        (V2, 264, 8, {}, {"world_size", "hosts"}),
+        (V2, 34, 1, {}, {"hosts"}),
+        (V2, 16, None, {}, {"hosts"}),
+        (V2, 16, 8, {"experts": 1920}, set()),
+        (V2, 16, 8, {"experts": 1921}, {"max_experts"}),
+        (V2, 32, 8, {"experts": 2080}, {"max_experts"}),
+    ],
+    ids=str,
+)
+def test_a_described_cluster_is_judged(
+    part: str, ranks: int, per_host: int | None, fields: dict[str, Any], spoken: set[str]
+) -> None:
+    verdict = verdict_on(part, ranks, per_host, **fields)
+    assert rules(verdict) == spoken, str(verdict)
+
+
+def test_a_listed_size_is_one_that_the_library_has_configurations_and_kernels_for() -> None:
+    across = [ranks for ranks in WORLD_SIZES if ranks > 8]
+    assert [ranks // 8 for ranks in across] == list(stand_in.FIRST.HOSTS)
+    assert set(WORLD_SIZES) <= set(stand_in.FIRST.ROWS)
+
+
+def test_check_is_told_of_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--tokens 64 --hidden 2048 --intermediate 256 --experts 32 --top-k 8"
+    pair = f"--pf-type {HT} --experts-type TritonExperts"
+    where = "--device cuda --arch 9.0 --packages deep_ep,deep_ep_cpp,triton"
+    for ranks, per_host, rule in ((16, 8, ""), (16, 4, " hosts "), (24, 8, " world_size ")):
+        cluster = f"--world-size {ranks} --ranks-per-host {per_host}"
+        code, out, err = run_mk(capsys, "check", *f"{pair} {where} {sizes} {cluster}".split())
+        assert code == bool(rule), err
+        assert rule in out
+
+
+# ------------------------------------------------------------------------------------ arguments
+
+
+def group_of(ranks: int) -> Any:
+    """As much of a ProcessGroup as a Buffer of the stand-in asks for."""
+    return SimpleNamespace(size=lambda: ranks)
+
+
+def row_bytes(hidden: int) -> int:
+    return 2 * hidden + stand_in.FIRST.BESIDE
+
+
+def up(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
+
+
+@pytest.mark.parametrize("num_sms", [None, 24])
+@pytest.mark.parametrize("ranks", [8, 16, 64, 160])
+def test_the_arguments_for_many_tokens(ranks: int, num_sms: int | None) -> None:
+    """The larger of both hints, aligned; RDMA's and a queue pair a channel beyond 8 ranks alone."""
+    Buffer.made.clear()
+    made = many_tokens(Buffer, 7168, ranks, num_sms)
+    channels = (num_sms or 20) // 2
+    nvl_rows, rdma_rows = stand_in.FIRST.ROWS[ranks]
+    nvl = up(channels * 8 * (nvl_rows + 1) * row_bytes(7168) + 1)  # a combine's, by one row
+    rdma = up(channels * ranks // 8 * rdma_rows * (row_bytes(7168) + 16) * 2 + 1)
+    before = Buffer.num_sms
+    try:
+        Buffer.num_sms = num_sms or before
+        made.arguments.make(Buffer, group_of(ranks))
+    finally:
+        Buffer.num_sms = before
+    across = ranks > 8
+    assert Buffer.made == [(ranks, nvl, across * rdma, False, channels if across else 1)]
+    assert Buffer.num_sms == 20  # what a caller asks for is nobody else's
+
+
+@pytest.mark.parametrize("ranks", [8, 16, 64, 160])
+def test_the_arguments_for_few_tokens(ranks: int) -> None:
+    Buffer.made.clear()
+    few_tokens(Buffer, 128, 7168, 320, ranks).make(Buffer, group_of(ranks))
+    nbytes = Buffer.get_low_latency_rdma_size_hint(128, 7168, ranks, 320)
+    assert Buffer.made == [(ranks, 0, nbytes, True, 320 // ranks)]
+
+
+@pytest.mark.parametrize("ranks", [24, 168])
+def test_a_size_without_kernels_is_refused_by_the_library_too(ranks: int) -> None:
+    with pytest.raises(AssertionError, match="Unsupported"):
+        many_tokens(Buffer, 7168, ranks, None).arguments.make(Buffer, group_of(ranks))
+
+
+@pytest.mark.parametrize("num_sms", [2, 66])
+def test_multiprocessors_that_kernels_between_hosts_cannot_use(num_sms: int) -> None:
+    assert many_tokens(Buffer, 2048, 8, num_sms).arguments.num_rdma_bytes == 0
+    with pytest.raises(ConfigurationError, match=f"num_sms: got {num_sms}, need an even"):
+        many_tokens(Buffer, 2048, 16, num_sms)
+
+
+def test_buffers_that_kernels_between_hosts_cannot_address() -> None:
+    assert many_tokens(Buffer, 7168, 160, 40).arguments.num_rdma_bytes > 0
+    with pytest.raises(ConfigurationError, match="between hosts: fewer multiprocessors"):
+        many_tokens(Buffer, 7168, 160, 64)
+
+
+# --------------------------------------------------------------------------------- the manager
+
+
+def manager_between(rank: int, group: dist.ProcessGroup, nic: bool) -> DeepEPGroup:
+    """A manager whose ranks are a host each, over gloo."""
+    os.environ["MK_HOST_ID"] = f"host{rank}"  # noqa: TID251  as a launcher sets it
+    deepep._nccl_group = lambda given: given  # gloo does for what ranks tell each other
+    deepep.has_rdma_nic = lambda: nic
+    library = ModuleType("deep_ep")
+    vars(library)["Buffer"] = stand_in.OneRankOfAHost
+    deepep.load_deepep = lambda generation: library
+    stand_in.FIRST.Buffer.made.clear()
+    return DeepEPGroup(group, deadline_s=5)
+
+
+def told(attempt: Any) -> str:
+    try:
+        attempt()
+    except ModularKernelError as error:
+        return f"{type(error).__name__}: {error}"
+    return "made"
+
+
+def without_network(rank: int, world: int, group: dist.ProcessGroup, lacks: list[bool]) -> Any:
+    manager = manager_between(rank, group, not lacks[rank])
+    tries = lambda: manager.high_throughput(2048), lambda: manager.low_latency(8, 2048, 4)
+    said = [told(attempt) for attempt in tries]
+    made = list(stand_in.FIRST.Buffer.made)
+    manager.destroy()
+    return said, made
+
+
+@pytest.mark.parametrize("lacks", [[True, True], [False, True]])
+def test_hosts_without_a_network_are_refused_on_every_rank_and_nothing_is_made(
+    lacks: list[bool],
+) -> None:
+    with RankPool(2, grace=10) as pool:
+        reports = pool.run(without_network, lacks)
+    need = "no RDMA NIC, need RDMA NICs" if all(lacks) else "RDMA NIC True, False by rank"
+    for said, made in reports:
+        assert all(need in text for text in said), said
+        assert made == []
+
+
+def one_buffer(rank: int, world: int, group: dist.ProcessGroup) -> Any:
+    deepep.many_tokens = lambda *given: SimpleNamespace(
+        arguments=stand_in.BufferArguments(128, 128, False, 10), dispatch=None, combine=None
+    )
+    deepep.torch = SimpleNamespace(cuda=SimpleNamespace(synchronize=lambda: None))
+    manager = manager_between(rank, group, True)
+    other = DeepEPGroup(group, deadline_s=5)
+    tries = (
+        lambda: manager.high_throughput(2048),
+        lambda: manager.high_throughput(2048),
+        lambda: manager.low_latency(8, 2048, 4),
+        lambda: other.high_throughput(2048),
+        manager.destroy,
+        lambda: other.high_throughput(2048),
+        other.destroy,
+    )
+    return [told(attempt) for attempt in tries], stand_in.FIRST.Buffer.made
+
+
+def test_a_process_has_one_buffer_between_hosts() -> None:
+    with RankPool(2, grace=10) as pool:
+        reports = pool.run(one_buffer)
+    for said, made in reports:
+        refused = [at for at, text in enumerate(said) if "need one buffer of deep_ep 1.2" in text]
+        assert refused == [2, 3], said
+        assert [text for at, text in enumerate(said) if at not in refused] == ["made"] * 5
+        assert made == [(2, 128, 128, False, 10), "destroyed"] * 2
+
+
+def on_hosts_of_one(rank: int, world: int, group: dist.ProcessGroup) -> Any:
+    """A part over ranks that turn out to be on two hosts, of one each."""
+    manager = manager_between(rank, group, True)
+    problem = replace(BASE, parallel=Parallel(2, rank=rank))
+    parts.load_deepep = deepep.load_deepep
+    said = told(lambda: DeepEPHTPrepareAndFinalize(problem, manager))
+    return said, stand_in.FIRST.Buffer.made
+
+
+def test_hosts_that_are_met_are_refused_as_those_that_are_described() -> None:
+    with RankPool(2, grace=10) as pool:
+        reports = pool.run(on_hosts_of_one)
+    for said, made in reports:
+        assert "2 ranks on 2 hosts: 0 on host0; 1 on host1, need 8 on each" in said, said
+        assert made == []
+
+
+def second_generation(rank: int, world: int, group: dist.ProcessGroup, gin: list[str]) -> str:
+    os.environ["EP_DISABLE_GIN"] = gin[rank]  # noqa: TID251
+    manager = manager_between(rank, group, True)
+    vars(deepep.load_deepep(2))["ElasticBuffer"] = dict
+    deepep.dist = SimpleNamespace(barrier=lambda *given, **named: None)
+    deepep.torch = SimpleNamespace(cuda=SimpleNamespace(current_device=lambda: 0))
+    return told(lambda: manager.elastic(8, 2048, 4))
+
+
+@pytest.mark.parametrize(
+    ("gin", "said"),
+    [(["1", "1"], "need EP_DISABLE_GIN=0"), (["0", "1"], "EP_DISABLE_GIN 0, 1 by rank")],
+)
+def test_the_second_generation_reaches_hosts_through_gin_alone(gin: list[str], said: str) -> None:
+    with RankPool(2, grace=10) as pool:
+        reports = pool.run(second_generation, gin)
+    assert all(said in text for text in reports), reports
