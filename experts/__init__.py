@@ -1,7 +1,9 @@
 """PermuteExpertsUnpermute parts: permute, two grouped GEMMs with an activation, unpermute."""
 
 from experts.cutlass import (
+    BatchedCutlassExpertsFP4,
     BatchedCutlassExpertsFP8,
+    CutlassExpertsFP4,
     CutlassExpertsFP8,
     CutlassRowwiseExpertsFP8,
 )
@@ -31,6 +33,8 @@ COMPONENTS = (
     CutlassExpertsFP8,
     CutlassRowwiseExpertsFP8,
     BatchedCutlassExpertsFP8,
+    CutlassExpertsFP4,
+    BatchedCutlassExpertsFP4,
     DeepGemmExperts,
     BatchedDeepGemmExperts,
     TritonOrDeepGemmExperts,
@@ -39,19 +43,17 @@ COMPONENTS = (
     FlashInferExperts,
 )
 
-_SM_100 = "its nvfp4 products need sm_100, on which nothing here was run yet"
-PLANNED = (
-    Planned("CutlassExpertsFP4", "experts", _SM_100),
-    Planned("BatchedCutlassExpertsFP4", "experts", _SM_100),
-)
+PLANNED: tuple[Planned, ...] = ()
 
 __all__ = [
     "COMPONENTS",
     "PLANNED",
+    "BatchedCutlassExpertsFP4",
     "BatchedCutlassExpertsFP8",
     "BatchedDeepGemmExperts",
     "BatchedTritonExperts",
     "BatchedTritonOrDeepGemmExperts",
+    "CutlassExpertsFP4",
     "CutlassExpertsFP8",
     "CutlassRowwiseExpertsFP8",
     "DeepGemmExperts",

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from modular_kernel.quant import quantise_weights
+from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem
 
@@ -32,7 +33,7 @@ def random_inputs(problem: Problem, device: torch.device) -> Inputs:
     )
     if problem.scheme.static:
         # Reaches to 28: further out than x or h of such weights get.
-        scale = torch.full((1,), 2.0**-4, device=device)
+        scale = static_scale(problem, 28.0, device)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
     if problem.scheme.quantised:
         weights = quantise_weights(weights, problem)

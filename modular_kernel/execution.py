@@ -170,7 +170,7 @@ class Execution:
 
         They do if the experts need it, or do it better in a call that is not split.
         """
-        if self.experts.requires.quantises_input:
+        if self.experts.requires.quantises_input or self.problem.scheme.scales_by_expert:
             return True
         part, chunk = self.prepare_finalize, self.problem.chunk_tokens
         if not part.requires.can_defer_quant or (chunk is not None and tokens > chunk):

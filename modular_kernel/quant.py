@@ -39,9 +39,11 @@ from modular_kernel.schemes import QUANT_SCHEMES, QuantScheme
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem, dtype_name
 
-# Names of every scheme that can be executed, and of those that quantise activations too.
-SCHEMES = frozenset(QUANT_SCHEMES) - {"nvfp4_w4a4"}
-ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].quantises_activations)
+# Names of every scheme that can be executed, of those whose activations are 8-bit values that may
+# be dispatched so, and of those whose activations stay as they are or become such.
+SCHEMES = frozenset(QUANT_SCHEMES)
+ACTIVATION_SCHEMES = frozenset(n for n in SCHEMES if QUANT_SCHEMES[n].travels_quantised)
+UP_TO_8_BITS = frozenset(n for n in SCHEMES if not QUANT_SCHEMES[n].scales_by_expert)
 
 STORAGE = {
     "float8_e4m3fn": torch.float8_e4m3fn,
@@ -106,8 +108,6 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
     Biases and expert_map are not among them. ConfigurationError if the problem cannot be stored.
     """
     scheme = problem.scheme
-    if scheme.name not in SCHEMES:
-        raise ConfigurationError("quant", got=scheme.name, need=f"one of {sorted(SCHEMES)}")
     for name in unpackable(problem):
         step = values_at_once(scheme)
         need = f"a multiple of {step}: {scheme} packs so many values of a row together"
@@ -120,6 +120,8 @@ def weight_specs(problem: Problem) -> Mapping[str, TensorSpec]:
         specs["w1_order"] = TensorSpec(shape, (torch.int32,), "(e, H)")
     if scheme.static:
         one = TensorSpec((1,), (torch.float32,), "(1,)")
+        if scheme.scales_by_expert:
+            one = TensorSpec((problem.e,), (torch.float32,), "(e,)")
         specs |= {"a1_scale": one, "a2_scale": one}
     return specs
 

@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 
-from modular_kernel.errors import ConfigurationError
 from modular_kernel.reference_adapters import Adapters
+from modular_kernel.reference_nvfp4 import held_by_nvfp4
 from modular_kernel.reference_weights import matrix
 from modular_kernel.roundings import Roundings
 from modular_kernel.schemes import QuantScheme
@@ -22,6 +22,8 @@ from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Combine, Problem
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]
+# Of rows (R, K) and each one's local expert, (R,) int64, -1 for none.
+OfRows = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Of a scale that is computed from activations, so that zeros have one too.
@@ -42,15 +44,15 @@ class _Arithmetic:
     rounded: Rounding
     weight: Rounding
     operand: Rounding
-    x: Rounding
-    h: Rounding
+    x: OfRows
+    h: OfRows
     gate_up: Rounding
     rows: Rounding
     weighted: Rounding
     product: Product
 
 
-_ROUNDINGS = ("rounded", "weight", "operand", "x", "h", "gate_up", "rows", "weighted")
+_ROUNDINGS = ("rounded", "weight", "operand", "gate_up", "rows", "weighted")
 
 
 def oracle(
@@ -61,7 +63,7 @@ def oracle(
     Ids outside [0, E), and of experts that are not here, are skipped; their weights are not read.
     """
     same = dict.fromkeys(_ROUNDINGS, _exact)
-    exact = _Arithmetic(dtype=torch.float64, product=_product, **same)
+    exact = _Arithmetic(dtype=torch.float64, product=_product, x=_exact_rows, h=_exact_rows, **same)
     return _moe(x_TH, weights, routing, problem, exact, behind=False)
 
 
@@ -81,7 +83,8 @@ def recipe(
     their last 13 mantissa bits, as Hopper's tensor cores drop them.
 
     A scheme that quantises activations quantises x and h: with one scale for all of x and one for
-    all h of valid pairs, with one for each row, or for each group of a row. The router weight then
+    all h of valid pairs, with one for each row, or for each group of a row, of nvfp4 below one of
+    the row's expert. The router weight then
     multiplies the product, not x, unless input_weighted: then x before it is quantised. Otherwise
     dequantised weights are rounded to the problem's dtype.
     """
@@ -127,11 +130,12 @@ def _rounding(
     def rounded(value: torch.Tensor) -> torch.Tensor:
         return value.to(problem.dtype).to(torch.float32)
 
-    def x(rows: torch.Tensor) -> torch.Tensor:
-        return _as_quantised(rows, scheme, weights.a1_scale, reciprocal=reciprocal)
-
-    def h(rows: torch.Tensor) -> torch.Tensor:
-        return _as_quantised(rows, scheme, weights.a2_scale, reciprocal=reciprocal)
+    def held(
+        rows: torch.Tensor, experts_R: torch.Tensor, *, given: torch.Tensor | None
+    ) -> torch.Tensor:
+        if scheme.scales_by_expert and given is not None:
+            return held_by_nvfp4(rows, experts_R, given, reciprocal=reciprocal)
+        return _as_quantised(rows, scheme, given, reciprocal=reciprocal)
 
     quantises = scheme.quantises_activations
     tf32 = problem.fp32_precision == "tf32" and problem.dtype is torch.float32
@@ -140,11 +144,11 @@ def _rounding(
         rounded=rounded,
         weight=rounded if roundings.weights else _exact,
         operand=_drop_13_bits if tf32 and not quantises else _exact,
-        x=x if quantises else _exact,
-        h=h if quantises else _exact,
+        x=partial(held, given=weights.a1_scale) if quantises else _exact_rows,
+        h=partial(held, given=weights.a2_scale) if quantises else _exact_rows,
         gate_up=rounded if roundings.gate_up else _exact,
         rows=rounded if roundings.rows else _exact,
-        weighted=_exact if quantises else rounded,
+        weighted=_exact if scheme.travels_quantised else rounded,
         product=product or _product,
     )
 
@@ -172,6 +176,10 @@ def _exact(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def _exact_rows(rows: torch.Tensor, experts_R: torch.Tensor) -> torch.Tensor:
+    return rows
+
+
 def _drop_13_bits(value: torch.Tensor) -> torch.Tensor:
     return (value.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
@@ -186,19 +194,21 @@ def _moe(
     behind: bool,
 ) -> torch.Tensor:
     """behind: router weights on the input multiply GEMM 1's results instead of x."""
-    if problem.scheme.name == "nvfp4_w4a4":
-        raise ConfigurationError("reference", got=problem.quant, need="another scheme")
     dtype, rounded, operand = rules.dtype, rules.rounded, rules.operand
     ids = _local_ids(routing, weights, problem)
     here = (ids >= 0) & (ids < weights.w1.shape[0])
+    local = torch.where(here, ids, -1).flatten()
     router = torch.where(here, routing.topk_weights_TK.to(dtype), 0)
     on_input = problem.apply_router_weight_on_input
     x = x_TH.to(dtype)
     if on_input and not behind:
         x_TKH = torch.where(here[..., None], x[:, None] * router[..., None], 0.0)
-        x_TKH = rules.x(rules.weighted(x_TKH).flatten(0, 1)).view_as(x_TKH)
+        x_TKH = rules.x(rules.weighted(x_TKH).flatten(0, 1), local).view_as(x_TKH)
+    elif problem.scheme.scales_by_expert:
+        x_TKH = x[:, None].expand(-1, ids.shape[1], -1)
+        x_TKH = rules.x(x_TKH.flatten(0, 1), local).view_as(x_TKH)
     else:
-        x_TKH = rules.x(x)[:, None].expand(-1, ids.shape[1], -1)
+        x_TKH = rules.x(x, local)[:, None].expand(-1, ids.shape[1], -1)
     pairs = [(ids == expert).nonzero(as_tuple=True) for expert in range(weights.w1.shape[0])]
     h_TKI = torch.zeros(*ids.shape, problem.intermediate, dtype=dtype, device=x.device)
     adapters = Adapters(
@@ -223,7 +233,7 @@ def _moe(
         h_TKI[token, slot] = rounded(activation(rules.gate_up(h), problem.act))
     plain_TKI = h_TKI
     # Rows of skipped pairs are zero: they change no largest value.
-    h_TKI = rules.h(h_TKI.flatten(0, 1)).view_as(h_TKI)
+    h_TKI = rules.h(h_TKI.flatten(0, 1), local).view_as(h_TKI)
     rows_TKH = torch.zeros(*ids.shape, problem.hidden, dtype=dtype, device=x.device)
     for expert, (token, slot) in enumerate(pairs):
         w2 = rules.weight(matrix(weights, "w2", expert, problem, dtype))

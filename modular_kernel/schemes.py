@@ -23,7 +23,9 @@ class QuantScheme:
     zero_points: unsigned weights with a zero point per group; without, the middle of the range.
     act_order: columns of w1 and w2 lie in the order of their groups, not in that of x and h
         (GPTQ's desc_act): `w1_order` says which of x each is, and w1's rows follow w2's columns.
-    static: activation scales are given (a1_scale, a2_scale) instead of computed per call.
+    static: activation scales are given (a1_scale, a2_scale) instead of computed per call. Where
+        activations are e2m1 each expert's are: of x and of h, beside scales of groups, which are
+        computed.
     repacked: words of eight e2m1 weights hold their bits in another order, which takes fewer
         instructions to unpack: `modular_kernel.repacked`.
     """
@@ -50,6 +52,16 @@ class QuantScheme:
     def quantises_activations(self) -> bool:
         """Whether the left operands are quantised too (w8a8), or stay in the problem's dtype."""
         return self.activation != "none"
+
+    @cached_property
+    def travels_quantised(self) -> bool:
+        """Whether rows may be quantised before they are dispatched: not by an expert's scale."""
+        return self.quantises_activations and not self.scales_by_expert
+
+    @cached_property
+    def scales_by_expert(self) -> bool:
+        """Whether a row is quantised by a scale of its expert, so only behind the dispatch."""
+        return self.activation == "float4_e2m1"
 
     @cached_property
     def matrix_scales(self) -> bool:
@@ -131,7 +143,7 @@ class QuantScheme:
             options.append(f"{key}={'x'.join(map(str, self.group))}")
         if self.zero_points:
             options.append("zero_points=true")
-        if self.static:
+        if self.static and not plain.static:
             options.append("static=true")
         if self.repacked:
             options.append("repacked=true")
@@ -155,6 +167,8 @@ _SCHEMES = (
     QuantScheme("int4_w4a16_act_order", "uint4", "none", "group", (128,), act_order=True),
     QuantScheme("mxfp4_w4a16", "float4_e2m1", "none", "group", (32,), "float8_e8m0fnu"),
     QuantScheme("nvfp4_w4a16", "float4_e2m1", "none", "group", (16,), "float8_e4m3fn"),
-    QuantScheme("nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,), "float8_e4m3fn"),
+    QuantScheme(
+        "nvfp4_w4a4", "float4_e2m1", "float4_e2m1", "group", (16,), "float8_e4m3fn", static=True
+    ),
 )
 QUANT_SCHEMES = {scheme.name: scheme for scheme in _SCHEMES}

@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MACHINE = this_machine(device=DEVICE.type)  # type: ignore[arg-type]
 NAMES = ("lora_a13", "lora_b13", "lora_a2", "lora_b2")
 RANKS = (3, 16, 64)
-# Columns out of their order are no adapter's; products of two 4-bit operands are no part's.
+# Columns out of their order are no adapter's; activations of 4 bits are not TritonExperts'.
 WITHOUT = {name for name in QUANT_SCHEMES if "act_order" in name or name == "nvfp4_w4a4"}
 SCHEMES = tuple(sorted(set(QUANT_SCHEMES) - WITHOUT))
 PARTS = ("TorchExperts", "TritonExperts")

@@ -20,6 +20,8 @@ TRITON_PARTS = {
     "CutlassExpertsFP8",
     "CutlassRowwiseExpertsFP8",
     "BatchedCutlassExpertsFP8",
+    "CutlassExpertsFP4",
+    "BatchedCutlassExpertsFP4",
     "DeepGemmExperts",
     "BatchedDeepGemmExperts",
     "TritonOrDeepGemmExperts",

@@ -46,7 +46,8 @@ each_full = pytest.mark.parametrize("text", FULL)
 def test_every_scheme_is_here() -> None:
     names = {QuantScheme.parse(text).name for text in FULL}
     assert names == ACTIVATION_SCHEMES
-    assert names | {QuantScheme.parse(text).name for text in WEIGHT_ONLY} == SCHEMES - {"none"}
+    names |= {QuantScheme.parse(text).name for text in WEIGHT_ONLY}
+    assert names == SCHEMES - {"none", "nvfp4_w4a4"}  # test_nvfp4_activations has it
 
 
 def layer(problem: Problem, seed: int = 0) -> tuple[torch.Tensor, ExpertWeights, Routing]:

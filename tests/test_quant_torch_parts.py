@@ -16,6 +16,7 @@ from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.ops.quantise import quantised
 from modular_kernel.quant import ACTIVATION_SCHEMES, SCHEMES, quantise_weights
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.static_scales import static_scale
 from modular_kernel.support import ExpertsRequirements
 from modular_kernel.tensors import ContiguousTokens, Dispatched, ExpertWeights, Routing
 from modular_kernel.testing.cases.inputs import Inputs, make_inputs
@@ -49,8 +50,9 @@ TEXTS = (
     "int4_w4a16_act_order:group=32,zero_points=true",
     "mxfp4_w4a16",
     "nvfp4_w4a16",
+    "nvfp4_w4a4",
 )
-FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).quantises_activations)
+FULL = tuple(text for text in TEXTS if QuantScheme.parse(text).travels_quantised)
 each_scheme = pytest.mark.parametrize("text", TEXTS)
 each_full = pytest.mark.parametrize("text", FULL)
 each_pair = pytest.mark.parametrize("pair", [NO_EP, BATCHED], ids=lambda pair: pair[1])
@@ -76,7 +78,7 @@ def inputs_for(problem: Problem, kind: str, seed: int = 0) -> Inputs:
     plain = make_inputs(replace(problem, quant="none"), kind, DEVICE, seed=seed)
     weights = plain.weights
     if problem.scheme.static:
-        scales = (torch.tensor([s / 448], device=DEVICE) for s in (4.5, 20.0))
+        scales = (static_scale(problem, most, DEVICE) for most in (4.5, 20.0))
         weights = replace(weights, **dict(zip(("a1_scale", "a2_scale"), scales, strict=True)))
     return replace(plain, weights=quantise_weights(weights, problem))
 

@@ -66,8 +66,8 @@ SPECS: dict[str, tuple[tuple[tuple[int, ...] | None, ...], tuple[Any, ...]]] = {
     "mxfp4_w4a16": (((3, 48, 20), (3, 48, 2), None, (3, 40, 12), (3, 40, 1), None), (BYTE, BYTE)),
 }
 # fmt: on
-# Those of test_nvfp4 and test_act_order.
-ELSEWHERE = {"none", "nvfp4_w4a16", "int4_w4a16_act_order", "int8_w8a16_act_order"}
+# Those of test_nvfp4, test_nvfp4_activations and test_act_order.
+ELSEWHERE = {"none", "nvfp4_w4a16", "nvfp4_w4a4", "int4_w4a16_act_order", "int8_w8a16_act_order"}
 each_scheme = pytest.mark.parametrize("text", SPECS)
 
 
@@ -148,11 +148,6 @@ def test_odd_rows_of_bytes_are_fine() -> None:
     assert weights.w1_zero_point is not None
     assert weights.w1_zero_point.shape == (3, 48, 3)
     check_weights_quantised(weights, problem, CPU)
-
-
-def test_a_scheme_without_kernels_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="quant: got nvfp4_w4a4, need one of"):
-        weight_specs(problem_of("nvfp4_w4a4"))
 
 
 # ------------------------------------------------------------------------------------ meanings

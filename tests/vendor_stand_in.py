@@ -9,9 +9,11 @@ from unittest import mock
 import torch
 
 from experts import (
+    BatchedCutlassExpertsFP4,
     BatchedCutlassExpertsFP8,
     BatchedDeepGemmExperts,
     BatchedTritonOrDeepGemmExperts,
+    CutlassExpertsFP4,
     CutlassRowwiseExpertsFP8,
     DeepGemmExperts,
     FlashInferExperts,
@@ -28,6 +30,7 @@ if str(FOLDER) not in sys.path:
 
 import deep_gemm_2  # noqa: E402
 import flashinfer_0_7  # noqa: E402
+import fp4_gemm  # noqa: E402
 import triton_kernels_3_5  # noqa: E402
 from scaled_grouped_mm import scaled_grouped_mm  # noqa: E402
 
@@ -47,6 +50,16 @@ class CutlassRowwise(CutlassRowwiseExpertsFP8):
 
 class BatchedCutlass(BatchedCutlassExpertsFP8):
     requires = here(BatchedCutlassExpertsFP8.requires)
+
+
+class CutlassFP4(CutlassExpertsFP4):
+    requires = here(CutlassExpertsFP4.requires)
+    gemm = staticmethod(fp4_gemm.fp4_gemm)
+
+
+class BatchedCutlassFP4(BatchedCutlassExpertsFP4):
+    requires = here(BatchedCutlassExpertsFP4.requires)
+    gemm = staticmethod(fp4_gemm.fp4_gemm)
 
 
 class DeepGemm(DeepGemmExperts):
@@ -100,6 +113,8 @@ def proven(part, problem, routing="uniform", **manner):
 PARTS = (
     "CutlassRowwise",
     "BatchedCutlass",
+    "CutlassFP4",
+    "BatchedCutlassFP4",
     "DeepGemm",
     "BatchedDeepGemm",
     "TritonOrDeepGemm",

@@ -48,7 +48,36 @@ class RowOrder:
     used: torch.Tensor
 
 
-class SortedRowsExperts(PermuteExpertsUnpermute):
+class SummedRowsExperts(PermuteExpertsUnpermute):
+    """A part that weights and sums rows of its own, which lie as it likes."""
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return ROUNDINGS
+
+    def unpermute(
+        self,
+        rows_RH: torch.Tensor,
+        row_of_pair_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor | None,
+        output: torch.Tensor,
+    ) -> None:
+        """Write the sums of each token's weighted rows, or the rows, to where they belong."""
+        problem = self.problem
+        sums = problem.combine is Combine.SUM
+        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
+            if not sums:
+                gather_rows(rows_RH, row_of_pair_TK, None, scale=1.0, out=output)
+                return
+            factor = problem.routed_scaling_factor
+            gather_weight_and_sum(
+                rows_RH, row_of_pair_TK, topk_weights_TK, scale=factor, out=output
+            )
+
+
+class SortedRowsExperts(SummedRowsExperts):
     """A part whose two products are a library's, over rows that lie expert by expert.
 
     No row stands for a pair of another rank's expert. keeps_results: the library returns its
@@ -112,12 +141,6 @@ class SortedRowsExperts(PermuteExpertsUnpermute):
             specs["workspace2"] = BufferSpec((rows, problem.hidden), dtype, over)
         return specs
 
-    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
-        return unless_kept(self.problem, TopKWeightAndReduceNoOp())
-
-    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
-        return ROUNDINGS
-
     def apply(
         self,
         tokens: Dispatched,
@@ -142,7 +165,7 @@ class SortedRowsExperts(PermuteExpertsUnpermute):
             w2 = weights.w2, weights.w2_scale
             out = self._room("workspace2", (rows, problem.hidden), workspace)
             rows_RH = self.product(h, w2, order, workspace, out)
-        self._unpermute(rows_RH, order, routing.topk_weights_TK, output)
+        self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
 
     def _room(self, name: str, shape: tuple[int, int], workspace: Workspace) -> torch.Tensor | None:
         return None if self.keeps_results else workspace.take(name, shape)
@@ -166,21 +189,3 @@ class SortedRowsExperts(PermuteExpertsUnpermute):
             scale_rows_RG=scale_RG,
         )
         return x_RH, scale_RG if of_rows else scale
-
-    def _unpermute(
-        self,
-        rows_RH: torch.Tensor,
-        order: RowOrder,
-        topk_weights_TK: torch.Tensor | None,
-        output: torch.Tensor,
-    ) -> None:
-        problem, row_of_pair_TK = self.problem, order.row_of_pair_TK
-        sums = problem.combine is Combine.SUM
-        with stages.stage(stages.GATHER_REDUCE if sums else stages.UNPERMUTE):
-            if not sums:
-                gather_rows(rows_RH, row_of_pair_TK, None, scale=1.0, out=output)
-                return
-            factor = problem.routed_scaling_factor
-            gather_weight_and_sum(
-                rows_RH, row_of_pair_TK, topk_weights_TK, scale=factor, out=output
-            )

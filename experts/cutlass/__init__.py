@@ -1,6 +1,13 @@
 """Experts over CUTLASS: kernels of our own in CuTe DSL (nvidia-cutlass-dsl), and torch's."""
 
+from experts.cutlass.fp4 import BatchedCutlassExpertsFP4, CutlassExpertsFP4
 from experts.cutlass.part import CutlassExpertsFP8
 from experts.cutlass.rowwise import BatchedCutlassExpertsFP8, CutlassRowwiseExpertsFP8
 
-__all__ = ["BatchedCutlassExpertsFP8", "CutlassExpertsFP8", "CutlassRowwiseExpertsFP8"]
+__all__ = [
+    "BatchedCutlassExpertsFP4",
+    "BatchedCutlassExpertsFP8",
+    "CutlassExpertsFP4",
+    "CutlassExpertsFP8",
+    "CutlassRowwiseExpertsFP8",
+]

@@ -6,10 +6,10 @@ on a CPU its twin in plain torch, which asks for the same shapes, strides and al
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 
+from experts.cutlass.fakes import any_matrix
 from experts.triton.operands import TMA_BYTES, Product
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.ops.activation import gated_activation_ref
@@ -133,12 +133,12 @@ def compiled(gated: bool) -> Callable[..., None]:
     depth, columns = cute.sym_int32(divisibility=BLOCK), cute.sym_int32(divisibility=BLOCK)
     byte, number = cutlass.Uint8, cutlass.Float32
     arguments = (
-        _matrix(byte, rows, depth),
-        _matrix(byte, cute.sym_int32(), depth),
-        _matrix(number, rows, groups),
-        _matrix(number, cute.sym_int32(), groups),
-        _matrix(byte if gated else cutlass.BFloat16, rows, columns),
-        _matrix(number, rows, cute.sym_int32()),
+        any_matrix(byte, rows, depth),
+        any_matrix(byte, cute.sym_int32(), depth),
+        any_matrix(number, rows, groups),
+        any_matrix(number, cute.sym_int32(), groups),
+        any_matrix(byte if gated else cutlass.BFloat16, rows, columns),
+        any_matrix(number, rows, cute.sym_int32()),
         cute.runtime.make_fake_tensor(cutlass.Int32, (cute.sym_int32(),), (1,), assumed_align=4),
         *(cutlass.Int32(0) for _ in range(5)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -147,17 +147,6 @@ def compiled(gated: bool) -> Callable[..., None]:
         BlockGemm(gated=gated), *arguments, options="--enable-tvm-ffi"
     )
     return made
-
-
-def _matrix(dtype: Any, rows: Any, columns: Any) -> Any:
-    """Stand for a matrix of any size: values of a row side by side, rows on 16 bytes or values."""
-    from cutlass import cute
-    from cutlass.cute.runtime import make_fake_tensor
-
-    bits = dtype.width
-    aligned = TMA_BYTES if bits < 32 else 4
-    stride = cute.sym_int64(divisibility=aligned * 8 // bits)
-    return make_fake_tensor(dtype, (rows, columns), (stride, 1), assumed_align=aligned)
 
 
 @cache

@@ -145,7 +145,10 @@ class LayerSource:
         return self._read(key, place, _BIAS, rows, (0, place.depth))
 
     def input_scales(self, places: Sequence[ProjectionPlace]) -> torch.Tensor:
-        """Read the static activation scales of projections, float32."""
+        """Read the static activation scales of projections, float32: what values are divided by.
+
+        compressed-tensors states what they are multiplied by.
+        """
         (stored,) = (each for each in self.format.stored if each.role == "a_scale")
         found = dict[str, torch.Tensor]()
         for place in places:
@@ -157,7 +160,9 @@ class LayerSource:
                 if len(bad):
                     need = "finite numbers above 0"
                     raise WeightsError(self.files.where(key), got=float(bad[0]), need=need)
-        return torch.cat(list(found.values()))
+        scales = torch.cat(list(found.values()))
+        inverse = self.format.method == "compressed-tensors" and self.format.scheme.matrix_scales
+        return 1 / scales if inverse else scales
 
     def _read(
         self, key: str, place: ProjectionPlace, stored: Stored, rows: Range, columns: Range

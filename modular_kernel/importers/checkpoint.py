@@ -93,6 +93,7 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     placement: Literal["linear"] | Placement = "linear",
     prefix: str | None = None,
     config: str | Path | None = None,
+    quantise_inputs: bool = False,
 ) -> LoadedExperts:
     """Load the experts of one layer that one rank holds, as the checkpoint's format has them.
 
@@ -102,7 +103,9 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     intermediate size, in whole groups; b2 is on the first of these ranks, the others have zeros.
     dtype: of the layer, and of what is not quantised; None is the config.json's, or bfloat16.
     prefix: what stands in front of "layers.N" in names of tensors, where a checkpoint has several
-    models. config: another config.json than the one beside the tensors.
+    models. config: another config.json than the one beside the tensors. quantise_inputs: of nvfp4
+    files whose recipe rounds activations too, nvfp4_w4a4 with their input scales, instead of
+    nvfp4_w4a16; ConfigurationError for others.
 
     Names, shapes and dtypes are checked before a tensor is read: ConfigurationError for a
     config.json, a format or a share that cannot be; WeightsError, ShapeError and DtypeError name
@@ -111,9 +114,12 @@ def load_experts(  # noqa: PLR0913 (each is one question)
     asked = _Asked(layer, ep, tp, dtype, prefix)
     expect("checkpoint", checkpoint, str | Path)
     expect("config", config, str | Path | None)
+    expect("quantise_inputs", quantise_inputs, bool)
     place = device_named(device)
     with open_tensors(Path(checkpoint)) as files:
         found = examine(files, config, prefix)
+        if quantise_inputs:
+            found = replace(found, format=found.format.with_inputs())
         source = found.source(asked.layer)
         return _load(source, found, asked, placement, place)
 
@@ -208,7 +214,7 @@ class _Share:
                 whole["w1_order"][slot] = orders["w1"]
                 sort_rows(whole, slot, orders["w2"], interleaved=self._interleaved)
         if self.fine.scheme.static:
-            whole = whole | self._input_scales(whole["w1"].device)
+            whole = whole | self._input_scales(experts, whole["w1"].device)
         return ExpertWeights(**whole)
 
     @property
@@ -279,8 +285,18 @@ class _Share:
         if self.tp[0] == 0:  # its sum over ranks has it once
             whole["b2"][slot] = self.source.bias_of(down, (0, self.problem.hidden))
 
-    def _input_scales(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """Read those of all experts: a token is quantised before it meets any, on any rank."""
+    def _input_scales(self, here: Sequence[int], device: torch.device) -> dict[str, torch.Tensor]:
+        """Read those of all experts: a token is quantised before it meets any, on any rank.
+
+        Where it is quantised behind the dispatch, those of the experts here, of each the largest.
+        """
+        if self.fine.scheme.scales_by_expert:
+            of_expert = [self.source.layer.projections(expert) for expert in here]
+            read = self.source.input_scales
+            return {
+                name: torch.stack([read(places[side]).amax() for places in of_expert]).to(device)
+                for side, name in enumerate(("a1_scale", "a2_scale"))
+            }
         places = [self.source.layer.projections(expert) for expert in range(self.problem.experts)]
         firsts = [place for first, _ in places for place in first]
         seconds = [place for _, second in places for place in second]

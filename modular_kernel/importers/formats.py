@@ -31,7 +31,7 @@ class Format:
 
     method: quant_method of its quantization_config, "none" if there is none. scheme: what a matrix
     loads as. minus_one: GPTQ's zero points are stored less one. quantises_inputs: the files' recipe
-    rounds activations too, which stay in 16 bits here (nvfp4).
+    rounds activations too (nvfp4), which stay in 16 bits unless `with_inputs` says otherwise.
     """
 
     method: str
@@ -47,6 +47,16 @@ class Format:
     def with_scheme(self, scheme: QuantScheme) -> "Format":
         """Return the format of the same tensors with the tiles of `scheme`."""
         return replace(self, scheme=scheme)
+
+    def with_inputs(self) -> "Format":
+        """Return the format of the same tensors where activations are rounded as files say.
+
+        ConfigurationError where the files' recipe does not, or the scheme does so anyhow.
+        """
+        if not self.quantises_inputs:
+            need = "nvfp4 files whose recipe rounds activations too"
+            raise ConfigurationError("quantise_inputs", got=str(self), need=need)
+        return replace(self, scheme=QuantScheme.parse("nvfp4_w4a4"), quantises_inputs=False)
 
     def __str__(self) -> str:
         if self.method == "none":
@@ -158,24 +168,28 @@ def _fp8(scheme: QuantScheme) -> tuple[Stored, ...]:
 
 def _modelopt(scheme: QuantScheme) -> tuple[Stored, ...]:
     if scheme.matrix_scales:
-        return _nvfp4("weight", "weight_scale_2", "input_scale")
+        return _nvfp4(scheme, "weight", "weight_scale_2", "input_scale")
     return _scaled(scheme, ("weight_scale",), ("input_scale",))
 
 
-def _nvfp4(weight: str, whole: str, inputs: str) -> tuple[Stored, ...]:
-    """Codes two a byte, scales of 16 columns, one of the matrix; that of its inputs is not read."""
+def _nvfp4(scheme: QuantScheme, weight: str, whole: str, inputs: str) -> tuple[Stored, ...]:
+    """Codes two a byte, scales of 16 columns, one of the matrix; that of its inputs is read where
+    the scheme has one.
+    """
     float32 = (torch.float32,)
     return (
         Stored(weight, "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),
         Stored("weight_scale", "scale", (_N, Dim("K", GROUP)), (_FP8,)),
         Stored(whole, "global_scale", (), float32),
-        Stored(inputs, "unused", (), float32, optional=True),
+        Stored(inputs, "a_scale", (), float32)
+        if scheme.static
+        else Stored(inputs, "unused", (), float32, optional=True),
     )
 
 
 def _compressed(scheme: QuantScheme) -> tuple[Stored, ...]:
     if scheme.matrix_scales:
-        return _nvfp4("weight_packed", "weight_global_scale", "input_global_scale")
+        return _nvfp4(scheme, "weight_packed", "weight_global_scale", "input_global_scale")
     if scheme.weight == "float4_e2m1":
         return (
             Stored("weight_packed", "w", (_N, Dim("K", 2, whole=True)), (torch.uint8,)),

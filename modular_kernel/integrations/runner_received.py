@@ -128,13 +128,13 @@ def _reduced(
 def _check(x: torch.Tensor, scale: torch.Tensor | None, problem: Problem) -> None:
     """Check dtype and sizes of rows and their scales."""
     scheme = problem.scheme
-    need = STORAGE[scheme.activation] if scheme.quantises_activations else problem.dtype
+    need = STORAGE[scheme.activation] if scheme.travels_quantised else problem.dtype
     if x.dtype is not need:
         raise DtypeError(f"hidden_states for {problem.quant}", got=x.dtype, need=need)
     if x.shape[-1] != problem.hidden or not x.is_contiguous():
         got = f"{tuple(x.shape)}, strides {x.stride()}"
         raise ShapeError("hidden_states", got=got, need=f"(..., {problem.hidden}), contiguous")
-    if not scheme.quantises_activations:
+    if not scheme.travels_quantised:
         if scale is not None:
             raise ShapeError("hidden_states_scale", got=tuple(scale.shape), need="None")
         return

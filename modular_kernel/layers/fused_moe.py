@@ -173,8 +173,7 @@ class FusedMoE(ExpertParameters):
         """
         number = self.layer_id if layer is None else layer
         if number is None:
-            need = "the layer's number, or a layer_id"
-            raise ConfigurationError("layer", got=None, need=need)
+            raise ConfigurationError("layer", got=None, need="the layer's number, or a layer_id")
         found = load_experts(
             checkpoint,
             number,
@@ -183,6 +182,7 @@ class FusedMoE(ExpertParameters):
             dtype=self.problem.dtype,
             device=next(self.parameters()).device,
             placement=self.placement,
+            quantise_inputs=self.problem.scheme.scales_by_expert,
         )
         told = replace(self.problem, **found.problem_fields)
         for field in found.problem_fields:

@@ -75,8 +75,8 @@ class ExpertLoader:
             raise ConfigurationError("interleaved", got=str(self.format), need=need)
         if transposed and self.format.scheme.quantised:
             raise ConfigurationError("transposed", got=str(self.format), need="no quantisation")
-        if self.format.scheme.act_order:
-            need = "columns in order; `load_experts` takes others"
+        if self.format.scheme.act_order or self.format.scheme.scales_by_expert:
+            need = "columns in order, inputs in 16 or 8 bits; `load_experts` takes others"
             raise ConfigurationError("quant_config", got=str(self.format), need=need)
         self.scheme = fit(self.format, share.intermediate, world=share.tp[1], gated=share.gated)
         self._check_halves()

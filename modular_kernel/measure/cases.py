@@ -8,6 +8,7 @@ from modular_kernel.errors import ConfigurationError
 from modular_kernel.measure.routing import RoutingKind, draw
 from modular_kernel.quant import quantise_weights
 from modular_kernel.schemes import QuantScheme
+from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import Problem, dtype_name
 
@@ -146,5 +147,5 @@ def _with_static_scales(weights: ExpertWeights, problem: Problem) -> ExpertWeigh
     """Scales for activations that are as large as a benchmark's inputs make them."""
     if not problem.scheme.static:
         return weights
-    a1, a2 = (torch.full((1,), most / 448, device=weights.w1.device) for most in _LARGEST)
+    a1, a2 = (static_scale(problem, most, weights.w1.device) for most in _LARGEST)
     return replace(weights, a1_scale=a1, a2_scale=a2)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from modular_kernel import stages
+from modular_kernel import nvfp4, stages
 from modular_kernel.ops.activation import gated_activation_ref
 from modular_kernel.ops.quantise import dequantise_rows, quantised
 from modular_kernel.quant import values_of
@@ -39,15 +39,16 @@ def expert_mlps(
 
     Each product, with the router weight and the bias behind it, is rounded once to the problem's
     dtype or not at all before the activation, which is computed in float32. Schemes that quantise
-    activations quantise h by its rows, or by all rows of `tokens` together. Rows with an adapter
-    have its delta added before a product is rounded; what it reads is not quantised.
+    activations quantise h by its rows, or by all rows of `tokens` together; nvfp4_w4a4 quantises x
+    too. Rows with an adapter have its delta added before a product is rounded; what it reads is not
+    quantised.
     """
     with stages.stage(stages.GEMM1):
         hidden = [_hidden(rows, weights, problem) for rows in tokens]
     plain = hidden
     if hidden and problem.scheme.quantises_activations:
         with stages.stage(stages.QUANTISE):
-            hidden = _as_quantised(hidden, weights, problem)
+            hidden = _as_quantised(tokens, hidden, weights, problem)
     with stages.stage(stages.GEMM2):
         return [
             _output(rows, h_RI, plain_RI, weights, problem)
@@ -68,6 +69,8 @@ def _hidden(rows: ExpertTokens, weights: ExpertWeights, problem: Problem) -> tor
     x_RH = rows.x_RH
     if rows.scale is not None:
         x_RH = dequantise_rows(x_RH, rows.scale, problem.scheme)
+    elif problem.scheme.scales_by_expert:
+        x_RH = _of_expert(x_RH, weights.a1_scale, rows.expert)
     alone = weights.b1 is None and rows.row_weights_R is None
     w1_NH = _matrix(weights, "w1", rows.expert, problem)
     deltas = _deltas(rows, rows.plain_RH, weights.lora_a13, weights.lora_b13, problem)
@@ -95,10 +98,24 @@ def _output(
     return y_RH.to(problem.dtype)
 
 
+def _of_expert(x_RK: torch.Tensor, scale_e: torch.Tensor | None, expert: int) -> torch.Tensor:
+    """Return the values that nvfp4 rows of one expert have, float32."""
+    assert scale_e is not None
+    whole = scale_e[expert]
+    codes, scale = nvfp4.quantise(x_RK, 1 / whole)
+    return nvfp4.dequantise(codes, scale, whole)
+
+
 def _as_quantised(
-    hidden: list[torch.Tensor], weights: ExpertWeights, problem: Problem
+    tokens: Sequence[ExpertTokens],
+    hidden: list[torch.Tensor],
+    weights: ExpertWeights,
+    problem: Problem,
 ) -> list[torch.Tensor]:
     """Return the values that h has once it is quantised, float32."""
+    if problem.scheme.scales_by_expert:
+        pairs = zip(tokens, hidden, strict=True)
+        return [_of_expert(h_RI, weights.a2_scale, rows.expert) for rows, h_RI in pairs]
     all_rows = torch.cat(hidden).float()
     static = weights.a2_scale if problem.scheme.static else None
     q, scale = quantised(all_rows, problem.scheme, static)

@@ -143,7 +143,7 @@ def row_bytes(problem: Problem, traffic: Traffic) -> float:
     Activations and their scales count; ids and weights are left out.
     """
     scheme: QuantScheme = problem.scheme
-    if not traffic.quantised or not scheme.quantises_activations:
+    if not traffic.quantised or not scheme.travels_quantised:
         return problem.hidden * problem.dtype.itemsize
     groups = -(-problem.hidden // scheme.group[-1]) if scheme.group else 1
     return problem.hidden + groups * _SCALE_BYTES

@@ -18,8 +18,11 @@ def formats(p: Pairing) -> Violations:
 
 
 def dispatch_quant(p: Pairing) -> Violations:
-    """Someone must quantise the activations: before dispatch, or the experts after it."""
-    if p.problem.scheme.activation_granularity == "none":
+    """Someone must quantise the activations: before dispatch, or the experts after it.
+
+    By scales of experts all experts parts do it after it, from rows that came as they are.
+    """
+    if not p.problem.scheme.travels_quantised:
         return
     if p.ex.quantises_input and not p.pf.can_defer_quant:
         got = f"{p.pf_name} always quantises before dispatch"
@@ -30,7 +33,7 @@ def dispatch_quant(p: Pairing) -> Violations:
 
 
 def scale_layout(p: Pairing) -> Violations:
-    quantised = p.problem.scheme.activation_granularity != "none" and not p.ex.quantises_input
+    quantised = p.problem.scheme.travels_quantised and not p.ex.quantises_input
     if quantised and p.pf.scale_layout != p.ex.scale_layout:
         yield Rejection("scale_layout", p.both, p.pf.scale_layout, p.ex.scale_layout)
 

@@ -55,7 +55,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         problem, scheme = self.problem, self.problem.scheme
         e, rows, dtype = problem.e, self.dispatch_shape(tokens).capacity, problem.dtype
         specs = dict(super().workspace_shapes(tokens))
-        if scheme.quantises_activations:
+        if scheme.travels_quantised:
             dtype = STORAGE[scheme.activation]
         if problem.adapters is not None:
             specs["batched_adapters"] = BufferSpec((e, rows), torch.int32)
@@ -75,7 +75,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
         """Whether each row brings scales of its own."""
         scheme = self.problem.scheme
         one = scheme.static or one_scale_for_all(self.problem)
-        return scheme.quantises_activations and not one
+        return scheme.travels_quantised and not one
 
     def arrange(
         self, tokens: ContiguousTokens, handle: All2AllHandle

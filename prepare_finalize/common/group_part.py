@@ -283,7 +283,7 @@ def placement_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
 
 def adapter_rejections(part: str, problem: Problem) -> tuple[Rejection, ...]:
     """Why a part whose rows travel quantised could not carry adapters; empty if it can."""
-    if problem.adapters is None or not problem.scheme.quantises_activations:
+    if problem.adapters is None or not problem.scheme.travels_quantised:
         return ()
     got, need = f"rows of {problem.quant}", "rows that are not quantised: adapters read those"
     return (Rejection("lora", (part, "problem"), got, need),)
@@ -337,7 +337,7 @@ class RowBuffers:
     def most_bytes(self) -> int:
         """Of a row, quantised or not."""
         plain = self.layout(quantised=False).nbytes
-        if not self.problem.scheme.quantises_activations:
+        if not self.problem.scheme.travels_quantised:
             return plain
         return max(plain, self.layout(quantised=True).nbytes)
 
@@ -353,7 +353,7 @@ class RowBuffers:
             "rows_sum": BufferSpec((rows, hidden), problem.dtype),
             "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
         }
-        if problem.scheme.quantises_activations:
+        if problem.scheme.travels_quantised:
             scales = scale_shape(problem.scheme, rows, hidden)
             specs["rows_scale"] = BufferSpec(scales, torch.float32)
         return specs

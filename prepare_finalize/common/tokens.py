@@ -18,13 +18,13 @@ from topk_reduce import TopKWeightAndReduceContiguous
 
 def quantises(problem: Problem, call: Call) -> bool:
     """Whether tokens are dispatched quantised in this call."""
-    return problem.scheme.quantises_activations and not call.defer_quant
+    return problem.scheme.travels_quantised and not call.defer_quant
 
 
 def one_scale_for_all(problem: Problem) -> bool:
     """Whether a call's tokens share one scale that is computed from all of them."""
     scheme = problem.scheme
-    computed = scheme.quantises_activations and not scheme.static
+    computed = scheme.travels_quantised and not scheme.static
     return computed and scheme.activation_granularity == "tensor"
 
 
@@ -33,7 +33,7 @@ def token_specs(problem: Problem, tokens: int) -> dict[str, BufferSpec]:
 
     There are none where the scheme leaves activations as they are.
     """
-    if not problem.scheme.quantises_activations:
+    if not problem.scheme.travels_quantised:
         return {}
     return quantise_specs("x", problem.scheme, tokens, problem.hidden)
 

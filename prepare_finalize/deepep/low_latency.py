@@ -104,7 +104,7 @@ class DeepEPLLPrepareAndFinalize(DeepEPPart):
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, shape = self.problem, self.dispatch_shape(tokens)
         pairs = self.pair_specs(tokens)
-        if problem.scheme.quantises_activations and not quantised_by_library(problem):
+        if problem.scheme.travels_quantised and not quantised_by_library(problem):
             rows = shape.experts * shape.capacity
             scheme, segments = problem.scheme, shape.experts
             specs = quantise_specs("x", scheme, rows, problem.hidden, segments=segments)

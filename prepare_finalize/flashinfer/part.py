@@ -208,7 +208,7 @@ class FlashInferCutlassMoEPrepareAndFinalize(GroupPart[FlashInferGroup]):
 def _shape(problem: Problem) -> AlltoAllShape:
     """Return what workspaces are made for: rows quantised or not, scales, ids and weights."""
     scheme, scales = problem.scheme, 0
-    if scheme.quantises_activations and scheme.activation_granularity != "tensor":
+    if scheme.travels_quantised and scheme.activation_granularity != "tensor":
         scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]
     row = problem.hidden * problem.dtype.itemsize
     return AlltoAllShape(

@@ -83,7 +83,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
         capacity = self.rounded(tokens)
         rows, quantised = (problem.e, capacity, problem.hidden), dict[str, BufferSpec]()
         dtype = problem.dtype
-        if scheme.quantises_activations:
+        if scheme.travels_quantised:
             dtype = STORAGE[scheme.activation]
             if _one_scale_for_all(scheme):
                 quantised |= quantise_specs("x", scheme, tokens, problem.hidden)
@@ -92,7 +92,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 quantised["batched_scale"] = BufferSpec(shape, torch.float32)
         if problem.adapters is not None:
             quantised["batched_adapters"] = BufferSpec((problem.e, capacity), torch.int32)
-            if scheme.quantises_activations:
+            if scheme.travels_quantised:
                 quantised["batched_plain_x"] = BufferSpec(rows, problem.dtype)
         return {
             **quantised,
@@ -128,7 +128,7 @@ class BatchedPrepareAndFinalize(PrepareAndFinalize):
                 slots_eC, plain_eCH = _slots(x_TH, slots_T, row_of_pair_TK, input_weights, buffers)
         x_eCH = buffers["batched_x"]
         rows_RH = x_eCH.flatten(0, 1)
-        if not scheme.quantises_activations:
+        if not scheme.travels_quantised:
             with stages.stage(stages.PERMUTE):
                 permute_tokens(x_TH, row_of_pair_TK, input_weights, rows_RH=rows_RH)
             return BatchedTokens(x_eCH, counts_e, None, slots_eC), handle

@@ -117,7 +117,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
         problem, scheme, shape = self.problem, self.problem.scheme, self.dispatch_shape(tokens)
         rows, dtype = (shape.experts, shape.capacity), problem.dtype
         specs = token_specs(problem, tokens)
-        if scheme.quantises_activations:
+        if scheme.travels_quantised:
             dtype = STORAGE[scheme.activation]
         columns = self._shape.scale_bytes // 4
         if columns:
@@ -233,7 +233,7 @@ class PplxPrepareAndFinalize(AtOncePart[PplxGroup]):
 def _row_bytes(problem: Problem) -> tuple[int, int]:
     """Bytes of a row's activations as they travel, and of its scales in whole units."""
     scheme, itemsize, scales = problem.scheme, problem.dtype.itemsize, 0
-    if scheme.quantises_activations:
+    if scheme.travels_quantised:
         itemsize = STORAGE[scheme.activation].itemsize
         if scheme.activation_granularity != "tensor":
             scales = 4 * scale_shape(scheme, 1, problem.hidden)[1]

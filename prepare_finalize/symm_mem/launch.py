@@ -82,7 +82,7 @@ def sections(problem: Problem) -> dict[str, Section]:
     """Return what of a slot is in the heap, by the fields' names."""
     scheme, world = problem.scheme, problem.parallel.world_size
     rows, hidden, k = world * problem.tokens, problem.hidden, problem.top_k
-    quantised = scheme.quantises_activations
+    quantised = scheme.travels_quantised
     found = {
         "x_RH": Section((rows, hidden), STORAGE[scheme.activation] if quantised else problem.dtype),
         "ids_RK": Section((rows, k), torch.int32),
@@ -198,7 +198,7 @@ class SymmetricExchange:
         kind, scales = "none", 1
         if quantised is not None and there is not None:
             kind, scales = "scaled", there.shape[1]
-        elif quantised is None and scheme.quantises_activations:
+        elif quantised is None and scheme.travels_quantised:
             kind = scheme.activation_granularity
         return {
             "scale_ptr": self.sent_T if quantised is None else quantised.scale,

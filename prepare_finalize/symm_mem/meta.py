@@ -56,7 +56,7 @@ def launch_all(problem: Problem) -> None:
     )
     tables, call = problem.placement.tables(META), Call(Workspace({}, META), _empty(1))
     quantised = None
-    if problem.scheme.quantises_activations and not quantises_on_the_way(
+    if problem.scheme.travels_quantised and not quantises_on_the_way(
         problem.scheme, problem.hidden
     ):
         scale = _empty(1, dtype=torch.float32)

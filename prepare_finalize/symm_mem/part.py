@@ -115,7 +115,7 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
     def _quantises_before(self) -> bool:
         scheme = self.problem.scheme
         on_the_way = quantises_on_the_way(scheme, self.problem.hidden)
-        return scheme.quantises_activations and not on_the_way
+        return scheme.travels_quantised and not on_the_way
 
     def prepare(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call

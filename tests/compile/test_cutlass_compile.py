@@ -4,23 +4,14 @@ Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB
 """
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import triton
+from cutlass_code import MISSING, compile_in, told
 
-from experts import CutlassExpertsFP8
-from modular_kernel.machine import importable
+pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
 
-pytestmark = pytest.mark.skipif(
-    not importable(CutlassExpertsFP8.requires.packages) >= {*CutlassExpertsFP8.requires.packages},
-    reason="pip install '.[cutlass]'",
-)
-
-TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 COMPILE = (
     "import sys; from experts.cutlass.product import compiled; compiled(sys.argv[1] == 'True')"
 )
@@ -30,20 +21,9 @@ MOST_IN_LOOP = 230  # instructions of a step of 256 columns, 128 of them FFMA
 
 def disassembled(folder: Path, gated: bool) -> tuple[list[tuple[int, str]], str]:
     """Addresses and instructions of the kernel, and what cuobjdump says of its resources."""
-    command = [sys.executable, "-c", COMPILE, str(gated)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUTE_DSL_ARCH", "sm_90a")
-        patch.setenv("CUTE_DSL_KEEP_CUBIN", "1")
-        patch.setenv("CUTE_DSL_DUMP_DIR", str(folder))
-        subprocess.run(command, check=True, timeout=120)
-    (cubin,) = folder.glob("*.cubin")
-
-    def told(option: str) -> str:
-        done = subprocess.run([TOOL, option, cubin], capture_output=True, text=True, check=True)
-        return done.stdout
-
-    found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", told("-sass"))
-    return [(int(m[1], 16), m[2].strip()) for m in found], told("-res-usage")
+    compile_in(folder, "sm_90a", COMPILE, str(gated))
+    found = re.finditer(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", told(folder, "-sass"))
+    return [(int(m[1], 16), m[2].strip()) for m in found], told(folder, "-res-usage")
 
 
 def named(instruction: str) -> str:

@@ -32,6 +32,7 @@ from experts.cutlass.kernels.tile import (
     VALUES,
     WIDTH,
 )
+from experts.cutlass.kernels.walk import tile_at
 
 
 class BlockGemm(Epilogue):
@@ -170,15 +171,6 @@ class BlockGemm(Epilogue):
         cute.arch.cluster_wait()
 
     @cute.jit
-    def tile_at(self, index, num_m, pairs):
-        """(m, pair) of a pair of tiles: group_m row tiles walk the columns together."""
-        per_group = self.group_m * pairs
-        first = (index // per_group) * self.group_m
-        size = cutlass.min(num_m - first, self.group_m)
-        within = index % per_group
-        return first + within % size, within // size
-
-    @cute.jit
     def load(
         self, a_atom, a_tma, b_atom, b_tma, s_a, s_b, full, empty, tiles, max_tiles, rows_b,
         up_rows, num_m, pairs, turns, steps, rank,
@@ -188,7 +180,7 @@ class BlockGemm(Epilogue):
         place, phase = I32(0), I32(1)
         alone = cute.make_layout(1)
         while index < total:
-            m, pair = self.tile_at(index, num_m, pairs)
+            m, pair = tile_at(index, num_m, pairs, self.group_m)
             row_b = tiles[m] * rows_b + (pair * CLUSTER + rank) * self.columns
             second = row_b + (up_rows if self.gated else WIDTH)
             g_a = cute.domain_offset((tiles[max_tiles + m], 0), a_tma)
@@ -232,7 +224,7 @@ class BlockGemm(Epilogue):
         index, stride, total = turns
         place, phase = I32(0), I32(1)
         while index < total:
-            m, pair = self.tile_at(index, num_m, pairs)
+            m, pair = tile_at(index, num_m, pairs, self.group_m)
             row = tiles[max_tiles + m]
             # Lanes but the first have the second part's scale.
             row_b = (pair * CLUSTER + rank) * self.columns
@@ -283,7 +275,7 @@ class BlockGemm(Epilogue):
         place, phase = I32(0), I32(0)
         ready = cutlass.Boolean(False)
         while index < total:
-            m, pair = self.tile_at(index, num_m, pairs)
+            m, pair = tile_at(index, num_m, pairs, self.group_m)
             row = tiles[max_tiles + m] + group * ROWS
             end = tiles[2 * max_tiles + m]
             sums.fill(0.0)

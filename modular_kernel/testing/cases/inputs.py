@@ -21,6 +21,7 @@ import torch
 from modular_kernel.errors import ConfigurationError
 from modular_kernel.quant import quantise_weights
 from modular_kernel.reference import activation
+from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.testing.cases.adapters import NAMED, adapters_of, slots
 from modular_kernel.testing.cases.hostile import VALUES, hostile_routing, hostile_x
@@ -224,7 +225,7 @@ def _expert_weights(
     scales = {}
     if problem.scheme.static:
         ranges = {"a1_scale": _X_RANGE, "a2_scale": _H_RANGE}
-        scales = {name: torch.full((1,), reach / 448.0) for name, reach in ranges.items()}
+        scales = {name: static_scale(problem, reach) for name, reach in ranges.items()}
     biases = {name: getattr(weights, name) for name in ("b1", "b2")}
     if strided:
         biases = {n: b if b is None else b.to(problem.dtype) for n, b in biases.items()}

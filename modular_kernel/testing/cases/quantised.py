@@ -33,6 +33,7 @@ SCHEMES = (
     "mxfp4_w4a16",
     "mxfp4_w4a16:repacked=true",
     "nvfp4_w4a16",
+    "nvfp4_w4a4",
 )
 
 
@@ -63,4 +64,7 @@ def quantised(base: Problem) -> Iterator[Variant]:
     yield change("mxfp4_w4a16", "out_of_range", activation="swiglu_oai:limit=1.2", bias=True)
     yield change("nvfp4_w4a16", "skips", activation="swiglu_oai:limit=1.2", bias=True)
     yield change("nvfp4_w4a16", dtype=torch.float16, hidden=72, intermediate=40)
+    yield change("nvfp4_w4a4", "skips", top_k=3, activation="swiglu_oai:limit=1.2", bias=True)
+    yield change("nvfp4_w4a4", "out_of_range", dtype=torch.float16, hidden=72, intermediate=40)
+    yield change("nvfp4_w4a4", "all_to_one", top_k=1, apply_router_weight_on_input=True)
     yield change("int8_w8a16_group:group=64", dtype=torch.float32, tokens=7)

@@ -33,7 +33,8 @@ def part_of(
 
     x_TH, routing = whole.x_TH[tokens], whole.routing
     gaps = strided and not problem.inplace
-    weights = _rows(whole.weights, problem.placement.slots[rank])
+    of_all = () if problem.scheme.scales_by_expert else _OF_ALL_EXPERTS
+    weights = _rows(whole.weights, problem.placement.slots[rank], of_all)
     placed: dict[str, Any] = {
         name: None if tensor is None else _laid_out(tensor, device)
         for name, tensor in weights.items()
@@ -51,12 +52,14 @@ def part_of(
     )
 
 
-def _rows(weights: ExpertWeights, experts: Sequence[int]) -> dict[str, torch.Tensor | None]:
-    """Every tensor of the weights, of these experts alone."""
+def _rows(
+    weights: ExpertWeights, experts: Sequence[int], of_all: Sequence[str]
+) -> dict[str, torch.Tensor | None]:
+    """Every tensor of the weights, of these experts alone. of_all: what they share."""
     index = torch.tensor(experts)
     tensors = {field.name: getattr(weights, field.name) for field in fields(weights)}
     return {
-        name: t if t is None or name in _OF_ALL_EXPERTS else _of_experts(name, t, index)
+        name: t if t is None or name in of_all else _of_experts(name, t, index)
         for name, t in tensors.items()
     }
 

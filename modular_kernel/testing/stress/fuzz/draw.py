@@ -7,6 +7,7 @@ import torch
 
 from modular_kernel.machine import current_machine
 from modular_kernel.quant import quantise_weights
+from modular_kernel.static_scales import static_scale
 from modular_kernel.tensors import ExpertWeights, Routing
 from modular_kernel.types import ActivationSpec, Combine, Problem
 
@@ -102,7 +103,7 @@ def draw_inputs(problem: Problem, rng: Random) -> Given:
         expert_map=_map(problem, rng) if problem.expert_map else None,
     )
     if problem.scheme.static:
-        scale = torch.full((1,), 2.0**-4)
+        scale = static_scale(problem, 28.0)
         weights = replace(weights, a1_scale=scale, a2_scale=scale.clone())
     if quantised:
         weights = quantise_weights(weights, problem)

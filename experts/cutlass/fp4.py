@@ -1,0 +1,191 @@
+"""CutlassExpertsFP4 and BatchedCutlassExpertsFP4: nvfp4 weights and activations, for sm_100.
+
+Launches: count, scan, place, or the tiles' names; permute and quantise; those of `fp4_mlp`; sum.
+No GPU of the kind was at hand: tests compile the kernel and look at its code, none has run it.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from experts.common.hidden_rows import ROUNDINGS
+from experts.common.sorted_rows import SummedRowsExperts
+from experts.cutlass.fp4_mlp import launch_without_memory, mlp, mlp_specs
+from experts.cutlass.fp4_product import MULTIPLE, fp4_gemm
+from experts.triton.path import room_for
+from modular_kernel import stages
+from modular_kernel.contracts import PermuteExpertsUnpermute, TopKWeightAndReduce
+from modular_kernel.ops.fp4_rows import (
+    TILE_M,
+    batched_tile_specs,
+    name_batched_tiles,
+    quantise_tiles,
+    take_fp4,
+)
+from modular_kernel.ops.sort import most_tiles, sort_pairs, sort_specs
+from modular_kernel.roundings import Roundings
+from modular_kernel.support import ExpertsRequirements
+from modular_kernel.tensors import (
+    BatchedShape,
+    BatchedTokens,
+    ContiguousShape,
+    ContiguousTokens,
+    Dispatched,
+    DispatchShape,
+    ExpertWeights,
+)
+from modular_kernel.types import ActivationFormat, Reduce
+from modular_kernel.workspace import BufferSpec, Workspace, WorkspaceShapes
+from topk_reduce import TopKWeightAndReduceDelegate, unless_kept
+
+_PACKAGES = ("triton", "nvidia_cutlass_dsl", "tvm_ffi")
+_ARCHS = frozenset({(10, 0)})  # what the kernel's instructions are of
+
+
+class CutlassExpertsFP4(SummedRowsExperts):
+    """Contiguous tokens, nvfp4 weights and activations; weights and sums over top-k itself.
+
+    Scales of weights are put in the product's order in every call. Weights that do not lie row by
+    row are copied.
+    """
+
+    gemm = staticmethod(fp4_gemm)
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.STANDARD,
+        devices=frozenset({"cuda"}),
+        packages=_PACKAGES,
+        packages_extra="cutlass",
+        triton=True,
+        archs=_ARCHS,
+        dtypes=frozenset({torch.bfloat16}),
+        graph_capturable=True,
+        reduce=Reduce.NOOP,
+        keep_topk=True,
+        interleaved=False,
+        bias=False,
+        weight_on_input=False,
+        expert_map=True,
+        chunking=True,
+        hidden_multiple=MULTIPLE,
+        intermediate_multiple=MULTIPLE,
+        schemes=frozenset({"nvfp4_w4a4"}),
+    )
+
+    @classmethod
+    def meta_calls(cls) -> Mapping[str, Callable[[], object]]:
+        """Return the launches that no call makes where the package is missing."""
+        return {"nvfp4 rows": launch_without_memory}
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, ContiguousShape)
+        problem, rows = self.problem, shape.tokens * shape.top_k
+        tiles = most_tiles(rows, TILE_M, problem.e)
+        specs = {
+            **sort_specs(shape.tokens, shape.top_k, TILE_M, problem.e),
+            **mlp_specs(problem, rows, tiles),
+            "workspace13": BufferSpec((rows, problem.w1_rows), problem.dtype),
+            "workspace2": BufferSpec((rows, problem.hidden), problem.dtype, ("x_q", "workspace13")),
+        }
+        return room_for(problem, shape, [specs])
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, ContiguousTokens)
+        problem, routing = self.problem, tokens.routing
+        rows = routing.topk_ids_TK.numel()
+        with stages.stage(stages.SORT):
+            order = sort_pairs(routing, block_m=TILE_M, num_local=problem.e, workspace=workspace)
+        with stages.stage(stages.PERMUTE_QUANTISED):
+            x = take_fp4(workspace, "x", rows, problem.hidden, order.max_tiles)
+            scale_e, source_R = weights.a1_scale, order.token_of_row
+            assert scale_e is not None
+            quantise_tiles(tokens.x_TH, order.tiles, scale_e, out=x, source_R=source_R)
+        rows_RH = mlp(
+            x,
+            order.tiles,
+            weights,
+            problem,
+            gemm=self.gemm,
+            workspace=workspace,
+            out_of=lambda: workspace.take("workspace2", (rows, problem.hidden)),
+        )
+        self.unpermute(rows_RH, order.row_of_pair_TK, routing.topk_weights_TK, output)
+
+
+class BatchedCutlassExpertsFP4(PermuteExpertsUnpermute):
+    """Batched rows in and out, unweighted, nvfp4 weights and activations; writes valid rows only.
+
+    Beyond that as CutlassExpertsFP4.
+    """
+
+    gemm = staticmethod(fp4_gemm)
+    requires = ExpertsRequirements(
+        activation_format=ActivationFormat.BATCHED_EXPERTS,
+        devices=frozenset({"cuda"}),
+        packages=_PACKAGES,
+        packages_extra="cutlass",
+        triton=True,
+        archs=_ARCHS,
+        dtypes=frozenset({torch.bfloat16}),
+        graph_capturable=True,
+        reduce=Reduce.DELEGATE,
+        keep_topk=True,
+        interleaved=False,
+        bias=False,
+        weight_on_input=False,
+        hidden_multiple=MULTIPLE,
+        intermediate_multiple=MULTIPLE,
+        schemes=frozenset({"nvfp4_w4a4"}),
+    )
+
+    def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:
+        assert isinstance(shape, BatchedShape)
+        problem, rows = self.problem, shape.experts * shape.capacity
+        named = batched_tile_specs(shape.experts, shape.capacity)
+        tiles = named["batched_tiles"].shape[0] // 3
+        output = (shape.experts, shape.capacity, problem.hidden)
+        return WorkspaceShapes(
+            workspace13=BufferSpec((rows, problem.w1_rows), problem.dtype),
+            workspace2=BufferSpec((0,), problem.dtype),
+            output=BufferSpec(output, problem.dtype),
+            extra={**named, **mlp_specs(problem, rows, tiles)},
+        )
+
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
+        return unless_kept(self.problem, TopKWeightAndReduceDelegate())
+
+    def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings:
+        return ROUNDINGS
+
+    def apply(
+        self,
+        tokens: Dispatched,
+        *,
+        weights: ExpertWeights,
+        workspace: Workspace,
+        output: torch.Tensor,
+    ) -> None:
+        assert isinstance(tokens, BatchedTokens)
+        problem, x_RH = self.problem, tokens.x_eCH.flatten(0, 1)
+        rows, out_RH = len(x_RH), output.flatten(0, 1)
+        with stages.stage(stages.SORT):
+            tiles = name_batched_tiles(tokens.counts_e, tokens.x_eCH.shape[1], workspace)
+        with stages.stage(stages.QUANTISE_INPUT):
+            x = take_fp4(workspace, "x", rows, problem.hidden, tiles.numel() // 3)
+            assert weights.a1_scale is not None
+            quantise_tiles(x_RH, tiles, weights.a1_scale, out=x)
+        mlp(
+            x,
+            tiles,
+            weights,
+            problem,
+            gemm=self.gemm,
+            workspace=workspace,
+            out_of=lambda: out_RH,
+        )

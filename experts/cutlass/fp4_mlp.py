@@ -1,0 +1,118 @@
+"""The two products over nvfp4 rows in tiles, and what stands around them, for both formats.
+
+Launches: factors and scales of w1; GEMM 1; activation and quantise; those of w2; GEMM 2.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from experts.common.by_rows import by_rows
+from experts.cutlass.fp4_product import Fp4Weights
+from modular_kernel import nvfp4, stages
+from modular_kernel.ops.fp4_rows import (
+    TILE_M,
+    Fp4Rows,
+    batched_tile_specs,
+    fp4_specs,
+    name_batched_tiles,
+    quantise_tiles,
+    take_fp4,
+    tile_scales,
+    tiled_scale_spec,
+)
+from modular_kernel.quant import matrices_of
+from modular_kernel.tensors import ExpertWeights
+from modular_kernel.types import ActivationSpec, Problem
+from modular_kernel.workspace import BufferSpec, Workspace
+
+# Of rows, weights, tiles and results, as `fp4_gemm`.
+Gemm = Callable[[Fp4Rows, Fp4Weights, torch.Tensor, torch.Tensor], None]
+
+
+def mlp_specs(problem: Problem, rows: int, max_tiles: int) -> Mapping[str, BufferSpec]:
+    """Return the buffers of rows, of h and of the weights' scales; monotone in rows and tiles."""
+    e = problem.e
+    found = {
+        **fp4_specs("x", rows, problem.hidden, max_tiles),
+        **fp4_specs("h", rows, problem.intermediate, max_tiles),
+    }
+    for name, columns, depth in (
+        ("w1", problem.w1_rows, problem.hidden),
+        ("w2", problem.hidden, problem.intermediate),
+    ):
+        found[f"{name}_tiled"] = tiled_scale_spec(e, columns, depth // nvfp4.GROUP)
+        found[f"{name}_factors"] = BufferSpec((e, matrices_of(name, problem)), torch.float32)
+    return found
+
+
+def mlp(
+    x: Fp4Rows,
+    tiles: torch.Tensor,
+    weights: ExpertWeights,
+    problem: Problem,
+    *,
+    gemm: Gemm,
+    workspace: Workspace,
+    out_of: Callable[[], torch.Tensor],
+) -> torch.Tensor:
+    """Return the rows (R, H) of every tile through its expert, bfloat16; others hold anything.
+
+    out_of: gives room for the rows, which may be x's. GEMM 1's results are "workspace13".
+    """
+    rows = len(x.q_RK)
+    gate_up_RN = workspace.take("workspace13", (rows, problem.w1_rows))
+    with stages.stage(stages.GEMM1):
+        gemm(x, _prepared("w1", weights, problem, workspace), tiles, gate_up_RN)
+    with stages.stage(stages.fused(stages.GEMM1, stages.QUANTISE)):
+        h = take_fp4(workspace, "h", rows, problem.intermediate, tiles.numel() // 3)
+        assert weights.a2_scale is not None
+        quantise_tiles(gate_up_RN, tiles, weights.a2_scale, out=h, act=problem.act)
+    with stages.stage(stages.GEMM2):
+        out = out_of()
+        gemm(h, _prepared("w2", weights, problem, workspace), tiles, out)
+    return out
+
+
+def _prepared(
+    name: str, weights: ExpertWeights, problem: Problem, workspace: Workspace
+) -> Fp4Weights:
+    """Return w1 or w2 as the product reads them: scales in blocks, the two factors as one."""
+    first = name == "w1"
+    w, scale, whole, of_rows = (
+        (weights.w1, weights.w1_scale, weights.w1_global_scale, weights.a1_scale)
+        if first
+        else (weights.w2, weights.w2_scale, weights.w2_global_scale, weights.a2_scale)
+    )
+    assert scale is not None
+    assert whole is not None
+    assert of_rows is not None
+    room = tiled_scale_spec(*scale.shape)
+    tiled = workspace.take(f"{name}_tiled", room.shape)
+    tile_scales(scale, tiled)
+    factors = workspace.take(f"{name}_factors", tuple(whole.shape))
+    torch.mul(whole, of_rows[:, None], out=factors)
+    return Fp4Weights(by_rows(w), tiled, factors)
+
+
+def launch_without_memory() -> None:
+    """Launch what no call does where the package of the products is missing."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    experts, capacity, columns, half = 4, 200, 256, torch.bfloat16
+    rows, number = experts * capacity, torch.float32
+    specs = batched_tile_specs(experts, capacity) | fp4_specs("x", rows, columns, 2 * experts)
+    workspace = Workspace(specs, torch.device("meta"))
+    tiles = name_batched_tiles(empty(experts, dtype=torch.int32), capacity, workspace)
+    out = take_fp4(workspace, "x", rows, columns, 2 * experts)
+    scale_e, source_R = empty(experts, dtype=number), empty(rows, dtype=torch.int32)
+    quantise_tiles(empty(64, columns, dtype=half), tiles, scale_e, out=out, source_R=source_R)
+    quantise_tiles(empty(rows, columns, dtype=half), tiles, scale_e, out=out)
+    for kind in ("silu", "swiglu_oai", "relu2"):
+        act = ActivationSpec.parse(kind)
+        given = empty(rows, columns * (2 if act.gated else 1), dtype=half)
+        quantise_tiles(given, tiles, scale_e, out=out, act=act)
+    spec = tiled_scale_spec(experts, 2 * TILE_M, columns // nvfp4.GROUP)
+    tile_scales(empty(experts, 2 * TILE_M, columns // nvfp4.GROUP), empty(*spec.shape))

@@ -1,0 +1,155 @@
+"""fp4_gemm: the grouped product of nvfp4 rows and weights, scaled inside the instruction.
+
+On a GPU it is one launch of experts.cutlass.kernels.fp4_gemm, compiled once a process; on a CPU its
+twin in plain torch, which asks for the same shapes, strides and alignment.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from experts.cutlass.fakes import any_matrix
+from experts.triton.operands import TMA_BYTES
+from modular_kernel import nvfp4
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
+from modular_kernel.ops.fp4_rows import TILE_M, Fp4Rows, named_tiles
+from modular_kernel.scale_layout import from_tiles, tiled_shape
+from modular_kernel.scale_tiles import unpack_pairs
+from modular_kernel.types import dtype_name
+
+MULTIPLE = 128  # of N and K: weight rows of a tile; values whose scales are whole lines
+
+
+@dataclass(frozen=True)
+class Fp4Weights:
+    """Weights of all experts as the product reads them.
+
+    w: (e, N, K / 2) uint8, two e2m1 values each. scale: (e * N / 128, bytes) uint8, e4m3 by blocks
+    of 128 rows (`modular_kernel.scale_layout`). factors: (e, matrices) float32, what sums of gate
+    rows, up rows or all rows are multiplied by.
+    """
+
+    w: torch.Tensor
+    scale: torch.Tensor
+    factors: torch.Tensor
+
+
+def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
+    """out[r] = (a[r] @ w[expert of r]^T) * factor for every row r of every tile.
+
+    a: rows as `quantise_tiles` writes them. tiles: (3 * max_tiles + 1,) int32, of 128 rows at most.
+    out: (R, N) bfloat16. All are contiguous; N, K and N / matrices are multiples of 128. Rows of no
+    tile are left as they are. Tensors without memory are checked, no more.
+    ShapeError, LayoutError and DtypeError where something is otherwise.
+    """
+    check(a, b, tiles, out)
+    if out.is_meta:
+        return
+    if not out.is_cuda:
+        fp4_gemm_ref(a, b, tiles, out)
+        return
+    experts, rows_b, half = b.w.shape
+    compiled()(
+        a.q_RK,
+        b.w.view(experts * rows_b, half),
+        a.scale,
+        b.scale,
+        b.factors,
+        out,
+        tiles,
+        tiles.numel() // 3,
+        rows_b,
+        rows_b // b.factors.shape[1],
+        _programs(out.device.index),
+    )
+
+
+def check(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise ShapeError, LayoutError or DtypeError unless every tensor is as `fp4_gemm` wants it."""
+    experts, rows_b, half = b.w.shape
+    depth, matrices, max_tiles = 2 * half, b.factors.shape[-1], tiles.numel() // 3
+    blocks, size = tiled_shape(rows_b, depth // nvfp4.GROUP)
+    for name, value in (("depth", depth), ("weight rows", rows_b)):
+        if value % MULTIPLE:
+            raise ShapeError(name, got=value, need=f"a multiple of {MULTIPLE}")
+    if not matrices or rows_b % (matrices * MULTIPLE):
+        need = f"{rows_b} rows in matrices of a multiple of {MULTIPLE}"
+        raise ShapeError("factors", got=f"{matrices} for {rows_b} rows", need=need)
+    byte, number = torch.uint8, torch.float32
+    for name, tensor, shape, dtype in (
+        ("rows", a.q_RK, (out.shape[0], half), byte),
+        ("scales of rows", a.scale, (max_tiles, size), byte),
+        ("weights", b.w, (experts, rows_b, half), byte),
+        ("scales of weights", b.scale, (experts * blocks, size), byte),
+        ("factors", b.factors, (experts, matrices), number),
+        ("results", out, (out.shape[0], rows_b), torch.bfloat16),
+        ("tiles", tiles, (3 * max_tiles + 1,), torch.int32),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ShapeError(name, got=tuple(tensor.shape), need=shape)
+        if tensor.dtype is not dtype:
+            raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
+        if not tensor.is_contiguous():
+            raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+        least = TMA_BYTES if dtype.itemsize < number.itemsize else number.itemsize
+        if tensor.data_ptr() % least:
+            raise LayoutError(name, got=tensor.data_ptr(), need=f"an address on {least} bytes")
+
+
+def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
+    """Torch twin of `fp4_gemm`: one tile after the other, sums in float32."""
+    experts, rows_b, half = b.w.shape
+    groups, matrices = 2 * half // nvfp4.GROUP, b.factors.shape[1]
+    one = torch.ones(1, device=out.device)
+    w_scale = from_tiles(b.scale.view(experts, -1, b.scale.shape[1]), rows_b, groups)
+    values: dict[int, torch.Tensor] = {}
+    for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
+        if expert not in values:
+            codes = unpack_pairs(b.w[expert], 1)
+            values[expert] = nvfp4.dequantise(codes, w_scale[expert].view(_E4M3), one)
+        rows = slice(first, min(first + TILE_M, end))
+        scale = from_tiles(a.scale[tile, None], rows.stop - first, groups).view(_E4M3)
+        x = nvfp4.dequantise(unpack_pairs(a.q_RK[rows], 1), scale, one)
+        factors = b.factors[expert].repeat_interleave(rows_b // matrices)
+        out[rows] = ((x @ values[expert].T) * factors).to(out.dtype)
+
+
+_E4M3 = torch.float8_e4m3fn
+
+
+@cache
+def compiled() -> Callable[..., None]:
+    """Compile the kernel for sm_100a, a few seconds; no GPU is needed for it.
+
+    The result takes tensors of any size, and launches on torch's current stream.
+    """
+    import cutlass
+    from cutlass import cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from experts.cutlass.kernels.fp4_gemm import Fp4Gemm
+
+    rows, half, size = cute.sym_int32(), cute.sym_int32(divisibility=MULTIPLE // 2), cute.sym_int32
+    byte, number = cutlass.Uint8, cutlass.Float32
+    scales = size(divisibility=2048)
+    arguments = (
+        any_matrix(byte, rows, half),
+        any_matrix(byte, size(), half),
+        any_matrix(byte, size(), scales),
+        any_matrix(byte, size(), scales),
+        any_matrix(number, size(), size()),
+        any_matrix(cutlass.BFloat16, rows, size(divisibility=MULTIPLE)),
+        cute.runtime.make_fake_tensor(cutlass.Int32, (size(),), (1,), assumed_align=4),
+        *(cutlass.Int32(0) for _ in range(4)),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
+    made: Callable[..., None] = cute.compile(Fp4Gemm(), *arguments, options="--enable-tvm-ffi")
+    return made
+
+
+@cache
+def _programs(device: int) -> int:
+    """Return how many blocks run at a time, one a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

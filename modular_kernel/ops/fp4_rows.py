@@ -1,0 +1,245 @@
+"""Rows as nvfp4, tile by tile, for block-scaled products; and what else those read.
+
+Tiles are named as `Sorted.tiles` has them: experts, first rows, ends, then how many there are. A
+tile is 128 rows of one expert. Its scales lie together, as `modular_kernel.scale_layout` says.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from modular_kernel import nvfp4, scale_layout
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
+from modular_kernel.ops.activation import activation_constants, gated_activation_ref, up_rows
+from modular_kernel.ops.count import next_power_of_2
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.launch.runtime import HAS_TRITON, use_triton
+from modular_kernel.scale_tiles import pack_pairs
+from modular_kernel.types import ActivationSpec, dtype_name
+from modular_kernel.workspace import BufferSpec, Workspace
+
+if HAS_TRITON:
+    from modular_kernel.ops.kernels.fp4_rows import (
+        name_tiles_kernel,
+        quantise_tiles_kernel,
+        tile_scales_kernel,
+    )
+
+TILE_M = scale_layout.ROWS
+_COLUMNS = 256  # of a program: a step
+_PARTS = 4  # programs that share a tile's rows
+
+
+@dataclass(frozen=True)
+class Fp4Rows:
+    """Quantised rows.
+
+    q_RK: (R, K / 2) uint8, two e2m1 values each, the even one low. scale: (max_tiles, bytes) uint8,
+    the e4m3 scales of each tile's rows.
+    """
+
+    q_RK: torch.Tensor
+    scale: torch.Tensor
+
+
+def fp4_specs(prefix: str, rows: int, columns: int, max_tiles: int) -> dict[str, BufferSpec]:
+    """Return the workspace buffers that `take_fp4` takes; monotone in rows and tiles."""
+    _, size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)
+    return {
+        f"{prefix}_q": BufferSpec((rows, columns // 2), torch.uint8),
+        f"{prefix}_scale": BufferSpec((max_tiles, size), torch.uint8),
+    }
+
+
+def take_fp4(workspace: Workspace, prefix: str, rows: int, columns: int, max_tiles: int) -> Fp4Rows:
+    """Take views of buffers declared by `fp4_specs`."""
+    specs = fp4_specs(prefix, rows, columns, max_tiles)
+    return Fp4Rows(*(workspace.take(name, spec.shape) for name, spec in specs.items()))
+
+
+def quantise_tiles(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scale_e: torch.Tensor,
+    *,
+    out: Fp4Rows,
+    source_R: torch.Tensor | None = None,
+    act: ActivationSpec | None = None,
+) -> None:
+    """Quantise the rows of every tile: x[r], x[source_R[r]], or act(x[r]) rounded to x's dtype.
+
+    x: (T, N) in 16 or 32 bits, values of a row side by side; N is K, or 2 K before a gated act.
+    tiles: (3 * max_tiles + 1,) int32. scale_e: (e,) float32, of each expert. source_R: (R,) int32.
+    Rows of no tile are left as they are; scales of a tile's rows behind the expert's last are 0.
+    ShapeError, LayoutError, DtypeError if something is otherwise. One launch.
+    """
+    columns = 2 * out.q_RK.shape[1]
+    max_tiles = _check(x, tiles, scale_e, out, act)
+    if not max_tiles:
+        return
+    if not use_triton(x):
+        quantise_tiles_ref(x, tiles, scale_e, out=out, source_R=source_R, act=act)
+        return
+    constants: dict[str, object] = {"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0}
+    step, offset = 1, 0
+    if act is not None:
+        constants, (step, offset) = activation_constants(act), up_rows(act, columns)
+    launch(
+        quantise_tiles_kernel,
+        (_PARTS * max_tiles, -(-columns // _COLUMNS)),
+        x_ptr=x,
+        source_ptr=tiles if source_R is None else source_R,
+        tiles_ptr=tiles,
+        factor_ptr=scale_e,
+        q_ptr=out.q_RK,
+        scale_ptr=out.scale,
+        num_columns=columns,
+        max_tiles=max_tiles,
+        stride_x=x.stride(0),
+        stride_q=out.q_RK.stride(0),
+        stride_scale=out.scale.stride(0),
+        up_offset=offset,
+        STEP=step,
+        HAS_SOURCE=source_R is not None,
+        **constants,
+    )
+
+
+def _check(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scale_e: torch.Tensor,
+    out: Fp4Rows,
+    act: ActivationSpec | None,
+) -> int:
+    """Return how many tiles there is room for."""
+    columns, max_tiles = 2 * out.q_RK.shape[1], tiles.numel() // 3
+    width = 2 * columns if act is not None and act.gated else columns
+    size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)[1]
+    if columns % nvfp4.GROUP:
+        raise ShapeError("columns", got=columns, need=f"a multiple of {nvfp4.GROUP}")
+    if x.shape[1] != width:
+        raise ShapeError("rows to quantise", got=tuple(x.shape), need=f"(T, N) with N = {width}")
+    if tuple(out.scale.shape) != (max_tiles, size):
+        got = tuple(out.scale.shape)
+        raise ShapeError("scales of tiles", got=got, need=(max_tiles, size))
+    for name, tensor in (("rows to quantise", x), ("rows", out.q_RK), ("scales", out.scale)):
+        if tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise LayoutError(name, got=f"strides {tensor.stride()}", need="values side by side")
+    for name, tensor, dtype in (
+        ("rows", out.q_RK, torch.uint8),
+        ("scales", out.scale, torch.uint8),
+        ("tiles", tiles, torch.int32),
+        ("scales of experts", scale_e, torch.float32),
+    ):
+        if tensor.dtype is not dtype:
+            raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
+    return max_tiles
+
+
+def quantise_tiles_ref(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scale_e: torch.Tensor,
+    *,
+    out: Fp4Rows,
+    source_R: torch.Tensor | None = None,
+    act: ActivationSpec | None = None,
+) -> None:
+    """Torch twin of `quantise_tiles`: one tile after the other."""
+    for tile, (expert, first, end) in enumerate(named_tiles(tiles)):
+        rows = slice(first, min(first + TILE_M, end))
+        values = x[rows] if source_R is None else x[source_R[rows].long()]
+        if act is not None:
+            values = gated_activation_ref(values, act).to(x.dtype)
+        codes, scale = nvfp4.quantise(values, 1 / scale_e[expert])
+        out.q_RK[rows] = pack_pairs(codes, 1)
+        out.scale[tile] = scale_layout.to_tiles(scale)[0]
+
+
+def named_tiles(tiles: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Return the expert, first row and end of every tile. On a GPU this waits."""
+    count, max_tiles = int(tiles[-1]), tiles.numel() // 3
+    return [tuple(one) for one in tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()]
+
+
+# ------------------------------------------------------------------------------ scales of weights
+
+
+def tiled_scale_spec(experts: int, rows: int, groups: int) -> BufferSpec:
+    """Return the buffer that `tile_scales` writes for scales (e, N, G)."""
+    blocks, size = scale_layout.tiled_shape(rows, groups)
+    return BufferSpec((experts * blocks, size), torch.uint8)
+
+
+def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
+    """Write scales (e, N, G), a byte each and contiguous, as blocks of 128 rows. One launch.
+
+    out: (e * blocks, bytes) uint8, contiguous. ShapeError, LayoutError if something is otherwise.
+    """
+    experts, rows, groups = scale_eNG.shape
+    blocks, size = scale_layout.tiled_shape(rows, groups)
+    if tuple(out.shape) != (experts * blocks, size):
+        raise ShapeError("tiled scales", got=tuple(out.shape), need=(experts * blocks, size))
+    for name, tensor in (("scales", scale_eNG), ("tiled scales", out)):
+        if not tensor.is_contiguous():
+            raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+    if not use_triton(out):
+        out.copy_(scale_layout.to_tiles(scale_eNG).flatten(0, 1))
+        return
+    launch(
+        tile_scales_kernel,
+        (experts * blocks, scale_layout.steps_of(groups)),
+        scale_ptr=scale_eNG.view(torch.uint8),
+        out_ptr=out,
+        num_rows=rows,
+        num_groups=groups,
+        blocks=blocks,
+        stride_out=out.stride(0),
+    )
+
+
+# ------------------------------------------------------------------------- tiles of batched rows
+
+
+def batched_tile_specs(experts: int, capacity: int) -> dict[str, BufferSpec]:
+    """Return the buffer that `name_batched_tiles` takes."""
+    tiles = experts * -(-capacity // TILE_M)
+    return {"batched_tiles": BufferSpec((3 * tiles + 1,), torch.int32)}
+
+
+def name_batched_tiles(counts_e: torch.Tensor, capacity: int, workspace: Workspace) -> torch.Tensor:
+    """Return the tiles of (e, C) rows, the first counts_e[i] of each expert's, int32. One launch.
+
+    An expert's tiles begin at its first row, and none reaches into the next expert's.
+    """
+    experts = counts_e.numel()
+    (name, spec), *_ = batched_tile_specs(experts, capacity).items()
+    tiles = workspace.take(name, spec.shape)
+    if not use_triton(counts_e):
+        name_batched_tiles_ref(counts_e, capacity, out=tiles)
+        return tiles
+    launch(
+        name_tiles_kernel,
+        (experts,),
+        counts_ptr=counts_e,
+        tiles_ptr=tiles,
+        num_experts=experts,
+        capacity=capacity,
+        max_tiles=tiles.numel() // 3,
+        BLOCK_E=next_power_of_2(experts),
+        BLOCK_T=next_power_of_2(max(1, -(-capacity // TILE_M))),
+    )
+    return tiles
+
+
+def name_batched_tiles_ref(counts_e: torch.Tensor, capacity: int, *, out: torch.Tensor) -> None:
+    """Torch twin of `name_batched_tiles`."""
+    named = [
+        (expert, first, expert * capacity + count)
+        for expert, count in enumerate(counts_e.tolist())
+        for first in range(expert * capacity, expert * capacity + count, TILE_M)
+    ]
+    columns = out[: out.numel() // 3 * 3].view(3, -1)
+    columns[:, : len(named)] = torch.tensor(named, dtype=torch.int32).reshape(-1, 3).T
+    out[-1] = len(named)

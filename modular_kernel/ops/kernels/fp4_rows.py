@@ -1,0 +1,134 @@
+"""Rows of tiles as nvfp4, and scales as block-scaled products want them: 128 rows by 16 groups."""
+
+import triton
+import triton.language as tl
+
+from modular_kernel.ops.kernels.activation import activate
+
+
+@triton.jit
+def _e4m3_code(value):
+    """Code of float32 values from 0 to 448, to nearest, ties to even; 127 of NaN.
+
+    By bits: the type itself is not on every GPU that is compiled for.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    # Steps of 2**-9 below 2**-6: adding 1.5 * 2**23 leaves no bit for a fraction.
+    small = ((value * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    code = tl.where(value < 0.015625, small, normal)
+    return tl.where(value == value, code, 127)
+
+
+@triton.jit
+def _e4m3_value(code):
+    normal = ((code + 960) << 20).to(tl.float32, bitcast=True)
+    value = tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+    return tl.where(code == 127, float("nan"), value)
+
+
+@triton.jit
+def _e2m1_code(value):
+    """Code nearest to float32 values, ties to the even one; magnitude 7 of NaN."""
+    size = tl.abs(value)
+    low = 7 - (size <= 0.25).to(tl.int32) - (size < 0.75).to(tl.int32)
+    low = low - (size <= 1.25).to(tl.int32) - (size < 1.75).to(tl.int32)
+    low = low - (size <= 2.5).to(tl.int32) - (size < 3.5).to(tl.int32)
+    low = low - (size <= 5.0).to(tl.int32)
+    return tl.where(value < 0, low + 8, low)
+
+
+@triton.jit
+def quantise_tiles_kernel(
+    x_ptr, source_ptr, tiles_ptr, factor_ptr, q_ptr, scale_ptr,
+    num_columns, max_tiles, stride_x, stride_q, stride_scale, up_offset,
+    HAS_SOURCE: tl.constexpr, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """q, scale = nvfp4 of 32 rows of a tile and 256 columns of x, or of act(x) in x's dtype.
+
+    Row r is row source[r] of x if HAS_SOURCE. factor: of each expert, float32. Scales of the tile's
+    rows behind the expert's last, and of columns behind the last, are 0. Grid (4 * max_tiles,
+    ceil(num_columns / 256)).
+    """
+    tile, part = tl.program_id(0) // 4, tl.program_id(0) % 4
+    live = tile < tl.load(tiles_ptr + 3 * max_tiles)
+    expert = tl.load(tiles_ptr + tile, mask=live, other=0)
+    first = tl.load(tiles_ptr + max_tiles + tile, mask=live, other=0)
+    end = tl.load(tiles_ptr + 2 * max_tiles + tile, mask=live, other=0)
+    line = tl.arange(0, 32)
+    rows = first.to(tl.int64) + part * 32 + line
+    valid = rows < end
+    source = rows
+    if HAS_SOURCE:
+        source = tl.load(source_ptr + rows, mask=valid, other=0).to(tl.int64)
+    columns = tl.program_id(1) * 256 + tl.arange(0, 256)
+    mask = valid[:, None] & (columns < num_columns)[None, :]
+    x_ptrs = x_ptr + source[:, None] * stride_x + columns[None, :] * STEP
+    value = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if KIND != "identity":
+        up = tl.load(x_ptrs + up_offset, mask=mask, other=0.0).to(tl.float32)
+        value = activate(value, up, KIND, ALPHA, LIMIT)
+        value = tl.where(mask, value, 0.0).to(x_ptr.dtype.element_ty).to(tl.float32)
+    groups = tl.reshape(value, (32, 16, 16))
+    inverse = tl.div_rn(1.0, tl.load(factor_ptr + expert, mask=live, other=1.0))
+    amax = tl.max(tl.abs(groups), axis=2)
+    # A maximum may leave NaN out; a sum does not.
+    broken = tl.sum(tl.where(groups == groups, 0, 1), axis=2) > 0
+    amax = tl.where(broken, float("nan"), amax)
+    wanted = tl.div_rn(inverse * amax, 6.0)
+    code = _e4m3_code(tl.where(wanted > 448.0, 448.0, wanted))
+    scale = _e4m3_value(code)
+    spread = tl.where(scale == 0.0, 0.0, tl.div_rn(inverse, tl.where(scale == 0.0, 1.0, scale)))
+    codes = tl.reshape(_e2m1_code(groups * spread[:, :, None]), (32, 128, 2))
+    low, high = tl.split(codes)
+    pairs = tl.program_id(1) * 128 + tl.arange(0, 128)
+    q_ptrs = q_ptr + rows[:, None] * stride_q + pairs[None, :]
+    q_mask = valid[:, None] & (pairs * 2 < num_columns)[None, :]
+    tl.store(q_ptrs, (low | (high << 4)).to(tl.uint8), mask=q_mask)
+    group = tl.arange(0, 16)
+    at = (group // 4 * 512 + group % 4)[None, :] + (line * 16 + part * 4)[:, None]
+    s_ptrs = scale_ptr + tile.to(tl.int64) * stride_scale + tl.program_id(1) * 2048 + at
+    tl.store(s_ptrs, code.to(tl.uint8), mask=live & (at >= 0))
+
+
+@triton.jit
+def tile_scales_kernel(scale_ptr, out_ptr, num_rows, num_groups, blocks, stride_out):
+    """Scales (e, num_rows, num_groups) by blocks of 128 rows, each step of 16 groups in turn.
+
+    Grid (e * blocks, ceil(num_groups / 16)).
+    """
+    block = tl.program_id(0).to(tl.int64)
+    row, group = tl.arange(0, 128), tl.arange(0, 16)
+    rows, groups = block % blocks * 128 + row, tl.program_id(1) * 16 + group
+    mask = (rows < num_rows)[:, None] & (groups < num_groups)[None, :]
+    ptrs = scale_ptr + (block // blocks * num_rows + rows)[:, None] * num_groups + groups[None, :]
+    value = tl.load(ptrs, mask=mask, other=0)
+    at = (group // 4 * 512 + group % 4)[None, :] + (row % 32 * 16 + row // 32 * 4)[:, None]
+    tl.store(out_ptr + block * stride_out + tl.program_id(1) * 2048 + at, value)
+
+
+@triton.jit
+def name_tiles_kernel(
+    counts_ptr, tiles_ptr, num_experts, capacity, max_tiles,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Name the tiles of 128 rows of each expert's first counts[i] of `capacity` rows.
+
+    Grid (num_experts,), a program an expert.
+    """
+    own = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_E)
+    count = tl.load(counts_ptr + expert, mask=expert < num_experts, other=0)
+    tiles = (count + 127) // 128
+    before = tl.sum(tl.where(expert < own, tiles, 0), axis=0)
+    mine = tl.load(counts_ptr + own)
+    tile = tl.arange(0, BLOCK_T)
+    mask = tile < (mine + 127) // 128
+    start = own * capacity
+    nothing = tl.zeros((BLOCK_T,), tl.int32)
+    tl.store(tiles_ptr + before + tile, nothing + own, mask=mask)
+    tl.store(tiles_ptr + max_tiles + before + tile, start + tile * 128, mask=mask)
+    tl.store(tiles_ptr + 2 * max_tiles + before + tile, nothing + start + mine, mask=mask)
+    total = tl.sum(tiles, axis=0)
+    tl.store(tiles_ptr + 3 * max_tiles, total, mask=own == 0)

@@ -1,0 +1,32 @@
+"""What tests of kernels in CuTe DSL share: whether it is there, and what reads its code."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from experts import CutlassExpertsFP8
+from modular_kernel.machine import importable
+
+PACKAGES = CutlassExpertsFP8.requires.packages
+MISSING = not importable(PACKAGES) >= {*PACKAGES}
+_TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def compile_in(folder: Path, arch: str, code: str, *words: str) -> None:
+    """Run `code`, which compiles one kernel for `arch`, in a process; its files go to `folder`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTE_DSL_ARCH", arch)
+        patch.setenv("CUTE_DSL_KEEP_CUBIN", "1")
+        patch.setenv("CUTE_DSL_KEEP_PTX", "1")
+        patch.setenv("CUTE_DSL_DUMP_DIR", str(folder))
+        subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=120)
+
+
+def told(folder: Path, option: str) -> str:
+    """What cuobjdump says of the folder's one kernel."""
+    (cubin,) = folder.glob("*.cubin")
+    done = subprocess.run([_TOOL, option, cubin], capture_output=True, text=True, check=True)
+    return done.stdout

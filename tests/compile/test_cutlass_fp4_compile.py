@@ -1,0 +1,158 @@
+"""The kernel of CutlassExpertsFP4 compiles for sm_100a without a GPU, to the instructions it needs.
+
+No GPU of the kind was at hand, so this is what is known of its code: instructions of the load, the
+products and the stores, the order of tensor memory, bytes that a barrier waits for, and that the
+layout of scales in `modular_kernel.scale_layout` is the one that the DSL's own helper makes.
+
+Skipped without nvidia-cutlass-dsl: `pip install '.[cutlass]'` brings it, 330 MB, NVIDIA's licence.
+"""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from cutlass_code import MISSING, compile_in, told
+
+from modular_kernel.scale_layout import byte_of
+
+pytestmark = pytest.mark.skipif(MISSING, reason="pip install '.[cutlass]'")
+
+COMPILE = "from experts.cutlass.fp4_product import compiled; compiled()"
+STAGES, SUMS = 6, 2
+TILE, STEP = 128, 256
+# Bytes of shared memory that a block of an sm_100 may have.
+MOST_SHARED = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Code:
+    ptx: str
+    sass: str
+    resources: str
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Code:
+    folder = tmp_path_factory.mktemp("fp4")
+    compile_in(folder, "sm_100a", COMPILE)
+    (ptx,) = folder.glob("*.ptx")
+    return Code(ptx.read_text(), told(folder, "-sass"), told(folder, "-res-usage"))
+
+
+def test_nothing_spills(code: Code) -> None:
+    registers, stack, local = map(
+        int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", code.resources).groups()
+    )
+    assert (stack, local) == (0, 0)
+    assert registers <= 65536 // 192
+    assert not re.search(r"\b(STL|LDL)\b", code.sass)
+
+
+def test_instructions(code: Code) -> None:
+    """Each of a step once: two loads of values, two of scales, four products of 64 values."""
+    counts = Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]+)", code.ptx, re.M))
+    by = {
+        what: sum(n for name, n in counts.items() if name.startswith(what))
+        for what in (
+            "cp.async.bulk.tensor.2d.shared", "cp.async.bulk.shared::cluster.global",
+            "tcgen05.cp.cta_group::1.32x128b.warpx4", "tcgen05.ld.sync.aligned.32x32b.x32",
+            "tcgen05.commit", "tcgen05.alloc", "tcgen05.dealloc", "tcgen05.mma",
+            "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16", "st.global.v4",
+            "st.global", "st.local", "ld.local",
+        )
+    }  # fmt: skip
+    assert by == {
+        "cp.async.bulk.tensor.2d.shared": 2,
+        "cp.async.bulk.shared::cluster.global": 2,
+        "tcgen05.cp.cta_group::1.32x128b.warpx4": 8,
+        "tcgen05.ld.sync.aligned.32x32b.x32": 4,
+        "tcgen05.commit": 2,
+        "tcgen05.alloc": 1,
+        "tcgen05.dealloc": 1,
+        "tcgen05.mma": 4,
+        "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16": 4,
+        "st.global.v4": 16,  # 128 columns of a row, 8 at a time, and nothing besides
+        "st.global": 16,
+        "st.local": 0,
+        "ld.local": 0,
+    }
+    machine = Counter(re.findall(r"\b(UTCOMMA|UTCCP|UTMALDG|UBLKCP|LDTM)\b", code.sass))
+    assert machine == {"UTCOMMA": 4, "UTCCP": 8, "UTMALDG": 2, "UBLKCP": 2, "LDTM": 4}
+
+
+def test_a_barrier_waits_for_all_bytes_of_a_step(code: Code) -> None:
+    values, scales = 2 * TILE * STEP // 2, 2 * TILE * STEP // 16
+    assert moved_to(code, r"mbarrier\.arrive\.expect_tx\S* \S+, \[%r\d+\], (%r\d+);") == (
+        values + scales
+    )
+    assert moved_to(
+        code, r"cp\.async\.bulk\.shared::cluster\S* \[%r\d+\], \[%rd\d+\], (%r\d+)"
+    ) == (scales // 2)
+
+
+def moved_to(code: Code, pattern: str) -> int:
+    """The number that the register of the first instruction of a kind was given."""
+    register = re.search(pattern, code.ptx)[1]
+    return int(re.search(rf"mov\.b32 \t{re.escape(register)}, (\d+);", code.ptx)[1])
+
+
+def test_the_instruction_descriptor(code: Code) -> None:
+    """128 by 128 results of e2m1 by e2m1, scales of e4m3, none negated."""
+    plain = {int(n) for n in re.findall(r"\b(136\d{6})\b", code.ptx)}
+    descriptor = min(plain)
+    assert descriptor >> 7 & 7 == descriptor >> 10 & 7 == 1  # e2m1
+    assert (descriptor >> 17 & 63) * 8 == TILE  # columns
+    assert (descriptor >> 27 & 3) * 128 == TILE  # rows
+    assert not descriptor >> 23 & 1  # e4m3, not e8m0
+
+
+def test_tensor_memory(code: Code) -> None:
+    """Two tiles of sums, then scales of rows, then of weights: each product has its own columns."""
+    product = r"tcgen05\.mma\S+ \[%r\d+\], \S+ \S+ \S+ \[(%r\d+)\], \[(%r\d+)\]"
+    offsets = dict(re.findall(r"add\.s32 \t(%r\d+), %r\d+, (\d+);", code.ptx))
+    pairs = [(int(offsets[a]), int(offsets[b])) for a, b in re.findall(product, code.ptx)]
+    sums = SUMS * TILE
+    assert pairs == [(sums + 4 * k, sums + 16 + 4 * k) for k in range(4)]
+    allocated = re.search(r"tcgen05\.alloc\S*\s+\S+ (%r\d+);", code.ptx)[1]
+    columns = int(re.search(rf"mov\.b32 \t{allocated}, (\d+);", code.ptx)[1])
+    assert pairs[-1][1] + 4 <= columns == 512
+
+
+def test_shared_memory(code: Code) -> None:
+    """Rings of values and of scales begin where a swizzle does, and fit."""
+    first = [int(n) for n in re.findall(r"\[%r\d+\+(\d+)\], \[%rd\d+, \{", code.ptx)]
+    assert len(first) == 2
+    assert all(at % 1024 == 0 for at in first)
+    ring = STAGES * TILE * STEP // 2
+    assert first[1] - first[0] >= ring
+    assert first[1] + ring + 2 * STAGES * 2048 <= MOST_SHARED
+
+
+LAYOUT = """
+import cutlass
+from cutlass import cute
+from cutlass.utils.blockscaled_layout import tile_atom_to_shape_SF
+
+@cute.jit
+def tell():
+    layout = tile_atom_to_shape_SF((256, 512, 1), 16)
+    for row in cutlass.range_constexpr(0, 256, 5):
+        for group in cutlass.range_constexpr(32):
+            print(row, group, layout((row, group * 16, 0)))
+
+cute.compile(tell)
+"""
+
+
+def test_scales_lie_as_the_dsl_lays_them(tmp_path: Path) -> None:
+    """Of 256 rows and 512 values: whole steps, so no padding tells the two apart."""
+    (tmp_path / "layout.py").write_text(LAYOUT)  # it is read again, to be compiled
+    command = [sys.executable, str(tmp_path / "layout.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    told_of = [tuple(map(int, line.split())) for line in done.stdout.splitlines() if line]
+    assert len(told_of) == 52 * 32
+    assert [at for _, _, at in told_of] == [byte_of(row, group, 32) for row, group, _ in told_of]

@@ -1,0 +1,223 @@
+"""nvfp4 by CutlassExpertsFP4 and its batched form, against a stand-in of the products' kernel."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from vendor_stand_in import BatchedCutlassFP4, CutlassFP4, proven
+from vendor_stand_in import fp4_gemm as stand_in
+
+from experts.cutlass.fp4_product import Fp4Weights, fp4_gemm
+from modular_kernel import check
+from modular_kernel.errors import InputError
+from modular_kernel.ops.fp4_rows import Fp4Rows
+from modular_kernel.testing.cases.inputs import Manner
+from modular_kernel.types import Combine, Machine, Problem
+
+BASE = Problem(17, 128, 256, 5, 2, "bfloat16", "nvfp4_w4a4")
+COMMON: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "uniform"),
+    ({"hidden": 384, "intermediate": 128}, "skips"),
+    ({"tokens": 1, "top_k": 1}, "uniform"),
+    ({"tokens": 0}, "uniform"),
+    ({"activation": "relu2"}, "empty_experts"),
+    ({"activation": "swiglu_oai:limit=1.0,interleaved=false"}, "duplicates"),
+    ({"combine": Combine.TOPK_WEIGHTED, "routed_scaling_factor": 2.5}, "skips"),
+    ({"expert_map": True, "local_experts": 3}, "out_of_range"),
+    ({"experts": 2, "top_k": 1, "tokens": 300}, "zipf"),
+    ({"inplace": True, "top_k": 3}, "all_skipped"),
+)
+
+
+@pytest.mark.parametrize(("change", "routing"), [*COMMON, ({"chunk_tokens": 7}, "skips")])
+def test_contiguous(change: dict[str, Any], routing: str) -> None:
+    proof = proven(CutlassFP4, replace(BASE, **change), routing)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize(("change", "routing"), COMMON)
+def test_batched(change: dict[str, Any], routing: str) -> None:
+    proof = proven(BatchedCutlassFP4, replace(BASE, **change), routing)
+    assert proof.passed, str(proof)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "shifted"])
+@pytest.mark.parametrize("part", [CutlassFP4, BatchedCutlassFP4])
+def test_weights_that_lie_otherwise(part: Any, layout: str) -> None:
+    proof = proven(part, BASE, manner=Manner(layout=layout))
+    assert proof.passed, str(proof)
+
+
+# -------------------------------------------------------------------------------------- verdicts
+
+PACKAGES = frozenset({"triton", "nvidia_cutlass_dsl", "tvm_ffi"})
+B200 = Machine("cuda", (10, 0), PACKAGES, name="NVIDIA B200")
+PAIRS = (
+    ("MoEPrepareAndFinalizeNoEP", "CutlassExpertsFP4"),
+    ("BatchedPrepareAndFinalize", "BatchedCutlassExpertsFP4"),
+)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("change", "machine", "rules"),
+    [
+        ({}, B200, []),
+        ({"combine": Combine.TOPK_WEIGHTED, "graph": True}, B200, []),
+        ({"dtype": "float16"}, B200, ["dtype"]),
+        ({"quant": "nvfp4_w4a16"}, B200, ["quant"]),
+        ({"quant": "mxfp4_w4a16"}, B200, ["quant"]),
+        ({"quant": "none"}, B200, ["quant"]),
+        ({"hidden": 192}, B200, ["hidden"]),
+        ({"intermediate": 192}, B200, ["intermediate"]),
+        ({"activation": "silu:interleaved=true"}, B200, ["activation"]),
+        ({"bias": True}, B200, ["bias"]),
+        ({"batch_invariant": True}, B200, ["batch_invariant"]),
+        ({}, replace(B200, arch=(9, 0)), ["archs"]),
+        ({}, replace(B200, arch=(12, 0)), ["archs"]),
+        ({}, replace(B200, packages=PACKAGES - {"tvm_ffi"}), ["package"]),
+    ],
+)
+def test_verdicts(
+    pair: tuple[str, str], change: dict[str, Any], machine: Machine, rules: list[str]
+) -> None:
+    verdict = check(*pair, replace(BASE, **change), machine)
+    assert [r.rule for r in verdict.rejections] == rules, str(verdict)
+
+
+def test_others_refuse_the_scheme() -> None:
+    (rejection,) = check(
+        "MoEPrepareAndFinalizeNoEP", "TritonExperts", BASE, Machine("cuda", (9, 0), PACKAGES)
+    ).rejections
+    assert (rejection.rule, rejection.got) == ("quant", "nvfp4_w4a4")
+
+
+# -------------------------------------------------------------------------------------- contract
+
+ROWS, K, N, EXPERTS, TILES = 200, 384, 256, 3, [(0, 0, 130), (0, 128, 130), (2, 130, 190)]
+
+
+def operands() -> dict[str, torch.Tensor]:
+    """Rows of experts 0 and 2, and what the kernel is given of them; a tile has no rows."""
+    named = torch.full((3 * 4 + 1,), 0x3F3F3F3F, dtype=torch.int32)
+    named[:12].view(3, -1)[:, :3] = torch.tensor(TILES, dtype=torch.int32).T
+    named[-1] = 3
+    generator = torch.Generator().manual_seed(1)
+
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    # Scales from 0.5 to 2 of rows and groups that are there: 384 values are a step and a half.
+    blocks = EXPERTS * N // 128
+    a_scale, b_scale = (torch.zeros(n, 2 * 2048, dtype=torch.uint8) for n in (4, blocks))
+    group, row = torch.arange(K // 16)[None, :], torch.arange(128)[:, None]
+    at = group // 16 * 2048 + group % 16 // 4 * 512 + row % 32 * 16 + row // 32 * 4 + group % 4
+    for line in b_scale:
+        line[at] = 48 + codes(128, K // 16) % 17
+    for tile, (_, first, end) in enumerate(TILES):
+        rows = min(128, end - first)
+        a_scale[tile][at[:rows]] = 48 + codes(rows, K // 16) % 17
+    return {
+        "q": codes(ROWS, K // 2),
+        "a_scale": a_scale,
+        "w": codes(EXPERTS, N, K // 2),
+        "b_scale": b_scale,
+        "factors": torch.tensor([[0.5, 2.0], [1.0, 1.0], [-0.25, 0.125]]),
+        "tiles": named,
+        "out": torch.full((ROWS, N), torch.nan, dtype=torch.bfloat16),
+    }
+
+
+def call(gemm: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    a = Fp4Rows(given["q"], given["a_scale"])
+    b = Fp4Weights(given["w"], given["b_scale"], given["factors"])
+    gemm(a, b, given["tiles"], given["out"])
+    return given["out"]
+
+
+def test_twin_and_stand_in_agree() -> None:
+    """One by definition of the layout, the other by the addresses that the kernel takes."""
+    twin, other = call(fp4_gemm, operands()), call(stand_in.fp4_gemm, operands())
+    live = twin.isfinite().all(1)
+    assert live.nonzero().flatten().tolist() == list(range(190))
+    assert other[190:].isnan().all()
+    error = (twin[:190].float() - other[:190].float()).norm() / twin[:190].float().norm()
+    assert error < 1e-4
+
+
+def test_one_result_by_hand() -> None:
+    given = operands()
+    row, column = 131, 200  # of expert 2's first tile, of the second matrix
+    got = float(call(fp4_gemm, given)[row, column])
+    total = 0.0
+    for k in range(K):
+        group, place = k // 16, row - 130
+        at = group // 16 * 2048 + group % 16 // 4 * 512 + group % 4
+        at_a = at + place % 32 * 16 + place // 32 * 4
+        at_b = at + (column - 128) % 32 * 16 + (column - 128) // 32 * 4
+        scales = [given["a_scale"][2, at_a], given["b_scale"][5, at_b]]
+        lines = given["q"][row], given["w"][2, column]
+        x, w = (int(line[k // 2]) >> 4 * (k % 2) & 15 for line in lines)
+        s = [float(each.view(torch.float8_e4m3fn)) for each in scales]
+        total += float(stand_in.VALUES[x] * stand_in.VALUES[w]) * s[0] * s[1]
+    assert got == pytest.approx(total * 0.125, rel=2.0**-8)
+
+
+def odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    memory[1:].view(tensor.shape).copy_(tensor)
+    return memory[1:].view(tensor.shape)
+
+
+# What each changes of the operands; all of it, the kernel would compute wrongly or fault.
+PLANTED: dict[str, dict[str, Any]] = {
+    "K off 128": {
+        "q": lambda q: q[:, :160].contiguous(),
+        "w": lambda w: w[:, :, :160].contiguous(),
+    },
+    "N off 128": {"w": lambda w: w[:, :200].contiguous()},
+    "a matrix of 64 rows": {"factors": lambda f: torch.ones(3, 4)},
+    "rows of another depth": {"q": lambda q: q[:, :128].contiguous()},
+    "rows with gaps": {"q": lambda q: torch.zeros(ROWS, K, dtype=torch.uint8)[:, : K // 2]},
+    "rows at an odd address": {"q": odd_address},
+    "weights along N": {"w": lambda w: w.mT.contiguous().mT},
+    "weights at an odd address": {"w": odd_address},
+    "weights as floats": {"w": lambda w: w.float()},
+    "scales of rows for fewer tiles": {"a_scale": lambda s: s[:3].contiguous()},
+    "scales of rows padded to 4 groups": {"a_scale": lambda s: s[:, :3072].contiguous()},
+    "scales of weights row by row": {"b_scale": lambda s: s.view(EXPERTS * N, -1)},
+    "scales of weights of one expert": {"b_scale": lambda s: s[:2].contiguous()},
+    "factors of 16 bits": {"factors": lambda f: f.half()},
+    "factors of experts alone": {"factors": lambda f: torch.ones(2, 2)},
+    "results of 32 bits": {"out": lambda out: out.float()},
+    "results of other columns": {"out": lambda out: out[:, :128].contiguous()},
+    "tiles of int64": {"tiles": lambda t: t.long()},
+    "tiles without their number": {"tiles": lambda t: t[:-1].contiguous()},
+}
+# Of what is in tensors, which only the stand-in looks at.
+INSIDE: dict[str, dict[str, Any]] = {
+    "more tiles than there is room for": {"tiles": lambda t: t.index_fill(0, torch.tensor(12), 5)},
+    "an expert that is not there": {"tiles": lambda t: t.index_fill(0, torch.tensor(1), 3)},
+    "an end behind the rows": {"tiles": lambda t: t.index_fill(0, torch.tensor([10]), 201)},
+    "a tile over another": {"tiles": lambda t: t.index_fill(0, torch.tensor(5), 100)},
+    "two ends of one expert": {"tiles": lambda t: t.index_fill(0, torch.tensor(9), 129)},
+    "scales of rows that are not there": {"a_scale": lambda s: s.fill_(0x7F)},
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted(name: str) -> None:
+    for gemm, error in ((fp4_gemm, InputError), (stand_in.fp4_gemm, RuntimeError)):
+        given = operands()
+        given |= {field: change(given[field]) for field, change in PLANTED[name].items()}
+        with pytest.raises(error):
+            call(gemm, given)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_planted_inside(name: str) -> None:
+    given = operands()
+    given |= {field: change(given[field]) for field, change in INSIDE[name].items()}
+    with pytest.raises(RuntimeError, match="fp4_gemm"):
+        call(stand_in.fp4_gemm, given)

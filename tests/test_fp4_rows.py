@@ -1,0 +1,207 @@
+"""Rows as nvfp4 by tiles: the kernels, bit for bit what modular_kernel.nvfp4 says."""
+
+import pytest
+import torch
+from ops_samples import DEVICE, kernel_and_twin, random
+
+from modular_kernel import nvfp4
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError
+from modular_kernel.ops import fp4_rows
+from modular_kernel.ops.activation import gated_activation_ref
+from modular_kernel.ops.fp4_rows import (
+    Fp4Rows,
+    batched_tile_specs,
+    fp4_specs,
+    name_batched_tiles,
+    named_tiles,
+    quantise_tiles,
+    tile_scales,
+    tiled_scale_spec,
+)
+from modular_kernel.scale_layout import from_tiles, to_tiles
+from modular_kernel.scale_tiles import unpack_pairs
+from modular_kernel.types import ActivationSpec
+from modular_kernel.workspace import Workspace
+
+path = kernel_and_twin(fp4_rows)
+
+# Of three experts: 130 rows, none, and 5; a place for a tile is left over.
+ROWS, TILES = 135, [(0, 0, 130), (0, 128, 130), (2, 130, 135)]
+SCALES = (0.011, 1.0, 0.37)
+
+
+def named(tiles: list[tuple[int, int, int]], room: int) -> torch.Tensor:
+    out = torch.full((3 * room + 1,), 0x3F3F3F3F, dtype=torch.int32)
+    out[: 3 * room].view(3, -1)[:, : len(tiles)] = torch.tensor(tiles, dtype=torch.int32).T
+    out[-1] = len(tiles)
+    return out.to(DEVICE)
+
+
+def room_for(rows: int, columns: int, tiles: int) -> Fp4Rows:
+    specs = fp4_specs("x", rows, columns, tiles).values()
+    return Fp4Rows(*(torch.full(s.shape, 0x55, dtype=s.dtype, device=DEVICE) for s in specs))
+
+
+def assert_rows(out: Fp4Rows, values: torch.Tensor, scale_e: torch.Tensor) -> None:
+    """The rows of every tile are `values` of the definition; nothing else is written."""
+    groups = values.shape[1] // 16
+    for tile, (expert, first, end) in enumerate(TILES):
+        rows = slice(first, min(first + 128, end))
+        codes, scale = nvfp4.quantise(values[rows], 1 / scale_e[expert])
+        assert torch.equal(unpack_pairs(out.q_RK[rows], 1), codes)
+        assert torch.equal(out.scale[tile], to_tiles(scale)[0])
+        live = from_tiles(out.scale[tile, None], 128, groups)
+        assert not live[rows.stop - first :].any()
+    assert (out.scale[len(TILES) :] == 0x55).all()
+    assert (out.q_RK[TILES[-1][2] :] == 0x55).all()
+
+
+def test_values_are_held(path: str) -> None:
+    """Not the twin against itself: values that nvfp4 has come back."""
+    scale_e = torch.ones(3, device=DEVICE)
+    x = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6], device=DEVICE).repeat(ROWS, 4)
+    x[:, 16:] *= -8
+    out = room_for(ROWS, 32, 4)
+    quantise_tiles(x.bfloat16(), named(TILES, 4), scale_e, out=out)
+    scale = from_tiles(out.scale[:1], 128, 2).view(torch.float8_e4m3fn)
+    back = nvfp4.dequantise(unpack_pairs(out.q_RK[:128], 1), scale, torch.ones(1, device=DEVICE))
+    assert torch.equal(back, x[:128])
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("columns", [16, 240, 256, 400, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows(columns: int, dtype: torch.dtype) -> None:
+    scale_e = torch.tensor(SCALES, device=DEVICE)
+    x = random(ROWS + 3, columns, dtype=dtype)
+    x[3, :16] = 0
+    x[4, :16] = 3e4  # more than the scale can hold
+    x[5, :16] *= 1e-4  # a scale that is zero, or the least there is
+    out = room_for(ROWS + 3, columns, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    assert_rows(out, x, scale_e)
+
+
+@pytest.mark.usefixtures("path")
+def test_every_half_of_a_step_rounds_to_even() -> None:
+    scale_e = torch.ones(3, device=DEVICE)
+    x = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0], device=DEVICE).repeat(ROWS, 2)
+    out = room_for(ROWS, 16, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    codes = unpack_pairs(out.q_RK[:1], 1)[0, :8]
+    assert codes.tolist() == [0, 2, 2, 4, 4, 6, 6, 7]
+
+
+@pytest.mark.usefixtures("path")
+def test_scales_in_the_middle_round_to_even() -> None:
+    """Of 17/16 and 19/16, and of the least scales: a half, three halves and five of 2**-9."""
+    scale_e = torch.ones(3, device=DEVICE)
+    wanted = torch.tensor([17 / 16, 19 / 16, 0.5 / 512, 1.5 / 512, 2.5 / 512], device=DEVICE)
+    x = (wanted * 6).repeat_interleave(16).repeat(ROWS, 1)
+    out = room_for(ROWS, 80, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    assert from_tiles(out.scale[:1], 128, 5)[0].tolist() == [0x38, 0x3A, 0, 2, 2]
+
+
+@pytest.mark.usefixtures("path")
+def test_what_is_not_finite_stays_in_its_group() -> None:
+    scale_e = torch.ones(3, device=DEVICE)
+    x = random(ROWS, 64, dtype=torch.float32)
+    x[0, 3], x[1, 17], x[2, 40] = torch.nan, torch.inf, -torch.inf
+    out = room_for(ROWS, 64, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    assert_rows(out, x, scale_e)
+    scale = from_tiles(out.scale[:1], 128, 4).view(torch.float8_e4m3fn).float()
+    assert scale.isnan().nonzero().tolist() == [[0, 0]]
+
+
+@pytest.mark.usefixtures("path")
+def test_scales_of_every_size_round_alike() -> None:
+    """Through all of e4m3, subnormal scales among them."""
+    scale_e = torch.ones(3, device=DEVICE)
+    sizes = torch.logspace(-12, 3.5, ROWS * 8, base=10.0, device=DEVICE).view(ROWS, 8, 1)
+    x = (sizes * torch.linspace(-1, 1, 16, device=DEVICE)).flatten(1)
+    out = room_for(ROWS, 128, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out)
+    assert_rows(out, x, scale_e)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    "kind", ["silu", "relu2", "swiglu_oai:limit=1.2", "silu:interleaved=true", "gelu_no_mul"]
+)
+def test_activation(kind: str) -> None:
+    act, scale_e = ActivationSpec.parse(kind), torch.tensor(SCALES, device=DEVICE)
+    x = random(ROWS, 320 * (2 if act.gated else 1), dtype=torch.bfloat16)
+    out = room_for(ROWS, 320, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out, act=act)
+    h = gated_activation_ref(x, act).to(x.dtype)
+    codes, scale = nvfp4.quantise(h[:128], 1 / scale_e[0])
+    # By another exponential a value in a hundred may be off by its last bit.
+    same = unpack_pairs(out.q_RK[:128], 1) == codes
+    assert same.float().mean() > 0.995
+    got = from_tiles(out.scale[:1], 128, 20)
+    assert (got == scale.view(torch.uint8)).float().mean() > 0.99
+
+
+@pytest.mark.usefixtures("path")
+def test_rows_from_elsewhere() -> None:
+    scale_e = torch.tensor(SCALES, device=DEVICE)
+    x = random(40, 256, dtype=torch.bfloat16)
+    source = (torch.arange(ROWS, device=DEVICE) * 7 % 40).int()
+    out = room_for(ROWS, 256, 4)
+    quantise_tiles(x, named(TILES, 4), scale_e, out=out, source_R=source)
+    assert_rows(out, x[source.long()], scale_e)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("shape", [(2, 128, 16), (3, 384, 8), (1, 130, 20), (2, 256, 45)])
+def test_scales_of_weights(shape: tuple[int, int, int]) -> None:
+    scale = torch.randint(0, 256, shape, dtype=torch.uint8, device=DEVICE)
+    out = torch.full(tiled_scale_spec(*shape).shape, 0x55, dtype=torch.uint8, device=DEVICE)
+    tile_scales(scale.view(torch.float8_e4m3fn), out)
+    assert torch.equal(out, to_tiles(scale).flatten(0, 1))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("counts", "capacity"),
+    [([3, 0, 130, 200], 200), ([0, 0], 7), ([128], 128), ([1] * 33, 1), ([256, 129], 256)],
+)
+def test_tiles_of_batched_rows(counts: list[int], capacity: int) -> None:
+    counts_e = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    workspace = Workspace(batched_tile_specs(len(counts), capacity), counts_e.device)
+    tiles = named_tiles(name_batched_tiles(counts_e, capacity, workspace))
+    rows = [
+        e * capacity + place for e, first, end in tiles
+        for place in range(first - e * capacity, min(first + 128, end) - e * capacity)
+    ]  # fmt: skip
+    assert rows == [e * capacity + p for e, count in enumerate(counts) for p in range(count)]
+    assert all(first % capacity % 128 == 0 for _, first, _ in tiles)
+
+
+def refused(error: type[Exception], match: str, **changes: object) -> None:
+    given: dict[str, object] = {
+        "x": torch.zeros(135, 64, device=DEVICE),
+        "tiles": named(TILES, 4),
+        "scale_e": torch.ones(3, device=DEVICE),
+        "out": room_for(135, 64, 4),
+    }
+    with pytest.raises(error, match=match):
+        quantise_tiles(**(given | changes))  # type: ignore[arg-type]
+
+
+def test_refusals() -> None:
+    zeros = torch.zeros
+    refused(ShapeError, "rows to quantise", x=zeros(135, 48))
+    refused(ShapeError, "rows to quantise", act=ActivationSpec.parse("silu"))
+    refused(LayoutError, "side by side", x=zeros(64, 135).T)
+    refused(ShapeError, "scales of tiles", out=room_for(135, 64, 3))
+    refused(ShapeError, "a multiple of 16", x=zeros(135, 40), out=room_for(135, 40, 4))
+    refused(DtypeError, "tiles", tiles=named(TILES, 4).long())
+    refused(DtypeError, "scales of experts", scale_e=torch.ones(3).double())
+    scale, spec = zeros(2, 128, 16).to(torch.float8_e4m3fn), tiled_scale_spec(2, 128, 16)
+    with pytest.raises(ShapeError, match="tiled scales"):
+        tile_scales(scale, zeros(3, 2048, dtype=torch.uint8))
+    with pytest.raises(LayoutError, match="scales"):
+        tile_scales(zeros(2, 16, 128).to(scale.dtype).mT, zeros(spec.shape, dtype=torch.uint8))

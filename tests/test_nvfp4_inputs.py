@@ -1,0 +1,135 @@
+"""nvfp4 checkpoints with 4-bit activations where they are asked for: each expert's input scales."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from modular_kernel.catalog import this_machine
+from modular_kernel.errors import ConfigurationError, WeightsError
+from modular_kernel.importers.checkpoint import load_experts
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.testing.checkpoints.samples import Tensors, write
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
+MODELOPT, COMPRESSED = "modelopt nvfp4", "compressed nvfp4"
+# Of experts 0 to 3, what values of the projections are divided by.
+INPUTS = {
+    "w1": [0.01, 0.02, 0.03, 0.04],
+    "w3": [0.02, 0.01, 0.01, 0.05],
+    "w2": [0.2, 0.1, 0.3, 0.4],
+}
+A1, A2 = [0.02, 0.02, 0.03, 0.05], INPUTS["w2"]
+
+
+def scaled(kind: str) -> Callable[[Tensors], None]:
+    """Give every expert the scales of INPUTS, as a kind of file states them."""
+
+    def change(tensors: Tensors) -> None:
+        for name in tensors:
+            last = name.rpartition(".")[2]
+            if last in ("input_scale", "input_global_scale"):
+                expert, projection = name.split(".")[-3:-1]
+                value = INPUTS[projection][int(expert)]
+                tensors[name] = torch.tensor([1 / value if kind == COMPRESSED else value])
+
+    return change
+
+
+@pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
+def test_scales_of_each_expert(kind: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", kind, change=scaled(kind))
+    plain = load_experts(sample.folder, 0)
+    assert plain.problem_fields["quant"] == "nvfp4_w4a16"
+    assert plain.weights.a1_scale is None
+    loaded = load_experts(sample.folder, 0, quantise_inputs=True)
+    assert loaded.problem_fields["quant"] == "nvfp4_w4a4"
+    assert loaded.weights.a1_scale is not None
+    assert loaded.weights.a2_scale is not None
+    assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1))
+    assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2))
+    for name in ("w1", "w2", "w1_scale", "w2_scale", "w1_global_scale", "w2_global_scale"):
+        got, want = getattr(loaded.weights, name), getattr(plain.weights, name)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_a_rank_has_those_of_its_experts(tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
+    loaded = load_experts(sample.folder, 0, ep=(1, 2), tp=(1, 2), quantise_inputs=True)
+    assert loaded.weights.a1_scale is not None
+    assert torch.allclose(loaded.weights.a1_scale, torch.tensor(A1[2:]))
+    assert torch.allclose(loaded.weights.a2_scale, torch.tensor(A2[2:]))
+
+
+def test_one_scale_of_a_stack_is_every_experts(tmp_path: Path) -> None:
+    sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused")
+    loaded = load_experts(sample.folder, 0, quantise_inputs=True)
+    assert loaded.weights.a1_scale is not None
+    assert torch.allclose(loaded.weights.a1_scale, torch.full((4,), 0.01))
+
+
+def test_activations_are_rounded(tmp_path: Path) -> None:
+    """By 4 bits: off by some of a hundred, not more, and not less."""
+    sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
+    x, router, ids = sample.inputs(24)
+    away = {}
+    for quantise in (False, True):
+        loaded = load_experts(sample.folder, 0, quantise_inputs=quantise)
+        problem = loaded.problem(24)
+        kernel = mk.make_kernel(*PAIR, problem, machine=this_machine(device="cpu"))
+        y = kernel(x.to(problem.dtype), loaded.weights, mk.Routing(router, ids))
+        truth = sample.truth(x.to(problem.dtype).double(), router, ids)
+        away[quantise] = float((y.double() - truth).norm() / truth.norm())
+    assert away[False] < 0.01
+    assert 0.03 < away[True] < 0.25
+
+
+def test_a_layer_of_the_scheme_loads_it(tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
+    loaded = load_experts(sample.folder, 0, quantise_inputs=True)
+    given = {"params_dtype": "bfloat16", "top_k": 2}
+    layer = FusedMoE(4, 128, 256, quant_config="nvfp4_w4a4", **given)  # type: ignore[arg-type]
+    layer.load(sample.folder, 0)
+    assert torch.equal(layer.w13_input_scale, loaded.weights.a1_scale)
+
+
+def gone(tensors: Tensors) -> None:
+    del tensors[next(name for name in tensors if name.endswith("2.w3.input_scale"))]
+
+
+def no_number(tensors: Tensors) -> None:
+    name = next(name for name in tensors if name.endswith("2.w3.input_scale"))
+    tensors[name] = torch.tensor([0.0])
+
+
+@pytest.mark.parametrize(("change", "need"), [(gone, "input_scale"), (no_number, "above 0")])
+def test_files_without_them_are_refused(
+    change: Callable[[Tensors], None], need: str, tmp_path: Path
+) -> None:
+    sample = write(tmp_path, "mixtral", MODELOPT, change=change)
+    with pytest.raises(WeightsError, match=need):
+        load_experts(sample.folder, 0, quantise_inputs=True)
+    load_experts(sample.folder, 0)  # which does not look
+
+
+@pytest.mark.parametrize("kind", ["bf16", "modelopt fp8", "compressed mxfp4"])
+def test_others_are_refused(kind: str, tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", kind)
+    with pytest.raises(ConfigurationError, match=r"quantise_inputs: got .*, need nvfp4 files"):
+        load_experts(sample.folder, 0, quantise_inputs=True)
+
+
+def test_weights_of_nvfp4_alone_are_refused(tmp_path: Path) -> None:
+    sample = write(tmp_path, "mixtral", COMPRESSED)
+    config = sample.config["quantization_config"]["config_groups"]
+    alone = {name: one | {"input_activations": None} for name, one in config.items()}
+    changed = sample.config | {
+        "quantization_config": sample.config["quantization_config"] | {"config_groups": alone}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConfigurationError, match="need nvfp4 files whose recipe rounds"):
+        load_experts(replace(sample, config=changed).folder, 0, quantise_inputs=True)

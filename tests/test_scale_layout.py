@@ -1,0 +1,59 @@
+"""Scales as block-scaled products read them: the definition, both ways, and what is padded."""
+
+import pytest
+import torch
+
+from modular_kernel.scale_layout import STEP_BYTES, byte_of, from_tiles, tiled_shape, to_tiles
+
+SHAPES = [(128, 16), (128, 8), (256, 32), (1, 1), (130, 17), (384, 180), (127, 4), (640, 40)]
+
+
+def scales(*shape: int) -> torch.Tensor:
+    """Bytes from 1 to 251: neighbours differ, and no padding looks like one."""
+    return (torch.arange(torch.Size(shape).numel()) % 251 + 1).to(torch.uint8).view(shape)
+
+
+@pytest.mark.parametrize(("rows", "groups"), SHAPES)
+def test_every_scale_is_where_the_definition_says(rows: int, groups: int) -> None:
+    scale = scales(rows, groups)
+    flat = to_tiles(scale).flatten()
+    places = torch.tensor([[byte_of(r, g, groups) for g in range(groups)] for r in range(rows)])
+    assert torch.equal(flat[places], scale)
+    assert places.unique().numel() == rows * groups
+    rest = torch.ones(flat.numel(), dtype=torch.bool)
+    rest[places.flatten()] = False
+    assert not flat[rest].any()
+    assert tuple(to_tiles(scale).shape) == tiled_shape(rows, groups)
+
+
+@pytest.mark.parametrize(("rows", "groups"), SHAPES)
+def test_round_trip_of_experts(rows: int, groups: int) -> None:
+    scale = scales(3, rows, groups).view(torch.float8_e4m3fn)
+    tiled = to_tiles(scale)
+    assert tuple(tiled.shape) == (3, *tiled_shape(rows, groups))
+    assert torch.equal(from_tiles(tiled, rows, groups), scale.view(torch.uint8))
+    # Each expert's rows are padded for themselves.
+    assert torch.equal(tiled[1], to_tiles(scale[1]))
+
+
+def test_hand_made() -> None:
+    """Row 33 is the second of the second 32 rows: line 1, four bytes in."""
+    assert byte_of(0, 0, 16) == 0
+    assert byte_of(0, 3, 16) == 3
+    assert byte_of(0, 4, 16) == 512
+    assert byte_of(1, 0, 16) == 16
+    assert byte_of(33, 2, 16) == 16 + 4 + 2
+    assert byte_of(127, 15, 16) == STEP_BYTES - 1
+    assert byte_of(128, 0, 16) == STEP_BYTES
+    assert byte_of(0, 16, 32) == STEP_BYTES
+    assert byte_of(128, 0, 32) == 2 * STEP_BYTES
+
+
+def test_as_cutlass_fills_its_atom() -> None:
+    """Atoms ((32, 4), (16, 4)) : ((16, 4), (0, 1)), those along the groups first."""
+    groups = 32
+    for row in range(0, 256, 7):
+        for group in range(groups):
+            inner, outer = divmod(row % 128, 32)[::-1]
+            atom = row // 128 * (groups // 4) + group // 4
+            assert byte_of(row, group, groups) == atom * 512 + inner * 16 + outer * 4 + group % 4
