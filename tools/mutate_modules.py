@@ -63,7 +63,7 @@ SCOPES = ROOT / "tools/mutation_scopes.json"
 FOLDER = ROOT / "docs/mutation"
 CACHE = ROOT / "out"
 _LONGEST_S = 8.0  # tests that take longer, watched, stay out
-_PROOF_S = 300.0
+_PROOF_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -140,21 +140,36 @@ class Follow:
             self._tell({"failure": f"test: {report.nodeid}"})
 
 
+def fresh() -> Any:
+    """Import anew what was forgotten, packages of parts first, and how cases are run."""
+    importlib.import_module("modular_kernel.catalog").load_catalog()
+    runs = importlib.import_module("modular_kernel.testing.mutation.runs")
+    reattach()
+    return runs
+
+
 def run_tests(names: Sequence[str], plugin: object) -> int:
     """Run tests in this process, up to the first that fails if `plugin` follows; exit status."""
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     return int(pytest.main([*options, *(["-x"] * isinstance(plugin, Follow)), *names], [plugin]))
 
 
-def cover_tests(files: set[str], modules: set[str], tests: Sequence[str]) -> tuple[Lines, Any]:
+def cover_tests(
+    files: set[str], modules: set[str], tests: Sequence[str], but: Sequence[str] = ()
+) -> tuple[Lines, tuple[Test, ...]]:
     """Run all tests once, watched: lines executed by imports, and every test that passes in time.
 
-    ConfigurationError where the run does not end.
+    but: names that the tests left out begin with. ConfigurationError where the run does not end.
     """
 
     def work(tell: Tell) -> None:
         forget(modules)
-        run_tests([str(ROOT / test) for test in tests], Watch(files, tell))
+        with watched(files) as (lines, loaded):
+            fresh()
+        tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
+        left = [f"--deselect={name}" for name in but]
+        status = run_tests([*left, *(str(ROOT / test) for test in tests)], Watch(files, tell))
+        assert status in (0, 1), f"pytest ended with {status}"
 
     loading, found, left_out = list[Lines](), list[Test](), list[str]()
     child = Child(work, _PROOF_S)
@@ -213,7 +228,7 @@ def read_scope(name: str) -> Scope:
         tests_found, coverage = pickle.loads(kept.read_bytes())
     else:
         files = {str(path) for path in modules.values()}
-        loading, tests_found = cover_tests(files, set(modules), given["tests"])
+        loading, tests_found = cover_tests(files, set(modules), given["tests"], given["not"])
         coverage = cover_cases(name, modules, pairs, given["cases"])
         coverage = replace(coverage, loading=united((loading, coverage.loading)))
         CACHE.mkdir(exist_ok=True)
@@ -256,9 +271,7 @@ def _work(mutant: Mutant, tests: Sequence[Test], cases: Sequence[Covered], tell:
     """In the child."""
     try:
         serve(mutant)
-        runs: Any = importlib.import_module("modular_kernel.testing.mutation.runs")
-        reattach()
-        runs.this_machine()
+        runs: Any = fresh()
     # Whatever a mutant raises while it is imported or judged kills it.
     except Exception as error:  # noqa: BLE001
         tell({"failure": f"import: raised {type(error).__name__}: {error}"})
