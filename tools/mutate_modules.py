@@ -243,7 +243,8 @@ def put_in(mutant: Mutant, scope: Scope) -> Fate:
     dependents({mutant.module})
     child = Child(lambda tell: _work(mutant, tests, cases, tell), 4 * GRACE_S)
     seconds = {test.name: test.seconds for test in tests}
-    ran, differing, case, start = 0, 0, None, time.perf_counter()
+    ran, differing, start = 0, 0, time.perf_counter()
+    case: int | None = None
 
     def fate(how: str, by: str) -> Fate:
         met = cases[case].case if case is not None else None
