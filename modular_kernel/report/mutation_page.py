@@ -36,7 +36,10 @@ def mutation_document(
             "in memory alone: a mask lost or off by one, a tail, a stride, an offset, an index "
             "of scales, a bias row, a clamp, a constant, the dtype of an accumulator, the order "
             "or the end of a loop, a guard for -1, a step forgotten, two operands exchanged, a "
-            "declaration weakened. No unit test takes part."
+            "declaration weakened. No unit test takes part, but where a scope of "
+            "`tools/mutation_scopes.json` names modules and tests: there `python "
+            "tools/mutate_modules.py SCOPE` puts mutants before the tests that execute them, then "
+            "before the cases."
         ),
         Text(
             "Every case that executes the changed line is called twice; where a bit differs, the "
@@ -131,9 +134,10 @@ def _part(score: Record, known: dict[str, str]) -> tuple[Block, ...]:
     versions = ", ".join(f"{name} {number}" for name, number in score["versions"].items())
     ranks = score.get("world_size", 1)
     over = f" over {ranks} ranks" if ranks > 1 else ""
+    tests = f"{score['tests']} tests, and " if "tests" in score else ""
     about = (
-        f"{score['cases']} cases of {', '.join(score['pairings'])}{over}, level {score['level']}; "
-        f"seed {score['seed']}; {versions}."
+        f"{tests}{score['cases']} cases of {', '.join(score['pairings'])}{over}, "
+        f"level {score['level']}; seed {score['seed']}; {versions}."
     )
     if score.get("shared"):
         about += f" {score['shared']} died before a case of theirs in the score of another part."

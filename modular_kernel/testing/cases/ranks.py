@@ -332,6 +332,8 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     block = "fp8_w8a8_block:block=48x64"
     yield _variant(wide, "skips", quant=block, placement="copies", top_k=3, bias=True)
     yield _variant(wide, "zipf", quant=block, placement="round_robin", tokens=(0, 17))
+    # More rows than one program quantises; and the groups divide I, but not H.
+    yield _variant(wide, intermediate=128, quant=block, tokens=(35, 2))
 
 
 def _adapters(base: Problem, world_size: int) -> Iterator[Variant]:

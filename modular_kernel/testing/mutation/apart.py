@@ -10,7 +10,7 @@ from modular_kernel.testing.mutation.source import Mutant
 # Words of a statement that speaks of a GPU or of what is only done on one.
 _GPU = re.compile(
     r"arch\b|capturable|replayable|packages=|is_cuda|is_meta|use_triton|HAS_TRITON"
-    r"|after_predecessor|overlap\(|inline_asm|== \"cuda\""
+    r"|after_predecessor|overlap\(|inline_asm|== \"cuda\"|debug_barrier"
 )
 # What depends on the release of triton that is installed.
 _RELEASE = re.compile(r"\bRELEASE\b|hasattr\(owner, new\)")

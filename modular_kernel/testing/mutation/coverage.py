@@ -79,8 +79,16 @@ def _lines(mutant: Mutant) -> set[int]:
     return {line for first, last in mutant.spans for line in range(first, last + 1)}
 
 
-def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> Coverage:
-    """Call each case of `pairs` twice in a child, with the lines of `modules` watched."""
+def cover(
+    modules: Mapping[str, Path],
+    pairs: Iterable[Pair],
+    level: Level,
+    some: Collection[Case] | None = None,
+) -> Coverage:
+    """Call each case of `pairs` twice in a child, with the lines of `modules` watched.
+
+    some: of these cases those alone; None for all.
+    """
     pairs = tuple(pairs)
     files = {str(path) for path in modules.values()}
 
@@ -89,7 +97,7 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
         with watched(files) as (lines, loaded):
             cases, machine = case_list(pairs, level)
         tell({"lines": as_lists(lines), "loaded": as_lists(loaded)})
-        for case in cases:
+        for case in _of(cases, some):
             start = time.perf_counter()
             with watched(files) as (lines, loaded):
                 bits = digest(case, machine)
@@ -98,7 +106,7 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
             tell({"digest": bits, "seconds": seconds, **told})
 
     child = Child(work, _PATIENCE)
-    cases, _ = case_list(pairs, level)
+    cases = _of(case_list(pairs, level)[0], some)
     found = []
     loading: dict[str, frozenset[int]] = {}
     for number, message in enumerate(child):
@@ -113,6 +121,10 @@ def cover(modules: Mapping[str, Path], pairs: Iterable[Pair], level: Level) -> C
     ended = child.ended
     why = "" if ended.how == "done" else f"{ended.how}: {ended.detail}"
     return Coverage(loading, tuple(found), why)
+
+
+def _of(cases: Iterable[Case], some: Collection[Case] | None) -> tuple[Case, ...]:
+    return tuple(case for case in cases if some is None or case in some)
 
 
 @contextmanager

@@ -1,9 +1,12 @@
 """What every rank needs, imported once: ranks are forked from a process that imported this."""
 
 from modular_kernel.catalog import load_catalog
+from modular_kernel.ops.launch.runtime import HAS_INTERPRETER
 from modular_kernel.testing.mutation import rank_runs
 from modular_kernel.testing.verify import over_ranks
 
 __all__ = ["over_ranks", "rank_runs"]
 
 load_catalog()
+if HAS_INTERPRETER:  # seconds that each rank's first launch would take
+    pass

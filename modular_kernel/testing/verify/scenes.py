@@ -313,6 +313,9 @@ def late(on: Stage) -> Lines:
         before = "a manager that failed before: " if counts else ""
         must = on.error("exchange between ranks", before + why, "", layer, peers, phase)
         yield _before(again, "; after", ", need"), _before(must, ", need")
+        if not counts:  # whoever asks later is told, too
+            told = said(lambda: str(manager_of(kernel.prepare_finalize).check()))
+            yield _before(told, ", need"), _before(must, ", need")
     dist.barrier()
     yield on.goes(on.kernel())
 
