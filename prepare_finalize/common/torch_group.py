@@ -88,7 +88,7 @@ class TorchGroup:
         # Without a launcher of its own, a job's first rank keeps the store for all.
         ranks = dist.get_process_group_ranks(process_group)
         self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
-        own = PrefixStore(self._meet(store), store)
+        own = self._store = PrefixStore(self._meet(store), store)
         self._board = FailureBoard(own, self.rank, self.world_size)
         self._communicator.group = self._connect(own)
         self.hosts = self._find_hosts(own)
