@@ -124,5 +124,5 @@ class Unpacked:
     def rows(self, start: int, stop: int) -> "Unpacked":
         """Return some of the rows: views."""
         parts: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        found = {name: part if part is None else part[start:stop] for name, part in parts.items()}
-        return Unpacked(**found)
+        some: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in parts.items()}
+        return Unpacked(**some)
