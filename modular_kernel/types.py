@@ -233,6 +233,8 @@ class Problem:
     inplace: the result overwrites x and is the same tensor.
     fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
     chunk_tokens: split calls into pieces of at most this many tokens; None never splits.
+    max_received: the most rows of tokens that a rank may receive in a call, for which buffers are
+        made; beyond it every rank raises before rows move. None: world_size * tokens.
     graph, deterministic, asynchronous: properties the pairing must have.
     batch_invariant: a token's bits must not depend on the other tokens of its call, their number
         or order, on chunks, or on `tokens`.
@@ -269,6 +271,7 @@ class Problem:
     inplace: bool = False
     fp32_precision: Literal["ieee", "tf32"] = "ieee"
     chunk_tokens: Count | None = None
+    max_received: Count | None = None
     graph: bool = False
     deterministic: bool = False
     batch_invariant: bool = False

@@ -102,6 +102,25 @@ def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
     assert exchange_time(in_world(problem, 1), part, load, cluster).dispatch == 0
 
 
+def test_rows_by_hosts_by_hand() -> None:
+    """Two hosts of two ranks, every rank meets half of the tokens: a host three quarters."""
+    problem = in_world(Problem(1000, 500, 64, 8, 2), 4)
+    load = EstimatedLoad(0, 0, 0, 0.5, 0.5)
+    cluster = Cluster(inside=Link(100e9, 1e-6), between=Link(10e9, 5e-6), per_host=2)
+    part = Traffic("host", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5)
+    found = exchange_time(problem, part, load, cluster)
+    between, inside = 1000 * 0.75 * 1000, 4000 * 0.5 / 2 * 1000
+    assert found.dispatch_bytes == found.combine_bytes == between + inside
+    outer = between / (10e9 * 0.5)
+    assert found.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
+    # In two chunks, one hop hides half of the other.
+    large = exchange_time(problem.with_tokens(2000), part, load, cluster)
+    hops = 2 * outer, 2 * inside / (100e9 * 0.5)
+    assert large.dispatch == pytest.approx(10e-6 + 5e-6 + max(hops) + min(hops) / 2)
+    one = exchange_time(problem, part, load, replace(cluster, per_host=4))
+    assert one.dispatch == pytest.approx(10e-6 + 1e-6 + 4000 * 0.5 * 3 / 4 * 1000 / (100e9 * 0.5))
+
+
 def test_rows_travel_as_their_scheme_stores_them() -> None:
     part = TRAFFIC["SymmMemPrepareAndFinalize"]
     assert row_bytes(DEEPSEEK, part) == 14336

@@ -6,6 +6,7 @@ bytes: what the busier of sender and receiver has on that link. A token's row go
     "rank"   once to each other rank that holds one of its experts:  T * sum of meets(r)
     "pair"   once for each of its K experts that is elsewhere:       T * K * (W - 1) / W
     "all"    to every other rank:                                    T * (W - 1)
+    "host"   once to each other host, and inside each to the ranks that need it (`_by_hosts`)
     "sum"    not at all, but ranks agree first; (T, H) float32 is all-reduced: 2 * (W - 1) / W of it
 
 meets(r): the chance that a token has an expert on rank r (sizing.load); with skew the fullest rank
@@ -23,7 +24,8 @@ from modular_kernel.types import Problem
 
 _SCALE_BYTES = 4
 _FLOAT32 = 4
-KINDS = ("rank", "pair", "all", "sum")
+KINDS = ("rank", "host", "pair", "all", "sum")
+_CHUNKS, _CHUNK_TOKENS = 4, 1024  # of a part that overlaps hops between hosts and inside them
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ TRAFFIC = {
     ),
     "TorchAll2AllPrepareAndFinalize": Traffic(
         "rank", Way(1200e-6, 0.37), Way(280e-6, 0.21), _NCCL, quantising=700e-6
+    ),
+    # Its outer hop begins as TorchAll2All's does, its inner one reaches what SymmMem's does.
+    "HostThenRankPrepareAndFinalize": Traffic(
+        "host", Way(1205e-6, 0.92), Way(285e-6, 0.83), "the two parts above; itself never measured",
+        quantising=700e-6,
     ),
     "AllGatherReduceScatterPrepareAndFinalize": Traffic(
         "all", Way(1290e-6, 0.50), Way(275e-6, 0.37), _NCCL, quantising=700e-6
@@ -122,9 +129,15 @@ def exchange_time(
         whole = 2 * (world - 1) / world * problem.tokens * problem.hidden * _FLOAT32
         combine = _ring(whole, traffic, cluster, world)
         return ExchangeTime(traffic.dispatch.start, combine, 0.0, whole)
-    rows = _rows(problem, traffic, load)
     there = row_bytes(problem, traffic)
     quantising = traffic.quantising if there != back else 0.0
+    if traffic.rows == "host":
+        ways = ((traffic.dispatch, there), (traffic.combine, back))
+        (dispatch, out), (combine, home) = (
+            _by_hosts(problem, traffic, load, cluster, way, nbytes) for way, nbytes in ways
+        )
+        return ExchangeTime(dispatch + quantising, combine, out, home)
+    rows = _rows(problem, traffic, load)
     dispatch = _seconds(rows * there, traffic.dispatch, traffic, cluster, world) + quantising
     combine = _seconds(rows * back, traffic.combine, traffic, cluster, world)
     return ExchangeTime(dispatch, combine, rows * there, rows * back)
@@ -138,6 +151,33 @@ def _rows(problem: Problem, traffic: Traffic, load: EstimatedLoad) -> float:
     if traffic.rows == "pair":
         return max(tokens * problem.top_k, load.pairs) * (world - 1) / world
     return tokens * (world - 1) * max(load.meets, load.meets_fullest)
+
+
+def _by_hosts(
+    problem: Problem,
+    traffic: Traffic,
+    load: EstimatedLoad,
+    cluster: Cluster,
+    way: Way,
+    row: float,
+) -> tuple[float, float]:
+    """Seconds, and bytes that a rank sends or gets on both links, for rows of `row` bytes.
+
+    A host needs a token with the chance 1 - (1 - meets) ** L, as if its L ranks were drawn apart.
+    The hop between hosts and the one inside overlap but for a chunk.
+    """
+    world, tokens = problem.parallel.world_size, problem.tokens
+    near, far = cluster.peers(world)
+    per_host = near + 1
+    meets = max(load.meets, load.meets_fullest)
+    inside = tokens * world * meets * near / per_host * row
+    outside = tokens * far / per_host * (1 - (1 - meets) ** per_host) * row
+    inner = inside / (cluster.inside.bandwidth * way.reached)
+    outer = outside / (cluster.between.bandwidth * traffic.between)
+    chunks = max(1, min(per_host, _CHUNKS, -(-tokens // _CHUNK_TOKENS)))
+    latency = _latency(cluster.inside, *([cluster.between] if far else []))
+    carried = max(inner, outer) + min(inner, outer) / chunks
+    return way.start + latency + carried, inside + outside
 
 
 def _seconds(nbytes: float, way: Way, traffic: Traffic, cluster: Cluster, world: int) -> float:

@@ -119,6 +119,19 @@ def refuse_unequal_tokens(manager: TorchGroup, agreed: Agreement) -> None:
         raise manager.disagreement(got, "the same tokens on all", step=agreed.step, peers=peers)
 
 
+def refuse_more_rows(layer: Layer, agreed: Agreement, received_W: Sequence[int]) -> None:
+    """CommunicationError on every rank, before rows move, if one of them would receive too many.
+
+    received_W: by rank. The bound is Problem.max_received.
+    """
+    most = layer.problem.max_received
+    peers = [rank for rank, rows in enumerate(received_W) if most is not None and rows > most]
+    if peers:
+        got = "; ".join(f"{received_W[rank]} rows for rank {rank}" for rank in peers)
+        need = f"<= {most}, as Problem.max_received says"
+        raise layer.manager.disagreement(got, need, step=agreed.step, peers=peers)
+
+
 def _fields(layer: Layer, step: int, others: int) -> list[int]:
     """As `_FIELDS` names them."""
     shared = [getattr(layer.problem, name) for name in _SHARED]
@@ -184,6 +197,7 @@ def _other_properties(problem: Problem, call: Call) -> int:
         problem.apply_router_weight_on_input,
         problem.routed_scaling_factor,
         problem.combine,
+        problem.max_received,
         call.defer_quant,
         call.pairing,
     )

@@ -240,10 +240,15 @@ class RowsPart(AgreeingPart):
         super().__init__(problem, group)
         self.rows = RowBuffers(problem)
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows that may arrive: whatever this rank passes, another may pass its most."""
+        problem = self.problem
+        most = problem.parallel.world_size * problem.tokens
+        return most if problem.max_received is None else min(most, problem.max_received)
+
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        # Whatever this rank passes, another may pass problem.tokens.
-        rows = self.problem.parallel.world_size * self.problem.tokens
-        return ContiguousShape(rows, self.problem.top_k)
+        return ContiguousShape(self.most_rows, self.problem.top_k)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call

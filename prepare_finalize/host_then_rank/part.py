@@ -17,7 +17,7 @@ from modular_kernel.support import PrepareFinalizeRequirements, Rejection
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
 from modular_kernel.types import ActivationFormat, Machine, Parallel, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.agreement import agree
+from prepare_finalize.common.agreement import agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
     quantise_tokens,
@@ -72,6 +72,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         world_sizes=(2, None),
         batch_invariant=True,
         asynchronous=True,
+        bounds_received=True,
         lora=True,
     )
     manager_class = HostThenRankGroup
@@ -91,7 +92,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         self._inner = _inside(problem, at, tuple(map(len, held)))
         self._first_W = _first_numbers(problem.placement, per_host)
         try:
-            self._slots = HostSlots(self._inner, problem, manager, self._most_rows())
+            self._slots = HostSlots(self._inner, problem, manager, self.most_rows)
         except CommunicationError:
             self.destroy()
             raise
@@ -107,14 +108,10 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         hint = "Parallel.ranks_per_host says how many a host has"
         return (*found, Rejection("ranks_per_host", (cls.__name__, "problem"), got, need, hint))
 
-    def _most_rows(self) -> int:
-        """Return the most rows that may be passed to this rank."""
-        return self.problem.parallel.world_size * self.problem.tokens
-
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, at = self.problem, self._at
         most, nbytes = problem.tokens, self.rows.most_bytes()
-        sent, came = min(at.hosts, problem.top_k) * most, at.hosts * most
+        sent, came = min(at.hosts, problem.top_k) * most, min(at.hosts * most, self.most_rows)
         return {
             **token_specs(problem, most),
             **self.rows.specs(came),
@@ -147,6 +144,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
             largest=self.largest(x_TH, call),
         )
         way = passage(manager, agreed, at)
+        refuse_more_rows(self.layer, agreed, way.most_W)
         call.invalid_ids.add_(invalid)
         largest = None if self.largest_is_local(call) else agreed.largest
         rows, scale = quantise_tokens(
