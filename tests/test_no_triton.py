@@ -27,6 +27,7 @@ TRITON_PARTS = {
     "TritonKernelsExperts",
     "FlashInferExperts",
     "SymmMemPrepareAndFinalize",
+    "HostThenRankPrepareAndFinalize",
 }
 
 # Packages whose names prove nothing.

@@ -18,7 +18,7 @@ from modular_kernel.perf_model.estimate import in_world, size
 from modular_kernel.perf_model.exchange_time import TRAFFIC, Traffic, Way, exchange_time, row_bytes
 from modular_kernel.perf_model.experts_time import experts_time
 from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
-from modular_kernel.perf_model.load import inclusion, rank_load
+from modular_kernel.perf_model.load import EstimatedLoad, inclusion, rank_load
 from modular_kernel.types import Problem
 
 BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
