@@ -290,6 +290,8 @@ class TorchGroup:
         """
         for exchange in self._under_way:
             exchange.work = None
+            if exchange.record["ended_s"] is None:
+                self.last_calls.end(exchange.record, "failed: given up")
         group = self._communicator.close()
         if self.device == "cuda" and group is not None:
             group.abort()
