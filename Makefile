@@ -4,6 +4,7 @@
 #   make test PY=python3        use this interpreter as it is (say, with a GPU build of torch)
 #   make test VENV=/some/env    use this environment as it is; if there is none, make it there
 #   make test-triton NEWEST_VENV=/some/env   use this environment of the newest triton, or make it there
+#   make test-cutlass CUTLASS_VENV=/some/env   use this environment with CUTLASS's DSL, or make it there
 #   make docs DOCS_VENV=/some/env   use this environment of Sphinx, or make it there
 #   make test ARGS="-k name"    hand options to pytest (or, with `make demo`, to `mk demo`)
 
@@ -60,13 +61,26 @@ else
   NEWEST_READY := $(NEWEST_STAMP)
 endif
 
-.PHONY: help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter wheel clean metadata
+# CUTLASS's DSL, an extra of its own, beside all that `make test` has.
+CUTLASS_VENV  ?= .venv-cutlass
+CUTLASS_TESTS ?= $(wildcard tests/compile/test_cutlass*.py)
+CUTLASS_MARK  := $(CUTLASS_VENV)/.made-by-make
+CUTLASS_STAMP := $(CUTLASS_VENV)/.installed
+CUTLASS_PY    := $(CUTLASS_VENV)/bin/python
+ifeq ($(if $(wildcard $(CUTLASS_PY)),$(wildcard $(CUTLASS_MARK)),new),)
+  CUTLASS_READY :=
+else
+  CUTLASS_READY := $(CUTLASS_STAMP)
+endif
+
+.PHONY: help demo test fuzz verify test-interpreter test-compile test-gpu check docs test-triton newest-compile newest-interpreter test-cutlass wheel clean metadata
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
 	@echo "make test    the whole test suite on the CPU: kernels interpreted, then compiled"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
+	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
 	@echo "make fuzz    everything public with 50,000 random inputs"
 	@echo "make check   lint, format, spelling, types, import law"
@@ -75,7 +89,7 @@ help:
 	@echo "make clean   remove all that make has made, the environment included"
 	@echo
 	@echo "demo, test and check install what they need into .venv, once; docs into .venv-docs,"
-	@echo "test-triton what it needs beside that into .venv-newest."
+	@echo "test-triton what it needs beside that into .venv-newest, test-cutlass into .venv-cutlass."
 	@echo "With a GPU: 'make test-gpu PY=python3' uses a torch that is already there."
 
 demo: $(READY)
@@ -114,6 +128,11 @@ newest-interpreter:
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m pytest -q -p no:cacheprovider -n $(NEWEST_WORKERS) $(NEWEST_TESTS)
 	TRITON_INTERPRET=1 $(NEWEST_PY) -m modular_kernel test --pf-type MoEPrepareAndFinalizeNoEP \
 	  --experts-type TritonExperts
+
+# Where the DSL cannot be imported, the tests would be skipped: ask first.
+test-cutlass: $(CUTLASS_READY)
+	$(CUTLASS_PY) -c 'import cutlass.cute, tvm_ffi'
+	env -u TRITON_INTERPRET $(CUTLASS_PY) -m pytest -q -p no:cacheprovider -n 2 $(CUTLASS_TESTS) $(ARGS)
 
 # The record is checked in: what was proven, of which commit, with which versions.
 VERIFIED   := docs/verified.json
@@ -155,6 +174,7 @@ clean:
 	rm -rf out/docs
 	@if [ -e "$(MARK)" ]; then echo "rm -rf $(VENV)"; rm -rf "$(VENV)"; fi
 	@if [ -e "$(NEWEST_MARK)" ]; then echo "rm -rf $(NEWEST_VENV)"; rm -rf "$(NEWEST_VENV)"; fi
+	@if [ -e "$(CUTLASS_MARK)" ]; then echo "rm -rf $(CUTLASS_VENV)"; rm -rf "$(CUTLASS_VENV)"; fi
 	@if [ -e "$(DOCS_MARK)" ]; then echo "rm -rf $(DOCS_VENV)"; rm -rf "$(DOCS_VENV)"; fi
 
 # Somebody else's environment: install nothing there. Entry points are read from metadata beside
@@ -177,16 +197,24 @@ $(STAMP): setup.py constraints-cpu.txt
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints-cpu.txt --no-build-isolation -e '.[$(EXTRAS)]'
 	@touch $@
 
-# Of its own it has the newest triton and numpy; all else it finds behind them in the environment of
-# `make test`. A directory named in a .pth file comes after that which holds the file.
+# Both have packages of their own; all else they find behind them in the environment of `make test`.
+# A directory named in a .pth file comes after that which holds the file.
+define beside_make_test
+	@mkdir -p $(1) && touch $(1)/.made-by-make
+	@[ -x $(1)/bin/python ] || $(PY) -m venv --without-pip $(1)
+	$(PY) -m pip --python $(1)/bin/python install $(PIP_FLAGS) --no-deps -r $(2)
+	@$(PY) -I -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-make-test.pth"
+	@touch $(1)/.installed
+endef
+
 $(NEWEST_STAMP): constraints-newest.txt | $(READY)
 	@echo "setting up $(NEWEST_VENV) (about half a minute, 1.1 GB)"
-	@mkdir -p $(NEWEST_VENV) && touch $(NEWEST_MARK)
-	@[ -x $(NEWEST_PY) ] || $(PY) -m venv --without-pip $(NEWEST_VENV)
-	$(PY) -m pip --python $(NEWEST_PY) install $(PIP_FLAGS) --no-deps -r constraints-newest.txt
-	@$(PY) -I -c 'import sys; print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
-	  > "$$($(NEWEST_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-make-test.pth"
-	@touch $@
+	$(call beside_make_test,$(NEWEST_VENV),constraints-newest.txt)
+
+$(CUTLASS_STAMP): constraints-cutlass.txt | $(READY)
+	@echo "setting up $(CUTLASS_VENV) (about half a minute, 330 MB)"
+	$(call beside_make_test,$(CUTLASS_VENV),constraints-cutlass.txt)
 
 $(DOCS_STAMP): constraints-docs.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

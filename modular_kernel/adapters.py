@@ -12,6 +12,7 @@ from math import prod
 from typing import Annotated
 
 import torch
+from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError, DeviceError, DtypeError, ShapeError
 from modular_kernel.fields import Between, Count, check_fields, expect, shown
@@ -103,16 +104,27 @@ class Adapter:
 
         A of w1 and B of w2 are whole on every rank; of B of w1 a rank has its rows, those of gate
         and of up apart, and of A of w2 its columns. gated: whether w1 has both; rows that alternate
-        are cut in one piece, as without a gate. ConfigurationError if I does not divide.
+        are cut in one piece, as without a gate. ConfigurationError if I does not divide, DtypeError
+        or ShapeError for tensors that are no adapter's, B of w1 without a gate's rows among them.
         """
-        intermediate = self.lora_a2.shape[-1]
+        expect("gated", gated, bool)
+        for name in ("lora_b13", "lora_a2"):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, torch.Tensor):
+                raise DtypeError(name, got=type(tensor).__name__, need="a tensor")
+            if tensor.dim() != 3:
+                raise ShapeError(name, got=tuple(tensor.shape), need="three dimensions")
+        (experts, rows, columns), (_, depth, intermediate) = self.lora_b13.shape, self.lora_a2.shape
         expect("ranks", ranks, Count)
         expect("rank", rank, Annotated[int, Between(0, ranks - 1)])
         if intermediate % ranks:
             need = f"a multiple of {ranks}, the ranks"
             raise ConfigurationError("intermediate size", got=intermediate, need=need)
+        fitting = (2 * intermediate,) if gated else (intermediate, 2 * intermediate)
+        if rows not in fitting:
+            need = f"{' or '.join(map(str, fitting))} with gated={gated}"
+            raise ShapeError("lora_b13: rows", got=rows, need=need)
         parts = 2 if gated else 1
-        (experts, rows, columns), depth = self.lora_b13.shape, self.lora_a2.shape[1]
         b13 = self.lora_b13.reshape(experts, parts, ranks, rows // (parts * ranks), columns)
         a2 = self.lora_a2.reshape(experts, depth, ranks, intermediate // ranks)
         return replace(
@@ -133,8 +145,9 @@ def adapters_of_sequences(
     starts_S1: (S + 1,) integers, ascending from 0: sequence s has the tokens from starts[s] up to
     starts[s + 1], none if these are equal. slots_S: (S,) integers, the slot of each sequence's
     adapter, -1 for none. tokens: T; those behind the last sequence have no adapter. It neither
-    synchronises nor depends on values in its shapes, so it can be captured in a CUDA graph.
-    ConfigurationError, DtypeError, ShapeError or DeviceError for what is not these.
+    synchronises nor depends on values in its shapes, so it can be captured in a CUDA graph; starts
+    are therefore read on the CPU alone. ConfigurationError, DtypeError, ShapeError or DeviceError
+    for what is not these.
     """
     for what, tensor in (("starts of sequences", starts_S1), ("slots of sequences", slots_S)):
         expect(what, tensor, torch.Tensor)
@@ -150,6 +163,11 @@ def adapters_of_sequences(
     if slots_S.dim() != 1 or starts_S1.shape != (len(slots_S) + 1,):
         got = f"{tuple(starts_S1.shape)} starts, {tuple(slots_S.shape)} slots"
         raise ShapeError("sequences", got=got, need="(S + 1,) starts and (S,) slots")
+    if starts_S1.device.type == "cpu" and not is_compiling():
+        starts = starts_S1.long()
+        if starts[0] or starts[-1] > tokens or bool((starts[1:] < starts[:-1]).any()):
+            need = f"ascending from 0, up to {tokens} tokens"
+            raise ConfigurationError("starts of sequences", got=starts[:8].tolist(), need=need)
     # Narrow integers hold neither every token nor -1; wide ones are not cut to a slot that exists.
     token_T = torch.arange(tokens, device=starts_S1.device)
     sequence_T = torch.searchsorted(starts_S1[1:].long().contiguous(), token_T, right=True)

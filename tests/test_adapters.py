@@ -282,7 +282,7 @@ def test_sequences_give_their_tokens_their_slots() -> None:
     got = adapters_of_sequences(starts, slots, 7)
     assert got.dtype is torch.int32
     assert got.tolist() == [2, 2, 2, -1, -1, -1, -1]
-    assert adapters_of_sequences(starts.int(), slots.int(), 4).tolist() == [2, 2, 2, -1]
+    assert adapters_of_sequences(starts.int(), slots.int(), 5).tolist() == [2, 2, 2, -1, -1]
     assert adapters_of_sequences(torch.tensor([0]), slots[:0], 2).tolist() == [-1, -1]
     with pytest.raises(ShapeError, match="sequences: got"):
         adapters_of_sequences(starts[:-1], slots, 7)
@@ -296,7 +296,7 @@ def test_slots_of_sequences_are_right_in_every_integer() -> None:
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int64):
         assert adapters_of_sequences(starts.to(dtype), slots.to(dtype), 300).tolist() == want
     # A slot beyond 32 bits stays one that does not exist.
-    assert adapters_of_sequences(starts, slots + (1 << 32), 1).tolist() == [(1 << 31) - 1]
+    assert adapters_of_sequences(starts, slots + (1 << 32), 100).tolist() == [(1 << 31) - 1] * 100
 
 
 @pytest.mark.parametrize(
@@ -314,3 +314,11 @@ def test_sequences_that_are_none_are_refused(
 ) -> None:
     with pytest.raises(ModularKernelError, match=error):
         adapters_of_sequences(starts, slots, tokens)
+
+
+@pytest.mark.parametrize("starts", [[0, 5, 2], [1, 2, 5], [0, 2, 50], [-1, 2, 5]])
+def test_starts_that_do_not_ascend_from_0_are_refused_on_the_cpu(starts: list[int]) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"starts of sequences: .*ascending from 0, up to 5"
+    ):
+        adapters_of_sequences(torch.tensor(starts), torch.tensor([0, 1]), 5)

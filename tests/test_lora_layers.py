@@ -12,6 +12,7 @@ from modular_kernel.adapters import Adapter
 from modular_kernel.errors import (
     CapacityError,
     ConfigurationError,
+    DtypeError,
     ModularKernelError,
     ShapeError,
     StateError,
@@ -343,3 +344,76 @@ def test_parts_over_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "problem", replace(layer.problem, parallel=over))
     with pytest.raises(UnsupportedError, match="prepare_finalize: got a part over ranks"):
         FusedMoEWithLoRA(layer, manager)
+
+
+@pytest.mark.parametrize(
+    ("gated", "rows"), [(True, I), (True, 3 * I), (False, 3 * I), (True, 2 * I + 2)]
+)
+def test_shares_ask_for_the_rows_of_w1(gated: bool, rows: int) -> None:
+    whole = adapter(4, 0)
+    other = replace(whole, lora_b13=torch.zeros(E, rows, 4))
+    with pytest.raises(ShapeError, match=f"got {rows}, need .*gated={gated}"):
+        other.share(0, 2, gated=gated)
+
+
+def test_shares_are_of_tensors() -> None:
+    whole = adapter(4, 0)
+    with pytest.raises(DtypeError, match="lora_a2: got list, need a tensor"):
+        replace(whole, lora_a2=[1.0]).share(0, 2)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"lora_b13: got \(3, 4\), need three dimensions"):
+        replace(whole, lora_b13=torch.zeros(3, 4)).share(0, 2)
+    with pytest.raises(ConfigurationError, match="gated: got 'no'"):
+        whole.share(0, 2, gated="no")  # type: ignore[arg-type]
+
+
+def two_layers() -> LoRAManager:
+    manager = LoRAManager(base().problem, f"adapters=3,rank={R}", [3, 5])
+    manager.load("a", {3: MoELoRALayer(adapter(3, 1, halves=2))})
+    return manager
+
+
+def test_a_pool_changed_beside_the_manager_is_noticed() -> None:
+    manager, own = two_layers(), adapter(3, 2, halves=2)
+    manager.pools[5].load("mine", own)
+    with pytest.raises(StateError, match=r"slots by layer: got \{3: 1, 5: 2\}"):
+        manager.load("b", {3: MoELoRALayer(own)})
+    assert [dict(pool.slots) for pool in manager.pools.values()] == [{"a": 0}, {"a": 0, "mine": 1}]
+    batch = ForwardBatch(("a",), torch.tensor([0, 12]))
+    manager.prepare_moe_lora_batch(batch, 5)
+    manager.pools[5].evict("a")
+    with pytest.raises(StateError, match="pool of layer 5: got slot None, need slot 0"):
+        manager.prepare_moe_lora_batch(batch, 5)
+    manager.prepare_moe_lora_batch(batch, 3)
+
+
+@pytest.mark.parametrize("layers", [3, [], [3, 3], "ab", [3, "4"], [True]])
+def test_layers_are_numbers_each_once(layers: Any) -> None:
+    with pytest.raises(ConfigurationError, match="layer"):
+        LoRAManager(base().problem, "adapters=3,rank=5", layers)
+
+
+@pytest.mark.parametrize("name", [3, ["a"], None])
+def test_names_are_text(name: Any) -> None:
+    manager = two_layers()
+    with pytest.raises(ConfigurationError, match="name of an adapter"):
+        manager.evict(name)
+    with pytest.raises(ConfigurationError, match="layer"):
+        manager.prepare_moe_lora_batch(ForwardBatch(("a",), torch.tensor([0, 12])), [3])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", ["ab", None, ("a", 3), ("a", ["b"])])
+def test_a_batch_names_text_or_nothing(names: Any) -> None:
+    with pytest.raises(ConfigurationError, match="lora_ids"):
+        ForwardBatch(names, torch.tensor([0, 4, 12]))
+
+
+def test_a_batch_has_a_place_for_each_sequence() -> None:
+    with pytest.raises(ShapeError, match=r"seg_indptr: got \(3,\), need \(2,\)"):
+        ForwardBatch(("a",), torch.tensor([0, 4, 12]))
+    with pytest.raises(ConfigurationError, match="seg_indptr: got list"):
+        ForwardBatch(("a",), [0, 12])  # type: ignore[arg-type]
+
+
+def test_a_backend_is_of_a_pool() -> None:
+    with pytest.raises(ConfigurationError, match="pool: got None"):
+        LoRABackend(None)  # type: ignore[arg-type]

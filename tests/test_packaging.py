@@ -153,6 +153,15 @@ def test_the_least_transformers_is_the_one_that_is_tested(metadata: Message) -> 
     assert pins("cpu")["transformers"].startswith("5.23.")
 
 
+def test_the_cutlass_extra_is_the_one_that_is_compiled_with(metadata: Message) -> None:
+    """`make test-cutlass` has all that the extra names, in a release that the extra admits."""
+    wanted = [r for r in metadata.get_all("Requires-Dist", []) if 'extra == "cutlass"' in r]
+    found = pins("cutlass")
+    least = {re.split(r"[<>=;,\s]", r)[0]: re.search(r">=([\d.]+)", r)[1] for r in wanted}  # type: ignore[index]
+    assert least.keys() <= found.keys()
+    assert found["nvidia-cutlass-dsl"].startswith(least["nvidia-cutlass-dsl"][:3])
+
+
 def test_every_requirement_is_named_not_located(metadata: Message) -> None:
     """A requirement by URL cannot be uploaded, and makes resolving any extra build its source."""
     assert [r for r in metadata.get_all("Requires-Dist", []) if "@" in r] == []

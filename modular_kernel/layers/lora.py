@@ -10,7 +10,7 @@ Two modes that compute different things: "merged", the default, is LoRA as it is
 experts; "parallel_delta" is a branch of its own beside them (`modular_kernel.ops.moe_lora`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -20,7 +20,7 @@ from torch import nn
 
 from modular_kernel.adapter_pool import AdapterPool
 from modular_kernel.adapters import Adapter, AdapterSpec
-from modular_kernel.errors import ConfigurationError, StateError, UnsupportedError
+from modular_kernel.errors import ConfigurationError, ShapeError, StateError, UnsupportedError
 from modular_kernel.fields import expect
 from modular_kernel.layers.fused_moe import FusedMoE, RoutingLike
 from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
@@ -65,18 +65,28 @@ class MoELoRALayer:
 @dataclass(frozen=True, eq=False)
 class ForwardBatch:
     """The sequences of a call. lora_ids: each one's adapter by name, None for none. seg_indptr:
-    (S + 1,) integers on the layers' device, where each begins, and where the last one ends."""
+    (S + 1,) integers on the layers' device, where each begins, and where the last one ends.
+    ConfigurationError for other types, ShapeError for another number of places."""
 
-    lora_ids: tuple[str | None, ...]
+    lora_ids: Sequence[str | None]
     seg_indptr: torch.Tensor
+
+    def __post_init__(self) -> None:
+        expect("lora_ids", self.lora_ids, list[str | None] | tuple[str | None, ...])
+        expect("seg_indptr", self.seg_indptr, torch.Tensor)
+        if self.seg_indptr.shape != (len(self.lora_ids) + 1,):
+            got, need = tuple(self.seg_indptr.shape), f"({len(self.lora_ids) + 1},), by lora_ids"
+            raise ShapeError("seg_indptr", got=got, need=need)
 
 
 class LoRAManager:
     """Adapters by name, each in one slot of every layer's pool.
 
     problem: of one layer, as `FusedMoE.problem`; all layers are alike. lora: slots and rank, as
-    Problem.lora. layers: their ids. mode: what a layer computes; "parallel_delta" has one A for
-    gate and up, and needs a13=shared, activation silu and rows of w1 that do not alternate.
+    Problem.lora. layers: their ids, one at least. mode: what a layer computes; "parallel_delta" has
+    one A for gate and up, and needs a13=shared, activation silu and rows of w1 that do not
+    alternate. ConfigurationError for what is not these, DeviceError and CapacityError of
+    `AdapterPool`.
     """
 
     def __init__(
@@ -97,7 +107,13 @@ class LoRAManager:
             if not spec.a13_shared or not plain:
                 got, need = f"{spec}, {problem.activation}", "a13=shared, and activation silu"
                 raise ConfigurationError("parallel_delta", got=got, need=need)
-        self.pools = {layer: AdapterPool(self.problem, device) for layer in layers}
+        expect("layers", layers, Iterable)
+        ids = list(layers)
+        for layer in ids:
+            expect("layer", layer, int)
+        if not ids or len(set(ids)) < len(ids):
+            raise ConfigurationError("layers", got=ids[:8], need="one at least, each once")
+        self.pools = {layer: AdapterPool(self.problem, device) for layer in ids}
         slots = 0 if spec is None else spec.adapters
         self._ranks = {
             layer: torch.zeros(slots, dtype=torch.int32, device=device) for layer in self.pools
@@ -113,19 +129,24 @@ class LoRAManager:
     def load(self, name: str, layers: Mapping[int, MoELoRALayer]) -> int:
         """Load an adapter into one slot of all layers, and return it; layers it has not are zero.
 
-        Every error of `AdapterPool.load`, and ConfigurationError for a layer that is not there;
-        then no pool has changed.
+        Every error of `AdapterPool.load`, ConfigurationError for a layer that is not there, and
+        StateError where a pool was changed beside the manager, so that layers would have different
+        slots; then no pool has changed.
         """
         expect(f"adapter {name!r}", layers, Mapping)
         for layer, own in layers.items():
             self._pool(layer)
             expect(f"adapter {name!r}: layer {layer}", own, MoELoRALayer)
         loaded = list[AdapterPool]()
-        slot = -1
+        slots = dict[int, int]()
         try:
             for layer, pool in self.pools.items():
-                slot = pool.load(name, self._adapter(layers.get(layer)))
+                slots[layer] = pool.load(name, self._adapter(layers.get(layer)))
                 loaded.append(pool)
+            slot, *others = set(slots.values())
+            if others:
+                need = "one slot: adapters come and go by the manager alone"
+                raise StateError(f"adapter {name!r}: slots by layer", got=slots, need=need)
         except BaseException:
             for pool in loaded:
                 pool.evict(name)
@@ -140,12 +161,10 @@ class LoRAManager:
 
     def evict(self, name: str) -> None:
         """Free an adapter's slot in every layer; StateError for one that is not loaded."""
-        if name not in self._slots:
-            need = f"a loaded one: {', '.join(sorted(self._slots)[:8]) or 'none'}"
-            raise StateError(f"adapter {name!r}", got="not loaded", need=need)
+        slot = self._slot(name)
         for layer, pool in self.pools.items():
             pool.evict(name)
-            self._ranks[layer][self._slots[name]] = 0
+            self._ranks[layer][slot] = 0
         del self._slots[name]
 
     def prepare_moe_lora_batch(
@@ -160,11 +179,12 @@ class LoRAManager:
         names = forward_batch.lora_ids
         if not any(name is not None for name in names):
             return None
-        for name in names:
-            if name is not None and name not in self._slots:
-                need = f"a loaded one: {', '.join(sorted(self._slots)[:8]) or 'none'}"
-                raise StateError(f"adapter {name!r}", got="not loaded", need=need)
-        slots = [-1 if name is None else self._slots[name] for name in names]
+        slots = [-1 if name is None else self._slot(name) for name in names]
+        for name, slot in zip(names, slots, strict=True):
+            held = -1 if name is None else self.pools[layer_id].slots.get(name)
+            if held != slot:
+                got, need = f"slot {held}", f"slot {slot}: by the manager alone"
+                raise StateError(f"adapter {name!r}: pool of layer {layer_id}", got=got, need=need)
         ranks = self._ranks[layer_id]
         indices = torch.tensor(slots, dtype=torch.int32).to(ranks.device)
         return MoELoRABatchInfo(indices, ranks, self._scalings[layer_id], forward_batch.seg_indptr)
@@ -179,7 +199,15 @@ class LoRAManager:
         """Return a layer's weights with its adapters."""
         return self._pool(layer_id).weights(base)
 
+    def _slot(self, name: str) -> int:
+        expect("name of an adapter", name, str)
+        if name not in self._slots:
+            need = f"a loaded one: {', '.join(sorted(self._slots)[:8]) or 'none'}"
+            raise StateError(f"adapter {name!r}", got="not loaded", need=need)
+        return self._slots[name]
+
     def _pool(self, layer: int) -> AdapterPool:
+        expect("layer", layer, int)
         if layer not in self.pools:
             need = f"one of {', '.join(map(str, sorted(self.pools)[:8]))}"
             raise ConfigurationError("layer", got=layer, need=need)
@@ -203,6 +231,7 @@ class LoRABackend:
     """The four buffers of one layer's parallel branch, which are those of a pool."""
 
     def __init__(self, pool: AdapterPool) -> None:
+        expect("pool", pool, AdapterPool)
         nothing = torch.zeros(())
         weights = pool.weights(ExpertWeights(nothing, nothing))
         a13, b13, a2, b2 = weights.lora_a13, weights.lora_b13, weights.lora_a2, weights.lora_b2
