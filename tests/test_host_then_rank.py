@@ -3,11 +3,11 @@
 MK_HOST_ID lets the ranks of one machine stand for those of several.
 """
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,12 +239,11 @@ def test_counts_that_no_chunk_has_tokens_for_are_refused(at: int) -> None:
 
     rows = [counts_of(rank) for rank in range(4)]
     rows[2][at] = 4
+    agreed = Agreement(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
     with pytest.raises(ValueError, match=r"\[2\] no more than a chunk has tokens"):
-        agreed = Agreement(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
         passage(Manager(), agreed, AT)  # type: ignore[arg-type]
 
 
 def test_nothing_is_left_in_memory(four: RankPool) -> None:
     four.run(made, "aabb", PART, 2)
-    if os.path.isdir("/dev/shm"):
-        assert not [name for name in os.listdir("/dev/shm") if name.startswith("modular_kernel-")]
+    assert not list(Path("/dev/shm").glob("modular_kernel-*"))

@@ -1,4 +1,4 @@
-"""Problem.max_received: buffers for so many rows; where more would come, every rank is told first."""
+"""Problem.max_received: buffers for so many rows; of more every rank is told before they move."""
 
 import math
 from collections.abc import Iterator

@@ -76,7 +76,10 @@ TRAFFIC = {
     ),
     # Its outer hop begins as TorchAll2All's does, its inner one reaches what SymmMem's does.
     "HostThenRankPrepareAndFinalize": Traffic(
-        "host", Way(1205e-6, 0.92), Way(285e-6, 0.83), "the two parts above; itself never measured",
+        "host",
+        Way(1205e-6, 0.92),
+        Way(285e-6, 0.83),
+        "the two parts above; itself never measured",
         quantising=700e-6,
     ),
     "AllGatherReduceScatterPrepareAndFinalize": Traffic(

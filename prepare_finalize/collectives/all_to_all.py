@@ -89,7 +89,8 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
             device=x_TH.device,
             largest=self.largest(x_TH, call),
         )
-        refuse_more_rows(self.layer, agreed, [sum(rows_W) for rows_W in zip(*agreed.rows_WW, strict=True)])
+        received_W = [sum(rows_W) for rows_W in zip(*agreed.rows_WW, strict=True)]
+        refuse_more_rows(self.layer, agreed, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = wanted_WT.nonzero(as_tuple=True)
         largest = None if self.largest_is_local(call) else agreed.largest

@@ -30,7 +30,7 @@ class Room:
     def __init__(self, slot: Slot, rows: int, release: Callable[[], None]) -> None:
         self.slot = slot
         parts: dict[str, Any] = {name: getattr(slot, name) for name in _ROWS}
-        came: dict[str, Any] = {n: part if part is None else part[:rows] for n, part in parts.items()}
+        came: dict[str, Any] = {n: p if p is None else p[:rows] for n, p in parts.items()}
         self.came = replace(slot, **came)
         self._release = weakref.finalize(self, release)
         self._release.atexit = False

@@ -105,8 +105,8 @@ class RankCase(Case):
     @property
     def whole(self) -> Problem:
         """The same layer on one rank that has every expert."""
-        alone = {"parallel": Parallel(), "max_received": None}
-        return replace(self.problem, **alone, local_experts=None, expert_map=False)
+        alone = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
+        return replace(alone, max_received=None)
 
     def of_rank(self, rank: int) -> Case:
         """Return what one rank is to do."""

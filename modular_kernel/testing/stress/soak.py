@@ -39,8 +39,9 @@ class Soak:
     """What is to be done, until `steps` or `seconds` are over, whichever comes first.
 
     part: a PrepareAndFinalize. experts: None takes one that pairs, and is quick to call. tokens:
-    the most of a rank. hosts: that the ranks stand for, in blocks. check_every: steps. settled: steps after which memory must stay as it is,
-    within cuda_bytes and rss_bytes; in a shorter run the first tenth.
+    the most of a rank. hosts: that the ranks stand for. check_every: steps. settled: steps after
+    which memory must stay as it is, within cuda_bytes and rss_bytes, and open files and threads
+    as many; in a shorter run the first tenth.
     """
 
     part: str
@@ -184,10 +185,10 @@ class _Run:
                 note = f"{self.step} steps, {told - started:.0f} s, {self.checked} checked"
                 print(note, file=sys.stderr, flush=True)  # noqa: T201  from a process of its own
         after = self._memory()
-        growth = tuple(late - early for late, early in zip(after, before, strict=True))
-        whats = "bytes of the GPU", "bytes of the process", "open files and threads"
+        growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
+        names = "bytes of the GPU", "bytes of the process", "open files and threads"
         most_each = job.cuda_bytes, job.rss_bytes, 0
-        for what, grown, most in zip(whats, growth, most_each, strict=True):
+        for what, grown, most in zip(names, growth, most_each, strict=True):
             if grown > most:
                 self.findings.append(f"{what}: {grown} more than when settled, {most} may be")
         return SoakReport(
@@ -251,8 +252,7 @@ class _Run:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE")
-        own = Path("/proc/self")
-        handles = sum(len(os.listdir(own / what)) for what in ("fd", "task"))
+        handles = sum(1 for what in ("fd", "task") for _ in Path("/proc/self", what).iterdir())
         if self.device.type != "cuda":
             return 0, resident, handles
         torch.cuda.synchronize()
