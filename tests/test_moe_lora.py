@@ -141,8 +141,10 @@ def wanted(c: Call, *, rounded: bool = True) -> dict[str, torch.Tensor]:
     return found | {"out": out}
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    relative = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[got.dtype]
+def close(got: torch.Tensor, want: torch.Tensor, depth: int = 0) -> None:
+    """depth: of the longest sum, whose roundings in float32 are u sqrt(depth) together."""
+    exact = max(2e-6, 6e-8 * depth**0.5)
+    relative = {torch.float32: exact, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[got.dtype]
     error = (got.double() - want).norm() / want.norm().clamp(min=1e-30)
     assert float(error) <= relative
 
@@ -318,7 +320,10 @@ def test_strides_are_passed(strategy: str) -> None:
     run_moe_lora(
         apart.x, apart.ids, apart.weights, apart.info, *apart.buffers, out, strategy=strategy
     )
-    assert torch.equal(out, want)
+    if DEVICE.type == "cpu":
+        assert torch.equal(out, want)
+    else:  # compiled for rows on 16 bytes, a kernel loads and sums them in another order
+        close(out, want.double())
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -372,7 +377,7 @@ def test_the_specified_configurations(tokens: int, hidden: int, experts: int, to
     want = wanted(c)["out"]
     for strategy in ("staged", "fused"):
         got = c.run(strategy)
-        close(got, want)
+        close(got, want, hidden)
         torch.testing.assert_close(got, want.float(), rtol=1e-3, atol=1e-3)
 
 
@@ -473,7 +478,10 @@ def test_what_does_not_fit_is_named_before_anything_runs(
     name, tensor, error, words = bad
     c = call()
     if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-        tensor = tensor.detach().to(DEVICE).requires_grad_(tensor.requires_grad)
+        values = tensor.untyped_storage().nbytes() // tensor.element_size()
+        there = torch.zeros(values, dtype=tensor.dtype, device=DEVICE)
+        there = there.as_strided(tensor.shape, tensor.stride())
+        tensor = there.requires_grad_(tensor.requires_grad)
     if name in BUFFERS:
         c.buffers[BUFFERS.index(name)] = tensor
     else:

@@ -27,7 +27,8 @@ _STAGES = 4
 _STEP_BYTES = 24 << 10  # of x and A on their way in a step: four fit into any GPU's shared memory
 _LEAST_K, _MOST_K = 32, 512  # depth of a step
 _FEW_ROWS = 8192  # of A, one for each pair and column of u: up to here pairs go one by one
-_WHOLE_DEPTH = 2048  # of a row of A, up to which a program has two
+_DEEP = 4096  # of a row of A, beyond which a program has fewer rows
+_FEW_PAIRS = 16  # whose programs leave the GPU empty: each takes more of a row at once
 
 Matrices = tuple[torch.Tensor | None, torch.Tensor | None]  # A and B of every slot
 
@@ -58,7 +59,7 @@ class Shrunk:
             "stride_lbn": stride_n,
             "U_UP": self.up,
             "LORA": True,
-            "BLOCK_R": _block_r(rank),
+            "BLOCK_R": block_r(rank),
         }
 
 
@@ -246,7 +247,7 @@ def shrink_few(
     assert b is not None  # the weights were checked
     pairs, depth = routing.topk_ids_TK.numel(), x.shape[1]
     u = call.workspace.take(name, (pairs, a.shape[2]))
-    rows = 1 if depth > _WHOLE_DEPTH else 2
+    rows, block_k, warps = few_blocks(depth, pairs)
     launch(
         shrink_few_kernel,
         (pairs, -(-a.shape[2] // rows)),
@@ -259,13 +260,21 @@ def shrink_few(
         TOP_K=problem.top_k,
         X_TOP_K=pairs // len(x),
         BLOCK_R=rows,
-        BLOCK_K=min(next_power_of_2(depth), 2 * _WHOLE_DEPTH // rows),
-        num_warps=8,
+        BLOCK_K=block_k,
+        num_warps=warps,
         **_matrix_arguments(a, depth),
         **id_arguments(routing, problem.e),
         **overlap(),
     )
     return Shrunk(u, slots_T, b, a.shape[2] - b.shape[3])
+
+
+def few_blocks(depth: int, pairs: int) -> tuple[int, int, int]:
+    """Return a program's rows of A, its values of each at a time, and its warps, for one pair."""
+    whole, few = next_power_of_2(depth), pairs <= _FEW_PAIRS
+    if depth <= _DEEP:
+        return 4, min(whole, 4096 if few else 2048), 8
+    return (2, min(whole, 16384), 16) if few else (1, 4096, 8)
 
 
 def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
@@ -285,7 +294,7 @@ def _matrix_arguments(a: torch.Tensor, depth: int) -> dict[str, Any]:
 def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int) -> dict[str, Any]:
     """Return what all kernels of tiles take. Few rows leave room for deep steps, and few tiles for
     more programs."""
-    columns = _LEAST_BLOCK if block_m <= _LEAST_BLOCK else _block_r(a.shape[2])
+    columns = _LEAST_BLOCK if block_m <= _LEAST_BLOCK else block_r(a.shape[2])
     deepest = _STEP_BYTES // ((block_m + columns) * problem.dtype.itemsize)
     block_k = min(max(1 << deepest.bit_length() - 1, _LEAST_K), _MOST_K, next_power_of_2(depth))
     return {
@@ -308,5 +317,6 @@ def rows_of_a13(problem: Problem) -> int:
     ][2]
 
 
-def _block_r(rank: int) -> int:
+def block_r(rank: int) -> int:
+    """Return the columns of u that a program has, of so many."""
     return min(max(next_power_of_2(rank), _LEAST_BLOCK), _MOST_BLOCK)

@@ -40,8 +40,8 @@ FEW: tuple[dict[str, Any], ...] = (
     {"tokens": 1},
     {"tokens": 4, "lora": "adapters=8,rank=64", "bias": True},
     {"tokens": 2, "lora": "adapters=1,rank=5", "activation": OAI + "true"},
-    {"tokens": 3, "lora": "adapters=4,rank=256", "quant": "fp8_w8a8_channel"},
-    {"tokens": 3, "quant": "fp8_w8a16_tensor", "activation": "silu:interleaved=true"},
+    {"tokens": 2, "lora": "adapters=4,rank=256", "quant": "fp8_w8a8_channel"},
+    {"tokens": 2, "quant": "fp8_w8a16_tensor", "activation": "silu:interleaved=true"},
     {"tokens": 1, "quant": "int8_w8a16_channel"},
 )
 

@@ -68,6 +68,17 @@ def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
     assert float(error) <= 1e-6
 
 
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_rows_deeper_than_a_program_s_block(tokens: int) -> None:
+    """Pair by pair: up to 16 pairs take rows of A whole, more of them in two steps."""
+    sizes = {"hidden": 16, "intermediate": 4112, "dtype": torch.float32}
+    problem = replace(PROBLEM, tokens=tokens, lora="adapters=2,rank=5", **sizes)
+    i = make_inputs(problem, "uniform", CPU)
+    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    error = (run(CONTIGUOUS, problem, i).double() - exact).norm() / exact.norm()
+    assert float(error) <= 1e-6
+
+
 @pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
 def test_slots_out_of_range_are_none(pair: tuple[str, str]) -> None:
     i = make_inputs(PROBLEM, "uniform", CPU)

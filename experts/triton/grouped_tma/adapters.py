@@ -2,7 +2,13 @@
 
 import torch
 
-from experts.triton.adapters import SegmentAdapters, TileShrunk, rows_of_a13, shrink_arguments
+from experts.triton.adapters import (
+    SegmentAdapters,
+    TileShrunk,
+    block_r,
+    rows_of_a13,
+    shrink_arguments,
+)
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec
@@ -50,7 +56,7 @@ class TileAdapters(SegmentAdapters):
         u = self._workspace.take(name, (order.row_of_pair_TK.numel(), len(a) * width))
         named = self._workspace.take("lora_named", (order.max_tiles, len(a) + 1))
         how = shrink_arguments(a, x.shape[1], self._problem, self._block_m)
-        how["BLOCK_R"] = _BOX  # zeros are written too
+        how["BLOCK_R"] = block_r(a.shape[2])  # all rows of A, or a whole box of them
         launch(
             shrink_tiles_kernel,
             (order.max_tiles, width // _BOX, how["PARTS"]),
@@ -66,6 +72,7 @@ class TileAdapters(SegmentAdapters):
             stride_xk=x.stride(1),
             GATHER=gather,
             WIDTH=width,
+            BOX=_BOX,
             **how,
         )
         return TileShrunk(u, named, b, a.shape[2] - b.shape[3])

@@ -47,6 +47,57 @@ def shrunk_tile(
 
 
 @triton.jit
+def load_deltas(
+    slot, start, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
+    stride_u, stride_bl, stride_bn, U_UP: tl.constexpr, GATED: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """u (BLOCK_M, BLOCK_R) and B (BLOCK_R, BLOCK_N) of one slot from rank `start` on, twice.
+
+    The second two are up's if GATED, else the same. Zeros of rows whose slot is another, and of
+    NO_SLOT, of which nothing is read. Arguments: see add_adapters.
+    """
+    at = start + tl.arange(0, BLOCK_R)
+    inside = (at < rank) & (slot < NO_SLOT)
+    u_mask, b_mask = (slots == slot)[:, None] & inside[None, :], inside[:, None] & column_mask[None]
+    u_ptrs = u_ptr + rows.to(tl.int64)[:, None] * stride_u + at[None, :]
+    b_ptr += tl.where(slot < NO_SLOT, slot, 0).to(tl.int64) * stride_bl
+    b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn + at[:, None]
+    u = tl.load(u_ptrs, mask=u_mask, other=0.0)
+    b = tl.load(b_ptrs, mask=b_mask, other=0.0)
+    up_u, up_b = u, b
+    if GATED:
+        if U_UP > 0:
+            up_u = tl.load(u_ptrs + U_UP, mask=u_mask, other=0.0)
+        # An argument of 1, as up_row of alternating rows is, is a constant without a dtype of its
+        # own.
+        up_ptrs = b_ptr + (row + up_row).to(tl.int64)[None, :] * stride_bn + at[:, None]
+        up_b = tl.load(up_ptrs, mask=b_mask, other=0.0)
+    return u, b, up_u, up_b
+
+
+@triton.jit
+def add_loaded(
+    gate, up, u, b, up_u, up_b, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
+    stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """(gate, up) with B u of each row added; u to up_b: the first slot's, see load_deltas."""
+    slot, start = tl.min(slots, axis=0), 0
+    while slot < NO_SLOT:
+        gate = tl.dot(u, b, gate, input_precision=PRECISION)
+        if GATED:
+            up = tl.dot(up_u, up_b, up, input_precision=PRECISION)
+        start += BLOCK_R
+        if start >= rank:
+            slot, start = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0), 0
+        u, b, up_u, up_b = load_deltas(
+            slot, start, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
+            stride_u, stride_bl, stride_bn, U_UP, GATED, BLOCK_R,
+        )  # fmt: skip
+    return gate, up
+
+
+@triton.jit
 def add_adapters(
     gate, up, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
     stride_u, stride_bl, stride_bn, U_UP: tl.constexpr,
@@ -57,27 +108,11 @@ def add_adapters(
     rows (BLOCK_M,): where each row's u lies. b_ptr: one expert's B of slot 0, whose row of each
     column is row (BLOCK_N,), and up_row further for up. U_UP: how far up's u lies behind gate's.
     """
-    r = tl.arange(0, BLOCK_R)
-    u_rows = u_ptr + rows.to(tl.int64)[:, None] * stride_u
-    b_rows = b_ptr + row.to(tl.int64)[None, :] * stride_bn
-    # An argument of 1, as up_row of alternating rows is, is a constant without a dtype of its own.
-    up_rows = b_ptr + (row + up_row).to(tl.int64)[None, :] * stride_bn
-    slot = tl.min(slots, axis=0)
-    while slot < NO_SLOT:
-        mine = (slots == slot)[:, None]
-        b_ptrs = b_rows + slot.to(tl.int64) * stride_bl
-        for start in range(0, rank, BLOCK_R):
-            at = start + r
-            inside = at < rank
-            u_mask, b_mask = mine & inside[None, :], inside[:, None] & column_mask[None, :]
-            u = tl.load(u_rows + at[None, :], mask=u_mask, other=0.0)
-            b = tl.load(b_ptrs + at[:, None], mask=b_mask, other=0.0)
-            gate = tl.dot(u, b, gate, input_precision=PRECISION)
-            if GATED:
-                if U_UP > 0:
-                    u = tl.load(u_rows + at[None, :] + U_UP, mask=u_mask, other=0.0)
-                up_ptrs = up_rows + slot.to(tl.int64) * stride_bl
-                b = tl.load(up_ptrs + at[:, None], mask=b_mask, other=0.0)
-                up = tl.dot(u, b, up, input_precision=PRECISION)
-        slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)
-    return gate, up
+    u, b, up_u, up_b = load_deltas(
+        tl.min(slots, axis=0), 0, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
+        stride_u, stride_bl, stride_bn, U_UP, GATED, BLOCK_R,
+    )  # fmt: skip
+    return add_loaded(
+        gate, up, u, b, up_u, up_b, slots, rows, u_ptr, b_ptr, row, up_row, column_mask, rank,
+        stride_u, stride_bl, stride_bn, U_UP, GATED, PRECISION, BLOCK_R,
+    )  # fmt: skip

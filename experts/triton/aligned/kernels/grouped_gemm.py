@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from experts.triton.kernels.adapters import add_adapters, load_slots
+from experts.triton.kernels.adapters import add_loaded, load_deltas, load_slots
 from experts.triton.kernels.gemm_tile import finish_tile, grouped_tile_order, store_rows
 from experts.triton.kernels.gemm_tile_dispatch import product_tile
 from modular_kernel.ops.kernels.pdl import after_predecessor
@@ -36,7 +36,7 @@ def grouped_gemm_kernel(
     b is (e, rows, depth); column n uses row n * ROW_STEP, and n * ROW_STEP + up_row if GATED.
     out is (num_pairs, columns), contiguous. Blocks of skipped pairs write zeros if WRITE_ZEROS,
     else nothing. Blocks past the last used one return at once: the grid is the worst case.
-    Scales and zero points: see product_tile. LORA: deltas of adapters, see add_adapters; slots are
+    Scales and zero points: see product_tile. LORA: deltas of adapters, see add_loaded; slots are
     those of tokens, u has a row a pair, and lora_b is (slots, e, rows, rank).
     """
     after_predecessor(OVERLAP)
@@ -53,6 +53,14 @@ def grouped_gemm_kernel(
             zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             store_rows(out_ptr, pairs, row_mask, column, column_mask, columns, zeros)
         return
+    if LORA:  # asked for before the product, and there when it is done
+        slots = load_slots(slots_ptr, pairs // LORA_TOP_K, row_mask, num_slots)
+        lora_b_ptr += expert * stride_lbe
+        u, b, up_u, up_b = load_deltas(
+            tl.min(slots, axis=0), 0, slots, pairs, u_ptr, lora_b_ptr,
+            column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
+            U_UP, GATED, BLOCK_R,
+        )  # fmt: skip
     a_row = (pairs // A_TOP_K).to(tl.int64)
     gate, up = product_tile(
         a_ptr + a_row[:, None] * stride_am, a_scale_ptr + a_row * stride_asm, row_mask,
@@ -64,9 +72,8 @@ def grouped_gemm_kernel(
         HAS_ORDER, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if LORA:
-        slots = load_slots(slots_ptr, pairs // LORA_TOP_K, row_mask, num_slots)
-        gate, up = add_adapters(
-            gate, up, slots, pairs, u_ptr, lora_b_ptr + expert * stride_lbe,
+        gate, up = add_loaded(
+            gate, up, u, b, up_u, up_b, slots, pairs, u_ptr, lora_b_ptr,
             column * ROW_STEP, up_row, column_mask, rank, stride_u, stride_lbl, stride_lbn,
             U_UP, GATED, PRECISION, BLOCK_R,
         )  # fmt: skip

@@ -11,14 +11,15 @@ def shrink_tiles_kernel(
     x_ptr, slots_ptr, tokens_ptr, a_ptr, u_ptr, named_ptr, tiles_ptr,
     max_tiles, num_slots, rank_rows, depth, stride_u,
     stride_xm, stride_xk, stride_al, stride_ae, stride_ar,
-    GATHER: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr,
+    GATHER: tl.constexpr, PRECISION: tl.constexpr, WIDTH: tl.constexpr, BOX: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """u[r, s * WIDTH:] = A[s-th slot that r's tile names, expert of r] @ x[r], else zeros.
 
     As `shrink_segments_kernel`, but that rows of a tile have u of all of its slots side by side, in
     WIDTH columns each, zeros where the slot is not theirs. named (max_tiles, num_slots + 1) int32:
-    how many slots a tile names, and which. Grid (most tiles, parts of WIDTH, PARTS of the slots).
+    how many slots a tile names, and which. BLOCK_R: BOX columns, or all
+    rows of A, if fewer. Grid (most tiles, parts of WIDTH, PARTS of the slots).
     """
     pid_m = tl.program_id(0)
     if pid_m >= tl.load(tiles_ptr + 3 * max_tiles):
@@ -41,8 +42,12 @@ def shrink_tiles_kernel(
                 a_ptr + expert * stride_ae, rank_row, rank_row < rank_rows,
                 depth, stride_xk, stride_al, stride_ar, PRECISION, BLOCK_M, BLOCK_R, BLOCK_K,
             )  # fmt: skip
+            at = u_ptrs + place * WIDTH
             u_mask = row_mask[:, None] & (rank_row < WIDTH)[None, :]
-            tl.store(u_ptrs + place * WIDTH, u.to(u_ptr.dtype.element_ty), mask=u_mask)
+            tl.store(at, u.to(u_ptr.dtype.element_ty), mask=u_mask)
+            zeros = tl.zeros((BLOCK_M, BLOCK_R), u_ptr.dtype.element_ty)
+            for further in tl.static_range(BLOCK_R, BOX, BLOCK_R):  # the box's other columns
+                tl.store(at + further, zeros, mask=row_mask[:, None])
             if tl.program_id(1) == 0:
                 tl.store(named_ptr + 1 + place, slot)
         slot = tl.min(tl.where(slots > slot, slots, NO_SLOT), axis=0)

@@ -1,0 +1,125 @@
+"""FusedMoEWithLoRA, its manager and models that PEFT wrapped, on a GPU: beside float64 and PEFT."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import test_lora_layers as layers
+import torch
+
+from modular_kernel import ExpertWeights, reference
+from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.layers.lora import (
+    ForwardBatch,
+    FusedMoEWithLoRA,
+    LoRAManager,
+    MoELoRALayer,
+)
+from modular_kernel.tensors import Routing
+
+pytestmark = pytest.mark.gpu
+
+BATCH = ForwardBatch(("b", None, "a"), torch.tensor([0, 4, 9, 12]))
+NAMED = ((slice(0, 4), 5, 0.5), (slice(9, 12), 3, 2.0))  # rows, rank and scaling of b and of a
+ACCURACY = 2e-6  # of the largest value, as on a CPU: float32 throughout, sums of at most 32 values
+
+
+def on_gpu(mode: Any, halves: int) -> tuple[FusedMoE, FusedMoEWithLoRA, LoRAManager]:
+    layer = layers.base(routed_scaling_factor=1.5).cuda()
+    lora = f"adapters=3,rank={layers.R}" + ",a13=shared" * (halves == 1)
+    manager = LoRAManager(layer.problem, lora, [3], "cuda", mode=mode)
+    for name, rank, scaling in (("a", 3, 2.0), ("b", 5, 0.5)):
+        own = layers.adapter(rank, rank, halves=halves)
+        manager.load(name, {3: MoELoRALayer(own, scaling)})
+    return layer, FusedMoEWithLoRA(layer, manager), manager
+
+
+def on_host(
+    layer: FusedMoE, x: torch.Tensor, logits: torch.Tensor
+) -> tuple[ExpertWeights, Routing]:
+    """The layer's weights, and how it routes a call."""
+    routed, w = layer._routed(x, logits, None, (12,)).routing, layer.weights()
+    weights = ExpertWeights(w.w1.detach().cpu(), w.w2.detach().cpu())
+    return weights, Routing(routed.topk_weights_TK.cpu(), routed.topk_ids_TK.cpu())
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert float((got.cpu().double() - want).abs().max()) <= ACCURACY * float(want.abs().max())
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_merged_is_the_exact_rule(halves: int) -> None:
+    layer, adapted, manager = on_gpu("merged", halves)
+    x, logits = (each.cuda() for each in layers.call())
+    batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
+    got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
+    weights, routing = on_host(layer, x, logits)
+    want = reference.oracle(x.cpu(), weights, routing, layer.problem)
+    for rows, rank, scaling in NAMED:
+        own = layers.adapter(rank, rank, halves=halves)
+        a13, b13, a2, b2 = (getattr(own, f"lora_{name}").double() for name in layers.NAMES)
+        gate, up = b13[:, : layers.I] @ a13[:, :rank], b13[:, layers.I :] @ a13[:, -rank:]
+        merged = ExpertWeights(
+            weights.w1 + scaling * torch.cat([gate, up], 1), weights.w2 + scaling * (b2 @ a2)
+        )
+        want[rows] = reference.oracle(x.cpu(), merged, routing, layer.problem)[rows]
+    near(got, want)
+    assert torch.equal(got[4:9], layer(x, logits)[4:9])
+
+
+def test_parallel_adds_the_branch_alone() -> None:
+    layer, adapted, manager = on_gpu("parallel_delta", 1)
+    x, logits = (each.cuda() for each in layers.call())
+    batch = ForwardBatch(BATCH.lora_ids, BATCH.seg_indptr.cuda())
+    got = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
+    weights, routing = on_host(layer, x, logits)
+    want = reference.oracle(x.cpu(), weights, routing, layer.problem)
+    for rows, rank, scaling in NAMED:
+        own = layers.adapter(rank, rank)
+        for t in range(rows.start, rows.stop):
+            pairs = zip(routing.topk_weights_TK[t], routing.topk_ids_TK[t], strict=True)
+            for weight, e in pairs:
+                a13, b13, a2, b2 = (getattr(own, f"lora_{n}")[e].double() for n in layers.NAMES)
+                gate, up = (b13 @ (a13 @ x[t].cpu().double())).chunk(2)
+                h = torch.nn.functional.silu(gate) * up
+                want[t] += 1.5 * weight.double() * scaling * (b2 @ (a2 @ h))
+    near(got, want)
+    assert torch.equal(got[4:9], layer(x, logits)[4:9])
+
+
+def test_evicted_and_loaded_again() -> None:
+    """What a slot holds is read where it was: another adapter of the same name is the new one."""
+    _, adapted, manager = on_gpu("merged", 2)
+    x, logits = (each.cuda() for each in layers.call())
+    batch = ForwardBatch(("a", "a", "a"), BATCH.seg_indptr.cuda())
+    before = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
+    manager.evict("a")
+    manager.load("a", {3: MoELoRALayer(layers.adapter(4, 17, halves=2))})
+    after = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3)).clone()
+    assert not torch.equal(before, after)
+    manager.evict("a")
+    manager.load("a", {3: MoELoRALayer(layers.adapter(3, 3, halves=2), 2.0)})
+    again = adapted(x, logits, moe_lora_info=manager.prepare_moe_lora_batch(batch, 3))
+    assert torch.equal(before, again)
+
+
+@pytest.mark.skipif(
+    find_spec("transformers") is None or find_spec("peft") is None, reason="transformers and peft"
+)
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "gpt_oss", "down", "ranks", "modules"])
+def test_a_wrapped_model_is_served_with_its_adapter(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import test_transformers_peft as wrapped
+
+    from modular_kernel.integrations.transformers import register, report, serve
+
+    monkeypatch.setattr(wrapped, "TOKENS", wrapped.TOKENS.cuda())
+    model = wrapped.adapted_model(kind).cuda()
+    model.base_model.model.set_experts_implementation(register())
+    assert len(serve(model)) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(wrapped.WRAPPER, "_activate_lora", lambda *_: pytest.fail("the product"))
+        served = wrapped.logits_of(model)
+    assert all(row.served for row in report(model))
+    wrapped.same(served, wrapped.merged_logits(model))
