@@ -95,6 +95,7 @@ class PrepareFinalizeRequirements(Requirements):
     graph_capturable says holds between hosts too.
     received_by_library: a library receives the rows, into memory that it takes from torch's
     allocator in every call, a plan's and a captured one's too; it alone knows who sent how many.
+    bounds_received: its buffers may be made for Problem.max_received rows.
     capacity_unit: of batched rows, an expert has room for T of each rank, T rounded up to a
     multiple of this. rounds_capacity: it rounds that room up to what the experts want.
     """
@@ -119,6 +120,7 @@ class PrepareFinalizeRequirements(Requirements):
     output_is_reduced: bool = True
     replicated_input: bool = False
     received_by_library: bool = False
+    bounds_received: bool = False
     capacity_unit: Count = 1
     rounds_capacity: bool = False
 

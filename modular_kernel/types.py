@@ -227,12 +227,12 @@ class Problem:
     local_experts: e, the experts whose weights this rank holds; None means as `parallel` says.
     ids_dtype: what the router emits (torch.int32 or torch.int64); None means either.
     bias: b1 and b2 are given.  expert_map: ExpertWeights.expert_map is given.
-    apply_router_weight_on_input: the weight multiplies x before GEMM 1 (and b1 is added after),
-        not the output.
+    apply_router_weight_on_input: the weight multiplies x before GEMM 1 and b1, not the output.
     routed_scaling_factor: multiplies the combined output, once.
     inplace: the result overwrites x and is the same tensor.
     fp32_precision: float32 products in true "ieee" or in the tensor cores' "tf32".
-    chunk_tokens: split calls into pieces of at most this many tokens; None never splits.
+    chunk_tokens: split calls into pieces of at most so many tokens; None never splits.
+    max_received: the most rows that a rank may receive in a call; None: world_size * tokens.
     graph, deterministic, asynchronous: properties the pairing must have.
     batch_invariant: a token's bits must not depend on the other tokens of its call, their number
         or order, on chunks, or on `tokens`.
@@ -269,6 +269,7 @@ class Problem:
     inplace: bool = False
     fp32_precision: Literal["ieee", "tf32"] = "ieee"
     chunk_tokens: Count | None = None
+    max_received: Count | None = None
     graph: bool = False
     deterministic: bool = False
     batch_invariant: bool = False

@@ -16,6 +16,8 @@ from prepare_finalize.deepep.low_latency import DeepEPLLPrepareAndFinalize
 from prepare_finalize.deepep.v2 import DeepEPV2PrepareAndFinalize
 from prepare_finalize.flashinfer.group import FlashInferGroup
 from prepare_finalize.flashinfer.part import FlashInferCutlassMoEPrepareAndFinalize
+from prepare_finalize.host_then_rank.group import HostThenRankGroup
+from prepare_finalize.host_then_rank.part import HostThenRankPrepareAndFinalize
 from prepare_finalize.local.batched import BatchedPrepareAndFinalize
 from prepare_finalize.local.no_ep import MoEPrepareAndFinalizeNoEP
 from prepare_finalize.pplx.part import PplxPrepareAndFinalize
@@ -29,6 +31,7 @@ COMPONENTS = (
     AllGatherReduceScatterPrepareAndFinalize,
     TorchAll2AllPrepareAndFinalize,
     SymmMemPrepareAndFinalize,
+    HostThenRankPrepareAndFinalize,
     TorchAll2AllBatchedPrepareAndFinalize,
     PplxPrepareAndFinalize,
     DeepEPHTPrepareAndFinalize,
@@ -51,6 +54,8 @@ __all__ = [
     "Exchange",
     "FlashInferCutlassMoEPrepareAndFinalize",
     "FlashInferGroup",
+    "HostThenRankGroup",
+    "HostThenRankPrepareAndFinalize",
     "MoEPrepareAndFinalizeNoEP",
     "PplxPrepareAndFinalize",
     "ReplicatedEPPrepareAndFinalize",

@@ -40,6 +40,7 @@ FINE: dict[type, dict[str, tuple[Any, ...]]] = {
         "routed_scaling_factor": (2.5, 16.0, -1, 0, 2**31, -(2**31), 2**63),
         "combine": (Combine.TOPK_WEIGHTED,),
         "chunk_tokens": (None,),
+        "max_received": (None,),
         "parallel": (Parallel(),),
     },
     ActivationSpec: {"alpha": (None,), "limit": (None,)},

@@ -156,6 +156,8 @@ FACTS: tuple[tuple[str, Callable[[], object], str, str, str], ...] = (
      "ieee or tf32"),
     ("chunk", lambda: replace(PROBLEM, chunk_tokens=0), "chunk_tokens", "0",
      ">= 1 and < 2^31 or None"),
+    ("received", lambda: replace(PROBLEM, max_received=0), "max_received", "0",
+     ">= 1 and < 2^31 or None"),
     ("activation", lambda: replace(PROBLEM, activation="tanh"), "activation", "tanh", "'silu'"),
     ("option", lambda: ActivationSpec.parse("silu:beta=1"), "activation", "silu:beta=1", "alpha"),
     ("number", lambda: ActivationSpec.parse("swiglu_oai:alpha=x"), "activation", "alpha=x",

@@ -189,6 +189,7 @@ RANK_PAIRS = (
     ("TorchAll2AllPrepareAndFinalize", "TritonExperts"),
     ("TorchAll2AllBatchedPrepareAndFinalize", "BatchedTritonExperts"),
     ("SymmMemPrepareAndFinalize", "TritonExperts"),
+    ("HostThenRankPrepareAndFinalize", "TritonExperts"),
 )
 
 

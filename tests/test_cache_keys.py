@@ -43,6 +43,7 @@ PROBLEM_CHANGES: dict[str, Any] = {
     "inplace": True,
     "fp32_precision": "tf32",
     "chunk_tokens": 2,
+    "max_received": 12,
     "graph": True,
     "deterministic": True,
     "batch_invariant": True,

@@ -93,7 +93,7 @@ def test_problem_options_are_the_same_for_every_verb(
 ) -> None:
     _, shown, _ = run_mk(capsys, verb, "--help")
     names = [name.replace("_", "-") for name in ProblemOptions.__dataclass_fields__]
-    assert len(names) == 27
+    assert len(names) == 28
     assert [name for name in names if f"--{name}" not in shown] == []
 
 
@@ -147,6 +147,7 @@ SMALL = Problem(tokens=16, hidden=64, intermediate=128, experts=8, top_k=2)
         ("--inplace", {"inplace": True}),
         ("--fp32-precision tf32", {"fp32_precision": "tf32"}),
         ("--chunk-tokens 7", {"chunk_tokens": 7}),
+        ("--max-received 9", {"max_received": 9}),
         ("--graph", {"graph": True}),
         ("--deterministic", {"deterministic": True}),
         ("--batch-invariant", {"batch_invariant": True}),

@@ -29,6 +29,7 @@ TRITON_PARTS = {
     "TritonKernelsExperts",
     "FlashInferExperts",
     "SymmMemPrepareAndFinalize",
+    "HostThenRankPrepareAndFinalize",
 }
 
 # Packages whose names prove nothing.

@@ -247,6 +247,8 @@ CASES = (
          {"problem.local_experts": 4}),
     Case("chunking", "ex.chunking", False, True, EX_P, "chunk_tokens=8", "None",
          {"problem.chunk_tokens": 8}),
+    Case("max_received", "pf.bounds_received", False, True, PF_P, "max_received=8", "None",
+         {"problem.max_received": 8}),
     Case("inplace", "ex.inplace", False, True, EX_P, "not inplace", "inplace",
          {"problem.inplace": True}),
     Case("inplace", "pf.inplace", False, True, PF_P, "not inplace", "inplace",

@@ -41,6 +41,7 @@ OVER_RANKS = (
     ("TorchAll2AllPrepareAndFinalize", "TorchExperts"),
     ("TorchAll2AllBatchedPrepareAndFinalize", "NaiveBatchedExperts"),
     ("SymmMemPrepareAndFinalize", "TorchExperts"),
+    ("HostThenRankPrepareAndFinalize", "TorchExperts"),
 )
 # Where rules bear on unusual problems only: a scheme, a placement, a declaration first.
 DEEP = (

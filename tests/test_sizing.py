@@ -27,7 +27,13 @@ from modular_kernel.perf_model.exchange_time import (
 )
 from modular_kernel.perf_model.experts_time import experts_time
 from modular_kernel.perf_model.hardware import Cluster, Gpu, Link
-from modular_kernel.perf_model.load import ONE_GROUP, Groups, inclusion, rank_load
+from modular_kernel.perf_model.load import (
+    ONE_GROUP,
+    EstimatedLoad,
+    Groups,
+    inclusion,
+    rank_load,
+)
 from modular_kernel.types import Problem
 
 BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
@@ -109,6 +115,25 @@ def test_an_exchange_is_start_and_bytes_over_the_slower_link() -> None:
     inside = exchange_time(in_world(problem, 4), part, load, wide)
     assert inside.dispatch == pytest.approx(10e-6 + 5e-6 + 2e6 / (100e9 * 0.5))
     assert exchange_time(in_world(problem, 1), part, load, cluster).dispatch == 0
+
+
+def test_rows_by_hosts_by_hand() -> None:
+    """Two hosts of two ranks, every rank meets half of the tokens: a host three quarters."""
+    problem = in_world(Problem(1000, 500, 64, 8, 2), 4)
+    load = EstimatedLoad(0, 0, 0, 0.5, 0.5, 0.75)
+    cluster = Cluster(inside=Link(100e9, 1e-6), between=Link(10e9, 5e-6), per_host=2)
+    part = Traffic("host", Way(10e-6, 0.5), Way(20e-6, 0.25), "by hand", between=0.5, pieces=4)
+    found = exchange_time(problem, part, load, cluster)
+    between, inside = 1000 * 0.75 * 1000, 4000 * 0.5 / 2 * 1000
+    assert found.dispatch_bytes == found.combine_bytes == between
+    outer = between / (10e9 * 0.5)
+    assert found.dispatch == pytest.approx(10e-6 + 5e-6 + outer + inside / (100e9 * 0.5))
+    # In two chunks, one hop hides half of the other.
+    large = exchange_time(problem.with_tokens(2000), part, load, cluster)
+    hops = 2 * outer, 2 * inside / (100e9 * 0.5)
+    assert large.dispatch == pytest.approx(10e-6 + 5e-6 + max(hops) + min(hops) / 2)
+    one = exchange_time(problem, part, load, replace(cluster, per_host=4))
+    assert one.dispatch == pytest.approx(10e-6 + 1e-6 + 4000 * 0.5 * 3 / 4 * 1000 / (100e9 * 0.5))
 
 
 def test_rows_travel_as_their_scheme_stores_them() -> None:
@@ -224,7 +249,7 @@ def test_rows_that_go_on_from_a_host() -> None:
     inside = 1000 * 4 * load.meets / 2 * 2000 / (100e9 * 0.5)
     found = exchange_time(problem, part, load, cluster)
     assert found.dispatch == pytest.approx(15e-6 + max(network, inside))
-    serial = exchange_time(problem, replace(part, pipelined=False), load, cluster)
+    serial = exchange_time(problem, replace(part, pieces=1), load, cluster)
     assert serial.dispatch == pytest.approx(15e-6 + network + inside)
     one = replace(in_world(problem, 2))
     assert network_rows(one, part, load, cluster) == 0

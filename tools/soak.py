@@ -25,6 +25,7 @@ if __name__ == "__main__":
     given.add_argument("--seconds", type=float, default=120)
     given.add_argument("--tokens", type=int, default=16)
     given.add_argument("--hidden", type=int, default=128)
+    given.add_argument("--hosts", type=int, default=1, help="that the ranks stand for")
     given.add_argument("--seed", type=int, default=0)
     given.add_argument("--json", type=Path)
     args = vars(given.parse_args())

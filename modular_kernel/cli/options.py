@@ -85,6 +85,9 @@ class ProblemOptions:
     inplace: Annotated[bool, _option("The result overwrites the input.", "--inplace")] = False
     fp32_precision: Annotated[str | None, _option("ieee or tf32.")] = None
     chunk_tokens: Annotated[int | None, _option("Split calls into pieces this large.")] = None
+    max_received: Annotated[
+        int | None, _option("The most rows that a rank receives in a call.")
+    ] = None
     graph: Annotated[bool, _option("Must be graph-capturable.", "--graph")] = False
     deterministic: Annotated[bool, _option("Must be deterministic.", "--deterministic")] = False
     batch_invariant: Annotated[

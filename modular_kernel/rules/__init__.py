@@ -46,6 +46,7 @@ RULES: dict[str, RuleFunction] = {
     "addressing": problems.addressing,
     "world_size": problems.world_size,
     "hosts": problems.hosts,
+    "max_received": problems.max_received,
     "placement": problems.placement,
     "capacity": problems.capacity,
     "capacity_multiple": pair.capacity_multiple,

@@ -136,6 +136,13 @@ def hosts(p: Pairing) -> Violations:
         yield Rejection("hosts", parties, "graph=True", need)
 
 
+def max_received(p: Pairing) -> Violations:
+    if p.problem.max_received is not None and not p.pf.bounds_received:
+        need = "None: its buffers are made for all tokens of every rank"
+        got = f"max_received={p.problem.max_received}"
+        yield Rejection("max_received", (p.pf_name, "problem"), got, need)
+
+
 def placement(p: Pairing) -> Violations:
     world, experts = p.problem.parallel.world_size, p.problem.experts
     if not p.pf.linear_placement:

@@ -20,7 +20,7 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import ActivationFormat, Reduce
 from modular_kernel.workspace import BufferSpec
-from prepare_finalize.common.agreement import Agreement, agree
+from prepare_finalize.common.agreement import Agreement, agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
     quantise_tokens,
@@ -53,6 +53,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         world_sizes=(2, None),
         batch_invariant=True,
         asynchronous=True,
+        bounds_received=True,
         lora=True,
     )
 
@@ -62,10 +63,10 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         sent = min(world, problem.top_k) * most
         return {
             **token_specs(problem, most),
-            **self.rows.specs(world * most),
+            **self.rows.specs(self.most_rows),
             "packed_own": BufferSpec((most, nbytes), torch.uint8),
             "packed_sent": BufferSpec((sent, nbytes), torch.uint8),
-            "packed_all": BufferSpec((world * most, nbytes), torch.uint8),
+            "packed_all": BufferSpec((self.most_rows, nbytes), torch.uint8),
             "returned": BufferSpec((sent, problem.hidden), problem.dtype),
         }
 
@@ -88,6 +89,8 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
             device=x_TH.device,
             largest=self.largest(x_TH, call),
         )
+        received_W = [sum(rows_W) for rows_W in zip(*agreed.rows_WW, strict=True)]
+        refuse_more_rows(self.layer, agreed, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = wanted_WT.nonzero(as_tuple=True)
         largest = None if self.largest_is_local(call) else agreed.largest

@@ -47,9 +47,7 @@ class TorchAll2AllBatchedPrepareAndFinalize(TorchAll2AllPrepareAndFinalize):
     )
 
     def dispatch_shape(self, tokens: int) -> BatchedShape:
-        # Whatever this rank passes, another may pass problem.tokens.
-        rows = self.problem.parallel.world_size * self.problem.tokens
-        return BatchedShape(self.problem.e, self.rounded(rows))
+        return BatchedShape(self.problem.e, self.rounded(self.most_rows))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, scheme = self.problem, self.problem.scheme

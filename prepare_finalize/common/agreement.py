@@ -29,19 +29,22 @@ _IN_WORDS = {
 @dataclass
 class Layer:
     """A part among those of its manager. number: counted from 1 as they are made, on every rank
-    alike. calls: that all ranks agreed on."""
+    alike. calls: that all ranks agreed on. counts: how many of rows a rank tells; 0: one of each
+    rank."""
 
     manager: TorchGroup
     problem: Problem
     number: int
     calls: int = 0
+    counts: int = 0
 
 
 @dataclass(frozen=True)
 class Agreement:
     """What the ranks of one call told.
 
-    tokens_W: T of each rank. rows_WW: [s][d], the rows rank s sends rank d. largest: of the
+    tokens_W: T of each rank. rows_WW: [s], the counts of rank s: [s][d], the rows it sends rank d,
+    where a part does not count otherwise. largest: of the
     activations of all ranks, where one scale serves them all.
     """
 
@@ -99,7 +102,7 @@ def refuse(layer: Layer, error: Exception) -> None:
     try:
         step = manager.next_step(layer.number, layer.calls + 1)
         mine = _fields(layer, step, 0)
-        nothing = [0] * (2 + manager.world_size)
+        nothing = [0] * (2 + (layer.counts or manager.world_size))
         told = torch.tensor([*mine, *nothing, (kinds or [0])[0]], dtype=torch.int64)
         told = told.to(manager.device)
         manager.tell(told, step=step, why=type(error).__name__)
@@ -114,6 +117,19 @@ def refuse_unequal_tokens(manager: TorchGroup, agreed: Agreement) -> None:
     if peers:
         got = f"T = {', '.join(map(str, agreed.tokens_W))} by rank"
         raise manager.disagreement(got, "the same tokens on all", step=agreed.step, peers=peers)
+
+
+def refuse_more_rows(layer: Layer, agreed: Agreement, received_W: Sequence[int]) -> None:
+    """CommunicationError on every rank, before rows move, if one of them would receive too many.
+
+    received_W: by rank. The bound is Problem.max_received.
+    """
+    most = layer.problem.max_received
+    peers = [rank for rank, rows in enumerate(received_W) if most is not None and rows > most]
+    if peers:
+        got = "; ".join(f"{received_W[rank]} rows for rank {rank}" for rank in peers)
+        need = f"<= {most}, as Problem.max_received says"
+        raise layer.manager.disagreement(got, need, step=agreed.step, peers=peers)
 
 
 def _fields(layer: Layer, step: int, others: int) -> list[int]:
@@ -181,6 +197,7 @@ def _other_properties(problem: Problem, call: Call) -> int:
         problem.apply_router_weight_on_input,
         problem.routed_scaling_factor,
         problem.combine,
+        problem.max_received,
         call.defer_quant,
         call.pairing,
     )

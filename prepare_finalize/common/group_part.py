@@ -10,9 +10,8 @@ from modular_kernel import stages
 from modular_kernel.contracts import Call, PrepareAndFinalize, Receiver
 from modular_kernel.errors import ConfigurationError, UnsupportedError
 from modular_kernel.ops.expert_slots import Numbering
-from modular_kernel.ops.quantise import quantise_rejections, scale_shape
+from modular_kernel.ops.quantise import quantise_rejections
 from modular_kernel.placement import PlacementTables
-from modular_kernel.quant import STORAGE
 from modular_kernel.support import Rejection
 from modular_kernel.tensors import (
     ContiguousShape,
@@ -25,9 +24,8 @@ from modular_kernel.tensors import (
     Routing,
 )
 from modular_kernel.types import IdSpace, Machine, Problem
-from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Agreement, Layer, refuse
-from prepare_finalize.common.packed_rows import RowLayout
+from prepare_finalize.common.row_buffers import RowBuffers
 from prepare_finalize.common.tokens import one_scale_for_all, quantises
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.connect import place_in
@@ -242,10 +240,15 @@ class RowsPart(AgreeingPart):
         super().__init__(problem, group)
         self.rows = RowBuffers(problem)
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows that may arrive: whatever this rank passes, another may pass its most."""
+        problem = self.problem
+        most = problem.parallel.world_size * problem.tokens
+        return most if problem.max_received is None else min(most, problem.max_received)
+
     def dispatch_shape(self, tokens: int) -> DispatchShape:
-        # Whatever this rank passes, another may pass problem.tokens.
-        rows = self.problem.parallel.world_size * self.problem.tokens
-        return ContiguousShape(rows, self.problem.top_k)
+        return ContiguousShape(self.most_rows, self.problem.top_k)
 
     def prepare_no_receive(
         self, x_TH: torch.Tensor, routing: Routing, *, weights: ExpertWeights, call: Call
@@ -298,99 +301,3 @@ def check_place(problem: Problem, rank: int, world_size: int) -> None:
     if rank != parallel.rank:
         need = f"{parallel.rank}, the problem's parallel.rank"
         raise ConfigurationError("rank in the process group", got=rank, need=need)
-
-
-class RowBuffers:
-    """Layout and buffers of rows that travel, for one problem.
-
-    Rows carry K ids each, int32: experts of the model or slots, as the part likes.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-
-    def layout(self, *, quantised: bool) -> RowLayout:
-        """Return what a row holds; scales only where each row has its own."""
-        problem, scales = self.problem, 0
-        if quantised and problem.scheme.activation_granularity != "tensor":
-            scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
-        return RowLayout.of(
-            x=(problem.hidden, self._dtype(quantised)),
-            scale=(scales, torch.float32),
-            ids=(problem.top_k, torch.int32),
-            weights=(problem.top_k, torch.float32),
-            adapters=(int(problem.adapters is not None), torch.int32),
-        )
-
-    def put_adapters(self, layout: RowLayout, rows_RB: torch.Tensor, routing: Routing) -> None:
-        """Write the slots of rows that are tokens: -1 of a call without adapters.
-
-        Other ranks' calls may have some, so the column always travels.
-        """
-        if "adapters" not in layout.sections:
-            return
-        slots_T, tokens = routing.slots_T, len(routing.topk_ids_TK)
-        if slots_T is None:
-            slots_T = routing.topk_ids_TK.new_full((tokens,), -1, dtype=torch.int32)
-        layout.put(rows_RB[:tokens], "adapters", slots_T[:, None])
-
-    def most_bytes(self) -> int:
-        """Of a row, quantised or not."""
-        plain = self.layout(quantised=False).nbytes
-        if not self.problem.scheme.travels_quantised:
-            return plain
-        return max(plain, self.layout(quantised=True).nbytes)
-
-    def specs(self, rows: int) -> dict[str, BufferSpec]:
-        """Return the buffers of `unpack`, the experts' sums and the combine, for `rows` rows."""
-        problem = self.problem
-        hidden, k = problem.hidden, problem.top_k
-        specs = {
-            "rows_x": BufferSpec((rows, hidden * problem.dtype.itemsize), torch.uint8),
-            "rows_ids": BufferSpec((rows, k), torch.int32),
-            "rows_weights": BufferSpec((rows, k), torch.float32),
-            "rows_adapters": BufferSpec((rows * int(problem.adapters is not None), 1), torch.int32),
-            "rows_sum": BufferSpec((rows, hidden), problem.dtype),
-            "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
-        }
-        if problem.scheme.travels_quantised:
-            scales = scale_shape(problem.scheme, rows, hidden)
-            specs["rows_scale"] = BufferSpec(scales, torch.float32)
-        return specs
-
-    def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "Unpacked":
-        """Return the sections of packed rows, one block behind another, each contiguous."""
-        quantised = quantises(self.problem, call)
-        layout, rows = self.layout(quantised=quantised), sum(map(len, blocks))
-        hidden, k = self.problem.hidden, self.problem.top_k
-        dtype = self._dtype(quantised)
-        x = call.workspace.take("rows_x", (rows, hidden * dtype.itemsize)).view(dtype)
-        ids = call.workspace.take("rows_ids", (rows, k))
-        weights = call.workspace.take("rows_weights", (rows, k))
-        layout.take(blocks, "x", x)
-        layout.take(blocks, "ids", ids)
-        layout.take(blocks, "weights", weights)
-        scale = None
-        if "scale" in layout.sections:
-            scale = call.workspace.take("rows_scale", (rows, layout.sections["scale"][1]))
-            layout.take(blocks, "scale", scale)
-        adapters = None
-        if "adapters" in layout.sections:
-            adapters = call.workspace.take("rows_adapters", (rows, 1))
-            layout.take(blocks, "adapters", adapters)
-        return Unpacked(x, scale, ids, weights, None if adapters is None else adapters[:, 0])
-
-    def _dtype(self, quantised: bool) -> torch.dtype:
-        return STORAGE[self.problem.scheme.activation] if quantised else self.problem.dtype
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """x_RH, scale (R, G) float32 or None, ids_RK int32, weights_RK float32, adapters_R int32 or
-    None."""
-
-    x_RH: torch.Tensor
-    scale: torch.Tensor | None
-    ids_RK: torch.Tensor
-    weights_RK: torch.Tensor
-    adapters_R: torch.Tensor | None

@@ -88,7 +88,7 @@ class TorchGroup:
         # Without a launcher of its own, a job's first rank keeps the store for all.
         ranks = dist.get_process_group_ranks(process_group)
         self._keeper = tuple(r for r, at in enumerate(ranks) if at == 0 and r != self.rank)
-        own = PrefixStore(self._meet(store), store)
+        own = self._store = PrefixStore(self._meet(store), store)
         self._board = FailureBoard(own, self.rank, self.world_size)
         self._communicator.group = self._connect(own)
         self.hosts = self._find_hosts(own)
@@ -290,6 +290,8 @@ class TorchGroup:
         """
         for exchange in self._under_way:
             exchange.work = None
+            if exchange.record["ended_s"] is None:
+                self.last_calls.end(exchange.record, "failed: given up")
         group = self._communicator.close()
         if self.device == "cuda" and group is not None:
             group.abort()

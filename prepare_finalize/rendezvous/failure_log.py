@@ -124,9 +124,9 @@ def culprits(
     """Return the ranks to look at, and why, by what every rank published after a failure.
 
     First those that broke off a call; then those that published nothing; then those in an earlier
-    exchange than others; then those that came to it late. If that is this rank alone, those that
-    gave it up. Who came late is who waited for less long: each rank counts its own seconds, and no
-    two clocks are compared.
+    exchange than others, unless they waited there for somebody ("awaited"); then those that came to
+    it late. If that is this rank alone, those that gave it up. Who came late is who waited for less
+    long: each rank counts its own seconds, and no two clocks are compared.
     """
     broke = tuple(r for r in failed if r != rank and "broke_off" in failed[r])
     if broke:
@@ -136,7 +136,8 @@ def culprits(
         return missing, "no sign of life"
     others = tuple(sorted(failed.keys() - {rank}))
     place = {r: (record["step"], PHASES.index(record["phase"])) for r, record in failed.items()}
-    behind = [r for r in others if place[r] < max(place.values())]
+    stuck = {r for r, record in failed.items() if record.get("awaited")}
+    behind = [r for r in others if place[r] < max(place.values()) and r not in stuck]
     if behind:
         return tuple(behind), "still in an earlier exchange"
     longest = max(record["waited_s"] for record in failed.values())

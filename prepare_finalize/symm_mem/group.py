@@ -11,8 +11,10 @@ of one machine share files. Making a heap is collective: every rank of the group
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,7 +34,7 @@ from prepare_finalize.symm_mem.shared_files import share_file
 
 _ALIGNMENT = 256  # bytes, of every section
 _PHASES = {1: "dispatch", 2: "combine"}
-_NO_VALUE = 0xFF  # bytes that are NaN in every floating-point dtype
+NO_VALUE = 0xFF  # bytes that are NaN in every floating-point dtype
 
 
 @dataclass(frozen=True)
@@ -74,39 +76,27 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-class SymmetricGroup:
-    """Symmetric memory of one process group, and the deadline of waits on its flags.
+class SharedMemory(ABC):
+    """Heaps that ranks of one host share, and the deadline of waits on their flags.
 
-    group: a ProcessGroup of torch.distributed (None: the default one); what shares the memory
-    refuses ranks of several hosts. Making a manager is collective. deadline_s: the longest a kernel
-    may wait for other ranks; None: MK_DEADLINE_S, or 10 s. device: "cpu" or "cuda"; None takes what
-    the group serves, a GPU first. hosts: of the ranks.
+    rank, world_size: of this rank among those that share. device: "cpu" or "cuda".
 
     failed, status: what kernels write when a wait ends at its deadline, see kernels/signals.py.
-    CommunicationError where ranks stay away or mean something else.
     """
 
     def __init__(
-        self,
-        group: object | None = None,
-        *,
-        deadline_s: float | None = None,
-        device: str | None = None,
-        history: int = 1024,
+        self, rank: int, world_size: int, *, device: str, deadline_s: float, last_calls: LastCalls
     ) -> None:
-        self.deadline_s = deadline_of(deadline_s)
-        self._group = member_group(group)
-        self.rank, self.world_size = self._group.rank(), self._group.size()
-        self.device = served_device(self._group, device)
+        self.rank, self.world_size = rank, world_size
+        self.named = rank  # in errors
+        self.device, self.deadline_s, self.last_calls = device, deadline_s, last_calls
         self.step = 0
-        self.last_calls = LastCalls(self.rank, history)
         self._destroyed = False
         self._failure: CommunicationError | None = None
-        place = torch.device(self.device)
+        place = torch.device(device)
         if place.type == "cuda":
             place = torch.device("cuda", torch.cuda.current_device())
         self._place = place
-        self.hosts = self._find_hosts()
         self.failed = torch.zeros(1, dtype=torch.int32, device=place)
         self.status = torch.zeros(1, dtype=torch.int64, pin_memory=place.type == "cuda")
 
@@ -115,27 +105,19 @@ class SymmetricGroup:
         """The deadline in nanoseconds."""
         return int(self.deadline_s * 1e9)
 
-    def _find_hosts(self) -> Hosts:
-        """CommunicationError on every rank where one stays away for the deadline."""
-        record = self.last_calls.begin(0, "construct", 0)
-        try:
-            hosts = find_hosts(self._meeting(), self.rank)
-        except CommunicationError as error:
-            self.last_calls.end(record, str(error))
-            raise
-        self.last_calls.end(record)
-        return hosts
-
+    @abstractmethod
     def _meeting(self) -> Meeting:
-        """Open rounds over the group's store; CommunicationError without an answer."""
-        try:
-            store = store_at_new_place(self._group, self.deadline_s)
-        except RuntimeError as error:  # the store's host is gone
-            need = f"a store that answers within {self.deadline_s:g} s"
-            raise self._error(in_short(error), need, "construct", ()) from error
-        return Meeting(store, self.rank, self.world_size, self.deadline_s)
+        """Open rounds over a store; CommunicationError without an answer."""
 
-    def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], None]) -> Heap:
+    @abstractmethod
+    def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
+        """Share a block of each rank that shares, all bytes `NO_VALUE`; on a CPU."""
+
+    @abstractmethod
+    def _rendezvous(self, own: torch.Tensor) -> Any:
+        """Make a tensor of torch's symmetric memory known to the ranks that share; on a GPU."""
+
+    def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], object]) -> Heap:
         """Allocate new memory, all bytes 0xFF.
 
         Collective; ranks must pass equal nbytes and meaning.
@@ -166,15 +148,15 @@ class SymmetricGroup:
     def _share(self, nbytes: int, meeting: Meeting) -> Heap:
         kept: tuple[object, ...]
         if self.device == "cpu":
-            blocks = share_file(meeting, self.rank, nbytes, _NO_VALUE)
+            blocks = self._shared_file(meeting, nbytes)
             own, kept = blocks[self.rank], tuple(blocks)
             addresses = [block.data_ptr() for block in blocks]
         else:
             import torch.distributed._symmetric_memory as symmetric_memory
 
             own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._place)
-            own.fill_(_NO_VALUE)
-            shared = symmetric_memory.rendezvous(own, self._group)
+            own.fill_(NO_VALUE)
+            shared = self._rendezvous(own)
             addresses, kept = list(shared.buffer_ptrs), (shared,)
         here = addresses[self.rank]
         deltas = torch.tensor([address - here for address in addresses], dtype=torch.int64)
@@ -216,9 +198,68 @@ class SymmetricGroup:
     def _error(self, got: str, need: str, phase: str, peers: Sequence[int]) -> CommunicationError:
         what = "exchange between ranks"
         return CommunicationError(
-            what, got=got, need=need, rank=self.rank, phase=phase, step=self.step, peers=peers
+            what, got=got, need=need, rank=self.named, phase=phase, step=self.step, peers=peers
         )
 
     def destroy(self) -> None:
         """Serve no more. Memory goes when the parts that use it do."""
         self._destroyed = True
+
+
+class SymmetricGroup(SharedMemory):
+    """Symmetric memory of one process group, and the deadline of waits on its flags.
+
+    group: a ProcessGroup of torch.distributed (None: the default one); what shares the memory
+    refuses ranks of several hosts. Making a manager is collective. deadline_s: the longest a kernel
+    may wait for other ranks; None: MK_DEADLINE_S, or 10 s. device: "cpu" or "cuda"; None takes what
+    the group serves, a GPU first. hosts: of the ranks.
+
+    CommunicationError where ranks stay away or mean something else.
+    """
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        deadline_s: float | None = None,
+        device: str | None = None,
+        history: int = 1024,
+    ) -> None:
+        seconds = deadline_of(deadline_s)
+        self._group = member_group(group)
+        rank = self._group.rank()
+        super().__init__(
+            rank,
+            self._group.size(),
+            device=served_device(self._group, device),
+            deadline_s=seconds,
+            last_calls=LastCalls(rank, history),
+        )
+        self.hosts = self._find_hosts()
+
+    def _find_hosts(self) -> Hosts:
+        """CommunicationError on every rank where one stays away for the deadline."""
+        record = self.last_calls.begin(0, "construct", 0)
+        try:
+            hosts = find_hosts(self._meeting(), self.rank)
+        except CommunicationError as error:
+            self.last_calls.end(record, str(error))
+            raise
+        self.last_calls.end(record)
+        return hosts
+
+    def _meeting(self) -> Meeting:
+        try:
+            store = store_at_new_place(self._group, self.deadline_s)
+        except RuntimeError as error:  # the store's host is gone
+            need = f"a store that answers within {self.deadline_s:g} s"
+            raise self._error(in_short(error), need, "construct", ()) from error
+        return Meeting(store, self.rank, self.world_size, self.deadline_s)
+
+    def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
+        return share_file(meeting, self.rank, nbytes, NO_VALUE)
+
+    def _rendezvous(self, own: torch.Tensor) -> Any:
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        return symmetric_memory.rendezvous(own, self._group)

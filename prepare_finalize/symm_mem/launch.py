@@ -17,7 +17,7 @@ from modular_kernel.quant import LARGEST, MIN_SCALE, STORAGE
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import Routing
 from modular_kernel.types import Problem
-from prepare_finalize.symm_mem.group import Section, SymmetricGroup
+from prepare_finalize.symm_mem.group import Section, SharedMemory
 
 if HAS_TRITON:
     from prepare_finalize.symm_mem.kernels.combine import combine_kernel
@@ -78,10 +78,14 @@ class Slot:
     adapters_R: torch.Tensor | None = None
 
 
-def sections(problem: Problem) -> dict[str, Section]:
-    """Return what of a slot is in the heap, by the fields' names."""
+def sections(problem: Problem, rows: int | None = None) -> dict[str, Section]:
+    """Return what of a slot is in the heap, by the fields' names.
+
+    rows: that may arrive; None: world_size * problem.tokens.
+    """
     scheme, world = problem.scheme, problem.parallel.world_size
-    rows, hidden, k = world * problem.tokens, problem.hidden, problem.top_k
+    hidden, k = problem.hidden, problem.top_k
+    rows = world * problem.tokens if rows is None else rows
     quantised = scheme.travels_quantised
     found = {
         "x_RH": Section((rows, hidden), STORAGE[scheme.activation] if quantised else problem.dtype),
@@ -91,7 +95,7 @@ def sections(problem: Problem) -> dict[str, Section]:
         "arrived_W": Section((world,), torch.int32),
         "summed_W": Section((world,), torch.int32),
     }
-    if quantised and not scheme.static:
+    if quantised and scheme.activation_granularity != "tensor":
         found["scale_RG"] = Section(scale_shape(scheme, rows, hidden), torch.float32)
     if problem.adapters is not None:
         found["adapters_R"] = Section((rows,), torch.int32)
@@ -113,14 +117,26 @@ class SymmetricExchange:
     """One call on its way: where, by whom, and from which tokens.
 
     sent_T: (capacity,) int32, written by `send`: the ranks that got each token, as bits.
+    places_WT: (W, tokens) int32, contiguous: the row of each token at each rank, -1 at those that
+    do not get it; None: the fixed ones.
     """
 
-    manager: SymmetricGroup
+    manager: SharedMemory
     problem: Problem
     slot: Slot
     deltas_W: torch.Tensor
     sent_T: torch.Tensor
     tokens: int
+    places_WT: torch.Tensor | None = None
+
+    @property
+    def _capacity(self) -> int:
+        """Tokens for which a launch writes something."""
+        return self.problem.tokens if self.places_WT is None else self.tokens
+
+    def _places(self) -> dict[str, object]:
+        placed = self.places_WT is not None
+        return {"places_ptr": self.places_WT if placed else self.sent_T, "PLACED": placed}
 
     def _arguments(self, flags: torch.Tensor, state: torch.Tensor) -> dict[str, object]:
         """Return what all kernels take."""
@@ -159,7 +175,7 @@ class SymmetricExchange:
         chunk = shape.block
         if shape.whole_rows:
             chunk *= -(-problem.hidden // shape.block)
-        items = problem.tokens * -(-problem.hidden // chunk)
+        items = self._capacity * -(-problem.hidden // chunk)
         launch(
             dispatch_kernel,
             (_programs(items, shape, x_TH.device),),
@@ -175,7 +191,7 @@ class SymmetricExchange:
             weights_there_ptr=slot.weights_RK,
             deltas_ptr=self.deltas_W,
             tokens=self.tokens,
-            capacity=problem.tokens,
+            capacity=self._capacity,
             rank=self.manager.rank,
             num_experts=problem.experts,
             stride_x=rows.stride(0),
@@ -190,6 +206,7 @@ class SymmetricExchange:
             **_for_programs(shape.programs),
             **self._scales(quantised),
             **self._adapters(routing),
+            **self._places(),
             **self._arguments(slot.arrived_W, slot.dispatches),
         )
 
@@ -240,12 +257,13 @@ class SymmetricExchange:
             out_ptr=out_TH,
             deltas_ptr=self.deltas_W,
             tokens=self.tokens,
-            capacity=problem.tokens,
+            capacity=self._capacity,
             rank=self.manager.rank,
             stride_out=out_TH.stride(0),
             HIDDEN=problem.hidden,
             BLOCK=shape.block,
             num_warps=shape.warps,
+            **self._places(),
             **self._arguments(slot.summed_W, slot.combines),
         )
 

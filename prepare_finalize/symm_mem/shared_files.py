@@ -1,6 +1,7 @@
 """Memory that processes of one machine share, for ranks on a CPU."""
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,10 +12,13 @@ from prepare_finalize.rendezvous.store_rounds import Meeting
 _IN_MEMORY = Path("/dev/shm")
 
 
-def share_file(meeting: Meeting, rank: int, nbytes: int, value: int) -> list[torch.Tensor]:
+def share_file(
+    meeting: Meeting, rank: int, nbytes: int, value: int, ranks: Sequence[int] | None = None
+) -> list[torch.Tensor]:
     """Share a block of each rank, (nbytes,) uint8 filled with `value`.
 
-    Collective. The blocks are mapped here, and returned by rank.
+    Collective. The blocks of `ranks`, of this host, are mapped here and returned in their order;
+    None: of every rank.
 
     The files are gone when this returns; the memory lives as long as the tensors.
     """
@@ -23,7 +27,10 @@ def share_file(meeting: Meeting, rank: int, nbytes: int, value: int) -> list[tor
         file.truncate(nbytes)
         own = _mapped(file.name, nbytes).fill_(value)
         names = [facts["file"] for facts in meeting.tell({"file": file.name})]
-        blocks = [own if at == rank else _mapped(each, nbytes) for at, each in enumerate(names)]
+        blocks = [
+            own if at == rank else _mapped(names[at], nbytes)
+            for at in (range(len(names)) if ranks is None else ranks)
+        ]
         meeting.tell({})  # all are mapped
     return blocks
 

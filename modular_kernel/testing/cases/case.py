@@ -84,6 +84,7 @@ def _unusual(problem: Problem) -> dict[str, object]:
         "inplace": (problem.inplace, False),
         "fp32-precision": (problem.fp32_precision, "ieee"),
         "chunk-tokens": (problem.chunk_tokens, None),
+        "max-received": (problem.max_received, None),
         "graph": (problem.graph, False),
         "lora": (problem.lora, "none"),
         "batch-invariant": (problem.batch_invariant, False),

@@ -105,7 +105,8 @@ class RankCase(Case):
     @property
     def whole(self) -> Problem:
         """The same layer on one rank that has every expert."""
-        return replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
+        alone = replace(self.problem, parallel=Parallel(), local_experts=None, expert_map=False)
+        return replace(alone, max_received=None)
 
     def of_rank(self, rank: int) -> Case:
         """Return what one rank is to do."""
@@ -309,6 +310,9 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
     for combine in (Combine.TOPK_WEIGHTED, Combine.TOPK_UNWEIGHTED):
         yield change("skips", combine=combine, routed_scaling_factor=2.5)
     yield change(chunk_tokens=4)
+    # As many as come where one rank holds what all tokens need.
+    everything = sum(UNEVEN[rank % len(UNEVEN)] for rank in range(world_size))
+    yield change("all_to_one", max_received=everything)
     yield change("duplicates", inplace=True, dtype=_BF16, top_k=3)
     yield change(hidden=47, intermediate=33, dtype=_BF16, activation=_OAI)
     for quant in (

@@ -30,6 +30,11 @@ def counts_calls(part: type[PrepareAndFinalize]) -> bool:
     return hasattr(manager_class(part), "next_layer")
 
 
+def shares_memory(part: type[PrepareAndFinalize]) -> bool:
+    """Whether ranks share memory as they make the part, and agree on it then."""
+    return hasattr(manager_class(part), "heap")
+
+
 def manager_class(part: type[PrepareAndFinalize]) -> Any:
     """Return what makes a manager of a process group for a part; None where it has none."""
     return getattr(part, "manager_class", None)

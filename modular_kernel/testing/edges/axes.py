@@ -126,6 +126,7 @@ def _others(base: EdgeSituation, name: str, kind: Any, value: object) -> Iterato
         "topk_indices_dtype": _IDS,
         "scale_layout": ("row_major", "column_major"),
         "chunk_tokens": (None, max(1, base.problem.tokens // 2)),
+        "max_received": (None, max(1, base.problem.tokens)),
         "parallel": tuple(_parallels(base.problem)),
         "hidden_sizes": (None, frozenset({base.problem.hidden}), frozenset({1})),
         "blocks": (None, frozenset({(128, 128)}), frozenset({(16, 16)})),

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from modular_kernel.catalog import check, load_catalog, make_kernel, this_machine
 from modular_kernel.errors import ConfigurationError
+from modular_kernel.settings import host_called, read_settings
 from modular_kernel.testing.stress.soak_scenes import Scene, Scenes, judged
 from modular_kernel.types import Machine, Parallel, Problem
 
@@ -38,8 +39,9 @@ class Soak:
     """What is to be done, until `steps` or `seconds` are over, whichever comes first.
 
     part: a PrepareAndFinalize. experts: None takes one that pairs, and is quick to call. tokens:
-    the most of a rank. check_every: steps. settled: steps after which memory must stay as it is,
-    within cuda_bytes and rss_bytes; in a shorter run the first tenth.
+    the most of a rank. hosts: that the ranks stand for. check_every: steps. settled: steps after
+    which memory must stay as it is, within cuda_bytes and rss_bytes, and open files and threads
+    as many; in a shorter run the first tenth.
     """
 
     part: str
@@ -56,8 +58,10 @@ class Soak:
     cuda_bytes: int = 1 << 20
     rss_bytes: int = 32 << 20
     seed: int = 0
+    hosts: int = 1
 
     def problem(self, world_size: int, rank: int, *, graph: bool) -> Problem:
+        each = world_size // self.hosts
         return Problem(
             tokens=self.tokens,
             hidden=self.hidden,
@@ -66,13 +70,16 @@ class Soak:
             top_k=self.top_k,
             dtype=self.dtype,
             graph=graph,
-            parallel=Parallel(world_size, rank=rank),
+            parallel=Parallel(
+                world_size, rank=rank, ranks_per_host=None if self.hosts == 1 else each
+            ),
         )
 
 
 @dataclass(frozen=True)
 class SoakReport:
     """Of one rank. modes: steps of each kind. worst: error over bound, of the checked outputs.
+    *_growth: bytes, and open files with threads.
 
     findings: everything that is not as it must be.
     """
@@ -84,6 +91,7 @@ class SoakReport:
     worst: float
     cuda_growth: int
     rss_growth: int
+    handles_growth: int
     findings: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -92,7 +100,8 @@ class SoakReport:
         return (
             f"{self.steps} steps ({modes}) in {self.seconds:.1f} s, {each:.3f} ms each, "
             f"{self.checked} outputs checked, worst {self.worst:.2f} of its bound, growth: "
-            f"GPU {self.cuda_growth / 2**20:.2f} MiB, process {self.rss_growth / 2**20:.1f} MiB"
+            f"GPU {self.cuda_growth / 2**20:.2f} MiB, process {self.rss_growth / 2**20:.1f} MiB, "
+            f"{self.handles_growth} files and threads"
         )
 
 
@@ -122,7 +131,9 @@ class _Run:
         requires = load_catalog().prepare_finalize(job.part).requires
         problem = job.problem(world_size, rank, graph=cuda and requires.graph_capturable)
         experts = job.experts or _partner(job.part, problem, machine)
-        self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
+        host = f"host{rank * job.hosts // world_size}" if job.hosts > 1 else read_settings().host_id
+        with host_called(host):
+            self.kernel = make_kernel(job.part, experts, problem, group=group, machine=machine)
         self.plan = self.kernel.plan()
         part = self.kernel.prepare_finalize
         self.source = Scenes(
@@ -174,12 +185,12 @@ class _Run:
                 note = f"{self.step} steps, {told - started:.0f} s, {self.checked} checked"
                 print(note, file=sys.stderr, flush=True)  # noqa: T201  from a process of its own
         after = self._memory()
-        growth = after[0] - before[0], after[1] - before[1]
-        for what, grown, most in zip(
-            ("the GPU", "the process"), growth, (job.cuda_bytes, job.rss_bytes), strict=True
-        ):
+        growth = after[0] - before[0], after[1] - before[1], after[2] - before[2]
+        names = "bytes of the GPU", "bytes of the process", "open files and threads"
+        most_each = job.cuda_bytes, job.rss_bytes, 0
+        for what, grown, most in zip(names, growth, most_each, strict=True):
             if grown > most:
-                self.findings.append(f"memory of {what} grew by {grown} bytes, more than {most}")
+                self.findings.append(f"{what}: {grown} more than when settled, {most} may be")
         return SoakReport(
             self.step,
             time.monotonic() - started,
@@ -235,15 +246,17 @@ class _Run:
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.group)
         return bool(vote.item())
 
-    def _memory(self) -> tuple[int, int]:
-        """Bytes: what torch's allocator has handed out on the GPU, and this process's resident."""
+    def _memory(self) -> tuple[int, int, int]:
+        """Bytes that torch's allocator has handed out on the GPU, and resident ones of this
+        process; its open files and threads."""
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         resident = pages * os.sysconf("SC_PAGE_SIZE")
+        handles = sum(1 for what in ("fd", "task") for _ in Path("/proc/self", what).iterdir())
         if self.device.type != "cuda":
-            return 0, resident
+            return 0, resident, handles
         torch.cuda.synchronize()
-        return torch.cuda.memory_allocated(), resident
+        return torch.cuda.memory_allocated(), resident, handles
 
 
 def _partner(part: str, problem: Problem, machine: Machine) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 VICTIM = 1  # the rank at fault
 RIGHT = "right"
 _SECONDS = re.compile(r"\d+\.\d+ s")
+_PLACES = re.compile(r"(; ranks? [\d, ]+: (all of|on) host [^;,]+)+")
 _DIGITS = re.compile(r"[0-9a-f]{8,}")
 
 
@@ -157,9 +158,9 @@ def said(call: Callable[[], str]) -> str:
 
 
 def in_words(error: CommunicationError) -> str:
-    """Return an error as text, layer and call too; without times and digests."""
+    """Return an error as text, layer and call too; without times, digests and names of hosts."""
     facts = error.rank, error.phase, error.step, error.layer, error.call, error.peers
-    return _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}"))
+    return _PLACES.sub("", _DIGITS.sub("#", _SECONDS.sub("N s", f"{facts} {error}")))
 
 
 def manager_of(part: PrepareAndFinalize) -> Any:

@@ -9,7 +9,7 @@ or nothing, fails the check.
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -19,10 +19,18 @@ import torch.distributed as dist
 
 from modular_kernel.kernel import FusedMoEModularKernel
 from modular_kernel.tensors import ExpertWeights, Routing
-from modular_kernel.testing.cases.scenes import counts_calls, manager_class
+from modular_kernel.testing.cases.scenes import counts_calls, manager_class, shares_memory
 from modular_kernel.testing.verify.scene_stage import RIGHT, VICTIM, Stage, manager_of, said
+from modular_kernel.testing.verify.scenes_of_problems import (
+    ONE_CALL,
+    OTHERS,
+    Lines,
+    another_problem,
+    before,
+    meant_otherwise,
+)
 from modular_kernel.testing.verify.scenes_on_hosts import on_hosts
-from modular_kernel.types import ActivationSpec, Combine, Machine
+from modular_kernel.types import Machine
 
 DEADLINE_S = 1.5  # of a scene in which a rank stays away
 _SHORT_S = 0.5  # of one in which nobody makes an exchange
@@ -31,22 +39,6 @@ _PATIENCE_S = 2.0  # beyond it, until nobody waits any more
 REMEMBERED = 64  # steps of which errors name layer and call
 _BROKE = "broke off its call: RuntimeError"
 _SECONDS = re.compile(r"\d+(\.\d+)? s")
-_ONE_CALL = "one layer, call, pairing, step and order"
-
-# What ranks must share; one after another, rank 1 means another.
-OTHERS: tuple[dict[str, Any], ...] = (
-    {"routed_scaling_factor": 2.0},
-    {"intermediate": 48},
-    {"bias": True},
-    {"activation": ActivationSpec("gelu")},
-    {"apply_router_weight_on_input": True},
-    {"combine": Combine.TOPK_WEIGHTED},
-    {"dtype": torch.bfloat16},
-    {"quant": "int8_w8a16_channel"},
-)
-
-# What one call said, and what it must say.
-Lines = Iterator[tuple[str, str]]
 
 
 def misunderstood(on: Stage) -> Lines:
@@ -72,25 +64,13 @@ def misunderstood(on: Stage) -> Lines:
     got = f"{on.by_rank('layer', 1, 2)}; {on.by_rank('call', 3, 1)}"
     yield (
         said(lambda: on.judged(on.call(mine))),
-        on.told(got, _ONE_CALL, layer=at[0], call=at[1], step=6),
+        on.told(got, ONE_CALL, layer=at[0], call=at[1], step=6),
     )
     yield on.goes(second)
-    got = "another dtype, scheme, placement, activation or pairing"
-    others = on.other_problems(OTHERS)
-    for number, (changes, given) in enumerate(others):
-        other = on.beside(first, **changes)
-        told = said(lambda: on.judged(on.call(other, **given)))  # noqa: B023
-        yield told, on.told(got, _ONE_CALL, layer=3 + number, call=1, step=8 + number)
-    layer, step = 3 + len(others), 8 + len(others)
-    smaller = on.beside(first, tokens=on.case.problem.tokens + 1)
-    tokens = on.case.problem.tokens
-    got = on.by_rank("tokens", tokens, tokens + 1)
-    yield (
-        said(lambda: on.judged(on.call(smaller))),
-        on.told(got, _ONE_CALL, layer=layer, call=1, step=step),
-    )
+    yield from (meant_otherwise if shares_memory(on.part) else another_problem)(on, first)
+    step = 9 + len(on.other_problems(OTHERS))
     if on.part.requires.replicated_input:
-        yield _unequal(on, first, step + 1)
+        yield _unequal(on, first, step)
     yield on.goes(first)
     yield journal(on, first, refused={2: "DeviceError", 3: "RuntimeError", 4: "DtypeError"}), RIGHT
     yield from _managed(on, first)
@@ -172,11 +152,7 @@ def _other_memory(on: Stage, first: FusedMoEModularKernel) -> Lines:
     """Ranks share memory as they make a part: one that means another layer is told then."""
     yield on.goes(first)
     yield journal(on, first, refused={}), RIGHT
-    peers = on.others if on.at_fault else (VICTIM,)
-    must = on.error("ranks that share buffers", "meaning", "", (0, 0, 0), peers, "construct")
-    told = said(lambda: str(on.beside(first, routed_scaling_factor=2.0)))
-    yield _before(told, " T"), _before(must, ", need")
-    yield told.partition(", need ")[2].partition(" (")[0], "the same on all ranks"
+    yield from meant_otherwise(on, first)
     second = on.beside(first)
     yield on.goes(second)
     yield on.goes(first)
@@ -259,9 +235,7 @@ def _broken(
         return "not at once", "at once"
     must = on.error("exchange between ranks", _BROKE, "", at, (VICTIM,), "combine")
     return (
-        (told, "RuntimeError")
-        if on.at_fault
-        else (_before(told, "; after"), _before(must, ", need"))
+        (told, "RuntimeError") if on.at_fault else (before(told, "; after"), before(must, ", need"))
     )
 
 
@@ -303,19 +277,19 @@ def late(on: Stage) -> Lines:
     peers = on.others if on.at_fault else (VICTIM,)
     if counts or not on.at_fault:
         must = on.error("exchange between ranks", why, "", layer, peers, phase)
-        yield _before(told, "; after", ", need"), _before(must, ", need")
+        yield before(told, "; after", ", need"), before(must, ", need")
         if counts:
             yield _reason(told), RIGHT
         least = 0.0 if on.at_fault else DEADLINE_S - 0.1
         in_time = least <= seconds < 2 * _PATIENCE_S
         yield ("in time" if in_time else f"{seconds:.1f} s"), "in time"
         again = said(lambda: on.judged(on.call(kernel)))
-        before = "a manager that failed before: " if counts else ""
-        must = on.error("exchange between ranks", before + why, "", layer, peers, phase)
-        yield _before(again, "; after", ", need"), _before(must, ", need")
+        earlier = "a manager that failed before: " if counts else ""
+        must = on.error("exchange between ranks", earlier + why, "", layer, peers, phase)
+        yield before(again, "; after", ", need"), before(must, ", need")
         if not counts:  # whoever asks later is told, too
             told = said(lambda: str(manager_of(kernel.prepare_finalize).check()))
-            yield _before(told, ", need"), _before(must, ", need")
+            yield before(told, ", need"), before(must, ", need")
     dist.barrier()
     yield on.goes(on.kernel())
 
@@ -333,16 +307,9 @@ def stays_out(on: Stage) -> Lines:
         told, counts = said(lambda: str(on.waiting(_SHORT_S))), counts_calls(on.part)
         what = "exchange between ranks" if counts else "ranks that share buffers"
         must = on.error(what, "no sign of life", "", (0, 0, 0), (VICTIM,), "construct")
-        yield _before(told, "; after", ", need"), _before(must, ", need")
+        yield before(told, "; after", ", need"), before(must, ", need")
     dist.barrier()
     yield on.goes(on.kernel())
-
-
-def _before(text: str, *ends: str) -> str:
-    """`text` up to the first of `ends` that is in it."""
-    for end in ends:
-        text = text.partition(end)[0]
-    return text
 
 
 def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -> str:
@@ -355,7 +322,9 @@ def journal(on: Stage, kernel: FusedMoEModularKernel, refused: dict[int, str]) -
     now, phases = time.time(), ["construct", "counts", "dispatch", "combine"]
     places = [(record["step"], phases.index(record["phase"])) for record in records]
     calls = [place for place in places if place[0]]  # making a part may take more than one
-    if places != sorted(places) or len(set(calls)) < len(calls) or places[0] != (0, 0):
+    often = max((calls.count(place) for place in calls), default=1)
+    most = getattr(on.part, "most_chunks", 1)  # of a call's rows, each an exchange of its own
+    if places != sorted(places) or often > most or places[0] != (0, 0):
         return f"exchanges {places}"
     for record in records:
         gone = on.at_fault and record["step"] in refused

@@ -87,7 +87,10 @@ def judged(shares: torch.Tensor, own: torch.Tensor, roundings: list[Roundings]) 
 def declared(trial: Trial, sample: Sample) -> list[Roundings] | None:
     """Where each chunk of the call of `sample` rounds, as the part says."""
     experts, i = trial.kernel.experts, sample.pristine
-    found = [experts.roundings(i.x_TH[some], i.weights) for some in _chunks(sample)]
+    chunks = _chunks(sample)
+    if i is not sample.whole_pristine:
+        chunks = chunks or [slice(None)]  # a rank without tokens, beside others that have some
+    found = [experts.roundings(i.x_TH[some], i.weights) for some in chunks]
     return [each for each in found if each is not None] if None not in found else None
 
 

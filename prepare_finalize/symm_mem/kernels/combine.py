@@ -4,22 +4,28 @@ import triton
 import triton.language as tl
 
 from modular_kernel.ops.kernels.pdl import after_predecessor
-from prepare_finalize.symm_mem.kernels.signals import last_of_program, of_rank, signal, wait_for_all
+from prepare_finalize.symm_mem.kernels.signals import (
+    last_of_program,
+    of_rank,
+    place_of,
+    signal,
+    wait_for_all,
+)
 
 
 @triton.jit
 def combine_kernel(
-    y_there_ptr, sent_ptr, out_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr, status_ptr,
-    patience, tokens, capacity, rank, stride_out,
-    HIDDEN: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr = False,
+    y_there_ptr, sent_ptr, places_ptr, out_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr,
+    status_ptr, patience, tokens, capacity, rank, stride_out,
+    HIDDEN: tl.constexpr, PLACED: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
     """out[t] = the sum over the ranks that got token t of row rank * capacity + t of their y.
 
     y (WORLD * capacity, HIDDEN) is this rank's own memory, whose layout all share, and whole when
-    the launch begins. sent (capacity,) int32: those ranks as bits. Added in float32, in the order
-    of ranks; NaN after a failed wait. state (2,) int32: as in dispatch_kernel, but of combines.
-    Any grid (programs,).
+    the launch begins. sent (capacity,) int32: those ranks as bits. PLACED: of row places[r, t] of
+    rank r, as in dispatch_kernel. Added in float32, in the order of ranks; NaN after a failed wait.
+    state (2,) int32: as in dispatch_kernel, but of combines. Any grid (programs,).
     """
     after_predecessor(OVERLAP)
     number = tl.load(state_ptr) + 1
@@ -38,7 +44,8 @@ def combine_kernel(
         total = tl.zeros((BLOCK,), tl.float32)
         for at in tl.static_range(WORLD):
             mask = (column < HIDDEN) & ((sent >> at) & 1 != 0)
-            ptr = of_rank(y_there_ptr, deltas_ptr, at) + row * HIDDEN
+            place = place_of(places_ptr, at, token, tokens, row, PLACED)
+            ptr = of_rank(y_there_ptr, deltas_ptr, at) + place * HIDDEN
             total += tl.load(ptr + column, mask=mask, other=0.0)
         if failed > 0:
             total += float("nan")

@@ -5,7 +5,13 @@ import triton.language as tl
 
 from modular_kernel.ops.kernels.pdl import after_predecessor
 from modular_kernel.ops.kernels.quantise import quantised_values, scale_of
-from prepare_finalize.symm_mem.kernels.signals import last_of_program, of_rank, signal, wait_for_all
+from prepare_finalize.symm_mem.kernels.signals import (
+    last_of_program,
+    of_rank,
+    place_of,
+    signal,
+    wait_for_all,
+)
 
 
 @triton.jit
@@ -34,10 +40,14 @@ def _homes_of(
 @triton.jit
 def _send_routing(
     weights_ptr, adapters_ptr, ids_there_ptr, weights_there_ptr, adapters_there_ptr, deltas_ptr,
-    token, live, row, ranks, slots,
-    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr, WORLD: tl.constexpr,
+    places_ptr, token, tokens, live, row, ranks, slots,
+    TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, ADAPTERS: tl.constexpr, PLACED: tl.constexpr,
+    WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Slots (-1: not there) and weights of a token's row, to every rank; its adapter's slot too."""
+    """Slots (-1: not there) and weights of a token's row, to every rank; its adapter's slot too.
+
+    PLACED: to ranks that have a place for it.
+    """
     k = tl.arange(0, BLOCK_K)
     mask = k < TOP_K
     weights_ptr += token * TOP_K
@@ -47,19 +57,21 @@ def _send_routing(
         adapter = tl.load(adapters_ptr + token, mask=live, other=-1)
     for to in tl.static_range(WORLD):
         there = ranks == to
-        ids_ptr = of_rank(ids_there_ptr, deltas_ptr, to) + row * TOP_K
-        tl.store(ids_ptr + k, tl.where(there, slots, -1), mask=mask)
-        ptr = of_rank(weights_there_ptr, deltas_ptr, to) + row * TOP_K
-        tl.store(ptr + k, tl.where(there, weights, 0.0), mask=mask)
+        at = place_of(places_ptr, to, token, tokens, row, PLACED)
+        ids_ptr = of_rank(ids_there_ptr, deltas_ptr, to) + at * TOP_K
+        tl.store(ids_ptr + k, tl.where(there, slots, -1), mask=mask & (at >= 0))
+        ptr = of_rank(weights_there_ptr, deltas_ptr, to) + at * TOP_K
+        tl.store(ptr + k, tl.where(there, weights, 0.0), mask=mask & (at >= 0))
         if ADAPTERS != "none":
-            tl.store(of_rank(adapters_there_ptr, deltas_ptr, to) + row, adapter)
+            tl.store(of_rank(adapters_there_ptr, deltas_ptr, to) + at, adapter, mask=at >= 0)
 
 
 @triton.jit
 def _send_columns(
-    x_ptr, x_there_ptr, scale_there_ptr, deltas_ptr, row, sent, inverse, first,
-    HIDDEN: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
-    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, WORLD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_there_ptr, scale_there_ptr, deltas_ptr, places_ptr, token, tokens, row, sent, inverse,
+    first, HIDDEN: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr,
+    ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, PLACED: tl.constexpr, WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK columns of a row, to the ranks whose bits are set in `sent`."""
     TYPE: tl.constexpr = x_there_ptr.dtype.element_ty
@@ -77,9 +89,10 @@ def _send_columns(
     value = value.to(TYPE)
     for to in tl.static_range(WORLD):
         if (sent >> to) & 1 != 0:
-            tl.store(of_rank(x_there_ptr, deltas_ptr, to) + row * HIDDEN + column, value, mask=mask)
+            at = place_of(places_ptr, to, token, tokens, row, PLACED)
+            tl.store(of_rank(x_there_ptr, deltas_ptr, to) + at * HIDDEN + column, value, mask=mask)
             if QUANT == "group":
-                ptr = of_rank(scale_there_ptr, deltas_ptr, to) + row * GROUPS
+                ptr = of_rank(scale_there_ptr, deltas_ptr, to) + at * GROUPS
                 group = first // GROUP + tl.arange(0, BLOCK // GROUP)
                 tl.store(ptr + group, scale, mask=group < GROUPS)
 
@@ -97,8 +110,8 @@ def _largest_of(x_ptr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _send_scales(
-    scale_ptr, scale_there_ptr, deltas_ptr, token, row, sent,
-    SCALES: tl.constexpr, BLOCK_S: tl.constexpr, WORLD: tl.constexpr,
+    scale_ptr, scale_there_ptr, deltas_ptr, places_ptr, token, tokens, row, sent,
+    SCALES: tl.constexpr, BLOCK_S: tl.constexpr, PLACED: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
     """Return a row's scales that were computed before."""
     column = tl.arange(0, BLOCK_S)
@@ -106,7 +119,8 @@ def _send_scales(
     scale = tl.load(scale_ptr + token * SCALES + column, mask=mask, other=0.0)
     for to in tl.static_range(WORLD):
         if (sent >> to) & 1 != 0:
-            ptr = of_rank(scale_there_ptr, deltas_ptr, to) + row * SCALES
+            at = place_of(places_ptr, to, token, tokens, row, PLACED)
+            ptr = of_rank(scale_there_ptr, deltas_ptr, to) + at * SCALES
             tl.store(ptr + column, scale, mask=mask)
 
 
@@ -114,12 +128,12 @@ def _send_scales(
 def dispatch_kernel(
     x_ptr, scale_ptr, ids_ptr, weights_ptr, homes_ptr, copies_ptr, invalid_ptr, sent_ptr,
     adapters_ptr, x_there_ptr, scale_there_ptr, ids_there_ptr, weights_there_ptr,
-    adapters_there_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr, status_ptr, patience,
-    tokens, capacity, rank, num_experts, stride_x,
+    adapters_there_ptr, places_ptr, flags_ptr, deltas_ptr, state_ptr, failed_ptr, status_ptr,
+    patience, tokens, capacity, rank, num_experts, stride_x,
     HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, MOST_COPIES: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, SCALES: tl.constexpr, BLOCK_S: tl.constexpr,
     LARGEST: tl.constexpr, ROUND: tl.constexpr, MIN_SCALE: tl.constexpr, ADAPTERS: tl.constexpr,
-    WAIT: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
+    PLACED: tl.constexpr, WAIT: tl.constexpr, WORLD: tl.constexpr, PADDED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):  # fmt: skip
@@ -132,6 +146,8 @@ def dispatch_kernel(
     of a row at a time, a multiple of BLOCK.
     QUANT: "none" copies rows, "scaled" their SCALES scales as well; "group" and "token" quantise
     them on the way, GROUP columns or a row with one scale.
+    PLACED: the row of token t at rank r is places[r, t] instead, (WORLD, tokens) int32, -1 where it
+    is not sent; no other row is written.
     ADAPTERS: "slots" sends adapters (tokens,) int32, "nobody" -1 for each row, "none" nothing.
     state (2,) int32: the number of the last call, and a counter. WAIT: the last program waits for
     the rows of the others; else `arrival_kernel` does.
@@ -148,11 +164,15 @@ def dispatch_kernel(
         row = rank * capacity + token
         sent = 0
         for to in tl.static_range(WORLD):
-            sent |= tl.max((ranks == to).to(tl.int32), axis=0) << to
+            here = tl.max((ranks == to).to(tl.int32), axis=0)
+            if PLACED:
+                here = tl.where(place_of(places_ptr, to, token, tokens, row, PLACED) >= 0, here, 0)
+            sent |= here << to
         if chunk == 0:
             _send_routing(
                 weights_ptr, adapters_ptr, ids_there_ptr, weights_there_ptr, adapters_there_ptr,
-                deltas_ptr, token, live, row, ranks, slots, TOP_K, BLOCK_K, ADAPTERS, WORLD,
+                deltas_ptr, places_ptr, token, tokens, live, row, ranks, slots,
+                TOP_K, BLOCK_K, ADAPTERS, PLACED, WORLD,
             )  # fmt: skip
             tl.store(sent_ptr + token, sent)
             if invalid > 0:
@@ -166,18 +186,19 @@ def dispatch_kernel(
                 if chunk == 0:
                     for to in tl.static_range(WORLD):
                         if (sent >> to) & 1 != 0:
-                            tl.store(of_rank(scale_there_ptr, deltas_ptr, to) + row, scale)
+                            at = place_of(places_ptr, to, token, tokens, row, PLACED)
+                            tl.store(of_rank(scale_there_ptr, deltas_ptr, to) + at, scale)
             elif QUANT == "scaled":
                 if chunk == 0:
                     _send_scales(
-                        scale_ptr, scale_there_ptr, deltas_ptr, token, row, sent,
-                        SCALES, BLOCK_S, WORLD,
+                        scale_ptr, scale_there_ptr, deltas_ptr, places_ptr, token, tokens, row,
+                        sent, SCALES, BLOCK_S, PLACED, WORLD,
                     )  # fmt: skip
             for first in tl.static_range(0, CHUNK, BLOCK):
                 _send_columns(
-                    row_ptr, x_there_ptr, scale_there_ptr, deltas_ptr, row, sent, inverse,
-                    chunk * CHUNK + first, HIDDEN, QUANT, GROUP, LARGEST, ROUND, MIN_SCALE,
-                    WORLD, BLOCK,
+                    row_ptr, x_there_ptr, scale_there_ptr, deltas_ptr, places_ptr, token, tokens,
+                    row, sent, inverse, chunk * CHUNK + first, HIDDEN, QUANT, GROUP, LARGEST,
+                    ROUND, MIN_SCALE, PLACED, WORLD, BLOCK,
                 )  # fmt: skip
     if last_of_program(state_ptr + 1):
         number = tl.load(state_ptr) + 1

@@ -34,6 +34,17 @@ def of_rank(pointer, deltas_ptr, rank):
 
 
 @triton.jit
+def place_of(places_ptr, rank, token, tokens, row, PLACED: tl.constexpr):
+    """Where a token's row is in the memory of `rank`, int64: `row`, or as the table says."""
+    if PLACED:
+        return tl.load(places_ptr + rank * tokens + token, mask=token < tokens, other=-1).to(
+            tl.int64
+        )
+    else:
+        return row
+
+
+@triton.jit
 def last_of_program(counter_ptr):
     """Whether all other programs of the launch came here before; then what they wrote is visible
     to this one, and the counter is 0 again."""
@@ -90,7 +101,7 @@ def wait_for_all(
 
     patience: nanoseconds, int64. Who runs out of it sets *failed_ptr and
     writes PHASE << 56 | missing ranks as bits << 32 | number to *status_ptr, int64, if it is the
-    first. After a failure nobody waits any more.
+    first. After a failure nobody waits any more, one that another rank wrote there included.
     """
     rank = tl.arange(0, PADDED)
     pointers = flags_ptr + tl.minimum(rank, WORLD - 1)
@@ -102,7 +113,10 @@ def wait_for_all(
         late = (_load_acquire(pointers, INTERPRETED) - number < 0) & (rank < WORLD)
         behind = tl.max(late.to(tl.int32), axis=0)
         if behind > 0:
-            if _now(INTERPRETED) - started > patience:
+            failed = tl.load(failed_ptr, volatile=True)
+            if failed > 0:
+                behind = 0
+            elif _now(INTERPRETED) - started > patience:
                 missing = tl.sum(tl.where(late, 1 << rank, 0), axis=0).to(tl.int64)
                 word = (missing << 32) + (number.to(tl.int64) & 0xFFFFFFFF)
                 word += tl.full((), PHASE, tl.int64) << 56

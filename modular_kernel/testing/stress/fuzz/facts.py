@@ -103,6 +103,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "combine": lambda v: isinstance(v, Combine),
     "fp32_precision": lambda v: isinstance(v, str) and v in ("ieee", "tf32"),
     "chunk_tokens": lambda v: v is None or _count(1)(v),
+    "max_received": lambda v: v is None or _count(1)(v),
     "parallel": lambda v: isinstance(v, Parallel),
 }  # fmt: skip
 

@@ -210,7 +210,8 @@ def _words(values: torch.Tensor, dim: int, bits: int) -> torch.Tensor:
 
 _FLAGS = (
     "--tokens", "--hidden", "--intermediate", "--experts", "--top-k", "--dtype", "--quant",
-    "--activation", "--chunk-tokens", "--combine", "--ids-dtype", "--routed-scaling-factor",
+    "--activation", "--chunk-tokens", "--max-received", "--combine",
+    "--ids-dtype", "--routed-scaling-factor",
     "--bias", "--inplace", "--json", "--pf-type", "--experts-type", "--machine", "--nonsense",
     "--seed", "--routing", "--level", "--help",
 )  # fmt: skip

@@ -1,0 +1,128 @@
+"""What rows that travel hold, and the buffers they are packed in and taken apart into."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from modular_kernel.contracts import Call
+from modular_kernel.ops.quantise import scale_shape
+from modular_kernel.quant import STORAGE
+from modular_kernel.tensors import Routing
+from modular_kernel.types import Problem
+from modular_kernel.workspace import BufferSpec
+from prepare_finalize.common.packed_rows import RowLayout
+from prepare_finalize.common.tokens import quantises
+
+
+class RowBuffers:
+    """Layout and buffers of rows that travel, for one problem.
+
+    Rows carry K ids each, int32: experts of the model or slots, as the part likes.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def layout(self, *, quantised: bool) -> RowLayout:
+        """Return what a row holds; scales only where each row has its own."""
+        problem, scales = self.problem, 0
+        if quantised and problem.scheme.activation_granularity != "tensor":
+            scales = scale_shape(problem.scheme, 1, problem.hidden)[1]
+        return RowLayout.of(
+            x=(problem.hidden, self._dtype(quantised)),
+            scale=(scales, torch.float32),
+            ids=(problem.top_k, torch.int32),
+            weights=(problem.top_k, torch.float32),
+            adapters=(int(problem.adapters is not None), torch.int32),
+        )
+
+    def put_adapters(self, layout: RowLayout, rows_RB: torch.Tensor, routing: Routing) -> None:
+        """Write the slots of rows that are tokens: -1 of a call without adapters.
+
+        Other ranks' calls may have some, so the column always travels.
+        """
+        if "adapters" not in layout.sections:
+            return
+        slots_T, tokens = routing.slots_T, len(routing.topk_ids_TK)
+        if slots_T is None:
+            slots_T = routing.topk_ids_TK.new_full((tokens,), -1, dtype=torch.int32)
+        layout.put(rows_RB[:tokens], "adapters", slots_T[:, None])
+
+    def most_bytes(self) -> int:
+        """Of a row, quantised or not."""
+        plain = self.layout(quantised=False).nbytes
+        if not self.problem.scheme.travels_quantised:
+            return plain
+        return max(plain, self.layout(quantised=True).nbytes)
+
+    def specs(self, rows: int) -> dict[str, BufferSpec]:
+        """Return the buffers of `unpack`, the experts' sums and the combine, for `rows` rows."""
+        problem = self.problem
+        hidden, k = problem.hidden, problem.top_k
+        specs = {
+            "rows_x": BufferSpec((rows, hidden * problem.dtype.itemsize), torch.uint8),
+            "rows_ids": BufferSpec((rows, k), torch.int32),
+            "rows_weights": BufferSpec((rows, k), torch.float32),
+            "rows_adapters": BufferSpec((rows * int(problem.adapters is not None), 1), torch.int32),
+            "rows_sum": BufferSpec((rows, hidden), problem.dtype),
+            "tokens_sum": BufferSpec((problem.tokens, hidden), torch.float32),
+        }
+        if problem.scheme.travels_quantised:
+            scales = scale_shape(problem.scheme, rows, hidden)
+            specs["rows_scale"] = BufferSpec(scales, torch.float32)
+        return specs
+
+    def unpack(self, call: Call, blocks: list[torch.Tensor]) -> "Unpacked":
+        """Return the sections of packed rows, one block behind another, each contiguous."""
+        room = self.room(call, sum(map(len, blocks)))
+        self.fill(room, call, blocks)
+        return room
+
+    def room(self, call: Call, rows: int) -> "Unpacked":
+        """Take the buffers of so many rows' sections."""
+        quantised = quantises(self.problem, call)
+        layout = self.layout(quantised=quantised)
+        hidden, k = self.problem.hidden, self.problem.top_k
+        dtype = self._dtype(quantised)
+        x = call.workspace.take("rows_x", (rows, hidden * dtype.itemsize)).view(dtype)
+        ids = call.workspace.take("rows_ids", (rows, k))
+        weights = call.workspace.take("rows_weights", (rows, k))
+        scale = adapters = None
+        if "scale" in layout.sections:
+            scale = call.workspace.take("rows_scale", (rows, layout.sections["scale"][1]))
+        if "adapters" in layout.sections:
+            adapters = call.workspace.take("rows_adapters", (rows, 1))[:, 0]
+        return Unpacked(x, scale, ids, weights, adapters)
+
+    def fill(self, room: "Unpacked", call: Call, blocks: list[torch.Tensor]) -> None:
+        """Write the sections of packed rows, one block behind another."""
+        layout = self.layout(quantised=quantises(self.problem, call))
+        layout.take(blocks, "x", room.x_RH)
+        layout.take(blocks, "ids", room.ids_RK)
+        layout.take(blocks, "weights", room.weights_RK)
+        if room.scale is not None:
+            layout.take(blocks, "scale", room.scale)
+        if room.adapters_R is not None:
+            layout.take(blocks, "adapters", room.adapters_R[:, None])
+
+    def _dtype(self, quantised: bool) -> torch.dtype:
+        return STORAGE[self.problem.scheme.activation] if quantised else self.problem.dtype
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """x_RH, scale (R, G) float32 or None, ids_RK int32, weights_RK float32, adapters_R int32 or
+    None."""
+
+    x_RH: torch.Tensor
+    scale: torch.Tensor | None
+    ids_RK: torch.Tensor
+    weights_RK: torch.Tensor
+    adapters_R: torch.Tensor | None
+
+    def rows(self, start: int, stop: int) -> "Unpacked":
+        """Return some of the rows: views."""
+        parts: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        some: dict[str, Any] = {n: p if p is None else p[start:stop] for n, p in parts.items()}
+        return Unpacked(**some)

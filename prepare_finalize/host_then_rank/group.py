@@ -1,0 +1,168 @@
+"""HostThenRankGroup: a TorchGroup between hosts, and memory that the ranks of each host share.
+
+manager = HostThenRankGroup(group, deadline_s=2.0)
+kernel = make_kernel("HostThenRankPrepareAndFinalize", "TritonExperts", problem, group=manager)
+...
+manager.destroy()
+"""
+
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
+
+from modular_kernel.errors import CommunicationError, ConfigurationError
+from prepare_finalize.common.torch_group import TorchGroup
+from prepare_finalize.rendezvous.failure_log import LastCalls
+from prepare_finalize.rendezvous.hosts import Hosts
+from prepare_finalize.rendezvous.store_rounds import Meeting
+from prepare_finalize.symm_mem.group import NO_VALUE, Heap, SharedMemory
+from prepare_finalize.symm_mem.shared_files import share_file
+
+_WORD = 4  # bytes
+_numbers = count()  # of what this process tells torch's symmetric memory
+
+
+class HostMemory(SharedMemory):
+    """Memory that the ranks of this host share, of a group that is on several.
+
+    Every rank of the group makes heaps, in one order, and all agree on them. store: of the group
+    and of this manager alone. ranks: of this host, by their numbers in the group.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, hosts: Hosts, *, device: str, deadline_s: float, history: int
+    ) -> None:
+        self.ranks = hosts.ranks_on(hosts.index_W[rank])
+        self._store, self._hosts, self._in_group, self._heaps = store, hosts, rank, 0
+        super().__init__(
+            self.ranks.index(rank),
+            len(self.ranks),
+            device=device,
+            deadline_s=deadline_s,
+            last_calls=LastCalls(rank, history),
+        )
+        self.named = rank
+        # In memory that peers reach: who fails ends the waits of all ranks of the host.
+        words = self.heap(_WORD, "failure", lambda heap: heap.bytes_N.zero_())
+        self.failed = words.bytes_N.view(torch.int32)
+        self._failed_of_ranks: list[Any] = [*words.kept]
+        if device == "cuda":
+            (shared,) = self._failed_of_ranks
+            ranks = range(self.world_size)
+            self._failed_of_ranks = [shared.get_buffer(at, (_WORD,), torch.uint8) for at in ranks]
+
+    def fail(self) -> None:
+        """End every wait for this rank, and those of kernels to come, on all ranks of the host."""
+        for word in self._failed_of_ranks:
+            word.view(torch.int32).fill_(1)
+
+    def missing(self) -> tuple[int, ...] | None:
+        """Return the ranks whose flag did not come, as far as is known; None if no wait failed.
+
+        Empty where another rank ended the wait. Does not wait for a GPU.
+        """
+        word = int(self.status[0])
+        if word:
+            return tuple(rank for at, rank in enumerate(self.ranks) if word >> 32 >> at & 1)
+        return () if self.device == "cpu" and int(self.failed[0]) else None
+
+    def _meeting(self) -> Meeting:
+        self._heaps += 1
+        store = PrefixStore(f"memory/{self._heaps}", self._store)
+        return Meeting(store, self._in_group, len(self._hosts.index_W), self.deadline_s)
+
+    def _shared_file(self, meeting: Meeting, nbytes: int) -> list[torch.Tensor]:
+        return share_file(meeting, self._in_group, nbytes, NO_VALUE, self.ranks)
+
+    def _rendezvous(self, own: torch.Tensor) -> Any:
+        host = self._hosts.index_W[self._in_group]
+        store = PrefixStore(f"memory/{self._heaps}/host/{host}", self._store)
+        name = f"modular_kernel/host_memory/{next(_numbers)}"
+        _SymmetricMemory.set_group_info(name, self.rank, self.world_size, store)
+        return _SymmetricMemory.rendezvous(own, name)
+
+
+class HostThenRankGroup(TorchGroup):
+    """Exchanges over the ranks of one process group, and memory that those of a host share.
+
+    As TorchGroup, whose arguments it takes. inside: the memory. ConfigurationError on every rank
+    unless each host has as many ranks, numbered one behind another.
+    """
+
+    def __init__(
+        self,
+        group: object | None = None,
+        *,
+        deadline_s: float | None = None,
+        device: str | None = None,
+        history: int = 1024,
+    ) -> None:
+        self.inside: HostMemory | None = None  # until hosts are found
+        super().__init__(group, deadline_s=deadline_s, device=device, history=history)
+        self.ranks_per_host = self.world_size // len(self.hosts)
+        if not self.hosts.in_blocks_of(self.ranks_per_host):
+            self.destroy()
+            need = "as many on each, in blocks"
+            raise ConfigurationError("hosts of the ranks", got=str(self.hosts), need=need)
+        try:
+            self.inside = HostMemory(
+                PrefixStore("inside", self._store),
+                self.rank,
+                self.hosts,
+                device=self.device,
+                deadline_s=self.deadline_s,
+                history=history,
+            )
+        except CommunicationError:
+            self._hang_up()
+            raise
+
+    @property
+    def host(self) -> int:
+        """The host that this rank is on."""
+        return self.hosts.index_W[self.rank]
+
+    @property
+    def memory(self) -> HostMemory:
+        assert self.inside is not None
+        return self.inside
+
+    def heap(self, nbytes: int, meaning: str, begin: Callable[[Heap], object]) -> Heap:
+        """As SharedMemory.heap, of the ranks of this host; collective over all ranks."""
+        self._check_open()
+        return self.memory.heap(nbytes, meaning, begin)
+
+    def note(self, step: int, phase: str) -> None:
+        """Note an exchange inside the hosts among those whose order ranks must share."""
+        self.order = zlib.crc32(f"{step} {phase} inside".encode(), self.order)
+
+    def check_inside(self, step: int, phase: str, nbytes: int, started_s: float) -> None:
+        """CommunicationError if this manager failed, or a wait for ranks of this host is known to.
+
+        started_s: when the wait began (time.monotonic). nbytes: that this rank gave.
+        """
+        self._check_open()
+        missing = self.memory.missing()
+        if missing is None:
+            return
+        record = self.last_calls.begin(step, phase, nbytes)
+        told = f"no flag from rank(s) {', '.join(map(str, missing))} of this host"
+        reason = told if missing else "a rank of this host ended the wait"
+        record["awaited"] = missing
+        raise self._failed(record, started_s, RuntimeError(reason))
+
+    def destroy(self) -> None:
+        super().destroy()
+        if self.inside is not None:
+            self.inside.destroy()
+
+    def _hang_up(self) -> None:
+        super()._hang_up()
+        if self.inside is not None:
+            with suppress(RuntimeError):  # a GPU that serves no more; peers wait for their deadline
+                self.inside.fail()

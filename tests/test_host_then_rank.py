@@ -1,0 +1,249 @@
+"""HostThenRankPrepareAndFinalize: a row crosses once for each host, and what goes wrong is told.
+
+MK_HOST_ID lets the ranks of one machine stand for those of several.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_hosts import made, simulated
+
+from modular_kernel.catalog import check, make_kernel, this_machine
+from modular_kernel.errors import CommunicationError, ModularKernelError
+from modular_kernel.testing.cases.ranks import RankCase, rank_cases_for
+from modular_kernel.testing.ranks.pool import RankPool
+from modular_kernel.testing.verify.over_ranks import RankTrial, build_kernel
+from modular_kernel.types import Machine, Parallel, Problem
+from prepare_finalize import HostThenRankGroup
+from prepare_finalize.common.agreement import Agreement
+from prepare_finalize.host_then_rank import part as module
+from prepare_finalize.host_then_rank.counts import Geometry, passage
+
+CPU = this_machine(device="cpu")
+PART = "HostThenRankPrepareAndFinalize"
+pytestmark = pytest.mark.cpu
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4, grace=15) as ranks:
+        yield ranks
+
+
+def case_of(routing: str, per_host: int) -> RankCase:
+    """A smoke case of four ranks, by its routing."""
+    cases = rank_cases_for(PART, "TorchExperts", CPU, 4).on_hosts(per_host, CPU).cases
+    return next(case for case in cases if case.routing == routing and any(case.tokens))
+
+
+def crossings(
+    rank: int, world: int, group: object, ids: str, case: RankCase
+) -> tuple[Counter[str], int, str]:
+    """Rows that this rank gave to ranks of other hosts, by phase; how many it should have."""
+    simulated(rank, ids)
+    crossed: Counter[str] = Counter()
+
+    def build(of_rank: Any, machine: Machine, poison: bool) -> Any:
+        kernel = build_kernel(of_rank, machine, poison, group)
+        manager: Any = kernel.prepare_finalize.manager
+        exchange, home = manager.all_to_all, manager.hosts.index_W
+
+        def counted(out: Any, given: Any, *, given_rows: list[int], phase: str, **rest: Any) -> Any:
+            assert len(given) == sum(given_rows)
+            away = (n for to, n in enumerate(given_rows) if home[to] != home[rank])
+            crossed[phase] += sum(away)
+            assert not any(n for to, n in enumerate(given_rows) if (to - rank) % ids.count("a"))
+            return exchange(out, given, given_rows=given_rows, phase=phase, **rest)
+
+        manager.all_to_all = counted
+        return kernel
+
+    trial = RankTrial(case, rank, CPU, build)
+    problems = trial.first.compare(trial.eager).problems
+    homes = {e: {r for r, _ in found} for e, found in enumerate(case.problem.placement.homes)}
+    per_host = ids.count("a")
+    wanted = 0
+    for ids_K in trial.first.inputs.routing.topk_ids_TK.tolist():
+        ranks = [homes.get(expert, set()) for expert in ids_K]
+        hosts = {next(iter(each)) // per_host for each in ranks if len(each) == 1}
+        assert all(len(each) < 2 for each in ranks)
+        wanted += len(hosts - {rank // per_host})
+    return crossed, wanted, "; ".join(problems)
+
+
+@pytest.mark.parametrize(("ids", "per_host"), [("aabb", 2), ("abcd", 1)])
+@pytest.mark.parametrize("routing", ["zipf", "skips", "all_to_one"])
+def test_a_row_crosses_once_for_each_host_and_comes_back_once(
+    four: RankPool, ids: str, per_host: int, routing: str
+) -> None:
+    told = four.run(crossings, ids, case_of(routing, per_host))
+    assert [problems for _, _, problems in told] == [""] * 4
+    assert [crossed["dispatch"] for crossed, _, _ in told] == [wanted for _, wanted, _ in told]
+    there, back = (sum(crossed[way] for crossed, _, _ in told) for way in ("dispatch", "combine"))
+    assert there == back > 0
+
+
+def test_inside_one_host_nothing_goes_over_the_network(four: RankPool) -> None:
+    told = four.run(crossings, "aaaa", case_of("zipf", 4))
+    assert [(dict(crossed), problems) for crossed, _, problems in told] == [({}, "")] * 4
+
+
+def in_chunks(rank: int, world: int, group: object, ids: str, most: int) -> torch.Tensor:
+    """The output of a call whose rows go in so many chunks at most."""
+    simulated(rank, ids)
+    module.HostThenRankPrepareAndFinalize.most_chunks = most
+    case = case_of("skips", 2)
+    trial = RankTrial(case, rank, CPU, lambda c, m, p: build_kernel(c, m, p, group))
+    part: Any = trial.kernel.prepare_finalize
+    assert part._at.chunks == most
+    module.HostThenRankPrepareAndFinalize.most_chunks = 4
+    return trial.eager
+
+
+def test_chunks_change_no_bit(four: RankPool) -> None:
+    one, two = (four.run(in_chunks, "aabb", most) for most in (1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ids", "per_host", "told"),
+    [
+        ("aabb", 2, "made"),
+        ("aaaa", None, "made"),
+        ("abcd", 1, "made"),
+        ("abab", None, "got 4 ranks on 2 hosts: 0, 2 on a; 1, 3 on b, need as many on each"),
+        ("aaab", None, "need as many on each, in blocks"),
+        ("aabb", 1, "need 1 on each, in blocks, as Parallel.ranks_per_host says"),
+    ],
+)
+def test_hosts_that_it_takes(four: RankPool, ids: str, per_host: int | None, told: str) -> None:
+    answers = four.run(made, ids, PART, per_host)
+    assert all(told in answer for answer in answers), answers
+
+
+def test_more_ranks_on_a_host_than_its_kernels_write_to_are_refused() -> None:
+    machine = Machine("cuda", (9, 0), frozenset({"triton"}))
+    sizes = {"tokens": 8, "hidden": 512, "intermediate": 512, "experts": 32, "top_k": 2}
+    for per_host, ok in ((8, True), (16, False), (None, False)):
+        problem = Problem(**sizes, parallel=Parallel(16, ranks_per_host=per_host))
+        verdict = check(PART, "TritonExperts", problem, machine)
+        assert verdict.ok is ok
+        assert ok or "ranks on a host, need <= 8" in str(verdict)
+    graph = replace(problem, graph=True, parallel=Parallel(16, ranks_per_host=8))
+    assert "[graph]" in str(check(PART, "TritonExperts", graph, machine))
+
+
+def stays_away(rank: int, world: int, group: object, phase: str) -> tuple[str, float]:
+    """Rank 1 comes too late to what is passed on inside its host."""
+    simulated(rank, "aabb")
+    manager = HostThenRankGroup(group, deadline_s=3.0)
+    case = case_of("zipf", 2).of_rank(rank)
+    kernel = make_kernel(PART, "TorchExperts", case.problem, group=manager)
+    part: Any = kernel.prepare_finalize
+    trial = RankTrial(case_of("zipf", 2), rank, CPU, lambda *_: kernel)
+    if rank == 1:
+        name = "_pass_on" if phase == "dispatch" else "finalize"
+        usual = getattr(part, name)
+
+        def late(*args: Any, **options: Any) -> Any:
+            time.sleep(7)
+            return usual(*args, **options)
+
+        setattr(part, name, late)
+    started = time.monotonic()
+    try:
+        assert trial.eager is not None
+    except CommunicationError as error:
+        return f"{error.peers} {error.phase} {error}", time.monotonic() - started
+    return "whole", 0.0
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_rank_that_is_late_inside_its_host_is_named_on_both(four: RankPool, phase: str) -> None:
+    told = four.run(stays_away, phase)
+    for rank in (0, 2, 3):
+        text, seconds = told[rank]
+        assert text.startswith("(1,)"), told
+        assert "rank 1: on host a" in text
+        assert seconds < 6.5
+    assert told[0][0].startswith(f"(1,) {phase}")
+    assert told[1][0] != "whole"
+
+
+def breaks(rank: int, world: int, group: object) -> tuple[str, float]:
+    """Rank 1's experts raise while the others wait, one of them inside its host."""
+    simulated(rank, "aabb")
+    case = case_of("zipf", 2)
+
+    def raising(*_: Any, **__: Any) -> None:
+        raise RuntimeError("broken")
+
+    def build(of_rank: Any, machine: Machine, poison: bool) -> Any:
+        kernel = build_kernel(of_rank, machine, poison, group)
+        if rank == 1:
+            kernel.experts.apply = raising  # type: ignore[method-assign]
+        return kernel
+
+    trial, started = RankTrial(case, rank, CPU, build), time.monotonic()
+    try:
+        assert trial.eager is not None
+    except (ModularKernelError, RuntimeError) as error:
+        return str(error), time.monotonic() - started
+    return "whole", 0.0
+
+
+def test_who_waits_inside_a_host_is_told_at_once_of_a_rank_that_broke_off(four: RankPool) -> None:
+    told = four.run(breaks)
+    assert told[1][0] == "broken"
+    for rank in (0, 2, 3):
+        text, seconds = told[rank]
+        assert "got broke off its call: RuntimeError" in text
+        assert "peer 1)" in text
+        assert seconds < 6
+
+
+AT = Geometry(rank=1, world_size=4, ranks_per_host=2, chunks=2, tokens=3)
+
+
+def counts_of(rank: int, *, tokens: int = 5) -> list[int]:
+    """Every token of a rank goes to every host, and there to its first rank."""
+    chunks = [min(tokens, 3), max(0, tokens - 3)]
+    to_hosts = [count for count in chunks for _ in range(2)]
+    return [*to_hosts, *(count if to % 2 == 0 else 0 for count in chunks for to in range(4))]
+
+
+def test_what_counts_say() -> None:
+    rows = tuple(tuple(counts_of(rank)) for rank in range(4))
+    way = passage(Any, Agreement(1, (5,) * 4, rows, 0.0), AT)  # type: ignore[arg-type]
+    assert (way.sent, way.came, way.received) == ([6, 4], [6, 4], 0)
+    assert way.splits(0) == ([0, 3, 0, 3], [0, 3, 0, 3])
+    assert (way.crosses, way.busy) == ([True, True], [True, True])
+    # Rank 0 gets 6 and 6 rows of the first chunk, from itself and from this rank.
+    assert way.room[:, 0].tolist() == [[6, 0], [12, 0]]
+    assert way.room[:, 1].tolist() == [[16, 0], [20, 0]]
+    assert way.most_W == [20, 10, 20, 10]
+
+
+@pytest.mark.parametrize("at", [0, 2, 4, 8])
+def test_counts_that_no_chunk_has_tokens_for_are_refused(at: int) -> None:
+    class Manager:
+        @staticmethod
+        def disagreement(got: str, need: str, *, step: int, peers: list[int]) -> Exception:
+            return ValueError(f"{peers} {need}")
+
+    rows = [counts_of(rank) for rank in range(4)]
+    rows[2][at] = 4
+    agreed = Agreement(1, (5,) * 4, tuple(map(tuple, rows)), 0.0)
+    with pytest.raises(ValueError, match=r"\[2\] no more than a chunk has tokens"):
+        passage(Manager(), agreed, AT)  # type: ignore[arg-type]
+
+
+def test_nothing_is_left_in_memory(four: RankPool) -> None:
+    four.run(made, "aabb", PART, 2)
+    assert not list(Path("/dev/shm").glob("modular_kernel-*"))
