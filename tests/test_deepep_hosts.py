@@ -36,42 +36,42 @@ def verdict_on(part: str, ranks: int, per_host: int | None, **fields: Any) -> An
 @pytest.mark.parametrize(
     ("part", "ranks", "per_host", "fields", "spoken"),
     [
-        (HT, 8, None, {}, set()),
-        (HT, 16, 8, {}, set()),
-        (HT, 64, 8, {}, set()),
-        (HT, 160, 8, {}, set()),
-        (HT, 8, 4, {}, {"hosts"}),
-        (HT, 16, 4, {}, {"hosts"}),
-        (HT, 16, None, {}, {"hosts"}),
-        (HT, 16, 16, {}, {"hosts"}),
-        (HT, 24, 8, {}, {"world_size"}),  # the library lists it, its kernels do not have it
-        (HT, 168, 8, {"experts": 336}, {"world_size"}),
-        (HT, 16, 8, {"graph": True}, {"hosts"}),
-        (HT, 8, None, {"graph": True}, set()),
-        (HT, 16, 8, {"experts": 1024}, set()),
-        (HT, 16, 8, {"experts": 1025}, {"max_experts"}),
-        (LL, 16, 8, {}, set()),
-        (LL, 16, 8, {"graph": True}, set()),
-        (LL, 320, 8, {}, set()),
-        (LL, 8, 4, {}, {"hosts"}),
-        (LL, 9, None, {"experts": 18}, {"hosts"}),
-        (V2, 16, 8, {"graph": True}, set()),
-        (V2, 8, 4, {}, set()),
-        (V2, 256, 8, {}, set()),
-        (V2, 264, 8, {}, {"world_size", "hosts"}),
-        (V2, 34, 1, {}, {"hosts"}),
-        (V2, 16, None, {}, {"hosts"}),
-        (V2, 16, 8, {"experts": 1920}, set()),
-        (V2, 16, 8, {"experts": 1921}, {"max_experts"}),
-        (V2, 32, 8, {"experts": 2080}, {"max_experts"}),
+        (HT, 8, None, {}, ""),
+        (HT, 16, 8, {}, ""),
+        (HT, 64, 8, {}, ""),
+        (HT, 160, 8, {}, ""),
+        (HT, 8, 4, {}, "hosts"),
+        (HT, 16, 4, {}, "hosts"),
+        (HT, 16, None, {}, "hosts"),
+        (HT, 16, 16, {}, "hosts"),
+        (HT, 24, 8, {}, "world_size"),  # the library lists it, its kernels do not have it
+        (HT, 168, 8, {"experts": 336}, "world_size"),
+        (HT, 16, 8, {"graph": True}, "hosts"),
+        (HT, 8, None, {"graph": True}, ""),
+        (HT, 16, 8, {"experts": 1024}, ""),
+        (HT, 16, 8, {"experts": 1025}, "max_experts"),
+        (LL, 16, 8, {}, ""),
+        (LL, 16, 8, {"graph": True}, ""),
+        (LL, 320, 8, {}, ""),
+        (LL, 8, 4, {}, "hosts"),
+        (LL, 9, None, {"experts": 18}, "hosts"),
+        (V2, 16, 8, {"graph": True}, ""),
+        (V2, 8, 4, {}, ""),
+        (V2, 256, 8, {}, ""),
+        (V2, 264, 8, {}, "hosts world_size"),
+        (V2, 34, 1, {}, "hosts"),
+        (V2, 16, None, {}, "hosts"),
+        (V2, 16, 8, {"experts": 1920}, ""),
+        (V2, 16, 8, {"experts": 1921}, "max_experts"),
+        (V2, 32, 8, {"experts": 2080}, "max_experts"),
     ],
     ids=str,
 )
 def test_a_described_cluster_is_judged(
-    part: str, ranks: int, per_host: int | None, fields: dict[str, Any], spoken: set[str]
+    part: str, ranks: int, per_host: int | None, fields: dict[str, Any], spoken: str
 ) -> None:
     verdict = verdict_on(part, ranks, per_host, **fields)
-    assert rules(verdict) == spoken, str(verdict)
+    assert rules(verdict) == set(spoken.split()), str(verdict)
 
 
 def test_a_listed_size_is_one_that_the_library_has_configurations_and_kernels_for() -> None:
