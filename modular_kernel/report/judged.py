@@ -56,15 +56,15 @@ class Matrix:
         """Cells by pair, scheme and number of ranks."""
         return {(*cell.pair, cell.quant, cell.world_size): cell for cell in self.cells}
 
-    @property
+    @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         return tuple(dict.fromkeys(cell.pair for cell in self.cells))
 
-    @property
+    @cached_property
     def quants(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(cell.quant for cell in self.cells))
 
-    @property
+    @cached_property
     def world_sizes(self) -> tuple[int, ...]:
         return tuple(dict.fromkeys(cell.world_size for cell in self.cells))
 
