@@ -58,12 +58,19 @@ def _send_routing(
     for to in tl.static_range(WORLD):
         there = ranks == to
         at = place_of(places_ptr, to, token, tokens, row, PLACED)
+        fits = mask
+        if PLACED:
+            fits = mask & (at >= 0)
         ids_ptr = of_rank(ids_there_ptr, deltas_ptr, to) + at * TOP_K
-        tl.store(ids_ptr + k, tl.where(there, slots, -1), mask=mask & (at >= 0))
+        tl.store(ids_ptr + k, tl.where(there, slots, -1), mask=fits)
         ptr = of_rank(weights_there_ptr, deltas_ptr, to) + at * TOP_K
-        tl.store(ptr + k, tl.where(there, weights, 0.0), mask=mask & (at >= 0))
+        tl.store(ptr + k, tl.where(there, weights, 0.0), mask=fits)
         if ADAPTERS != "none":
-            tl.store(of_rank(adapters_there_ptr, deltas_ptr, to) + at, adapter, mask=at >= 0)
+            adapter_ptr = of_rank(adapters_there_ptr, deltas_ptr, to) + at
+            if PLACED:
+                tl.store(adapter_ptr, adapter, mask=at >= 0)
+            else:
+                tl.store(adapter_ptr, adapter)
 
 
 @triton.jit
