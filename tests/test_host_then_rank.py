@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_hosts import made, simulated
+from test_hosts import in_memory, left_in_memory, made, simulated
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import CommunicationError, ModularKernelError
@@ -245,5 +244,6 @@ def test_counts_that_no_chunk_has_tokens_for_are_refused(at: int) -> None:
 
 
 def test_nothing_is_left_in_memory(four: RankPool) -> None:
+    before = in_memory()
     four.run(made, "aabb", PART, 2)
-    assert not list(Path("/dev/shm").glob("modular_kernel-*"))
+    assert left_in_memory(before) == set()
