@@ -56,6 +56,8 @@ PACKERS = ("kernels", "accelerate", "compressed_tensors", "gptqmodel", "optimum"
 
 @pytest.fixture(autouse=True)
 def no_packer(monkeypatch) -> None:
+    import transformers.modeling_utils  # noqa: F401  # where PEFT is, this imports accelerate
+
     for name in PACKERS:
         monkeypatch.setitem(sys.modules, name, None)
 
