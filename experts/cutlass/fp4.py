@@ -5,6 +5,7 @@ No GPU of the kind was at hand: tests compile the kernel and look at its code, n
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -125,23 +126,12 @@ class BatchedCutlassExpertsFP4(PermuteExpertsUnpermute):
     """
 
     gemm = staticmethod(fp4_gemm)
-    requires = ExpertsRequirements(
+    requires = replace(
+        CutlassExpertsFP4.requires,
         activation_format=ActivationFormat.BATCHED_EXPERTS,
-        devices=frozenset({"cuda"}),
-        packages=_PACKAGES,
-        packages_extra="cutlass",
-        triton=True,
-        archs=_ARCHS,
-        dtypes=frozenset({torch.bfloat16}),
-        graph_capturable=True,
         reduce=Reduce.DELEGATE,
-        keep_topk=True,
-        interleaved=False,
-        bias=False,
-        weight_on_input=False,
-        hidden_multiple=MULTIPLE,
-        intermediate_multiple=MULTIPLE,
-        schemes=frozenset({"nvfp4_w4a4"}),
+        expert_map=False,
+        chunking=False,
     )
 
     def workspace_shapes(self, shape: DispatchShape) -> WorkspaceShapes:

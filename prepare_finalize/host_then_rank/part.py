@@ -13,9 +13,9 @@ from modular_kernel.errors import CommunicationError
 from modular_kernel.ops.quantise import Quantised
 from modular_kernel.placement import Placement, PlacementTables, pairs_to_slots
 from modular_kernel.quant import ACTIVATION_SCHEMES
-from modular_kernel.support import PrepareFinalizeRequirements, Rejection
+from modular_kernel.support import PrepareFinalizeRequirements
 from modular_kernel.tensors import Dispatched, ExpertWeights, Handle, Routing
-from modular_kernel.types import ActivationFormat, Machine, Parallel, Problem, Reduce
+from modular_kernel.types import ActivationFormat, Parallel, Problem, Reduce
 from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
@@ -70,6 +70,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         dispatch_schemes=ACTIVATION_SCHEMES,
         can_defer_quant=False,
         world_sizes=(2, None),
+        ranks_per_host=_MOST_RANKS,
         batch_invariant=True,
         asynchronous=True,
         bounds_received=True,
@@ -96,17 +97,6 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         except CommunicationError:
             self.destroy()
             raise
-
-    @classmethod
-    def extra_rejections(cls, problem: Problem, machine: Machine) -> tuple[Rejection, ...]:
-        found = super().extra_rejections(problem, machine)
-        parallel = problem.parallel
-        per_host = parallel.ranks_per_host or parallel.world_size
-        if per_host <= _MOST_RANKS:
-            return found
-        got, need = f"{per_host} ranks on a host", f"<= {_MOST_RANKS}"
-        hint = "Parallel.ranks_per_host says how many a host has"
-        return (*found, Rejection("ranks_per_host", (cls.__name__, "problem"), got, need, hint))
 
     def workspace_shapes(self, tokens: int) -> Mapping[str, BufferSpec]:
         problem, at = self.problem, self._at

@@ -29,7 +29,7 @@ def on_hosts(on: Stage) -> Iterator[tuple[str, str]]:
     refused = "IncompatibleError" if judged else "ConfigurationError"
     yield said(lambda: str(alone.over(manager))), refused
     manager.destroy()
-    if not requires.one_host and requires.ranks_per_host is None:
+    if not judged:
         yield from _apart(alone)
 
 
