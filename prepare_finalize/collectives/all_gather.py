@@ -15,8 +15,6 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import agree
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
-    quantise_tokens,
-    quantises,
     token_specs,
     weight_and_reduce,
 )
@@ -71,20 +69,11 @@ class AllGatherReduceScatterPrepareAndFinalize(RowsPart):
             largest=self.largest(x_TH, call),
         )
         call.invalid_ids.add_(invalid)
-        largest = None if self.largest_is_local(call) else agreed.largest
-        rows, scale = quantise_tokens(
-            x_TH, self.problem, weights=weights, call=call, largest=largest
-        )
-        layout = self.rows.layout(quantised=quantises(self.problem, call))
         most = max(agreed.tokens_W)
-        own = call.workspace.take("packed_own", (most, layout.nbytes))
-        layout.put(own[:tokens], "x", rows)
-        if "scale" in layout.sections and scale is not None:
-            layout.put(own[:tokens], "scale", scale)
+        layout, own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=most)
         ids_TK = torch.where(rank_TK >= 0, routing.topk_ids_TK, -1).to(torch.int32)
         layout.put(own[:tokens], "ids", ids_TK)
         layout.put(own[:tokens], "weights", routing.topk_weights_TK)
-        self.rows.put_adapters(layout, own, routing)
         packed = call.workspace.take("packed_all", (manager.world_size * most, layout.nbytes))
         exchange = None
         if most:

@@ -23,8 +23,6 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import Agreement, agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
-    quantise_tokens,
-    quantises,
     token_specs,
     weight_and_reduce,
 )
@@ -93,16 +91,7 @@ class TorchAll2AllPrepareAndFinalize(RowsPart):
         refuse_more_rows(self.layer, agreed, received_W)
         call.invalid_ids.add_(invalid)
         rank_N, token_N = wanted_WT.nonzero(as_tuple=True)
-        largest = None if self.largest_is_local(call) else agreed.largest
-        rows, scale = quantise_tokens(
-            x_TH, self.problem, weights=weights, call=call, largest=largest
-        )
-        layout = self.rows.layout(quantised=quantises(self.problem, call))
-        own = call.workspace.take("packed_own", (len(x_TH), layout.nbytes))
-        layout.put(own, "x", rows)
-        if "scale" in layout.sections and scale is not None:
-            layout.put(own, "scale", scale)
-        self.rows.put_adapters(layout, own, routing)
+        layout, own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
         torch.index_select(own, 0, token_N, out=sent)
         is_there = rank_TK[token_N] == rank_N[:, None]

@@ -25,8 +25,9 @@ from modular_kernel.tensors import (
 )
 from modular_kernel.types import IdSpace, Machine, Problem
 from prepare_finalize.common.agreement import Agreement, Layer, refuse
+from prepare_finalize.common.packed_rows import RowLayout
 from prepare_finalize.common.row_buffers import RowBuffers
-from prepare_finalize.common.tokens import one_scale_for_all, quantises
+from prepare_finalize.common.tokens import one_scale_for_all, quantise_tokens, quantises
 from prepare_finalize.common.torch_group import TorchGroup
 from prepare_finalize.rendezvous.connect import place_in
 from prepare_finalize.rendezvous.hosts import Hosts, check_hosts
@@ -262,6 +263,34 @@ class RowsPart(AgreeingPart):
                 return receive()
 
         return received
+
+    def pack(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        weights: ExpertWeights,
+        call: Call,
+        agreed: Agreement,
+        *,
+        rows: int,
+    ) -> tuple[RowLayout, torch.Tensor, torch.Tensor | None]:
+        """Quantise tokens as the call wants them, and write them and their adapters into rows.
+
+        Returns what a row holds, `rows` rows of which the first T are the tokens, and the scales
+        that they were quantised with, if they were. Ids and weights are left to the part.
+        """
+        largest = None if self.largest_is_local(call) else agreed.largest
+        values, scale = quantise_tokens(
+            x_TH, self.problem, weights=weights, call=call, largest=largest
+        )
+        layout = self.rows.layout(quantised=quantises(self.problem, call))
+        own = call.workspace.take("packed_own", (rows, layout.nbytes))
+        tokens = own[: len(x_TH)]
+        layout.put(tokens, "x", values)
+        if "scale" in layout.sections and scale is not None:
+            layout.put(tokens, "scale", scale)
+        self.rows.put_adapters(layout, own, routing)
+        return layout, own, scale
 
     @abstractmethod
     def send(

@@ -20,7 +20,6 @@ from modular_kernel.workspace import BufferSpec
 from prepare_finalize.common.agreement import agree, refuse_more_rows
 from prepare_finalize.common.group_part import GroupHandle, RowsPart
 from prepare_finalize.common.tokens import (
-    quantise_tokens,
     quantises,
     token_specs,
     weight_and_reduce,
@@ -136,16 +135,7 @@ class HostThenRankPrepareAndFinalize(RowsPart):
         way = passage(manager, agreed, at)
         refuse_more_rows(self.layer, agreed, way.most_W)
         call.invalid_ids.add_(invalid)
-        largest = None if self.largest_is_local(call) else agreed.largest
-        rows, scale = quantise_tokens(
-            x_TH, self.problem, weights=weights, call=call, largest=largest
-        )
-        layout = self.rows.layout(quantised=quantises(self.problem, call))
-        own = call.workspace.take("packed_own", (len(x_TH), layout.nbytes))
-        layout.put(own, "x", rows)
-        if "scale" in layout.sections and scale is not None:
-            layout.put(own, "scale", scale)
-        self.rows.put_adapters(layout, own, routing)
+        layout, own, scale = self.pack(x_TH, routing, weights, call, agreed, rows=len(x_TH))
         chunk_N, host_N, place_N = to_hosts.nonzero(as_tuple=True)
         token_N = place_N + chunk_N * at.tokens
         sent = call.workspace.take("packed_sent", (len(token_N), layout.nbytes))
