@@ -6,7 +6,6 @@ Ranks that do not meet in an exchange end with it after some seconds, all others
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from modular_kernel.catalog import this_machine
@@ -21,6 +20,7 @@ from modular_kernel.testing.mutation.scope import known_imports
 from modular_kernel.testing.mutation.serve import dependents
 from modular_kernel.testing.mutation.source import Mutant
 from modular_kernel.testing.mutation.steps import Listing, run_cases
+from modular_kernel.testing.ranks.closing import Closing
 from modular_kernel.testing.ranks.pool import DIED, SILENT, RankError, RankPool
 from modular_kernel.testing.verify.checks import numeric
 from modular_kernel.testing.verify.over_ranks import RANK_CHECKS, examined, faults
@@ -44,7 +44,7 @@ class RanksEnded(Exception):
         self.ended = ended
 
 
-class Ranks:
+class Ranks(Closing):
     """Ranks that run the changed source: `Runs` over a RankPool. mutants: () for none."""
 
     def __init__(
@@ -54,18 +54,7 @@ class Ranks:
         self._seconds = {covered.case: covered.seconds for covered in cases}
         self._pool: RankPool | None = None
 
-    def __enter__(self) -> "Ranks":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end()
-
-    def end(self) -> None:
+    def close(self) -> None:
         """End these ranks: the next run gets fresh ones."""
         if self._pool is not None:
             self._pool.close()
@@ -95,7 +84,7 @@ class Ranks:
         try:
             return self.start().run(task, *arguments)[0]
         except RankError as error:
-            self.end()
+            self.close()
             raise RuntimeError(_last_line(error)) from error
 
     def digest(self, case: Case, machine: Machine) -> str:
@@ -105,7 +94,7 @@ class Ranks:
         try:
             return together(self.start().run(rank_runs.digest, case, machine, waits, timeout=limit))
         except RankError as error:
-            self.end()
+            self.close()
             ended = ended_by(next(iter(error.failures.values())))
             if ended is None and time.perf_counter() - start >= waits:
                 ended = Ended("hang", f"after {waits:.0f} s {_last_line(error)}")
@@ -125,7 +114,7 @@ class Ranks:
             proof = examined(case, self.start(), machine, build, checks=checks, timeout=limit)
             seconds += proof.seconds
             if proof.failures:
-                self.end()  # whoever raised may have left others in an exchange
+                self.close()  # whoever raised may have left others in an exchange
                 return _finding(proof.failures[0]), seconds
         return None, seconds
 
