@@ -48,7 +48,7 @@ def test_the_line_of_a_case_proves_it_again(capsys: Capture) -> None:
     assert "--rank-tokens 5,0 --placement copies" in command(case)
     code, shown, _ = run_mk(capsys, *words[1:], *ON_CPU)
     assert code == 0
-    assert "1 case of 1 pair: 1 proven, 0 failed" in shown
+    assert "1 case of 1 pair: 1 passed, 0 failed" in shown
 
 
 @pytest.mark.parametrize("verb", ["test", "profile"])

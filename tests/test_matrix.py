@@ -50,7 +50,7 @@ def test_every_two_values_meet(
     assert array.lifeless == frozenset()
     assert len(array.met) + len(array.impossible) == len(list(array.space.pairs()))
     assert len(set(cases)) == len(cases)
-    assert len(cases) <= 400  # three minutes on two processors
+    assert len(cases) <= 420  # three minutes on two processors
     record_property("cases", len(cases))
     record_property("pairs met", len(array.met))
     words = array.space.words

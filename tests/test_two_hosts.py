@@ -107,7 +107,7 @@ def test_a_host_that_finds_itself_at_home_needs_its_interface_named() -> None:
     assert all("error" in told for told in answers), answers
 
 
-def test_torchrun_starts_a_lost_rank_anew() -> None:
+def test_torchrun_starts_a_lost_rank_anew(tmp_path: Path) -> None:
     """With the agents' store kept apart from the ranks': else the second try finds the first's."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -118,7 +118,7 @@ def test_torchrun_starts_a_lost_rank_anew() -> None:
             [
                 *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--max-restarts=2"),
                 *("--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
-                *("--rdzv-id=mk", f"--node-rank={host}", str(PROGRAM)),
+                *("--rdzv-id=mk", f"--node-rank={host}", str(PROGRAM), str(tmp_path / "died")),
             ],
             env=environment | {"MK_HOST_ID": f"host{host}"},
             stdout=subprocess.PIPE,
@@ -127,7 +127,11 @@ def test_torchrun_starts_a_lost_rank_anew() -> None:
         )
         for host in range(2)
     ]
-    told = [process.communicate(timeout=240)[0] for process in started]
+    try:
+        told = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
     assert [process.returncode for process in started] == [0, 0], told
     assert sorted(line for text in told for line in text.splitlines() if "is right" in line) == [
         "rank 0 is right",

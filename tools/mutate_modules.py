@@ -149,7 +149,14 @@ def fresh() -> Any:
 
 
 def run_tests(names: Sequence[str], plugin: object) -> int:
-    """Run tests in this process, up to the first that fails if `plugin` follows; exit status."""
+    """Run tests in this process, up to the first that fails if `plugin` follows; exit status.
+
+    A test module that is loaded already has names of modules as they were: it is imported anew.
+    """
+    folder = str(ROOT / "tests")
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
     options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     return int(pytest.main([*options, *(["-x"] * isinstance(plugin, Follow)), *names], [plugin]))
 
