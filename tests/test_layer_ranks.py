@@ -1,6 +1,7 @@
 """FusedMoE over ranks of gloo: EP x TP by process groups, with an exchange and without."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,8 +26,12 @@ GATHERED = "AllGatherReduceScatterPrepareAndFinalize"
 SAMPLE = Sample(FAMILIES["zero experts"], fields={"bias": True, "routed_scaling_factor": 1.5})
 
 
-def groups_of(rank: int, ep: int, tp: int) -> tuple[Any, Any]:
-    """The EP and the TP group of this rank: rank = ep_rank * tp + tp_rank. Collective."""
+@contextmanager
+def groups_of(rank: int, ep: int, tp: int) -> Iterator[tuple[Any, Any]]:
+    """The EP and the TP group of this rank: rank = ep_rank * tp + tp_rank. Collective.
+
+    Destroyed afterwards: gloo's thread for each would go on asking, a hundred times a second.
+    """
     mine = [None, None]
     for tp_rank in range(tp):
         ranks = [ep_rank * tp + tp_rank for ep_rank in range(ep)]
@@ -36,32 +41,34 @@ def groups_of(rank: int, ep: int, tp: int) -> tuple[Any, Any]:
         ranks = [ep_rank * tp + tp_rank for tp_rank in range(tp)]
         group = dist.new_group(ranks)
         mine[1] = group if rank in ranks else mine[1]
-    return mine[0], mine[1]
+    yield mine[0], mine[1]
+    for group in mine:
+        dist.destroy_process_group(group)
 
 
 def summed(rank: int, world: int, group: Any, split: tuple[int, int], partial: bool) -> float:
     """A layer that sums over ranks; the worst error of three calls, one of no tokens."""
     ep, tp = split
-    ep_group, tp_group = groups_of(rank, ep, tp)
+    with groups_of(rank, ep, tp) as (ep_group, tp_group):
 
-    def shared(x_TH: torch.Tensor) -> torch.Tensor:
-        return SAMPLE.shared(x_TH) / (world if partial else 1)
+        def shared(x_TH: torch.Tensor) -> torch.Tensor:
+            return SAMPLE.shared(x_TH) / (world if partial else 1)
 
-    for whole in (group, None):
-        parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group, group=whole)
-        assert parallel.ep == (rank // tp, ep)
-        assert parallel.tp == (rank % tp, tp)
-        layer = layer_of(
-            SAMPLE,
-            parallel=parallel,
-            reduce_results=True,
-            shared_experts=shared,
-            shared_partial=partial,
-        )
-        with torch_twins():
-            got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
-            assert layer(SAMPLE.x_TH[:0], SAMPLE.logits[:0]).shape == (0, H)
-    return max(error(one, SAMPLE.truth(shared=True)) for one in got)
+        for whole in (group, None):
+            parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group, group=whole)
+            assert parallel.ep == (rank // tp, ep)
+            assert parallel.tp == (rank % tp, tp)
+            layer = layer_of(
+                SAMPLE,
+                parallel=parallel,
+                reduce_results=True,
+                shared_experts=shared,
+                shared_partial=partial,
+            )
+            with torch_twins():
+                got = [layer(SAMPLE.x_TH, SAMPLE.logits) for _ in range(2)]
+                assert layer(SAMPLE.x_TH[:0], SAMPLE.logits[:0]).shape == (0, H)
+        return max(error(one, SAMPLE.truth(shared=True)) for one in got)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -76,29 +83,29 @@ def test_sums_over_groups_are_the_whole(
 def exchanged(rank: int, world: int, group: Any, part: str, split: tuple[int, int]) -> float:
     """Each EP rank passes tokens of its own, over a part that moves them; TP ranks the same."""
     ep, tp = split
-    ep_group, tp_group = groups_of(rank, ep, tp)
-    parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group)
-    order = []
+    with groups_of(rank, ep, tp) as (ep_group, tp_group):
+        parallel = LayerParallel(ep_group=ep_group, tp_group=tp_group)
+        order = []
 
-    def shared(x_TH: torch.Tensor) -> torch.Tensor:
-        order.append(len(x_TH))
-        return SAMPLE.shared(x_TH)
+        def shared(x_TH: torch.Tensor) -> torch.Tensor:
+            order.append(len(x_TH))
+            return SAMPLE.shared(x_TH)
 
-    layer = layer_of(
-        SAMPLE,
-        parallel=parallel,
-        reduce_results=True,
-        shared_experts=shared,
-        prepare_finalize=part,
-        max_tokens=T,
-    )
-    rows = slice(0, T) if part == REPLICATED else slice(rank // tp * 2, T - rank // tp)
-    with torch_twins():
-        got = layer(SAMPLE.x_TH[rows], SAMPLE.logits[rows])
-    assert order == [len(got)]
-    worst = error(got, SAMPLE.truth(shared=True)[rows])
-    layer.destroy()
-    return worst
+        layer = layer_of(
+            SAMPLE,
+            parallel=parallel,
+            reduce_results=True,
+            shared_experts=shared,
+            prepare_finalize=part,
+            max_tokens=T,
+        )
+        rows = slice(0, T) if part == REPLICATED else slice(rank // tp * 2, T - rank // tp)
+        with torch_twins():
+            got = layer(SAMPLE.x_TH[rows], SAMPLE.logits[rows])
+        assert order == [len(got)]
+        worst = error(got, SAMPLE.truth(shared=True)[rows])
+        layer.destroy()
+        return worst
 
 
 @pytest.mark.parametrize("split", [(2, 1), (2, 2)], ids=str)

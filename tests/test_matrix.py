@@ -1,13 +1,13 @@
 """Every pairing in the catalog: the combinatorial test. Skips are rejections.
 
-Each experts part is proven on smoke and a third of its cases; with what else it goes, on smoke and
-an eighth. `make verify` proves all.
+Each experts part is proven on smoke and a sixth of its cases; with what else it goes, on smoke and
+a sixteenth. `make verify` proves all.
 """
 
 from collections.abc import Callable
 
 import pytest
-from shares import proven_here, tree_hash
+from shares import drawn_once, proven_here, tree_hash
 
 from modular_kernel.catalog import check_all, this_machine
 from modular_kernel.testing import Case, pairings, prove
@@ -16,8 +16,8 @@ from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()
-PAIRINGS = pairings(MACHINE)
-PROVEN = proven_here(PAIRINGS, MACHINE, tree_hash())
+PAIRINGS = drawn_once("pairings", MACHINE, lambda: pairings(MACHINE))
+PROVEN = drawn_once("proven", MACHINE, lambda: proven_here(PAIRINGS, MACHINE, tree_hash()))
 CASES = [case for cases in PROVEN.values() for case in cases]
 
 
@@ -27,7 +27,7 @@ def test_proven(case: Case, machine: Machine) -> None:
     assert proof.passed, str(proof)
 
 
-def test_every_experts_part_is_proven_on_a_third_of_its_cases_or_more() -> None:
+def test_every_experts_part_is_proven_on_a_sixth_of_its_cases_or_more() -> None:
     most = {
         experts: max(
             len(cases) / len(draw(*pair, MACHINE)[1])
@@ -37,7 +37,7 @@ def test_every_experts_part_is_proven_on_a_third_of_its_cases_or_more() -> None:
         for _, experts in PAIRINGS
     }
     assert most
-    assert min(most.values()) > 0.28  # the share is by hash
+    assert min(most.values()) > 0.14  # the share is by hash
 
 
 @pytest.mark.parametrize("pairing", PAIRINGS, ids="+".join)

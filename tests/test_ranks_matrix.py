@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import rank_parts as parts
 import torch
+from shares import drawn_once
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.errors import ConfigurationError, IncompatibleError
@@ -52,7 +53,14 @@ def selection(prepare_finalize: str, experts: str, world_size: int) -> RankSelec
     return RankSelection(tuple(few), found.refused)
 
 
-SELECTIONS = [selection(*pair, world) for world in WORLDS for pair in rank_pairings(MACHINE, world)]
+PAIRINGS = drawn_once(
+    "rank-pairings", MACHINE, lambda: {world: rank_pairings(MACHINE, world) for world in WORLDS}
+)
+SELECTIONS = drawn_once(
+    "rank-cases",
+    MACHINE,
+    lambda: [selection(*pair, world) for world in WORLDS for pair in PAIRINGS[world]],
+)
 CASES = [case for found in SELECTIONS for case in found.cases]
 REFUSED = [pair for found in SELECTIONS for pair in found.refused]
 
@@ -69,7 +77,7 @@ def test_what_is_refused_has_a_reason() -> None:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_there_are_pairings_and_every_kind_of_case(world_size: int) -> None:
-    pairs = rank_pairings(MACHINE, world_size)
+    pairs = PAIRINGS[world_size]
     assert len({pf for pf, _ in pairs}) >= 3
     cases = [case for case in CASES if case.world_size == world_size]
     assert {placement_name(case.problem.placement) for case in cases} == set(PLACEMENTS)

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_ranks_matrix import CASES
+from test_ranks_matrix import CASES, PAIRINGS
 
 from modular_kernel.catalog import load_catalog, this_machine
 from modular_kernel.tensors import Handle
@@ -21,13 +21,12 @@ from modular_kernel.testing.call_mutants.rank_operators import (
     build_mutant,
     build_on_last_rank,
 )
-from modular_kernel.testing.cases.ranks import rank_cases_for, rank_pairings
+from modular_kernel.testing.cases.ranks import rank_cases_for
 from modular_kernel.testing.ranks.pool import RankPool
 from modular_kernel.testing.verify.over_ranks import prove_ranks
 from modular_kernel.types import Parallel, Problem
 
 MACHINE = this_machine(device="cpu")
-PAIRINGS = rank_pairings(MACHINE, 2)
 # More ranks than two make a difference to who has it and whose rows are whose.
 OF_FOUR = ("rank_block_offset", "peer_counts_swapped", "contribution_twice", "idle_rank_rests")
 # Where input is replicated nothing is counted, and no rank is without tokens alone.
@@ -62,7 +61,7 @@ def triples(world_size: int) -> list[object]:
     four ranks in plain torch alone."""
     found = [
         (pairing, mutant)
-        for pairing in PAIRINGS
+        for pairing in PAIRINGS[2]
         for mutant in RANK_MUTANTS
         if occurs(pairing, mutant)
         and mutant.name in OF_INTERPRETED.get(pairing[1], (mutant.name,))
@@ -95,7 +94,7 @@ def test_killed_on_four_ranks(
 
 
 def test_defects_occur_exactly_where_they_can() -> None:
-    for pairing in PAIRINGS:
+    for pairing in PAIRINGS[2]:
         cases = rank_cases_for(*pairing, MACHINE, 2).cases
         for mutant in RANK_MUTANTS:
             assert any(map(mutant.applies, cases)) == occurs(pairing, mutant), mutant.name

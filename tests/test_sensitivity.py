@@ -4,7 +4,7 @@ Where a defect is put into a case of test_matrix, that file shows that the case 
 """
 
 import pytest
-from test_matrix import CASES
+from test_matrix import CASES, PAIRINGS
 
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import IncompatibleError
@@ -14,7 +14,6 @@ from modular_kernel.testing import (
     Case,
     Proof,
     command,
-    pairings,
     prove,
     sensitivity,
 )
@@ -22,7 +21,6 @@ from modular_kernel.testing.cases.lists import BASE, cases_by_axes
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()
-PAIRINGS = pairings(MACHINE)
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 HERE = [mutant for mutant in MUTANTS if mutant.device in (None, MACHINE.device)]
 

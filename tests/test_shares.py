@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from shares import EIGHTH, THIRD, proven_here, share, tree_hash
+from shares import SIXTEENTH, SIXTH, proven_here, share, tree_hash
 
 from modular_kernel.testing import Case, cases_for
 from modular_kernel.testing.cases.lists import BASE
@@ -19,18 +19,18 @@ PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
 
 def test_equal_trees_have_equal_shares() -> None:
     assert tree_hash() == tree_hash.__wrapped__()
-    assert share(CASES, EIGHTH, "one") == share(CASES, EIGHTH, "one")
-    assert share(CASES, EIGHTH, "one") != share(CASES, EIGHTH, "other")
+    assert share(CASES, SIXTEENTH, "one") == share(CASES, SIXTEENTH, "one")
+    assert share(CASES, SIXTEENTH, "one") != share(CASES, SIXTEENTH, "other")
 
 
 def test_a_share_is_about_its_part_in_the_order_of_the_list() -> None:
-    found = share(CASES, EIGHTH, "one")
-    assert len(CASES) / 16 < len(found) < len(CASES) / 4
+    found = share(CASES, SIXTEENTH, "one")
+    assert len(CASES) / 32 < len(found) < len(CASES) / 8
     assert list(found) == sorted(found, key=CASES.index)
 
 
 def test_each_case_has_its_tree() -> None:
-    trees = [share(CASES, EIGHTH, str(tree)) for tree in range(150)]
+    trees = [share(CASES, SIXTEENTH, str(tree)) for tree in range(150)]
     assert set().union(*trees) == set(CASES)
 
 
@@ -47,6 +47,6 @@ def test_an_experts_part_has_its_largest_share_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("shares.cases_for", alike)
     elsewhere = ("Elsewhere", PAIR[1])
     found = proven_here([PAIR, elsewhere], machine, "one")
-    assert found[PAIR] == tuple(dict.fromkeys((*smoke, *share(full, THIRD, "one"))))
-    assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, EIGHTH, "one"))))
+    assert found[PAIR] == tuple(dict.fromkeys((*smoke, *share(full, SIXTH, "one"))))
+    assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, SIXTEENTH, "one"))))
     assert len(found[elsewhere]) < len(found[PAIR]) < len(full) / 2 + len(smoke)
