@@ -12,7 +12,7 @@ An annotation is the one place that says what a field may be. A bool is no int, 
 and a float is finite. Nothing is checked while torch.compile traces a caller.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
@@ -72,6 +72,21 @@ def expect(what: str, value: object, kind: Any) -> None:
     test, need = _test(kind)
     if not test(value):
         raise ConfigurationError(what, got=shown(value), need=need)
+
+
+def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
+    """Return what a caller lists, each as the annotation `kind` says; else ConfigurationError.
+
+    The error shows the first that is not, or what is no list of anything.
+    """
+    test, need = _test(kind)
+    if not isinstance(values, Iterable):
+        raise ConfigurationError(what, got=shown(values), need=f"a sequence, each {need}")
+    found = tuple(values)
+    for value in found:
+        if not test(value):
+            raise ConfigurationError(what, got=f"{shown(value)} among them", need=f"each {need}")
+    return found
 
 
 def shown(value: object) -> object:

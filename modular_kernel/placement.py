@@ -18,8 +18,8 @@ from typing import Annotated
 
 import torch
 
-from modular_kernel.errors import ConfigurationError, ShapeError
-from modular_kernel.fields import Between, Count, check_fields, expect, shown
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
+from modular_kernel.fields import MOST, Between, Count, check_fields, expect, expect_each
 from modular_kernel.printable import counted
 
 # Tables on the host have a place for each.
@@ -80,10 +80,11 @@ class Placement:
         Slots of a rank are 0, 1, ... without gaps.
         """
         expect("placement: ranks", world_size, Experts)
-        rows = tuple(map(tuple, table))
-        expect("placement: rank and slot of each expert", rows, tuple[tuple[int, int], ...])
+        what = "placement: rank and slot of each expert"
         slots: list[dict[int, int]] = [{} for _ in range(world_size)]
-        for expert, (rank, slot) in enumerate(table):
+        for expert, place in enumerate(expect_each(what, table, Sequence)):
+            expect(what, tuple(place), tuple[int, int])
+            rank, slot = place
             if not 0 <= rank < world_size or slot in slots[rank]:
                 need = f"a rank in [0, {world_size}) and a slot of its own"
                 raise ConfigurationError(f"placement: expert {expert}", got=(rank, slot), need=need)
@@ -100,12 +101,12 @@ class Placement:
         >>> Placement.linear(4, 2).with_copies({0: [1]}).slots
         ((0, 1), (2, 3, 0))
         """
+        expect("copies", copies, Mapping)
+        expect_each("copies: experts", copies, Annotated[int, Between(0, self.experts - 1)])
         slots = [list(held) for held in self.slots]
         for expert, ranks in copies.items():
-            for rank in ranks:
-                if not 0 <= rank < self.world_size or not 0 <= expert < self.experts:
-                    need = f"experts in [0, {self.experts}), ranks in [0, {self.world_size})"
-                    raise ConfigurationError("copies", got={expert: tuple(ranks)}, need=need)
+            a_rank = Annotated[int, Between(0, self.world_size - 1)]
+            for rank in expect_each(f"copies of expert {expert}: ranks", ranks, a_rank):
                 slots[rank].append(expert)
         return Placement(tuple(map(tuple, slots)))
 
@@ -118,11 +119,7 @@ class Placement:
         >>> Placement.linear(4, 3).with_copies({0: [2], 1: [1]}).without([0]).slots
         ((2, 1), (3, 0))
         """
-        lost = tuple(ranks)
-        for rank in lost:
-            if rank not in range(self.world_size):
-                need = f"in [0, {self.world_size})"
-                raise ConfigurationError("lost rank", got=shown(rank), need=need)
+        lost = expect_each("lost ranks", ranks, Annotated[int, Between(0, self.world_size - 1)])
         kept = tuple(held for rank, held in enumerate(self.slots) if rank not in lost)
         gone = sorted(set(range(self.experts)).difference(*kept))
         if gone or not kept:
@@ -145,8 +142,10 @@ class Placement:
         ((0, 1), (2, 0))
         """
         expect("placement: ranks", ranks, Experts)
-        physical = tuple(physical_to_logical)
-        expect("physical_to_logical", physical, tuple[int, ...])
+        expect("join", join, bool)
+        physical = expect_each(
+            "physical_to_logical", physical_to_logical, Annotated[int, Between(0, MOST)]
+        )
         each, rest = divmod(len(physical), ranks)
         if rest or not each:
             need = f"as many for each of {counted(ranks, 'rank')}"
@@ -199,8 +198,7 @@ class Placement:
 
         With copies several ranks name an expert, and each would compute it: see `pairs_to_slots`.
         """
-        if rank not in range(self.world_size):
-            raise ConfigurationError("rank", got=shown(rank), need=f"in [0, {self.world_size})")
+        expect("rank", rank, Annotated[int, Between(0, self.world_size - 1)])
         slots = dict.fromkeys(range(self.experts), -1)
         slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
         return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(device)
@@ -213,6 +211,8 @@ class Placement:
         near: ranks by their distance, the nearest first (`near_ranks`). Pairs of an expert go to
         its copies on the first of these that have one; () is all copies alike.
         """
+        for ranks in expect_each("near", near, Sequence):
+            expect_each("near: ranks", ranks, int)
         most = max(map(len, self.homes))
         found = [_nearest(homes, near) for homes in self.homes]
         padded = [(*homes, *[homes[0]] * (most - len(homes))) for homes in found]
@@ -226,6 +226,8 @@ Homes = tuple[tuple[int, int], ...]
 
 def near_ranks(rank: int, ranks_per_host: int | None = None) -> tuple[Sequence[int], ...]:
     """Return `rank`, then the ranks of its host where there are several, in blocks of so many."""
+    expect("rank", rank, Annotated[int, Between(0, MOST)])
+    expect("ranks of a host", ranks_per_host, Count | None)
     if ranks_per_host is None:
         return ((rank,),)
     first = rank // ranks_per_host * ranks_per_host
@@ -273,6 +275,9 @@ def pairs_to_slots(
     ranks that see the same tokens agree. together: copy (t + first_token) % R, for rows that
     travel: fewer ranks need a token's row.
     """
+    expect("topk_ids", topk_ids_TK, torch.Tensor)
+    if topk_ids_TK.dtype not in (torch.int32, torch.int64):
+        raise DtypeError("topk_ids", got=topk_ids_TK.dtype, need="torch.int32 or torch.int64")
     if topk_ids_TK.dim() != 2:
         raise ShapeError("topk_ids", got=tuple(topk_ids_TK.shape), need="(T, K)")
     experts = tables.copies_E.numel()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from modular_kernel import Parallel, Problem
-from modular_kernel.errors import ConfigurationError, ShapeError
+from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
 from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
 
 
@@ -54,7 +54,23 @@ def test_copies_lie_behind_what_is_there() -> None:
         (lambda: Placement.linear(4, 2).with_copies({4: (0,)}), "copies"),
         (lambda: Placement.linear(4, 2).with_copies({0: (2,)}), "copies"),
         (lambda: Placement.linear(4, 2).with_copies({0: (0,)}), "rank 0"),
-        (lambda: Placement.linear(4, 2).without([2]), "lost rank: got 2, need in \\[0, 2\\)"),
+        (lambda: Placement.linear(4, 2).without([2]), "lost ranks: got 2 among them"),
+        (lambda: Placement.linear(4, 2).without(0), "lost ranks: got 0, need a sequence, each an"),
+        (lambda: Placement.linear(4, 2).without([0.0]), "lost ranks: got 0.0 among them"),
+        (lambda: Placement.linear(4, 2).without([True]), "lost ranks: got True among them"),
+        (lambda: Placement.linear(4, 2).with_copies(None), "copies: got None"),
+        (lambda: Placement.linear(4, 2).with_copies({0: 1}), "copies of expert 0: ranks: got 1,"),
+        (lambda: Placement.linear(4, 2).with_copies({0: [0.5]}), "got 0.5 among them"),
+        (lambda: Placement.linear(4, 2).with_copies({"0": [1]}), "copies: experts: got '0' among"),
+        (lambda: Placement.linear(4, 2).expert_map(0.0), "rank: got 0.0"),
+        (lambda: Placement.linear(4, 2).tables(near=[1]), "near: got 1 among them"),
+        (lambda: Placement.of_table(5, 2), "slot of each expert: got 5, need a sequence"),
+        (lambda: Placement.of_table([(0, 0.5)], 1), "slot of each expert: got tuple, need a tuple"),
+        (lambda: Placement.from_eplb(None, 2), "physical_to_logical: got None, need a sequence"),
+        (lambda: Placement.from_eplb([0, 1], 2, join=1), "join: got 1, need True or False"),
+        (lambda: near_ranks(0, 0), "ranks of a host: got 0"),
+        (lambda: near_ranks(-1, 4), "rank: got -1"),
+        (lambda: pairs_to_slots(None, Placement.linear(4, 2).tables()), "topk_ids: got None"),
         (lambda: Placement.linear(5, 2).without([0]), "ranks 0: got no copy of experts 0, 1, 2,"),
         (lambda: Placement.linear(4, 2).without([0, 1]), "no copy of experts 0, 1, 2, 3,"),
         (lambda: Placement.from_eplb([0, 1, 2], 2), "physical experts: got 3, need as many"),
@@ -73,6 +89,11 @@ def test_copies_lie_behind_what_is_there() -> None:
 def test_what_is_no_placement_is_refused(make: object, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         make()  # type: ignore[operator]
+
+
+def test_ids_of_another_dtype_are_refused() -> None:
+    with pytest.raises(DtypeError, match=r"topk_ids: got torch.float32, need torch.int32 or"):
+        pairs_to_slots(torch.full((2, 1), 1.7), Placement.linear(4, 2).tables())
 
 
 def test_a_problem_knows_the_experts_of_its_rank() -> None:
@@ -113,7 +134,7 @@ def test_copies_take_turns() -> None:
 
 def test_ids_have_two_dimensions() -> None:
     with pytest.raises(ShapeError, match="topk_ids"):
-        pairs_to_slots(torch.zeros(4), Placement.linear(2, 1).tables())
+        pairs_to_slots(torch.zeros(4, dtype=torch.int32), Placement.linear(2, 1).tables())
 
 
 def test_copies_that_are_near_come_first() -> None:
