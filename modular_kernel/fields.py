@@ -80,9 +80,11 @@ def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
     The error shows the first that is not, or what is no list of anything.
     """
     test, need = _test(kind)
-    if not isinstance(values, Iterable):
+    listed = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    # A tensor without dimensions says that it can be iterated over, too.
+    if not listed or getattr(values, "ndim", 1) == 0:
         raise ConfigurationError(what, got=shown(values), need=f"a sequence, each {need}")
-    found = tuple(values)
+    found = tuple(cast("Iterable[object]", values))
     for value in found:
         if not test(value):
             raise ConfigurationError(what, got=f"{shown(value)} among them", need=f"each {need}")

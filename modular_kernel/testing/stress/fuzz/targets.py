@@ -11,6 +11,7 @@ from modular_kernel.testing.stress.fuzz import (
     facts,
     files,
     outside,
+    placements,
 )
 from modular_kernel.testing.stress.fuzz.outcome import FuzzOutcome, attempt
 
@@ -21,8 +22,9 @@ TARGETS: tuple[tuple[Target, int], ...] = (
     (calls.right_call, 18),
     (calls.changed_call, 23),
     (calls.nan_call, 5),
-    (facts.problem_fields, 14),
+    (facts.problem_fields, 13),
     (facts.small_facts, 5),
+    (placements.placements, 1),
     (facts.judges, 7),
     (outside.fused_experts, 8),
     (outside.importers, 4),

@@ -1,0 +1,61 @@
+"""Placements: where experts live, from junk and from lists of junk."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
+from modular_kernel.testing.stress.fuzz.facts import JUNK, word
+from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
+
+_BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
+_TABLES = _BASE.tables()
+_CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
+    ("Placement", Placement, 1),
+    ("linear", Placement.linear, 2),
+    ("round_robin", Placement.round_robin, 2),
+    ("of_table", Placement.of_table, 2),
+    ("from_eplb", Placement.from_eplb, 2),
+    ("without", _BASE.without, 1),
+    ("with_copies", _BASE.with_copies, 1),
+    ("expert_map", _BASE.expert_map, 1),
+    ("tables", lambda near: _BASE.tables(near=near), 1),
+    ("near_ranks", near_ranks, 2),
+    ("pairs_to_slots", lambda ids: pairs_to_slots(ids, _TABLES), 1),
+)
+
+
+def placements(rng: Random) -> FuzzOutcome:
+    """Everything that makes a placement or asks one, with junk, lists of it and maps of it."""
+    name, call, most = rng.choice(_CALLS)
+    arguments = [_drawn(rng) for _ in range(most)]
+    what = f"{name}({', '.join(map(_words, arguments))})"
+    found = attempt(what, lambda: call(*arguments))
+    if isinstance(found, FuzzOutcome):
+        return found
+    if any(_has_no_number(given) for given in arguments):
+        return FuzzOutcome(ACCEPTED, what)
+    return FuzzOutcome(RIGHT, what)
+
+
+def _drawn(rng: Random) -> Any:
+    """Junk, numbers that may fit, or several in a list, a tuple, a map or a list of lists."""
+    value = rng.choice((rng.choice(JUNK), rng.randrange(-1, 7)))
+    several = [rng.choice((rng.randrange(0, 3), value)) for _ in range(rng.randrange(4))]
+    kinds = (value, value, several, tuple(several), [several], (tuple(several),))
+    return rng.choice((*kinds, {rng.randrange(6): several}))
+
+
+def _words(given: Any) -> str:
+    if isinstance(given, list | tuple) and len(given) < 5:
+        return f"[{', '.join(map(_words, given))}]"
+    return word(given)
+
+
+def _has_no_number(given: Any) -> bool:
+    """Whether it holds a bool, a float or a text, anywhere: none is a rank or an expert."""
+    if isinstance(given, dict):
+        given = [*given, *given.values()]
+    if isinstance(given, list | tuple):
+        return any(map(_has_no_number, given))
+    return isinstance(given, bool | float | complex | str | bytes)
