@@ -12,7 +12,7 @@ An annotation is the one place that says what a field may be. A bool is no int, 
 and a float is finite. Nothing is checked while torch.compile traces a caller.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cache
@@ -80,7 +80,7 @@ def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
     The error shows the first that is not, or what is no list of anything.
     """
     test, need = _test(kind)
-    listed = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+    listed = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
     # A tensor without dimensions says that it can be iterated over, too.
     if not listed or getattr(values, "ndim", 1) == 0:
         raise ConfigurationError(what, got=shown(values), need=f"a sequence, each {need}")

@@ -102,7 +102,7 @@ class Placement:
         ((0, 1), (2, 3, 0))
         """
         expect("copies", copies, Mapping)
-        expect_each("copies: experts", copies, Annotated[int, Between(0, self.experts - 1)])
+        expect_each("copies: experts", [*copies], Annotated[int, Between(0, self.experts - 1)])
         slots = [list(held) for held in self.slots]
         for expert, ranks in copies.items():
             a_rank = Annotated[int, Between(0, self.world_size - 1)]

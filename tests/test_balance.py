@@ -124,7 +124,7 @@ def test_one_token_reaches_every_copy(top_k: int) -> None:
         (lambda: rebalance([1.0, 2.0, 3.0], [1, 1]), "slots of all ranks: got 2, need >= 3"),
         (lambda: rebalance([], [1]), "slots of all ranks: got 1, need >= 1, the experts"),
         (lambda: rebalance([1.0], []), "slots of all ranks: got 0"),
-        (lambda: rebalance([1.0], [0]), "slots: got tuple, need a tuple of an int >= 1"),
+        (lambda: rebalance([1.0], [0]), "slots: got 0 among them, need each an int >= 1"),
         (lambda: rebalance([1.0, -1.0], [2]), "load of expert 1: got -1.0, need >= 0"),
         (lambda: rebalance([float("nan")], [1]), "load of expert 0: got nan, need a finite"),
         (lambda: rank_loads([1.0], Placement.linear(2, 1)), "load: got 1, need 2 experts"),
@@ -143,6 +143,13 @@ def test_one_token_reaches_every_copy(top_k: int) -> None:
             "slots of host 1: got 2, need >= 3, the experts",
         ),
         (lambda: rebalance([1.0] * 2, [2], hosts=0), "hosts: got 0"),
+        (lambda: rebalance({1.0}, [2]), "load: got set, need a list"),
+        (lambda: rank_loads([1.0], None), "placement: got None, need a Placement"),
+        (
+            lambda: rank_loads([1.0], Placement.linear(1, 1), ranks_per_host=0),
+            "ranks_per_host: got 0, need an int >= 1",
+        ),
+        (lambda: moves(None, Placement.linear(1, 1)), "old placement: got None, need a Placement"),
         (lambda: count(torch.zeros(1, 1, dtype=torch.int32), 0), "experts: got 0"),
     ],
 )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError
-from modular_kernel.fields import Count, expect
+from modular_kernel.fields import Count, expect, expect_each
 from modular_kernel.placement import Experts, Placement
 from modular_kernel.tensors import dense
 from modular_kernel.types import dtype_name
@@ -51,10 +51,11 @@ def rank_loads(
     (3.0, 3.0, 6.0, 0.0)
     """
     _check_load(load)
+    expect("placement", placement, Placement)
     if len(load) != placement.experts:
         raise ConfigurationError("load", got=len(load), need=f"{placement.experts} experts")
-    each = ranks_per_host or placement.world_size
-    expect("ranks_per_host", each, Count)
+    expect("ranks_per_host", ranks_per_host, Count | None)
+    each = placement.world_size if ranks_per_host is None else ranks_per_host
     if placement.world_size % each:
         need = f"a divisor of {placement.world_size} ranks"
         raise ConfigurationError("ranks_per_host", got=each, need=need)
@@ -96,8 +97,7 @@ def rebalance(
     ((0, 1), (3, 2))
     """
     _check_load(load)
-    sizes = tuple(slots) if hasattr(slots, "__iter__") else slots
-    expect("slots", sizes, tuple[Count, ...])
+    sizes = expect_each("slots", slots, Count)
     expect("old placement", old, Placement | None)
     experts_of_H = _on_hosts(load, len(sizes), hosts, groups)
     held: list[list[int]] = []
@@ -157,6 +157,8 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     >>> moves(Placement.linear(4, 2), Placement.round_robin(4, 2))
     (Move(expert=2, source=(1, 0), target=(0, 1)), Move(expert=1, source=(0, 1), target=(1, 0)))
     """
+    expect("old placement", old, Placement)
+    expect("new placement", new, Placement)
     if (old.experts, old.world_size) != (new.experts, new.world_size):
         got = f"{new.experts} experts on {new.world_size} ranks"
         need = f"{old.experts} experts on {old.world_size} ranks, as before"
@@ -175,7 +177,7 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
 
 
 def _check_load(load: Sequence[float]) -> None:
-    if not hasattr(load, "__len__"):
+    if not isinstance(load, Sequence) or isinstance(load, str | bytes):
         raise ConfigurationError("load", got=type(load).__name__, need="a list, as tolist() gives")
     for expert, amount in enumerate(load):
         expect(f"load of expert {expert}", amount, float)

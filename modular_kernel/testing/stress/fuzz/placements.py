@@ -4,6 +4,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
+from modular_kernel.layers.balance import moves, rank_loads, rebalance
 from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
 from modular_kernel.testing.stress.fuzz.facts import JUNK, word
 from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
@@ -21,6 +22,11 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("expert_map", _BASE.expert_map, 1),
     ("tables", lambda near: _BASE.tables(near=near), 1),
     ("near_ranks", near_ranks, 2),
+    ("rank_loads", lambda load, hosts: rank_loads(load, _BASE, ranks_per_host=hosts), 2),
+    ("rank_loads of", lambda placement: rank_loads([1.0] * 6, placement), 1),
+    ("rebalance", rebalance, 2),
+    ("rebalance by hosts", lambda hosts, n: rebalance([1] * 6, [3] * 3, hosts=hosts, groups=n), 2),
+    ("moves", moves, 2),
     ("pairs_to_slots", lambda ids: pairs_to_slots(ids, _TABLES), 1),
 )
 
@@ -33,7 +39,8 @@ def placements(rng: Random) -> FuzzOutcome:
     found = attempt(what, lambda: call(*arguments))
     if isinstance(found, FuzzOutcome):
         return found
-    if any(_has_no_number(given) for given in arguments):
+    loads = name in ("rank_loads", "rebalance")  # a load may be a float
+    if any(_has_no_number(given) for given in arguments[loads:]):
         return FuzzOutcome(ACCEPTED, what)
     return FuzzOutcome(RIGHT, what)
 
