@@ -317,7 +317,7 @@ def test_threads_take_turns_with_a_plan() -> None:
     given = [(x_TH.roll(i, 0), weights, routing) for i, (x_TH, weights, routing) in enumerate(made)]
     wrong: list[int] = []
     threads = [
-        threading.Thread(target=lambda i=i: wrong.append(_work(plan, given[i], 100)))
+        threading.Thread(target=lambda i=i: wrong.append(_work(plan, given[i], 25)))
         for i in range(8)
     ]
     for thread in threads:
