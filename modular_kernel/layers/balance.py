@@ -176,7 +176,7 @@ def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     return tuple(found)
 
 
-def _check_load(load: Sequence[float]) -> None:
+def _check_load(load: object) -> None:
     if not isinstance(load, Sequence) or isinstance(load, str | bytes):
         raise ConfigurationError("load", got=type(load).__name__, need="a list, as tolist() gives")
     for expert, amount in enumerate(load):
