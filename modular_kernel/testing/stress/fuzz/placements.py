@@ -1,16 +1,27 @@
 """Placements: where experts live, from junk and from lists of junk."""
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
-from modular_kernel.layers.balance import moves, rank_loads, rebalance
 from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
 from modular_kernel.testing.stress.fuzz.facts import JUNK, word
 from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
+from modular_kernel.testing.stress.fuzz.outside import named
 
 _BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
 _TABLES = _BASE.tables()
+
+
+def _balance(name: str, *given: Any, **options: Any) -> Any:
+    return named(f"modular_kernel.layers.balance:{name}")(*given, **options)
+
+
+def _by_hosts(hosts: Any, groups: Any) -> Any:
+    return _balance("rebalance", [1] * 6, [3] * 3, hosts=hosts, groups=groups)
+
+
 _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("Placement", Placement, 1),
     ("linear", Placement.linear, 2),
@@ -22,11 +33,15 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("expert_map", _BASE.expert_map, 1),
     ("tables", lambda near: _BASE.tables(near=near), 1),
     ("near_ranks", near_ranks, 2),
-    ("rank_loads", lambda load, hosts: rank_loads(load, _BASE, ranks_per_host=hosts), 2),
-    ("rank_loads of", lambda placement: rank_loads([1.0] * 6, placement), 1),
-    ("rebalance", rebalance, 2),
-    ("rebalance by hosts", lambda hosts, n: rebalance([1] * 6, [3] * 3, hosts=hosts, groups=n), 2),
-    ("moves", moves, 2),
+    (
+        "rank_loads",
+        lambda load, hosts: _balance("rank_loads", load, _BASE, ranks_per_host=hosts),
+        2,
+    ),
+    ("rank_loads of", lambda placement: _balance("rank_loads", [1.0] * 6, placement), 1),
+    ("rebalance", partial(_balance, "rebalance"), 2),
+    ("rebalance by hosts", _by_hosts, 2),
+    ("moves", partial(_balance, "moves"), 2),
     ("pairs_to_slots", lambda ids: pairs_to_slots(ids, _TABLES), 1),
 )
 
