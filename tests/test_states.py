@@ -11,6 +11,7 @@ import pytest
 from run_mk import run_mk
 
 from modular_kernel import states
+from modular_kernel.cli import doctor
 from modular_kernel.states import State
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -213,3 +214,14 @@ def test_doctor_and_profile_say_them_all(
     assert [state["name"] for state in json.loads(path.read_text())["states"]] == NAMES
     (page,) = tmp_path.glob("*.html")
     assert why in page.read_text()
+
+
+def test_doctor_says_what_a_good_state_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", sys.executable)
+    told: list[dict[str, Any]] = run_mk(capsys, "doctor", "--json").json["states"]
+    good = [(state["name"], state["word"]) for state in told if not state["why"]]
+    assert {"packages", "C compiler", "caches", "variables"} <= {name for name, _ in good}
+    shown = run_mk(capsys, "doctor").out
+    assert [state for state in good if doctor._MEANS[state] not in shown] == []

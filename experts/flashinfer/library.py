@@ -29,7 +29,7 @@ FLASHINFER = Provider(
         ("fused_moe/core.py", "use_fused_finalize"),
     ),
     need="FlashInfer 0.6.16 or newer, with cutlass_fused_moe_workspace_size",
-    source="pip install flashinfer-python (0.7.2 was read), and its kernels built beforehand",
+    source="pip install flashinfer-python (written for 0.7.2), and build its kernels before",
     version_file="_build_meta.py",
 )
 

@@ -24,6 +24,16 @@ _EXTRAS = {
     "transformers": "mk demo and the integration with transformers",
     "matplotlib": "plots of benchmarks",
 }
+# Name and word of a state that is as it should be -> what the word says.
+_MEANS = {
+    ("replay", "on"): "plans repeat their launches without the parts' host code",
+    ("interpreter", "on"): "Triton kernels run on the CPU",
+    ("interpreter", "off"): "Triton kernels are compiled",
+    ("packages", "ours"): "the parts imported are those of this installation",
+    ("C compiler", "found"): "Triton builds launchers with it",
+    ("caches", "kept"): "what is measured and compiled is kept between runs",
+    ("variables", "known"): "every MK_ variable that is set means something",
+}
 
 
 @dataclass(frozen=True)
@@ -209,7 +219,8 @@ def _print_text(report: DoctorReport) -> None:
     output.table(("gpu", "name", "arch", "GiB", "SMs"), gpus)
     if not gpus:
         output.line("No CUDA device.")
-    output.table(("state", "", "why"), [(s.name, s.word, s.why) for s in report.states])
+    states = [(s.name, s.word, s.why or _MEANS.get((s.name, s.word), "")) for s in report.states]
+    output.table(("state", "", "which means, or why"), states)
     links = report.peer_access
     rows = [(f"gpu {i}", *("yes" if ok else "no" for ok in row)) for i, row in enumerate(links)]
     output.table(("reads from", *(f"gpu {i}" for i in range(len(links)))), rows)

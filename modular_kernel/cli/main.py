@@ -42,24 +42,25 @@ app = typer.Typer(
 )
 
 
-def _verb(name: str, function: Callable[..., None]) -> None:
-    app.command(name, context_settings=_HELP)(function)
+def _verb(name: str, short: str, function: Callable[..., None]) -> None:
+    """Register a verb. short: its line of `mk --help`, which would cut the docstring's first."""
+    app.command(name, context_settings=_HELP, short_help=short)(reports_errors(function))
 
 
-_verb("list", reports_errors(list_parts))
-_verb("models", reports_errors(list_models))
-_verb("check", reports_errors(flattened(check)))
-_verb("test", reports_errors(flattened(verify)))
-_verb("profile", reports_errors(flattened(profile)))
-_verb("bench", reports_errors(flattened(bench)))
-_verb("exchange", reports_errors(flattened(exchange)))
-_verb("tune", reports_errors(flattened(tune)))
-_verb("compose", reports_errors(flattened(compose)))
-_verb("plan", reports_errors(flattened(plan)))
-_verb("report", reports_errors(report))
-_verb("compile", reports_errors(compile_kernels))
-_verb("doctor", reports_errors(doctor))
-_verb("demo", reports_errors(demo))
+_verb("list", "List every part, what it takes, and whether it can run here.", list_parts)
+_verb("models", "List the models that --model takes by name.", list_models)
+_verb("check", "Judge a pair, or every pair, for a problem and a machine.", flattened(check))
+_verb("test", "Verify a pair, or every pair, against a float64 oracle.", flattened(verify))
+_verb("profile", "Trace a pair, and compare each stage with its floor.", flattened(profile))
+_verb("bench", "Time our pairs and your own layers beside the floor.", flattened(bench))
+_verb("exchange", "Time dispatch and combine alone, over ranks.", flattened(exchange))
+_verb("tune", "Measure launches on this GPU and keep the fastest.", flattened(tune))
+_verb("compose", "Choose the fastest valid pair for each number of tokens.", flattened(compose))
+_verb("plan", "Estimate a layer over 1 to 4096 ranks; nothing is run.", flattened(plan))
+_verb("report", "Write the support matrix and the benchmarks as one HTML file.", report)
+_verb("compile", "Compile the kernels for a GPU; show registers and spills.", compile_kernels)
+_verb("doctor", "Show versions, devices, and what is absent.", doctor)
+_verb("demo", "Run four small models with transformers' experts and ours.", demo)
 
 
 def _print_version(wanted: bool) -> None:

@@ -92,15 +92,15 @@ def plan(
     ] = None,
     as_json: AsJson = None,
 ) -> None:
-    """Estimate a layer's time in worlds of 1 to 4096 ranks, for each pairing; nothing is run.
+    """Estimate a layer's time over 1 to 4096 ranks, for each pairing; nothing is run.
 
-    An analytic model: experts by what they move and compute and a measured efficiency, exchanges by
-    latency and bytes over links. --tokens is of each rank. Formulas, what was fitted to which rows
-    and how far off it is: docs/sizing.md; `mk plan --compare docs/benchmarks/h200-layers.json
-    --compare docs/benchmarks/h200-exchange.json` prints the errors.
+    An analytic model: experts by what they move and compute, at a measured efficiency; exchanges by
+    latency and bytes over links. --tokens counts those of one rank. Formulas, what was fitted to
+    which rows and how far off it is: docs/sizing.md. To print the errors: `mk plan --compare
+    docs/benchmarks/h200-layers.json --compare docs/benchmarks/h200-exchange.json`.
 
-    Exits with 1 if no pairing has an estimate, or if a compared cell that was neither fitted nor
-    timed with its host is more than 25 % off; 2 is bad usage.
+    Exits with 1 if no pairing has an estimate, or if a compared row that was neither fitted nor
+    timed eagerly is more than 25 % off; 2 is bad usage.
     """
     if compare:
         _compare(compare, as_json=as_json)

@@ -17,7 +17,7 @@ FLASHINFER_ALL2ALL = Provider(
         ("comm/mnnvl.py", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
     ),
     need="FlashInfer 0.6.16 or newer, with comm.MoeAlltoAll",
-    source="pip install flashinfer-python (0.7.2 was read)",
+    source="pip install flashinfer-python (written for 0.7.2)",
     version_file="_build_meta.py",
 )
 
