@@ -76,7 +76,7 @@ def registration(name: str = "modular_kernel") -> "Registration":
     found = ALL_EXPERTS_FUNCTIONS.get(name)
     if isinstance(found, Registration):
         return found
-    raise ConfigurationError("experts implementation", got=name, need="a name given to register")
+    raise ConfigurationError("experts implementation", got=name, need="a name given to register()")
 
 
 @dataclass
