@@ -176,6 +176,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "q": lambda q: q[:, :160].contiguous(),
         "w": lambda w: w[:, :, :160].contiguous(),
     },
+    "weights without experts": {"w": lambda w: w[0]},
     "N off 128": {"w": lambda w: w[:, :200].contiguous()},
     "a matrix of 64 rows": {"factors": lambda f: torch.ones(3, 4)},
     "rows of another depth": {"q": lambda q: q[:, :128].contiguous()},
