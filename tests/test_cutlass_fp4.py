@@ -209,10 +209,13 @@ INSIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted(name: str) -> None:
-    for gemm, error in ((fp4_gemm, InputError), (stand_in.fp4_gemm, RuntimeError)):
+    for gemm, error, match in (
+        (fp4_gemm, InputError, "need"),
+        (stand_in.fp4_gemm, RuntimeError, "fp4_gemm"),
+    ):
         given = operands()
         given |= {field: change(given[field]) for field, change in PLANTED[name].items()}
-        with pytest.raises(error):
+        with pytest.raises(error, match=match):
             call(gemm, given)
 
 
