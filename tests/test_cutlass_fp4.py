@@ -203,6 +203,7 @@ INSIDE: dict[str, dict[str, Any]] = {
     "an end behind the rows": {"tiles": lambda t: t.index_fill(0, torch.tensor([10]), 201)},
     "a tile over another": {"tiles": lambda t: t.index_fill(0, torch.tensor(5), 100)},
     "two ends of one expert": {"tiles": lambda t: t.index_fill(0, torch.tensor(9), 129)},
+    "scales of weights with a sign": {"b_scale": lambda s: s | 0x80},
     "scales of rows that are not there": {"a_scale": lambda s: s.fill_(0x7F)},
 }
 

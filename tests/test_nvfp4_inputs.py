@@ -160,6 +160,22 @@ def test_scales_that_nothing_can_be_divided_by_are_refused(kind: str, tmp_path: 
         load_experts(sample.folder, 0, quantise_inputs=True)
 
 
+@pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
+def test_scales_with_a_sign_are_refused(kind: str, tmp_path: Path) -> None:
+    """Instructions of 4-bit operands take scales without one."""
+
+    def signed(tensors: Tensors) -> None:
+        name = next(name for name in tensors if name.endswith("1.w2.weight_scale"))
+        scale = tensors[name].view(torch.uint8).clone()
+        scale[5, 1] |= 0x80
+        tensors[name] = scale.view(torch.float8_e4m3fn)
+
+    sample = write(tmp_path, "mixtral", kind, change=signed)
+    with pytest.raises(WeightsError, match=r"experts\.1\.w2.*got -.*need numbers from 0 on"):
+        load_experts(sample.folder, 0, quantise_inputs=True)
+    load_experts(sample.folder, 0)  # whose kernels multiply by it
+
+
 @pytest.mark.parametrize("kind", ["bf16", "modelopt fp8", "compressed mxfp4"])
 def test_others_are_refused(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", kind)

@@ -222,7 +222,10 @@ def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
     assert w is not None
     assert scale is not None
     assert whole is not None
-    _check_scale(scale.float(), scale.float().isnan(), "numbers")
+    values = scale.float()
+    _check_scale(values, values.isnan(), "numbers")
+    if format.scheme.scales_by_expert:  # instructions of 4-bit operands take no sign
+        _check_scale(values, values < 0, "numbers from 0 on")
     factor = 1 / whole if format.method == "compressed-tensors" else whole
     usable = whole.isfinite() & factor.isfinite() & (factor >= 0)
     _check_scale(whole, ~usable, "a scale of a matrix from 0 on")
