@@ -61,7 +61,7 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
 
 
 def usable_inputs(scale: torch.Tensor, what: str) -> torch.Tensor:
-    """Static activation scales in float32; WeightsError unless values can be divided by each.
+    """Return static activation scales in float32; WeightsError if one cannot be divided by.
 
     They are multiplied by its inverse, which is infinite below 2^-128.
     """

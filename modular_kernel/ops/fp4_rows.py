@@ -131,16 +131,28 @@ def _check(
         raise ShapeError("rows to quantise", got=tuple(x.shape), need=f"(T, N) with N = {width}")
     if source_R is None and len(x) < rows:
         raise ShapeError("rows to quantise", got=len(x), need=f"{rows} or more")
-    if source_R is not None and tuple(source_R.shape) != (rows,):
-        raise ShapeError("sources of rows", got=tuple(source_R.shape), need=(rows,))
     if tuple(out.scale.shape) != (max_tiles, size):
         got = tuple(out.scale.shape)
         raise ShapeError("scales of tiles", got=got, need=(max_tiles, size))
     for name, tensor in (("rows to quantise", x), ("rows", out.q_RK), ("scales", out.scale)):
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="values side by side")
-    lines = {"tiles": tiles, "scales of experts": scale_e}
-    lines |= {} if source_R is None else {"sources of rows": source_R}
+    _check_lines(tiles, scale_e, out, source_R)
+    return max_tiles
+
+
+def _check_lines(
+    tiles: torch.Tensor, scale_e: torch.Tensor, out: Fp4Rows, source_R: torch.Tensor | None
+) -> None:
+    """Check what a kernel reads number by number, and the dtypes."""
+    lines, rows = {"tiles": tiles, "scales of experts": scale_e}, len(out.q_RK)
+    if source_R is not None:
+        lines["sources of rows"] = source_R
+        if tuple(source_R.shape) != (rows,):
+            raise ShapeError("sources of rows", got=tuple(source_R.shape), need=(rows,))
+    if tiles.numel() % 3 != 1:
+        need = "3 of each tile, and how many there are"
+        raise ShapeError("tiles", got=tuple(tiles.shape), need=need)
     for name, tensor in lines.items():
         if tensor.dim() != 1 or not tensor.is_contiguous():
             got = f"{tuple(tensor.shape)}, strides {tensor.stride()}"
@@ -149,7 +161,6 @@ def _check(
         dtype = _DTYPES[name]
         if tensor.dtype is not dtype:
             raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
-    return max_tiles
 
 
 def quantise_tiles_ref(
