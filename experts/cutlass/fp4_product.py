@@ -7,10 +7,12 @@ twin in plain torch, which asks for the same shapes, strides and alignment.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from experts.cutlass.fakes import any_matrix
+from experts.cutlass.objects import Kernel
 from experts.triton.operands import TMA_BYTES
 from modular_kernel import nvfp4
 from modular_kernel.errors import DtypeError, LayoutError, ShapeError
@@ -122,9 +124,8 @@ def fp4_gemm_ref(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tens
 _E4M3 = torch.float8_e4m3fn
 
 
-@cache
-def compiled() -> Callable[..., None]:
-    """Compile the kernel for sm_100a, a few seconds; no GPU is needed for it.
+def _compile(options: str) -> Any:
+    """Compile the kernel, a few seconds; no GPU is needed for it.
 
     The result takes tensors of any size, and launches on torch's current stream.
     """
@@ -148,8 +149,16 @@ def compiled() -> Callable[..., None]:
         *(cutlass.Int32(0) for _ in range(4)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    made: Callable[..., None] = cute.compile(Fp4Gemm(), *arguments, options="--enable-tvm-ffi")
-    return made
+    return cute.compile(Fp4Gemm(), *arguments, options=options)
+
+
+KERNEL = Kernel("fp4_gemm", "sm_100a", _compile)
+
+
+@cache
+def compiled() -> Callable[..., None]:
+    """Return the kernel for this process, loaded or compiled."""
+    return KERNEL.get()
 
 
 @cache

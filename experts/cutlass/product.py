@@ -5,11 +5,13 @@ on a CPU its twin in plain torch, which asks for the same shapes, strides and al
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 
 from experts.cutlass.fakes import any_matrix
+from experts.cutlass.objects import Kernel
 from experts.triton.operands import TMA_BYTES, Product
 from modular_kernel.errors import LayoutError, ShapeError
 from modular_kernel.ops.activation import gated_activation_ref
@@ -117,9 +119,8 @@ def block_gemm_ref(
             out[tile] = values.to(out.dtype)
 
 
-@cache
-def compiled(gated: bool) -> Callable[..., None]:
-    """Compile the kernel for sm_90a, about two seconds; no GPU is needed for it.
+def _compile(gated: bool, options: str) -> Any:
+    """Compile the kernel, about two seconds; no GPU is needed for it.
 
     The result takes tensors of any size, and launches on torch's current stream.
     """
@@ -143,10 +144,19 @@ def compiled(gated: bool) -> Callable[..., None]:
         *(cutlass.Int32(0) for _ in range(5)),
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )
-    made: Callable[..., None] = cute.compile(
-        BlockGemm(gated=gated), *arguments, options="--enable-tvm-ffi"
-    )
-    return made
+    return cute.compile(BlockGemm(gated=gated), *arguments, options=options)
+
+
+KERNELS = {
+    gated: Kernel(f"block_gemm_{name}", "sm_90a", partial(_compile, gated))
+    for gated, name in ((True, "gated"), (False, "plain"))
+}
+
+
+@cache
+def compiled(gated: bool) -> Callable[..., None]:
+    """Return the kernel for this process, loaded or compiled."""
+    return KERNELS[gated].get()
 
 
 @cache

@@ -1,0 +1,90 @@
+"""Files of compiled code that this process will run, kept from one process to the next.
+
+A file is believed only where nobody else can have written it: the folder and the file belong to
+this user, and nobody else may write there. Its name has the hash of its bytes, which is compared
+before the file is used: half a file, or another one, is made again. It appears in one step, whole.
+"""
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from modular_kernel.settings import read_settings
+
+DIGITS = 32  # of a hash in a name
+
+
+def key_of(*facts: object, files: tuple[Path, ...] = ()) -> str:
+    """Return the hash of what a file is made from: facts in words, and the bytes of files."""
+    text = b"".join(path.read_bytes() for path in files)
+    return hashlib.sha256(text + "\0".join(map(str, facts)).encode()).hexdigest()[:DIGITS]
+
+
+def find(stem: str, suffix: str) -> Path | None:
+    """Return a file kept before, its bytes as its name says; remove others of its stem.
+
+    stem: a name and `key_of` what the file is made from.
+    """
+    for path in sorted(_folder().glob(f"{stem}-*{suffix}")):
+        try:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
+        except OSError:
+            continue
+        if _mine(path, stat.S_ISREG) and path.name == f"{stem}-{digest}{suffix}":
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def keep(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
+    """Return the file that `make` writes, kept in MK_CACHE_DIR by a name that says what is in it.
+
+    Where it cannot be kept, it is in a folder of this process that goes when that ends. What `make`
+    raises is raised, and nothing is kept.
+    """
+    folder = _folder()
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as part:  # mode 0700
+        made = Path(part) / f"made{suffix}"
+        make(made)
+        made.chmod(0o600)
+        with made.open("rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()[:DIGITS]
+            os.fsync(file.fileno())  # the name may not come to the disk before the bytes
+        path = folder / f"{stem}-{digest}{suffix}"
+        made.replace(path)
+        return path
+
+
+def _folder() -> Path:
+    """Return a folder that only this user can have written."""
+    cache_dir = read_settings().cache_dir
+    if cache_dir is not None:
+        # By user: several may share a cache, and none shall run another's code.
+        folder = cache_dir / f"built-{os.geteuid()}"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError:
+            pass
+        else:
+            if _mine(folder, stat.S_ISDIR) and os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    return Path(_of_this_process().name)
+
+
+@cache
+def _of_this_process() -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix="modular_kernel-built-", ignore_cleanup_errors=True)
+
+
+def _mine(path: Path, kind: Callable[[int], bool]) -> bool:
+    """Whether `path` itself, no link, is of this kind and this user's, writable by no other."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    mine = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return mine and kind(status.st_mode)
