@@ -133,6 +133,7 @@ class Execution:
             validate.check_adapter_slots(routing, self.problem)
             validate.check_expert_map(weights, self.problem)
             validate.check_order(weights, self.problem)
+            validate.check_given_scales(weights)
 
     def workspace_specs(self, tokens: int) -> dict[str, BufferSpec]:
         """Return every buffer that a call of `tokens` tokens takes, from both parts."""

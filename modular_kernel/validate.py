@@ -213,6 +213,22 @@ def check_order(weights: ExpertWeights, problem: Problem) -> None:
         raise WeightsError("w1_order", got=got, need=f"0 to {problem.hidden - 1}")
 
 
+def check_given_scales(weights: ExpertWeights) -> None:
+    """Raise WeightsError unless a1_scale and a2_scale are numbers that values can be divided by.
+
+    They are multiplied by the inverse, which must be finite too. For checked mode. Synchronises
+    with the device.
+    """
+    for name in ("a1_scale", "a2_scale"):
+        scale: torch.Tensor | None = getattr(weights, name)
+        if scale is None:
+            continue
+        bad = ~((scale > 0) & scale.isfinite() & (1 / scale).isfinite())
+        if bool(bad.any()):
+            need = "finite numbers above 0 with finite inverses"
+            raise WeightsError(name, got=float(scale[bad][0]), need=need)
+
+
 def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "at") -> str:
     """Say how many values are outside [least, end), and which is the first; "" where none is."""
     bad = (values < least) | (values >= end)

@@ -99,7 +99,7 @@ def weights_of(weights: ExpertWeights, slots: tuple[int, ...], experts: int) -> 
     own: dict[str, torch.Tensor | None] = {}
     for each in fields(weights):
         tensor = getattr(weights, each.name)
-        if tensor is None or tensor.shape[0] != experts or each.name.startswith("a"):
+        if tensor is None or tensor.shape[0] != experts or tensor.numel() == 1:
             own[each.name] = tensor
         elif tensor.element_size() == 1:  # index_select knows no float8
             own[each.name] = tensor.view(torch.uint8)[index].view(tensor.dtype)

@@ -176,6 +176,7 @@ PLANTED: dict[str, dict[str, Any]] = {
         "q": lambda q: q[:, :160].contiguous(),
         "w": lambda w: w[:, :, :160].contiguous(),
     },
+    "weights without experts": {"w": lambda w: w[0]},
     "N off 128": {"w": lambda w: w[:, :200].contiguous()},
     "a matrix of 64 rows": {"factors": lambda f: torch.ones(3, 4)},
     "rows of another depth": {"q": lambda q: q[:, :128].contiguous()},
@@ -202,16 +203,20 @@ INSIDE: dict[str, dict[str, Any]] = {
     "an end behind the rows": {"tiles": lambda t: t.index_fill(0, torch.tensor([10]), 201)},
     "a tile over another": {"tiles": lambda t: t.index_fill(0, torch.tensor(5), 100)},
     "two ends of one expert": {"tiles": lambda t: t.index_fill(0, torch.tensor(9), 129)},
+    "scales of weights with a sign": {"b_scale": lambda s: s | 0x80},
     "scales of rows that are not there": {"a_scale": lambda s: s.fill_(0x7F)},
 }
 
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted(name: str) -> None:
-    for gemm, error in ((fp4_gemm, InputError), (stand_in.fp4_gemm, RuntimeError)):
+    for gemm, error, match in (
+        (fp4_gemm, InputError, "need"),
+        (stand_in.fp4_gemm, RuntimeError, "fp4_gemm"),
+    ):
         given = operands()
         given |= {field: change(given[field]) for field, change in PLANTED[name].items()}
-        with pytest.raises(error):
+        with pytest.raises(error, match=match):
             call(gemm, given)
 
 

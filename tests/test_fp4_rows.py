@@ -200,8 +200,20 @@ def test_refusals() -> None:
     refused(ShapeError, "a multiple of 16", x=zeros(135, 40), out=room_for(135, 40, 4))
     refused(DtypeError, "tiles", tiles=named(TILES, 4).long())
     refused(DtypeError, "scales of experts", scale_e=torch.ones(3).double())
+    refused(ShapeError, "how many there are", tiles=named(TILES, 4)[:-1])
+    refused(LayoutError, "scales of experts", scale_e=torch.ones(6)[::2])
+    refused(LayoutError, "scales of experts", scale_e=torch.ones(3, 1))
+    refused(ShapeError, "135 or more", x=zeros(134, 64))
+    source = torch.zeros(135, dtype=torch.int32)
+    refused(ShapeError, "sources of rows", source_R=source[:134])
+    refused(LayoutError, "sources of rows", source_R=torch.zeros(270, dtype=torch.int32)[::2])
+    refused(DtypeError, "sources of rows", source_R=source.long())
     scale, spec = zeros(2, 128, 16).to(torch.float8_e4m3fn), tiled_scale_spec(2, 128, 16)
     with pytest.raises(ShapeError, match="tiled scales"):
         tile_scales(scale, zeros(3, 2048, dtype=torch.uint8))
     with pytest.raises(LayoutError, match="scales"):
         tile_scales(zeros(2, 16, 128).to(scale.dtype).mT, zeros(spec.shape, dtype=torch.uint8))
+    with pytest.raises(DtypeError, match="scales"):
+        tile_scales(zeros(2, 128, 16), zeros(spec.shape, dtype=torch.uint8))
+    with pytest.raises(DtypeError, match="tiled scales"):
+        tile_scales(scale, zeros(spec.shape))

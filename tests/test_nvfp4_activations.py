@@ -84,6 +84,18 @@ def test_scales_that_are_not_of_each_expert(
         check_weights_quantised(replace(weights, a2_scale=scale), BASE, CPU)
 
 
+@pytest.mark.parametrize("value", [0.0, -0.01, torch.nan, torch.inf, 1e-40])
+@pytest.mark.parametrize("name", ["a1_scale", "a2_scale"])
+def test_a_checked_call_refuses_scales_that_are_none(name: str, value: float) -> None:
+    x, weights, routing = layer(BASE)
+    checked = make_kernel(*PAIRS[0], BASE, machine=this_machine(device="cpu"), checked=True)
+    checked(x, weights, routing)
+    changed = getattr(weights, name).clone()
+    changed[2] = value
+    with pytest.raises(WeightsError, match=rf"{name}: got .* with finite inverses"):
+        checked(x, replace(weights, **{name: changed}), routing)
+
+
 def test_every_dispatch_carries_it_unquantised() -> None:
     for name in ("AllGatherReduceScatter", "TorchAll2All", "TorchAll2AllBatched"):
         experts = "NaiveBatchedExperts" if "Batched" in name else "TorchExperts"

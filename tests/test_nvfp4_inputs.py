@@ -12,7 +12,10 @@ import modular_kernel as mk
 from modular_kernel.catalog import this_machine
 from modular_kernel.errors import ConfigurationError, WeightsError
 from modular_kernel.importers.checkpoint import load_experts
+from modular_kernel.importers.formats import format_of
+from modular_kernel.importers.merging import merge
 from modular_kernel.layers.fused_moe import FusedMoE
+from modular_kernel.testing.checkpoints.kinds import KINDS
 from modular_kernel.testing.checkpoints.samples import Tensors, write
 
 PAIR = ("MoEPrepareAndFinalizeNoEP", "TorchExperts")
@@ -72,6 +75,36 @@ def test_one_scale_of_a_stack_is_every_experts(tmp_path: Path) -> None:
     assert torch.allclose(loaded.weights.a1_scale, torch.full((4,), 0.01))
 
 
+def test_scales_of_a_stack_are_each_experts_own(tmp_path: Path) -> None:
+    def own(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("input_scale")]:
+            tensors[name] = torch.tensor(A1 if "gate_up" in name else A2)
+
+    sample = write(tmp_path, "llama4_text", "modelopt nvfp4, fused", change=own)
+    for rank, here in ((0, slice(0, 2)), (1, slice(2, 4))):
+        weights = load_experts(sample.folder, 0, ep=(rank, 2), quantise_inputs=True).weights
+        for got, want in ((weights.a1_scale, A1[here]), (weights.a2_scale, A2[here])):
+            assert got is not None
+            assert torch.allclose(got, torch.tensor(want))
+
+
+@pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
+def test_merge_keeps_and_checks_them(kind: str) -> None:
+    format = format_of(KINDS[kind].config).with_inputs()
+    name = next(each.name for each in format.stored if each.role == "a_scale")
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (KINDS[kind].make(32, 64, generator, 1.0).tensors for _ in range(2))
+    values = [1 / 0.02, 1 / 0.03] if kind == COMPRESSED else [0.02, 0.03]
+    gate[name], up[name] = (torch.tensor([value]) for value in values)
+    merged = merge(format, [gate, up], torch.bfloat16)
+    assert merged.a_scale is not None
+    assert merged.a_scale.shape == ()
+    assert float(merged.a_scale) == pytest.approx(0.03)
+    for value in (-0.02, 0.0, torch.nan, torch.inf, 1e-40):
+        with pytest.raises(WeightsError, match="activation scales"):
+            merge(format, [gate | {name: torch.tensor([value])}, up], torch.bfloat16)
+
+
 def test_activations_are_rounded(tmp_path: Path) -> None:
     """By 4 bits: off by some of a hundred, not more, and not less."""
     sample = write(tmp_path, "mixtral", MODELOPT, change=scaled(MODELOPT))
@@ -116,6 +149,33 @@ def test_files_without_them_are_refused(
     load_experts(sample.folder, 0)  # which does not look
 
 
+@pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
+def test_scales_that_nothing_can_be_divided_by_are_refused(kind: str, tmp_path: Path) -> None:
+    def tiny(tensors: Tensors) -> None:
+        last = ("1.w2.input_scale", "1.w2.input_global_scale")
+        tensors[next(name for name in tensors if name.endswith(last))] = torch.tensor([1e-40])
+
+    sample = write(tmp_path, "mixtral", kind, change=tiny)
+    with pytest.raises(WeightsError, match=r"experts\.1\.w2\.input.*with finite inverses"):
+        load_experts(sample.folder, 0, quantise_inputs=True)
+
+
+@pytest.mark.parametrize("kind", [MODELOPT, COMPRESSED])
+def test_scales_with_a_sign_are_refused(kind: str, tmp_path: Path) -> None:
+    """Instructions of 4-bit operands take scales without one."""
+
+    def signed(tensors: Tensors) -> None:
+        name = next(name for name in tensors if name.endswith("1.w2.weight_scale"))
+        scale = tensors[name].view(torch.uint8).clone()
+        scale[5, 1] |= 0x80
+        tensors[name] = scale.view(torch.float8_e4m3fn)
+
+    sample = write(tmp_path, "mixtral", kind, change=signed)
+    with pytest.raises(WeightsError, match=r"experts\.1\.w2.*got -.*need numbers from 0 on"):
+        load_experts(sample.folder, 0, quantise_inputs=True)
+    load_experts(sample.folder, 0)  # whose kernels multiply by it
+
+
 @pytest.mark.parametrize("kind", ["bf16", "modelopt fp8", "compressed mxfp4"])
 def test_others_are_refused(kind: str, tmp_path: Path) -> None:
     sample = write(tmp_path, "mixtral", kind)
@@ -133,3 +193,16 @@ def test_weights_of_nvfp4_alone_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ConfigurationError, match="need nvfp4 files whose recipe rounds"):
         load_experts(replace(sample, config=changed).folder, 0, quantise_inputs=True)
+
+
+def test_the_recipe_is_that_of_the_experts() -> None:
+    """Attention's activations may be rounded where those of experts are not."""
+    config = KINDS[COMPRESSED].config
+    assert config is not None
+    ((_, both),) = config["config_groups"].items()
+    experts = both | {"targets": ["re:.*experts.*"], "input_activations": None}
+    attention = both | {"targets": ["re:.*self_attn.*"]}
+    format = format_of(config | {"config_groups": {"a": attention, "b": experts}})
+    assert str(format) == "nvfp4_w4a16 (compressed-tensors)"
+    with pytest.raises(ConfigurationError, match="need nvfp4 files whose recipe rounds"):
+        format.with_inputs()

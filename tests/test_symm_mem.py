@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ep_layers import Layer
+from ep_layers import Layer, call_layer
 
 from modular_kernel.catalog import check, make_kernel, this_machine
 from modular_kernel.errors import (
@@ -209,6 +209,14 @@ def test_memory_is_made_together_or_not_at_all(rank_pool: Pool, lonely: Any) -> 
     error = rank_pool(2).run(lonely)[0]
     assert isinstance(error, CommunicationError)
     assert (error.phase, error.peers) == ("construct", (1,))
+
+
+def test_scales_of_experts_stay_with_the_weights(rank_pool: Pool) -> None:
+    """Rows travel as they are; the experts quantise them."""
+    fields = {"quant": "nvfp4_w4a4", "dtype": torch.bfloat16}
+    layer = replace(LAYER, fields=fields)
+    reports = rank_pool(2).run(call_layer, layer)
+    assert layer.judge([out for out, _ in reports]).ok
 
 
 # ----------------------------------------------------------------------------------------- refusals

@@ -70,6 +70,9 @@ def fp4_gemm(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) 
 
 def check(a: Fp4Rows, b: Fp4Weights, tiles: torch.Tensor, out: torch.Tensor) -> None:
     """Raise ShapeError, LayoutError or DtypeError unless every tensor is as `fp4_gemm` wants it."""
+    if b.w.dim() != 3 or b.factors.dim() != 2:
+        got, need = (tuple(b.w.shape), tuple(b.factors.shape)), "(e, N, K / 2) and (e, matrices)"
+        raise ShapeError("weights and factors", got=got, need=need)
     experts, rows_b, half = b.w.shape
     depth, matrices, max_tiles = 2 * half, b.factors.shape[-1], tiles.numel() // 3
     blocks, size = tiled_shape(rows_b, depth // nvfp4.GROUP)

@@ -17,6 +17,7 @@ from modular_kernel.importers.formats import Format
 from modular_kernel.importers.layouts import ExpertLayout, LayerPlaces, ProjectionPlace
 from modular_kernel.importers.merging import piece
 from modular_kernel.importers.stored import FLOATS, UNREAD, Dim, Range, Stored
+from modular_kernel.importers.tensors import usable_inputs
 from modular_kernel.printable import counted
 
 _MOST_MISSING = 10_000  # after which no other is looked for
@@ -147,19 +148,18 @@ class LayerSource:
     def input_scales(self, places: Sequence[ProjectionPlace]) -> torch.Tensor:
         """Read the static activation scales of projections, float32: what values are divided by.
 
-        compressed-tensors states what they are multiplied by.
+        compressed-tensors states what they are multiplied by. Of a stack that has one of each
+        expert, the places' own.
         """
         (stored,) = (each for each in self.format.stored if each.role == "a_scale")
-        found = dict[str, torch.Tensor]()
+        found = dict[tuple[str, int | None], torch.Tensor]()
         for place in places:
             key = self.key(place, stored)
             assert key is not None
-            if key not in found:
-                scale = found[key] = self.files.read(key, ()).float().reshape(-1)
-                bad = scale[~(scale.isfinite() & (scale > 0))]
-                if len(bad):
-                    need = "finite numbers above 0"
-                    raise WeightsError(self.files.where(key), got=float(bad[0]), need=need)
+            if (key, place.expert) not in found:
+                scale = self._read(key, place, stored, (0, place.rows), (0, place.depth))
+                where = self.files.where(key)
+                found[key, place.expert] = usable_inputs(scale.reshape(1), where)
         scales = torch.cat(list(found.values()))
         inverse = self.format.method == "compressed-tensors" and self.format.scheme.matrix_scales
         return 1 / scales if inverse else scales

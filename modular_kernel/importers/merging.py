@@ -28,7 +28,12 @@ from modular_kernel.importers.groups import (
     symmetric,
 )
 from modular_kernel.importers.stored import Range, refine
-from modular_kernel.importers.tensors import channel_scale, from_gpt_oss, one_scale, static_scale
+from modular_kernel.importers.tensors import (
+    channel_scale,
+    from_gpt_oss,
+    one_scale,
+    usable_inputs,
+)
 from modular_kernel.scale_tiles import pack_pairs, unpack_pairs
 from modular_kernel.schemes import QuantScheme
 from modular_kernel.tensors import dense
@@ -41,7 +46,8 @@ class Matrix:
     """Projections of one expert (or of a stack of them, ...) one below the other, ready to load.
 
     w, scale, zero_point: as `ExpertWeights` has them of w1 or w2. a_scale: (...) float32, the
-    largest of the projections' static activation scales; a layer takes the largest of its experts.
+    largest of the projections' static activation scales; a layer takes the largest of its experts,
+    but of nvfp4 each one's own.
     global_scale: (..., projections) float32, what multiplies each matrix of nvfp4. order: of
     act-order, (..., K) int32: which column each was before they were sorted by groups.
     """
@@ -167,8 +173,7 @@ def _read_scaled(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix
     assert scale is not None
     lead = tuple(w.shape[:-2])
     if a_scale is not None:
-        a_scale = a_scale.float().reshape(lead)
-        static_scale(a_scale.reshape(-1))  # each usable
+        a_scale = usable_inputs(a_scale, "activation scales").reshape(lead)
     if format.scheme.granularity == "tensor":
         return Matrix(w, scale.reshape(lead), None, a_scale)
     if format.scheme.granularity == "channel":
@@ -208,17 +213,27 @@ def _read_compressed(format: Format, tensors: Tensors, dtype: torch.dtype) -> Ma
 
 
 def _nvfp4(format: Format, tensors: Tensors) -> Matrix:
-    """Read nvfp4: compressed-tensors' scale of a matrix divides, modelopt's multiplies."""
+    """Read nvfp4: compressed-tensors' scale of a matrix divides, modelopt's multiplies.
+
+    So do those of its inputs, where the scheme has them.
+    """
     by_role = {each.role: tensors.get(each.name) for each in format.stored}
     w, scale, whole = by_role["w"], by_role["scale"], by_role["global_scale"]
     assert w is not None
     assert scale is not None
     assert whole is not None
-    _check_scale(scale.float(), scale.float().isnan(), "numbers")
+    values = scale.float()
+    _check_scale(values, values.isnan(), "numbers")
+    if format.scheme.scales_by_expert:  # instructions of 4-bit operands take no sign
+        _check_scale(values, values < 0, "numbers from 0 on")
     factor = 1 / whole if format.method == "compressed-tensors" else whole
     usable = whole.isfinite() & factor.isfinite() & (factor >= 0)
     _check_scale(whole, ~usable, "a scale of a matrix from 0 on")
-    return Matrix(w, scale, global_scale=factor.reshape(*w.shape[:-2], -1))
+    a_scale = by_role.get("a_scale")
+    if a_scale is not None:
+        a_scale = usable_inputs(a_scale, "activation scales").reshape(w.shape[:-2])
+        a_scale = 1 / a_scale if format.method == "compressed-tensors" else a_scale
+    return Matrix(w, scale, None, a_scale, factor.reshape(*w.shape[:-2], -1))
 
 
 def _read_modelopt(format: Format, tensors: Tensors, dtype: torch.dtype) -> Matrix:

@@ -57,7 +57,20 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
     dense("activation scales", scales)
     if not scales.numel():
         raise ShapeError("activation scales", got=tuple(scales.shape), need="one or more")
-    return _usable(scales, "activation scales").amax().reshape(1)
+    return usable_inputs(scales, "activation scales").amax().reshape(1)
+
+
+def usable_inputs(scale: torch.Tensor, what: str) -> torch.Tensor:
+    """Return static activation scales in float32; WeightsError if one cannot be divided by.
+
+    They are multiplied by its inverse, which is infinite below 2^-128.
+    """
+    scale = _usable(scale, what)
+    bad = ~(1 / scale).isfinite()
+    if bool(bad.any()):
+        need = "finite numbers above 0 with finite inverses"
+        raise WeightsError(what, got=float(scale[bad][0]), need=need)
+    return scale
 
 
 def _usable(scale: torch.Tensor, what: str) -> torch.Tensor:

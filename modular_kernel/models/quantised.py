@@ -106,10 +106,12 @@ def _is_minus_one(value: object) -> bool:
 
 
 def quantises_inputs(given: Mapping[str, Any]) -> bool:
-    """Tell whether a quantization_config that `scheme_of` knows rounds activations too."""
+    """Tell whether a quantization_config that `scheme_of` knows rounds experts' inputs too."""
     if given["quant_method"] != "compressed-tensors":
         return str(given.get("quant_algo")) == "NVFP4"
-    return any(one.get("input_activations") for one in given["config_groups"].values())
+    groups = given["config_groups"].values()
+    mine = (one for one in groups if _targets_experts("config.json", one["targets"]))
+    return any(one.get("input_activations") for one in mine)
 
 
 def _fp8(path: str, given: Given) -> str:

@@ -28,6 +28,13 @@ if HAS_TRITON:
 TILE_M = scale_layout.ROWS
 _COLUMNS = 256  # of a program: a step
 _PARTS = 4  # programs that share a tile's rows
+_DTYPES = {
+    "rows": torch.uint8,
+    "scales": torch.uint8,
+    "tiles": torch.int32,
+    "scales of experts": torch.float32,
+    "sources of rows": torch.int32,
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ def quantise_tiles(
     ShapeError, LayoutError, DtypeError if something is otherwise. One launch.
     """
     columns = 2 * out.q_RK.shape[1]
-    max_tiles = _check(x, tiles, scale_e, out, act)
+    max_tiles = _check(x, tiles, scale_e, out, source_R, act)
     if not max_tiles:
         return
     if not use_triton(x):
@@ -110,31 +117,50 @@ def _check(
     tiles: torch.Tensor,
     scale_e: torch.Tensor,
     out: Fp4Rows,
+    source_R: torch.Tensor | None,
     act: ActivationSpec | None,
 ) -> int:
     """Return how many tiles there is room for."""
-    columns, max_tiles = 2 * out.q_RK.shape[1], tiles.numel() // 3
+    (rows, half), max_tiles = out.q_RK.shape, tiles.numel() // 3
+    columns = 2 * half
     width = 2 * columns if act is not None and act.gated else columns
     size = scale_layout.tiled_shape(TILE_M, columns // nvfp4.GROUP)[1]
     if columns % nvfp4.GROUP:
         raise ShapeError("columns", got=columns, need=f"a multiple of {nvfp4.GROUP}")
     if x.shape[1] != width:
         raise ShapeError("rows to quantise", got=tuple(x.shape), need=f"(T, N) with N = {width}")
+    if source_R is None and len(x) < rows:
+        raise ShapeError("rows to quantise", got=len(x), need=f"{rows} or more")
     if tuple(out.scale.shape) != (max_tiles, size):
         got = tuple(out.scale.shape)
         raise ShapeError("scales of tiles", got=got, need=(max_tiles, size))
     for name, tensor in (("rows to quantise", x), ("rows", out.q_RK), ("scales", out.scale)):
         if tensor.shape[1] > 1 and tensor.stride(1) != 1:
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="values side by side")
-    for name, tensor, dtype in (
-        ("rows", out.q_RK, torch.uint8),
-        ("scales", out.scale, torch.uint8),
-        ("tiles", tiles, torch.int32),
-        ("scales of experts", scale_e, torch.float32),
-    ):
+    _check_lines(tiles, scale_e, out, source_R)
+    return max_tiles
+
+
+def _check_lines(
+    tiles: torch.Tensor, scale_e: torch.Tensor, out: Fp4Rows, source_R: torch.Tensor | None
+) -> None:
+    """Check what a kernel reads number by number, and the dtypes."""
+    lines, rows = {"tiles": tiles, "scales of experts": scale_e}, len(out.q_RK)
+    if source_R is not None:
+        lines["sources of rows"] = source_R
+        if tuple(source_R.shape) != (rows,):
+            raise ShapeError("sources of rows", got=tuple(source_R.shape), need=(rows,))
+    if tiles.numel() % 3 != 1:
+        need = "3 of each tile, and how many there are"
+        raise ShapeError("tiles", got=tuple(tiles.shape), need=need)
+    for name, tensor in lines.items():
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            got = f"{tuple(tensor.shape)}, strides {tensor.stride()}"
+            raise LayoutError(name, got=got, need="one dimension, contiguous")
+    for name, tensor in ({"rows": out.q_RK, "scales": out.scale} | lines).items():
+        dtype = _DTYPES[name]
         if tensor.dtype is not dtype:
             raise DtypeError(name, got=dtype_name(tensor.dtype), need=dtype_name(dtype))
-    return max_tiles
 
 
 def quantise_tiles_ref(
@@ -175,7 +201,8 @@ def tiled_scale_spec(experts: int, rows: int, groups: int) -> BufferSpec:
 def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
     """Write scales (e, N, G), a byte each and contiguous, as blocks of 128 rows. One launch.
 
-    out: (e * blocks, bytes) uint8, contiguous. ShapeError, LayoutError if something is otherwise.
+    out: (e * blocks, bytes) uint8, contiguous. ShapeError, LayoutError, DtypeError if something is
+    otherwise.
     """
     experts, rows, groups = scale_eNG.shape
     blocks, size = scale_layout.tiled_shape(rows, groups)
@@ -184,6 +211,8 @@ def tile_scales(scale_eNG: torch.Tensor, out: torch.Tensor) -> None:
     for name, tensor in (("scales", scale_eNG), ("tiled scales", out)):
         if not tensor.is_contiguous():
             raise LayoutError(name, got=f"strides {tensor.stride()}", need="contiguous")
+        if tensor.element_size() != 1:
+            raise DtypeError(name, got=dtype_name(tensor.dtype), need="a byte each")
     if not use_triton(out):
         out.copy_(scale_layout.to_tiles(scale_eNG).flatten(0, 1))
         return

@@ -161,7 +161,8 @@ class SymmMemPrepareAndFinalize(GroupPart[SymmetricGroup]):
         with stages.stage(stages.QUANTISE_DISPATCH if on_the_way else stages.DISPATCH):
             exchange.send(x_TH, routing, tables, call, quantised=quantised, wait=wait)
         left = None if problem.apply_router_weight_on_input else slot.weights_RK
-        scale = weights.a1_scale if problem.scheme.static else slot.scale_RG
+        one = problem.scheme.travels_quantised and problem.scheme.static
+        scale = weights.a1_scale if one else slot.scale_RG
         rows = slot.x_RH, scale, slot.ids_RK, slot.weights_RK, slot.adapters_R
         arrived = self.local_tokens(call, *rows)
         handle = SymmMemHandle(self, call, place, exchange, left)

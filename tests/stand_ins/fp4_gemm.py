@@ -94,6 +94,7 @@ def _described(a, b, tiles, out):
         require(tensor.is_contiguous(), f"{name} are contiguous")
         least = 4 if name in ("factors", "tiles") else 16
         require(tensor.data_ptr() % least == 0, f"{name} begin on {least} bytes")
+    require(not (b.scale & 0x80).any(), "scales of weights have no sign")
     count = int(tiles[-1])
     require(0 <= count <= max_tiles, f"at most {max_tiles} tiles, not {count}")
     named = tiles[: 3 * max_tiles].view(3, -1)[:, :count].T.tolist()
