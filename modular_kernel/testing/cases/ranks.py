@@ -325,6 +325,7 @@ def _full(base: Problem, world_size: int) -> Iterator[Variant]:
         "int4_w4a16_group:group=32,zero_points=true",
         "mxfp4_w4a16",
         "nvfp4_w4a16",
+        "nvfp4_w4a4",
         "fp8_w8a16_block:block=48x64",
         "int4_w4a16_act_order:group=32",
     ):
