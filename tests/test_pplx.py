@@ -209,6 +209,7 @@ def come_alone(rank: int, world: int, group: object) -> float:
     """Rank 1 never makes its layer."""
     start = time.monotonic()
     manager = stand_in.GlooGroup(group, deadline_s=0.5)
+    dist.barrier(group)  # a manager that is gone already would end the other's connecting
     if rank == 0:
         with pytest.raises(CommunicationError, match="no sign of life") as caught:
             layer(rank, manager)
