@@ -6,9 +6,9 @@ cases are proven; `make verify` proves all of them at once.
 
 import fcntl
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -61,17 +61,21 @@ def proven_here(
     return found
 
 
-def drawn_once(name: str, machine: Machine, draw: Callable[[], T]) -> T:
-    """What `draw` returns: drawn by one of the processes that collect these tests, kept in out/.
+def drawn_once(name: str, draw: Callable[[], T]) -> T:
+    """What `draw` returns: drawn by one of the workers of a run of the suite, read by the others.
 
-    Drawing takes half of the time of a collection, and each worker collects all tests. Kept by the
-    hash of the packages, and the machine.
+    Drawing takes half of the time of a collection, and each worker collects all tests. Another run
+    draws anew, and so does one without workers: nothing of an older tree can be left over.
     """
-    alike = replace(machine, packages=frozenset())  # a set has no order of its own
-    key = f"{tree_hash()} {alike!r} {sorted(machine.packages)}"
-    kept = _ROOT / "out" / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.pickle"
-    kept.parent.mkdir(exist_ok=True)
-    with kept.open("a+b") as file:
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")  # noqa: TID251  xdist's own
+    if run is None:
+        return draw()
+    folder = _ROOT / "out"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob(f"drawn-{name}-*.pickle"):
+        if old.stem != f"drawn-{name}-{run}":
+            old.unlink(missing_ok=True)
+    with (folder / f"drawn-{name}-{run}.pickle").open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         if text := file.read():

@@ -16,8 +16,8 @@ from modular_kernel.testing.cases.lists import BASE
 from modular_kernel.types import Machine
 
 MACHINE = this_machine()
-PAIRINGS = drawn_once("pairings", MACHINE, lambda: pairings(MACHINE))
-PROVEN = drawn_once("proven", MACHINE, lambda: proven_here(PAIRINGS, MACHINE, tree_hash()))
+PAIRINGS = drawn_once("pairings", lambda: pairings(MACHINE))
+PROVEN = drawn_once("proven", lambda: proven_here(PAIRINGS, MACHINE, tree_hash()))
 CASES = [case for cases in PROVEN.values() for case in cases]
 
 

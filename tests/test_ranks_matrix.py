@@ -54,11 +54,10 @@ def selection(prepare_finalize: str, experts: str, world_size: int) -> RankSelec
 
 
 PAIRINGS = drawn_once(
-    "rank-pairings", MACHINE, lambda: {world: rank_pairings(MACHINE, world) for world in WORLDS}
+    "rank-pairings", lambda: {world: rank_pairings(MACHINE, world) for world in WORLDS}
 )
 SELECTIONS = drawn_once(
     "rank-cases",
-    MACHINE,
     lambda: [selection(*pair, world) for world in WORLDS for pair in PAIRINGS[world]],
 )
 CASES = [case for found in SELECTIONS for case in found.cases]
