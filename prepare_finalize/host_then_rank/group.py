@@ -13,7 +13,9 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group as register_process_group
+from torch._C._distributed_c10d import _unregister_process_group as unregister_process_group
 
 from modular_kernel.errors import CommunicationError, ConfigurationError
 from prepare_finalize.common.torch_group import TorchGroup
@@ -83,8 +85,13 @@ class HostMemory(SharedMemory):
         host = self._hosts.index_W[self._in_group]
         store = PrefixStore(f"memory/{self._heaps}/host/{host}", self._store)
         name = f"modular_kernel/host_memory/{next(_numbers)}"
-        _SymmetricMemory.set_group_info(name, self.rank, self.world_size, store)
-        return _SymmetricMemory.rendezvous(own, name)
+        # Torch looks for a group of this name, and takes its rank, size and store: no backend.
+        group = ProcessGroup(store, self.rank, self.world_size)  # torch itself does not keep it
+        register_process_group(name, group)
+        try:
+            return _SymmetricMemory.rendezvous(own, name)
+        finally:
+            unregister_process_group(name)
 
 
 class HostThenRankGroup(TorchGroup):

@@ -100,7 +100,8 @@ def twin_of(
     jitter: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Return what the call of `sample` has to return, but for the order of sums."""
-    i, parts = sample.whole_pristine, [sample.empty_output()[:0]]
+    i = sample.whole_pristine  # that of all ranks is on the CPU
+    parts = [sample.empty_output()[:0].to(i.x_TH.device)]
     chunks = _chunks(sample) if i is sample.pristine else [slice(None)]
     for some, each in zip(chunks, roundings, strict=True):
         routing = i.routing.of(some)
@@ -115,7 +116,7 @@ def twin_of(
                 jitter=jitter,
             )
         )
-    return torch.cat(parts)[sample.mine]
+    return torch.cat(parts)[sample.mine].to(sample.device)
 
 
 def _chunks(sample: Sample) -> list[slice]:
