@@ -23,6 +23,8 @@ from modular_kernel.workspace import BufferSpec, Workspace
 
 _LEAST_BLOCK, _MOST_BLOCK = 16, 64  # columns of a program's u, and depth of a step of B u
 _MOST_PARTS = 8  # programs that share the slots of a tile's rows
+# On a CPU programs run one after the other, and each takes its time: fewer do the same.
+_MOST_PARTS_ON_CPU, _ROWS_ON_CPU = 2, 16
 _STAGES = 4
 _STEP_BYTES = 24 << 10  # of x and A on their way in a step: four fit into any GPU's shared memory
 _LEAST_K, _MOST_K = 32, 512  # depth of a step
@@ -247,7 +249,7 @@ def shrink_few(
     assert b is not None  # the weights were checked
     pairs, depth = routing.topk_ids_TK.numel(), x.shape[1]
     u = call.workspace.take(name, (pairs, a.shape[2]))
-    rows, block_k, warps = few_blocks(depth, pairs)
+    rows, block_k, warps = few_blocks(depth, pairs, x.device)
     launch(
         shrink_few_kernel,
         (pairs, -(-a.shape[2] // rows)),
@@ -269,9 +271,11 @@ def shrink_few(
     return Shrunk(u, slots_T, b, a.shape[2] - b.shape[3])
 
 
-def few_blocks(depth: int, pairs: int) -> tuple[int, int, int]:
+def few_blocks(depth: int, pairs: int, device: torch.device) -> tuple[int, int, int]:
     """Return a program's rows of A, its values of each at a time, and its warps, for one pair."""
     whole, few = next_power_of_2(depth), pairs <= _FEW_PAIRS
+    if device.type == "cpu":
+        return _ROWS_ON_CPU, min(whole, 2048), 8
     if depth <= _DEEP:
         return 4, min(whole, 4096 if few else 2048), 8
     return (2, min(whole, 16384), 16) if few else (1, 4096, 8)
@@ -300,7 +304,7 @@ def shrink_arguments(a: torch.Tensor, depth: int, problem: Problem, block_m: int
     return {
         **_matrix_arguments(a, depth),
         "PRECISION": problem.fp32_precision,
-        "PARTS": min(len(a), _MOST_PARTS),
+        "PARTS": min(len(a), _MOST_PARTS_ON_CPU if a.device.type == "cpu" else _MOST_PARTS),
         "BLOCK_M": block_m,
         "BLOCK_R": columns,
         "BLOCK_K": max(block_k, _LEAST_K),

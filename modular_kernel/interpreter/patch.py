@@ -37,6 +37,7 @@ from modular_kernel.interpreter.builder import (
     scaled_operand,
 )
 from modular_kernel.interpreter.dtypes import FLOAT32, Foreign, storage_of
+from modular_kernel.interpreter.operands import INSTALLED
 from modular_kernel.machine import interpreted_since_import
 
 # The originals that the replacements below still call.
@@ -75,6 +76,8 @@ def install() -> None:
     tl.block_type.__init__ = init_block_type
     tl.tensor.__init__ = init_tensor
     tl.core._type_for_tuple_values = type_of_tuple
+    for owner, name, replacement in INSTALLED:
+        setattr(owner, name, replacement)
 
 
 class SerialGrid(upstream.GridExecutor):  # type: ignore[misc]

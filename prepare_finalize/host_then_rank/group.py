@@ -84,7 +84,7 @@ class HostMemory(SharedMemory):
     def _rendezvous(self, own: torch.Tensor) -> Any:
         host = self._hosts.index_W[self._in_group]
         store = PrefixStore(f"memory/{self._heaps}/host/{host}", self._store)
-        name = f"modular_kernel/host_memory/{next(_numbers)}"
+        name: Any = f"modular_kernel/host_memory/{next(_numbers)}"  # torch has a type of its own
         # Torch looks for a group of this name, and takes its rank, size and store: no backend.
         group = ProcessGroup(store, self.rank, self.world_size)  # torch itself does not keep it
         register_process_group(name, group)

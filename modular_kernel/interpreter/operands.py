@@ -1,0 +1,158 @@
+"""The two operands of an interpreted operation, made alike without looking twice.
+
+Before each operation upstream finds the type that both operands are converted to, makes constants
+of Python numbers, twice, and compares shapes size by size: a third of the time of most kernels. Of
+two operands that are alike already, of an address and an offset, and of a tensor and a number that
+takes its type, the outcome is known. All others are upstream's, errors among them. Written for
+`modular_kernel.interpreter.patch`, which puts these in place of upstream's.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import cache, lru_cache
+from math import copysign
+
+import numpy as np
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as upstream
+
+from modular_kernel.interpreter.dtypes import Array, Foreign, storage_of
+
+# The originals that the replacements below still call.
+_operands: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.binary_op_type_checking_impl
+_broadcast: Callable[..., tuple[Foreign, Foreign]] = TritonSemantic.broadcast_impl_value
+_unwrap = tl.core._unwrap_if_constexpr
+_check_handle = upstream.TensorHandle.__post_init__
+
+# Two operands of such a type keep it, in every operation; triton has one object for each type.
+_KEPT = frozenset(map(id, (tl.int1, tl.int8, tl.uint8, tl.int32, tl.int64, tl.float32)))
+_INTEGERS = (tl.int32, tl.int64)
+_WRAPPING = (list, tuple, tl.tuple, tl.constexpr)
+_LEAST_INT, _MOST_INT = -(2**31), 2**31 - 1
+
+
+def make_alike(
+    self: Foreign,
+    lhs: Foreign,
+    rhs: Foreign,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> tuple[Foreign, Foreign]:
+    """`TritonSemantic.binary_op_type_checking_impl`."""
+    if type(lhs) is tl.tensor:
+        kind = lhs.dtype
+        if type(rhs) is tl.tensor:
+            other = rhs.dtype
+            alike = kind is other and id(kind) in _KEPT
+            if alike or (allow_lhs_ptr and type(kind) is tl.pointer_type and other in _INTEGERS):
+                return spread(self, lhs, rhs)
+        elif arithmetic_check and _takes(kind, rhs):
+            return lhs, _number_like(lhs, rhs)
+    elif type(rhs) is tl.tensor and arithmetic_check and _takes(rhs.dtype, lhs):
+        return _number_like(rhs, lhs), rhs
+    return _operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def spread(self: Foreign, lhs: Foreign, rhs: Foreign) -> tuple[Foreign, Foreign]:
+    """`TritonSemantic.broadcast_impl_value`."""
+    if lhs.shape is rhs.shape:  # tensors of equal shapes have one between them, see block_types
+        return lhs, rhs
+    left, right = _sizes(lhs), _sizes(rhs)
+    wanted = _common(left, right)
+    if wanted is None:
+        return _broadcast(self, lhs, rhs)
+    return _spread_to(lhs, left, wanted), _spread_to(rhs, right, wanted)
+
+
+def unwrap(value: Foreign) -> Foreign:
+    """`tl.core._unwrap_if_constexpr`."""
+    return _unwrap(value) if isinstance(value, _WRAPPING) else value
+
+
+def check_handle(self: Foreign) -> None:
+    """`TensorHandle.__post_init__`."""
+    kind = self.dtype
+    if type(kind) is not tl.pointer_type and self.data.itemsize * 8 > kind.primitive_bitwidth:
+        _check_handle(self)
+
+
+def patch_builtins(module: Foreign, builder: Foreign, scope: Foreign) -> None:
+    """`_patch_builtin` of the interpreter: the same at every launch, so it is made once."""
+    for name, function in _builtins(module, builder):
+        scope.set_attr(module, name, function)
+
+
+@cache
+def _builtins(module: Foreign, builder: Foreign) -> tuple[tuple[str, Foreign], ...]:
+    semantic = TritonSemantic(builder)
+    found = inspect.getmembers(module, tl.core.is_builtin)
+    return tuple((name, _with_semantic(member, semantic)) for name, member in found)
+
+
+def _with_semantic(member: Foreign, semantic: Foreign) -> Foreign:
+    # Without the wrapper that asks for what is given here.
+    plain = member.__code__.co_qualname == "builtin.<locals>.wrapper"
+    inner = member.__wrapped__ if plain else member
+
+    def called(*args: Foreign, **kwargs: Foreign) -> Foreign:
+        kwargs["_semantic"] = semantic
+        return inner(*args, **kwargs)
+
+    return called
+
+
+def _takes(kind: Foreign, number: object) -> bool:
+    """Whether `number` beside a tensor of `kind` becomes one of that type, and of no other."""
+    if type(number) is int:
+        taken = kind is tl.int32 or kind is tl.float32 or kind is tl.int64
+        return taken and _LEAST_INT <= number <= _MOST_INT
+    # A zero's sign is kept by some releases of triton alone.
+    return type(number) is float and kind is tl.float32 and (number != 0 or copysign(1, number) > 0)
+
+
+def _number_like(tensor: Foreign, number: float) -> Foreign:
+    data = _full(number, tensor.dtype, tensor.handle.data.shape)
+    return tl.tensor(upstream.TensorHandle(data, tensor.dtype), tensor.type)
+
+
+def _sizes(tensor: Foreign) -> tuple[int, ...]:
+    """Return the sizes of a block, none of a scalar, whose data may be an array of one."""
+    sizes: tuple[int, ...] = tensor.handle.data.shape
+    return sizes if type(tensor.type) is tl.block_type else ()
+
+
+@cache
+def _common(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the sizes that both are spread to, None where they do not go together."""
+    try:
+        return np.broadcast_shapes(left, right)
+    except ValueError:
+        return None
+
+
+def _spread_to(tensor: Foreign, sizes: tuple[int, ...], wanted: tuple[int, ...]) -> Foreign:
+    if sizes == wanted:
+        return tensor
+    kind, data = tensor.dtype, tensor.handle.data
+    data = np.broadcast_to(data, wanted) if sizes else np.full(wanted, data, storage_of(kind))
+    return tl.tensor(upstream.TensorHandle(data, kind), tl.block_type(kind, wanted))
+
+
+@lru_cache(maxsize=4096)
+def _full(number: float, kind: Foreign, shape: tuple[int, ...]) -> Array:
+    """Return as many equal numbers; nobody may write them, since others have them, too."""
+    data = np.full(shape, number, storage_of(kind))
+    data.flags.writeable = False
+    return data
+
+
+INSTALLED: tuple[tuple[Foreign, str, Callable[..., object]], ...] = (
+    (TritonSemantic, "binary_op_type_checking_impl", make_alike),
+    (TritonSemantic, "broadcast_impl_value", spread),
+    (upstream, "_patch_builtin", patch_builtins),
+    (upstream.TensorHandle, "__post_init__", check_handle),
+    (tl.core, "_unwrap_if_constexpr", unwrap),
+)

@@ -1,0 +1,107 @@
+"""Two operands made alike in few steps are those that upstream's many steps make."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as upstream
+
+from modular_kernel.interpreter import operands
+from modular_kernel.interpreter.dtypes import storage_of
+
+KINDS = (
+    tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64,
+    tl.float8e4nv, tl.float16, tl.bfloat16, tl.float32, tl.float64,
+)  # fmt: skip
+POINTERS = (tl.pointer_type(tl.float32), tl.pointer_type(tl.int8))
+SHAPES = ((), (4,), (1,), (1, 4), (4, 1), (2, 4), (2, 2))
+NUMBERS = (
+    0, 1, -1, 127, 255, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**32, 2**63, 2**64, True, False,
+    0.0, -0.0, 1.0, 0.1, -2.5, 1e-40, 1e39, 3.4028234663852886e38, float("inf"), float("nan"),
+)  # fmt: skip
+FLAGS = tuple(itertools.product((False, True), repeat=4))
+
+
+def tensor(kind: Any, shape: tuple[int, ...]) -> Any:
+    values = np.arange(1, 1 + int(np.prod(shape)), dtype=np.int64).reshape(shape or (1,))
+    handle = upstream.TensorHandle(values.astype(storage_of(kind)), kind)
+    return tl.tensor(handle, tl.block_type(kind, list(shape)) if shape else kind)
+
+
+def told(made: Any) -> list[object]:
+    """All that can be seen of tensors: types, shapes, data to the bit."""
+    return [
+        (str(t.type), str(t.dtype), str(t.shape), t.handle.data.dtype, t.handle.data.shape,
+         str(t.handle.dtype), np.ascontiguousarray(t.handle.data).tobytes())
+        for t in made
+    ]  # fmt: skip
+
+
+def outcome(make: Any, *args: Any) -> object:
+    try:
+        return told(make(*args))
+    except Exception as error:  # noqa: BLE001
+        return type(error)
+
+
+@pytest.fixture
+def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As upstream has it, but for what is asked by name."""
+    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", operands._operands)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", operands._broadcast)
+    return TritonSemantic(upstream.interpreter_builder)
+
+
+@pytest.mark.parametrize("left", [*KINDS, *POINTERS], ids=str)
+def test_two_tensors(semantic: Any, left: Any) -> None:
+    """Every two types, with every allowance, of equal and of unequal shapes."""
+    shapes = (((), ()), ((4,), (4,)), ((4,), ()), ((2, 4), (4, 1)))
+    for right, flags, (a, b) in itertools.product((*KINDS, *POINTERS), FLAGS, shapes):
+        given = tensor(left, a), tensor(right, b), *flags
+        want = outcome(operands._operands, semantic, *given)
+        assert outcome(operands.make_alike, semantic, *given) == want, (left, right, flags, a, b)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
+def test_a_tensor_and_a_number(semantic: Any, kind: Any) -> None:
+    for number, flags, shape in itertools.product(NUMBERS, FLAGS, ((), (4,), (2, 4))):
+        for given in ((tensor(kind, shape), number), (number, tensor(kind, shape))):
+            want = outcome(operands._operands, semantic, *given, *flags)
+            operands._full.cache_clear()  # -0.0 and 0 are one key
+            got = outcome(operands.make_alike, semantic, *given, *flags)
+            assert got == want, (kind, number, flags, shape)
+
+
+@pytest.mark.parametrize("left", SHAPES, ids=str)
+def test_every_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
+    for right, kind in itertools.product(SHAPES, (tl.float32, tl.bfloat16, POINTERS[0])):
+        given = tensor(tl.int32, left), tensor(kind, right)
+        want = outcome(operands._broadcast, semantic, *given)
+        assert outcome(operands.spread, semantic, *given) == want, (left, right, kind)
+
+
+def test_a_number_that_is_shared_cannot_be_written(semantic: Any) -> None:
+    _, one = operands.make_alike(semantic, tensor(tl.float32, (4,)), 1.0)
+    _, again = operands.make_alike(semantic, tensor(tl.float32, (4,)), 1.0)
+    assert one.handle.data is again.handle.data
+    assert one.handle is not again.handle
+    with pytest.raises(ValueError, match="read-only"):
+        one.handle.data[0] = 2.0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, None, "x", tl.constexpr(3), [tl.constexpr(1), 2], (tl.constexpr(1), (tl.constexpr(2),))],
+    ids=repr,
+)
+def test_a_value_without_its_wrapping(semantic: Any, value: object) -> None:
+    assert repr(operands.unwrap(value)) == repr(operands._unwrap(value))
+
+
+def test_a_handle_too_wide_for_its_type_is_refused(semantic: Any) -> None:
+    with pytest.raises(ValueError, match="exceeds dtype"):
+        upstream.TensorHandle(np.zeros(1, np.int64), tl.int32)
+    assert upstream.TensorHandle(np.zeros(1, np.bool_), tl.int1).dtype is tl.int1
