@@ -237,3 +237,13 @@ def test_a_configuration_follows_from_seed_and_number(capsys: pytest.CaptureFixt
     assert first == again
     assert main(["--seed", "s", "--only", "7"]) == 0
     assert "seed s, plain: 1 configurations: " in capsys.readouterr().out
+
+
+def test_a_command_line_leaves_no_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(outside, "_FLAGS", ("--json",))
+    monkeypatch.setattr(outside, "_VALUES", ("named",))
+    found = [outside.command_line(Random(seed)) for seed in range(12)]
+    assert sum("'--json' 'named'" in each.what for each in found) > 3
+    assert {each.kind for each in found}.isdisjoint(BAD)
+    assert list(tmp_path.iterdir()) == []

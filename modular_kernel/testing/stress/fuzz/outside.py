@@ -6,6 +6,7 @@ above it.
 
 import contextlib
 import io
+import tempfile
 from dataclasses import replace
 from importlib import import_module
 from random import Random
@@ -241,7 +242,9 @@ def command_line(rng: Random) -> FuzzOutcome:
 
     def call() -> int:
         out, err = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed)
-        with out, err, environment_kept():
+        # A value behind --json is a file's name: such files go with the folder.
+        folder = tempfile.TemporaryDirectory()
+        with out, err, environment_kept(), folder as here, contextlib.chdir(here):
             try:
                 named("modular_kernel.cli.main:run")(words)
             except SystemExit as ended:
