@@ -200,6 +200,9 @@ PLANTED = {
     "weights off 16 bytes": (LayoutError, "w2", odd_address),
     "a block of scales short": (ShapeError, "w2_scale", lambda scale: scale[:, :1].contiguous()),
     "no scales": (ShapeError, "w2_scale", lambda scale: None),
+    "a row short": (ShapeError, "q_RK", lambda q: q[:-1]),
+    "rows of weights short": (ShapeError, "w2", lambda w: w[:, :128].contiguous()),
+    "weights of one expert": (ShapeError, "w2", lambda w: w[:1]),
     "another depth": (ShapeError, "w2", lambda w: w[:, :, :64].contiguous()),
 }
 
