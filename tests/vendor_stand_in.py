@@ -14,12 +14,17 @@ from experts import (
     BatchedDeepGemmExperts,
     BatchedTritonOrDeepGemmExperts,
     CutlassExpertsFP4,
+    CutlassExpertsFP8,
     CutlassRowwiseExpertsFP8,
     DeepGemmExperts,
     FlashInferExperts,
     TritonKernelsExperts,
     TritonOrDeepGemmExperts,
 )
+from experts.cutlass.path import CutlassPath
+from experts.cutlass.product import TILE_M
+from experts.triton.contiguous import _Kind
+from experts.triton.grouped_tma import config as grouped_tma
 from modular_kernel.machine import torch_twins
 from modular_kernel.testing import Case, prove
 from modular_kernel.types import Machine
@@ -50,6 +55,29 @@ class CutlassRowwise(CutlassRowwiseExpertsFP8):
 
 class BatchedCutlass(BatchedCutlassExpertsFP8):
     requires = here(BatchedCutlassExpertsFP8.requires)
+
+
+class CutlassBlock(CutlassExpertsFP8):
+    """Over the torch twin of its own product, which asks for what the kernel needs. Every call
+    whose tensors the kernel takes goes its way, also those of few tokens."""
+
+    requires = here(CutlassExpertsFP8.requires)
+
+    def __init__(self, problem):
+        super().__init__(problem)
+        self._paths[grouped_tma.NAME] = CutlassPath(problem)
+
+    def takes_unquantised(self, shape):
+        return False
+
+    def _kinds_of_calls(self, tokens):
+        path = self._paths[grouped_tma.NAME]
+        return (*super()._kinds_of_calls(tokens), _Kind(path, TILE_M, tokens))
+
+    def _config(self, x_TH, weights):
+        if self._paths[grouped_tma.NAME].takes(weights, x_TH):
+            return grouped_tma.default(self.problem)
+        return super()._config(x_TH, weights)
 
 
 class CutlassFP4(CutlassExpertsFP4):
@@ -113,6 +141,7 @@ def proven(part, problem, routing="uniform", **manner):
 PARTS = (
     "CutlassRowwise",
     "BatchedCutlass",
+    "CutlassBlock",
     "CutlassFP4",
     "BatchedCutlassFP4",
     "DeepGemm",
