@@ -118,10 +118,13 @@ ORIGINALS = {
 }
 
 
-def random_operand(numbers: np.random.Generator) -> Any:
+def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
+    """A number, or a tensor; often of the type that another one has."""
     if numbers.random() < 0.25:
         return NUMBERS[numbers.integers(len(NUMBERS))]
     kind = (*KINDS, *POINTERS)[numbers.integers(len(KINDS) + len(POINTERS))]
+    if isinstance(like, tl.tensor) and numbers.random() < 0.5:
+        kind = like.dtype
     found = tensor(kind, SHAPES[numbers.integers(len(SHAPES))])
     storage, data = storage_of(kind), found.handle.data
     if storage.kind in "iu":
@@ -147,7 +150,8 @@ def test_every_operation_on_random_operands(name: str, monkeypatch: pytest.Monke
 
     try:
         for _ in range(400):
-            given = random_operand(numbers), random_operand(numbers)
+            lhs = random_operand(numbers)
+            given = lhs, random_operand(numbers, lhs)
             got = outcome(result, *given)
             with monkeypatch.context() as upstream_s:
                 for owner, attribute, _ in operands.INSTALLED:
