@@ -58,6 +58,8 @@ def make_alike(
 
 def spread(self: Foreign, lhs: Foreign, rhs: Foreign) -> tuple[Foreign, Foreign]:
     """`TritonSemantic.broadcast_impl_value`."""
+    if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
+        return _broadcast(self, lhs, rhs)
     if lhs.shape is rhs.shape:  # tensors of equal shapes have one between them, see block_types
         return lhs, rhs
     left, right = _sizes(lhs), _sizes(rhs)
