@@ -1,0 +1,1 @@
+"""The grouped GEMM of 4-bit weights in registers."""
