@@ -10,8 +10,8 @@ Thus every word has one scale, and tokens are read as they are.
 
 Scales: four bytes for each four threads and block, of the four words of each of them. A byte is the
 exponent of the bf16 number that the codes, as they read in bf16's fields, are to be multiplied by.
-It would be too large from a scale of 4 on: then all of an expert's are less by 2^s, and its results
-are multiplied by 2^s.
+It would be too large from a scale of 4 on: so all are less by 2^50, and results are multiplied by
+it. From 2^52 on a scale is infinite; a weight below 2^-76 may lose its last bit.
 """
 
 from typing import NamedTuple
@@ -27,18 +27,17 @@ BLOCKS = 4  # of a tile
 GROUP = 32  # of the depth that one scale covers
 LINES, LINE = 16 * BLOCKS, 32  # words of a step of a tile
 SCALE_LINES, SCALE_LINE = 8, 16  # words of its scales
-_PER_THREAD = 4
 # A code reads as its value times 2^-126, and an exponent e stands for 2^(e - 127) in both formats.
-_RAISED = 126
-_MOST = 254  # of an exponent that stands for a number
+LOWERED = 50
+RAISED = 126 - LOWERED  # of a scale's exponent
+_INFINITE = 255
 
 
 class Tiled(NamedTuple):
-    """Weights of all experts: (e, tiles, steps, 64, 32), (e, tiles, steps, 8, 16) and (e,)."""
+    """Weights of all experts: (e, tiles, steps, 64, 32), and (e, tiles, steps, 8, 16)."""
 
     words: torch.Tensor
     scales: torch.Tensor
-    factor: torch.Tensor
 
     @property
     def tiles(self) -> int:
@@ -69,8 +68,7 @@ def tile_weights(w_eNK: torch.Tensor, scale_eNG: torch.Tensor, rows: torch.Tenso
     """Bring weights to this order; rows: as `rows_of_tiles` gives them.
 
     w_eNK: uint8 (e, N, K / 2), two codes to a byte, the low nibble first along K, a multiple of 32.
-    scale_eNG: uint8 E8M0 exponents (e, N, K / 32). Values are the same bit by bit where an expert's
-    scales lie within a factor of 2^126. ShapeError, DtypeError.
+    scale_eNG: uint8 E8M0 exponents (e, N, K / 32). ShapeError, DtypeError.
     """
     experts, _, width = w_eNK.shape
     groups = 2 * width // GROUP
@@ -85,9 +83,6 @@ def tile_weights(w_eNK: torch.Tensor, scale_eNG: torch.Tensor, rows: torch.Tenso
     scales = torch.empty(
         (experts, tiles, steps, SCALE_LINES, SCALE_LINE), dtype=torch.int32, device=device
     )
-    known = scale_eNG.int()
-    most = torch.where(known <= _MOST, known, 0).flatten(1).amax(1)
-    lowered = (most + _RAISED - _MOST).clamp_(min=0)
     taken = rows.to(device).flatten()
     there = (taken >= 0).view(-1, 1)
     for expert in range(experts):  # one copy of one expert's at a time
@@ -98,13 +93,12 @@ def tile_weights(w_eNK: torch.Tensor, scale_eNG: torch.Tensor, rows: torch.Tenso
         bytes_ = split.permute(0, 5, 1, 2, 4, 8, 3, 6, 7).reshape(1, -1, 4 * LINE)
         words[expert] = repack(bytes_).view(torch.int32).view(words.shape[1:])
         exponent = torch.zeros((len(taken), steps * 2), dtype=torch.uint8, device=device)
-        raised = known[expert] + _RAISED - lowered[expert]
-        raised = torch.where(known[expert] > _MOST, 255, raised.clamp_(min=0))
+        raised = (scale_eNG[expert].int() + RAISED).clamp_(max=_INFINITE).to(torch.uint8)
         exponent[:, :groups] = raised[taken.clamp(min=0)]
         split = exponent.view(tiles, BLOCKS, 4, 2, 8, steps, 2)
         bytes_ = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4)
         scales[expert] = bytes_.view(torch.int32).view(scales.shape[1:])
-    return Tiled(words, scales, torch.exp2(lowered.float()))
+    return Tiled(words, scales)
 
 
 def untiled(tiled: Tiled) -> torch.Tensor:
@@ -115,9 +109,9 @@ def untiled(tiled: Tiled) -> torch.Tensor:
     values = (both << 16).view(torch.float32)
     values = values.view(experts, tiles, steps, BLOCKS, 4, 8, 4, 2, 2, 4, 2)
     exponents = tiled.scales.view(torch.uint8).view(experts, tiles, steps, 4, 8, BLOCKS, 2, 2)
-    factor = torch.exp2(exponents.double() - 127).where(exponents <= _MOST, torch.inf)
+    factor = torch.exp2(exponents.double() - 127).where(exponents < _INFINITE, torch.inf)
     factor = factor.permute(0, 1, 2, 5, 3, 4, 6, 7)
     wide = values.double() * factor[:, :, :, :, :, :, None, :, :, None, None]
     ordered = wide.permute(0, 1, 3, 4, 7, 5, 2, 8, 9, 6, 10)
-    whole = tiled.factor.double().view(-1, 1, 1)
-    return (ordered.reshape(experts, tiles * BLOCKS * BLOCK, steps * BLOCK) * whole).float()
+    whole = ordered.reshape(experts, tiles * BLOCKS * BLOCK, steps * BLOCK) * 2.0**LOWERED
+    return whole.float()

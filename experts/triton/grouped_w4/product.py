@@ -2,7 +2,15 @@
 
 import torch
 
-from experts.triton.grouped_w4.layout import BLOCK, LINE, LINES, SCALE_LINE, SCALE_LINES, Tiled
+from experts.triton.grouped_w4.layout import (
+    BLOCK,
+    LINE,
+    LINES,
+    LOWERED,
+    SCALE_LINE,
+    SCALE_LINES,
+    Tiled,
+)
 from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product
 from modular_kernel.ops.launch.launch import launch
@@ -36,7 +44,6 @@ def multiply_tiled(
         w_desc=tma_descriptor(weights.words.view(-1, LINE), LINES),
         scale_desc=tma_descriptor(weights.scales.view(-1, SCALE_LINE), SCALE_LINES, SCALE_LINE),
         out_desc=tma_descriptor(out, tile.block_m, BLOCK),
-        factor_ptr=weights.factor,
         bias_ptr=out if bias is None else bias,
         out_ptr=out,
         tiles_ptr=order.tiles,
@@ -46,6 +53,7 @@ def multiply_tiled(
         steps=weights.steps,
         stride_bias=0 if bias is None else bias.stride(0),
         up_row=product.up_row,
+        FACTOR=2.0**LOWERED,
         STEP=product.step,
         HAS_BIAS=bias is not None,
         SHORT=short,

@@ -165,11 +165,11 @@ def _multiply(
 
 @gluon.jit
 def _finished(
-    acc, factor, bias_ptr, column, columns, STEP: gl.constexpr,
+    acc, bias_ptr, column, columns, FACTOR: gl.constexpr, STEP: gl.constexpr,
     MMA: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
-    """acc times the expert's factor, and the bias of its rows, of columns `column` and on."""
-    values = acc * factor
+    """acc times FACTOR, and the bias of its rows, of columns `column` and on."""
+    values = acc * FACTOR
     if HAS_BIAS:
         rows = column + gl.arange(0, BLOCK, gl.SliceLayout(1, MMA))
         bias = gl.load(bias_ptr + rows * STEP, mask=rows < columns, other=0.0)
@@ -201,9 +201,9 @@ def _store_columns(
 
 @gluon.jit
 def _tile(
-    x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor, bias_ptr, up_row,
+    x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, bias_ptr, up_row,
     out_ptr, out_desc, staging, columns, PART: gl.constexpr, TOKENS: gl.constexpr,
-    STEP: gl.constexpr, GATED: gl.constexpr,
+    FACTOR: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Multiply and store the first TOKENS rows of a tile."""
@@ -213,16 +213,16 @@ def _tile(
     )
     if GATED:
         column = (2 * n + PART) * BLOCK
-        gate = _finished(acc0, factor, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
-        up = _finished(acc1, factor, bias_ptr + up_row, column, columns, STEP, MMA, HAS_BIAS)
+        gate = _finished(acc0, bias_ptr, column, columns, FACTOR, STEP, MMA, HAS_BIAS)
+        up = _finished(acc1, bias_ptr + up_row, column, columns, FACTOR, STEP, MMA, HAS_BIAS)
         value = activate(gate, up, KIND, ALPHA, LIMIT)
         _store_columns(value, row, end, column, out_ptr, out_desc, staging, 0, columns)
     else:
         column = (4 * n + 2 * PART) * BLOCK
         other = column + BLOCK
         LAST: gl.constexpr = staging.shape[0] - 1
-        one = _finished(acc0, factor, bias_ptr, column, columns, STEP, MMA, HAS_BIAS)
-        two = _finished(acc1, factor, bias_ptr, other, columns, STEP, MMA, HAS_BIAS)
+        one = _finished(acc0, bias_ptr, column, columns, FACTOR, STEP, MMA, HAS_BIAS)
+        two = _finished(acc1, bias_ptr, other, columns, FACTOR, STEP, MMA, HAS_BIAS)
         if KIND != "identity":
             one = activate(one, one, KIND, ALPHA, LIMIT)
             two = activate(two, two, KIND, ALPHA, LIMIT)
@@ -232,10 +232,10 @@ def _tile(
 
 @gluon.jit
 def _compute(
-    x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps, factor_ptr,
+    x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
     bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
     PART: gl.constexpr, GROUP_M: gl.constexpr, SHORT: gl.constexpr,
-    STEP: gl.constexpr, GATED: gl.constexpr,
+    FACTOR: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr,
     HAS_BIAS: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Be a multiplying warpgroup: blocks 2 * PART and 2 * PART + 1 of every tile."""
@@ -249,19 +249,18 @@ def _compute(
         next_expert, next_row, next_end, next_n = _look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
-        factor = gl.load(factor_ptr + expert)
         bias = bias_ptr + expert.to(gl.int64) * stride_bias
         if end - row > SHORT:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor, bias,
-                up_row, out_ptr, out_desc, staging, columns, PART, TOKENS, STEP, GATED, HAS_BIAS,
-                KIND, ALPHA, LIMIT,
+                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, bias,
+                up_row, out_ptr, out_desc, staging, columns, PART, TOKENS, FACTOR, STEP, GATED,
+                HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
         elif SHORT > 0:
             _tile(
-                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, factor, bias,
-                up_row, out_ptr, out_desc, staging, columns, PART, SHORT, STEP, GATED, HAS_BIAS,
-                KIND, ALPHA, LIMIT,
+                x_ring, w_ring, scale_ring, full, empty, turn, steps, row, end, n, bias,
+                up_row, out_ptr, out_desc, staging, columns, PART, SHORT, FACTOR, STEP, GATED,
+                HAS_BIAS, KIND, ALPHA, LIMIT,
             )  # fmt: skip
         turn += steps
         expert, row, end, n = next_expert, next_row, next_end, next_n
@@ -270,9 +269,9 @@ def _compute(
 
 @gluon.jit(do_not_specialize=["max_tiles", "num_n", "steps", "up_row"])
 def grouped_gemm_w4_kernel(
-    x_desc, w_desc, scale_desc, out_desc, factor_ptr, bias_ptr, out_ptr, tiles_ptr,
+    x_desc, w_desc, scale_desc, out_desc, bias_ptr, out_ptr, tiles_ptr,
     max_tiles, columns, num_n, steps, stride_bias, up_row,
-    STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
+    FACTOR: gl.constexpr, STEP: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     KIND: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHORT: gl.constexpr,
     STAGES: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -280,7 +279,7 @@ def grouped_gemm_w4_kernel(
 
     x_desc: (rows, depth) bf16 in boxes of a tile's rows and 64 of the depth. w_desc, scale_desc:
     int32 words and scales in boxes of (64, 32) and (8, 16): a step of a tile of four blocks each.
-    factor_ptr: float32 (experts,). out_desc: (rows, columns) of out in boxes of a tile's rows and
+    FACTOR: of results, what their scales are less by. out_desc: (rows, columns) of out in boxes of a tile's rows and
     64 columns. tiles_ptr: as ops.sort has them. num_n: tiles of an expert's weights, whose blocks
     are gate and up rows by turns if GATED; steps: of the depth. STEP, up_row: where a column's bias
     is, and up's behind it. SHORT: 0, or tiles of as many rows and fewer are multiplied by so many.
@@ -304,13 +303,13 @@ def grouped_gemm_w4_kernel(
         [
             (_compute, (
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
-                first, GROUP_M, SHORT, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                bias_ptr, stride_bias, up_row, out_ptr, out_desc, staging, columns,
+                first, GROUP_M, SHORT, FACTOR, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_compute, (
                 x_ring, w_ring, scale_ring, full, empty, tiles_ptr, max_tiles, num_n, steps,
-                factor_ptr, bias_ptr, stride_bias, up_row, out_ptr, out_desc, other, columns,
-                second, GROUP_M, SHORT, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
+                bias_ptr, stride_bias, up_row, out_ptr, out_desc, other, columns,
+                second, GROUP_M, SHORT, FACTOR, STEP, GATED, HAS_BIAS, KIND, ALPHA, LIMIT,
             )),
             (_load, (
                 x_desc, w_desc, scale_desc, x_ring, w_ring, scale_ring, full, empty, tiles_ptr,
