@@ -94,7 +94,7 @@ def tile_weights(w_eNK: torch.Tensor, scale_eNG: torch.Tensor, rows: torch.Tenso
         words[expert] = repack(bytes_).view(torch.int32).view(words.shape[1:])
         exponent = torch.zeros((len(taken), steps * 2), dtype=torch.uint8, device=device)
         raised = (scale_eNG[expert].int() + RAISED).clamp_(max=_INFINITE).to(torch.uint8)
-        exponent[:, :groups] = raised[taken.clamp(min=0)]
+        exponent[:, :groups] = raised[taken.clamp(min=0)] * there
         split = exponent.view(tiles, BLOCKS, 4, 2, 8, steps, 2)
         bytes_ = split.permute(0, 5, 2, 4, 1, 3, 6).reshape(-1, 4)
         scales[expert] = bytes_.view(torch.int32).view(scales.shape[1:])

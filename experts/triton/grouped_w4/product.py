@@ -1,12 +1,14 @@
-"""One grouped product with weights in the order of `experts.triton.grouped_w4.layout`."""
+"""Tiling weights, and one grouped product with weights in the order of `experts.triton.grouped_w4.layout`."""
 
 import torch
 
 from experts.triton.grouped_w4.layout import (
     BLOCK,
+    BLOCKS,
     LINE,
     LINES,
     LOWERED,
+    RAISED,
     SCALE_LINE,
     SCALE_LINES,
     Tiled,
@@ -15,6 +17,8 @@ from experts.triton.launch_config import LaunchConfig
 from experts.triton.operands import Product
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
+
+_STEPS = 4  # of the depth that a program tiles: 128 bytes of a row
 
 
 def multiply_tiled(
@@ -62,4 +66,58 @@ def multiply_tiled(
         GROUP_M=tile.group_m,
         num_warps=4,
         **product.constants,
+    )
+
+
+def tiled_shapes(
+    experts: int, columns: int, depth: int, *, gated: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of `Tiled`'s words and scales."""
+    tiles = -(-columns // (BLOCKS * BLOCK // (2 if gated else 1)))
+    boxes = (experts, tiles, -(-depth // BLOCK))
+    return (*boxes, LINES, LINE), (*boxes, SCALE_LINES, SCALE_LINE)
+
+
+def tile_experts(
+    w_eNK: torch.Tensor,
+    scale_eNG: torch.Tensor,
+    starts: torch.Tensor,
+    out: Tiled,
+    first: int,
+    *,
+    columns: int,
+    step: int,
+    up_row: int,
+    gated: bool,
+    form: str,
+) -> None:
+    """Tile the weights of experts `first` and on that have rows: as many as `out` has.
+
+    w_eNK, scale_eNG: contiguous, as `layout.tile_weights` takes them, or words of form
+    "e2m1_repacked" instead of "e2m1". starts: (experts + 1,) int32, each expert's first row.
+    """
+    from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
+
+    words = w_eNK.view(torch.int32)
+    launch(
+        tile_weights_kernel,
+        (out.tiles, -(-out.steps // _STEPS), len(out.words)),
+        w_ptr=words,
+        scale_ptr=scale_eNG,
+        starts_ptr=starts,
+        words_ptr=out.words,
+        scales_ptr=out.scales.view(torch.uint8),
+        first_expert=first,
+        rows=words.shape[1],
+        row_words=words.shape[2],
+        columns=columns,
+        tiles=out.tiles,
+        steps=out.steps,
+        up_row=up_row,
+        STEP=step,
+        SIDES=2 if gated else 1,
+        FORMAT=form,
+        RAISED=RAISED,
+        STEPS=_STEPS,
+        num_warps=8,
     )
