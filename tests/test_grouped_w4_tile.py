@@ -6,7 +6,9 @@ from test_grouped_w4_layout import weights
 
 from experts.triton.grouped_w4.layout import Tiled, rows_of_tiles, tile_weights
 from experts.triton.grouped_w4.product import tile_experts, tiled_shapes
+from experts.triton.operands import Product
 from modular_kernel.repacked import repack
+from modular_kernel.schemes import QuantScheme
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted")
 
@@ -24,14 +26,14 @@ def test_the_launch_is_the_twin(
     starts = torch.tensor([0, 5, 5, 6], dtype=torch.int32)
     expected = tile_weights(w, scale, rows_of_tiles(columns, step, up_row, gated=gated))
     given = repack(w) if repacked else w
-    form = "e2m1_repacked" if repacked else "e2m1"
+    scheme = QuantScheme.parse(f"mxfp4_w4a16:repacked={str(repacked).lower()}")
+    product = Product(
+        given, scale, None, None, None, None, scheme, columns, step, up_row, {"GATED": gated}
+    )
     for first, count in ((0, 3), (1, 2)):
         shapes = tiled_shapes(count, columns, depth, gated=gated)
         got = Tiled(*(torch.full(shape, 7, dtype=torch.int32) for shape in shapes))
-        tile_experts(
-            given, scale, starts, got, first, columns=columns, step=step, up_row=up_row,
-            gated=gated, form=form,
-        )  # fmt: skip
+        tile_experts(product, starts, got, first)
         for expert in range(first, first + count):
             for made, wanted in zip(got, expected, strict=True):
                 unused = torch.full_like(wanted[expert], 7)

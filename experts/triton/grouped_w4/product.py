@@ -1,7 +1,8 @@
-"""Tiling weights, and one grouped product with weights in the order of `experts.triton.grouped_w4.layout`."""
+"""Weights brought into the order of `experts.triton.grouped_w4.layout`, and a product with them."""
 
 import torch
 
+from experts.triton.grouped_w4.config import staging_slots
 from experts.triton.grouped_w4.layout import (
     BLOCK,
     BLOCKS,
@@ -14,7 +15,7 @@ from experts.triton.grouped_w4.layout import (
     Tiled,
 )
 from experts.triton.launch_config import LaunchConfig
-from experts.triton.operands import Product
+from experts.triton.operands import Product, word_format
 from modular_kernel.ops.launch.launch import launch
 from modular_kernel.ops.sort import Sorted
 
@@ -30,19 +31,18 @@ def multiply_tiled(
     out: torch.Tensor,
     *,
     short: int = 0,
-    slots: int = 1,
 ) -> None:
     """Write act(x_RK @ W^T) of every row of `order`, in tiles of tile.block_m rows, to `out`.
 
-    short: rows up to which a tile is multiplied as one of so many, or 0. slots: of results that
-    wait to be stored, 1 or 2. Of `product` all but its weights and scales is read.
+    short: rows up to which a tile is multiplied as one of so many, or 0. Of `product` all but its
+    weights and scales is read.
     """
-    from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_kernel
+    from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
     from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
 
     bias = product.bias
     launch(
-        grouped_gemm_w4_kernel,
+        grouped_gemm_w4_tma_kernel,
         (multiprocessors(),),
         x_desc=tma_descriptor(x_RK, tile.block_m),
         w_desc=tma_descriptor(weights.words.view(-1, LINE), LINES),
@@ -62,7 +62,7 @@ def multiply_tiled(
         HAS_BIAS=bias is not None,
         SHORT=short,
         STAGES=tile.num_stages,
-        SLOTS=slots,
+        SLOTS=staging_slots(tile, gated=bool(product.constants["GATED"])),
         GROUP_M=tile.group_m,
         num_warps=4,
         **product.constants,
@@ -78,45 +78,33 @@ def tiled_shapes(
     return (*boxes, LINES, LINE), (*boxes, SCALE_LINES, SCALE_LINE)
 
 
-def tile_experts(
-    w_eNK: torch.Tensor,
-    scale_eNG: torch.Tensor,
-    starts: torch.Tensor,
-    out: Tiled,
-    first: int,
-    *,
-    columns: int,
-    step: int,
-    up_row: int,
-    gated: bool,
-    form: str,
-) -> None:
+def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int) -> None:
     """Tile the weights of experts `first` and on that have rows: as many as `out` has.
 
-    w_eNK, scale_eNG: contiguous, as `layout.tile_weights` takes them, or words of form
-    "e2m1_repacked" instead of "e2m1". starts: (experts + 1,) int32, each expert's first row.
+    product: its w and scale, contiguous, of all experts, as `layout.tile_weights` takes them, or
+    repacked. starts: (experts + 1,) int32, each expert's first row.
     """
     from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
 
-    words = w_eNK.view(torch.int32)
+    words = product.w.view(torch.int32)
     launch(
         tile_weights_kernel,
         (out.tiles, -(-out.steps // _STEPS), len(out.words)),
         w_ptr=words,
-        scale_ptr=scale_eNG,
+        scale_ptr=product.scale,
         starts_ptr=starts,
         words_ptr=out.words,
         scales_ptr=out.scales.view(torch.uint8),
         first_expert=first,
         rows=words.shape[1],
         row_words=words.shape[2],
-        columns=columns,
+        columns=product.columns,
         tiles=out.tiles,
         steps=out.steps,
-        up_row=up_row,
-        STEP=step,
-        SIDES=2 if gated else 1,
-        FORMAT=form,
+        up_row=product.up_row,
+        STEP=product.step,
+        SIDES=2 if product.constants["GATED"] else 1,
+        FORMAT=word_format(product.scheme),
         RAISED=RAISED,
         STEPS=_STEPS,
         num_warps=8,

@@ -1,1 +1,3 @@
-"""The grouped GEMM of 4-bit weights in registers."""
+"""Weights of four bits in the order of products from registers, and these."""
+
+TARGETS = ("sm_90",)  # the only ones that `mk compile` can compile them for
