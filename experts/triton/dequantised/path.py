@@ -7,6 +7,7 @@ small (config); only those that have rows are dequantised.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -38,7 +39,7 @@ class DequantisedPath(GroupedTmaPath):
     """Serves what config.serves says."""
 
     name = config.NAME
-    former_names = (config.NAME,)
+    former_names: ClassVar[tuple[str, ...]] = (config.NAME,)
     roundings = Roundings(weights=True)
 
     @classmethod

@@ -5,8 +5,15 @@ from collections.abc import Iterator
 from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
 from experts.triton.dequantised import config as dequantised
 from experts.triton.dequantised.config import plain
-from experts.triton.grouped_w4.layout import BLOCK, BLOCKS, GROUP, LINE, LINES
-from experts.triton.grouped_w4.layout import SCALE_LINE, SCALE_LINES
+from experts.triton.grouped_w4.layout import (
+    BLOCK,
+    BLOCKS,
+    GROUP,
+    LINE,
+    LINES,
+    SCALE_LINE,
+    SCALE_LINES,
+)
 from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
 from modular_kernel.types import Problem
 

@@ -4,9 +4,9 @@ Weight rows go in tiles of four blocks of 64, two for each of two warpgroups; th
 64. What a step of a tile takes lies together: (64, 32) int32 words, 16 lines a block, and (8, 16)
 int32 words of scales. Of a block, thread t of 128 has words 4 t to 4 t + 3: those of weight rows
 r and r + 8 of its warp's sixteen, r = t % 32 / 4, and for each row one of both groups of 32 along
-the depth. wgmma wants of lane c = t % 4 values 2c, 2c + 1, 2c + 8 and 2c + 9 of sixteen: a group's
-word so holds the pairs at 2c, 2c + 8, 2c + 16 and 2c + 24, in the order of `modular_kernel.repacked`.
-Thus every word has one scale, and tokens are read as they are.
+the depth. wgmma wants of lane c = t % 4 values 2c, 2c + 1, 2c + 8 and 2c + 9 of sixteen: so
+a group's word holds the pairs at 2c, 2c + 8, 2c + 16 and 2c + 24, as `modular_kernel.repacked` has
+pairs in words. Thus every word has one scale, and tokens are read as they are.
 
 Scales: four bytes for each four threads and block, of the four words of each of them. A byte is the
 exponent of the bf16 number that the codes, as they read in bf16's fields, are to be multiplied by.

@@ -280,11 +280,11 @@ def grouped_gemm_w4_tma_kernel(
 
     x_desc: (rows, depth) bf16 in boxes of a tile's rows and 64 of the depth. w_desc, scale_desc:
     int32 words and scales in boxes of (64, 32) and (8, 16): a step of a tile of four blocks each.
-    FACTOR: of results, what their scales are less by. out_desc: (rows, columns) of out in boxes of a tile's rows and
-    64 columns. tiles_ptr: as ops.sort has them. num_n: tiles of an expert's weights, whose blocks
-    are gate and up rows by turns if GATED; steps: of the depth. STEP, up_row: where a column's bias
-    is, and up's behind it. SHORT: 0, or tiles of as many rows and fewer are multiplied by so many.
-    SLOTS: boxes of results that a warpgroup keeps until they are stored, 1 or 2.
+    FACTOR: of results, what their scales are less by. out_desc: (rows, columns) of out in boxes of
+    a tile's rows and 64 columns. tiles_ptr: as ops.sort has them. num_n: tiles of an expert's
+    weights, whose blocks are gate and up rows by turns if GATED; steps: of the depth. STEP, up_row:
+    where a column's bias is, and up's behind it. SHORT: 0, or tiles of as many rows and fewer are
+    multiplied by so many. SLOTS: boxes of results that a warpgroup keeps until they are stored.
     """
     TOKENS: gl.constexpr = x_desc.block_type.shape[0]
     LINES: gl.constexpr = w_desc.block_type.shape[0]
