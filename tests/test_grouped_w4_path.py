@@ -4,6 +4,7 @@ A torch stand-in multiplies by the tiled weights. tests/gpu/test_grouped_w4_on_g
 kernel; how it unpacks is run in tests/test_grouped_w4_unpack.py.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -102,9 +103,37 @@ def test_proven(
     assert proof.passed, str(proof)
 
 
-def test_no_call_takes_it_untold() -> None:
-    assert "grouped_w4" in paths_of(_BASE)
-    assert "grouped_w4" not in {pair.path for pair in heuristics(_BASE, H200).configs}
+@pytest.mark.parametrize(
+    ("rows", "taken"), [(39, 0), (40, 64), (55, 64), (56, 128), (640, 128), (641, 0)]
+)
+def test_calls_of_some_rows_an_expert_take_it(rows: int, taken: int) -> None:
+    problem = replace(_BASE, experts=6, top_k=3)
+    config = heuristics(problem, H200).choose(2 * rows)
+    assert (config.gemm1.block_m if config.path == "grouped_w4" else 0) == taken
+
+
+@pytest.mark.parametrize("experts", [5, 7, 128])
+def test_the_first_and_last_number_of_tokens(experts: int) -> None:
+    problem = replace(_BASE, experts=experts, top_k=3)
+    steps = heuristics(problem, H200)
+    taken = [t for t in range(700 * experts // 3) if steps.choose(t).path == "grouped_w4"]
+    rows = (40 * experts / 3, 640 * experts / 3)
+    assert taken == list(range(math.ceil(rows[0]), math.floor(rows[1]) + 1))
+    assert {t: steps.choose(t) for t in taken} == {
+        t: GroupedW4Path.default_config(problem, t, H200) for t in taken
+    }
+
+
+@pytest.mark.parametrize(
+    ("tokens", "path"),
+    [(64, "aligned_w4"), (159, "aligned_w4"), (160, "grouped_w4"), (256, "grouped_w4"),
+     (384, "grouped_w4"), (1024, "grouped_w4"), (2560, "grouped_w4"), (2561, "dequantised"),
+     (8192, "dequantised")],
+)  # fmt: skip
+def test_files_of_version_1_came_before_it(tokens: int, path: str) -> None:
+    mixtral = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
+    with on_device(H200):
+        assert choose_config(mixtral, tokens, paths_of(mixtral)).path == path
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The path of mxfp4 weights in registers on a GPU: it is forced, for no call takes it untold.
+"""The path of mxfp4 weights in registers on a GPU: it is forced, whatever calls take it.
 
 Both heights of tiles, tails of tiles and depths, experts of no, few and many tiles, all experts at
 once and a few at a time.

@@ -1,14 +1,16 @@
 """The path of weights in registers: mxfp4 is put in order, then grouped GEMMs unpack it.
 
 As the dequantised path, but that a launch rewrites four bits a weight rather than sixteen, and the
-products read so many. It takes no call by itself: a tuned file or an override names it.
+products read so many.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 
+from experts.triton.aligned.path import AlignedPath
+from experts.triton.aligned_w4.path import AlignedW4Path
 from experts.triton.candidates import Groups
 from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.grouped.base import Rows
@@ -29,6 +31,7 @@ class GroupedW4Path(DequantisedPath):
 
     name = config.NAME
     former_names = ()
+    replaces = (AlignedPath.name, AlignedW4Path.name, DequantisedPath.name)
     roundings = Roundings(weights=True)
 
     @classmethod
@@ -37,14 +40,33 @@ class GroupedW4Path(DequantisedPath):
         return problem.adapters is None and config.serves(problem, device)
 
     @classmethod
+    def least_tokens(cls, problem: Problem) -> int:
+        """Return from where experts have enough rows."""
+        return config.least_tokens(problem)
+
+    @classmethod
     def most_tokens(cls, problem: Problem) -> int | None:
-        """Return 0: it was not measured."""
-        return 0
+        """Return up to where weights are not unpacked too often."""
+        return config.most_tokens(problem)
 
     @classmethod
     def default_config(cls, problem: Problem, tokens: int, device: Device) -> MoEConfig:
-        """Return launches with tiles of 128 rows."""
-        return config.default(problem)
+        """Return launches with tiles of 128 rows; of 64 where experts have few."""
+        return config.default(problem, config.height(problem, tokens))
+
+    @classmethod
+    def turns(cls, problem: Problem) -> Iterable[int]:
+        """Return where tiles grow, and both ends of what the path takes."""
+        return config.turns(problem)
+
+    @classmethod
+    def in_place_of(
+        cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
+    ) -> MoEConfig:
+        """Return the default where the path is taken without a file: it came later."""
+        if cls.least_tokens(problem) <= tokens <= config.most_tokens(problem):
+            return cls.default_config(problem, tokens, device)
+        return given
 
     @classmethod
     def violations(
