@@ -104,7 +104,7 @@ class Path(ABC):
     def in_place_of(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return what a call launches where a file of version 1 has `config` of one of `cls.replaces`."""
+        """Return what a call launches where a file of version 1 has `config`, of `replaces`."""
         return config
 
     # ------------------------------------------------------------------- a call

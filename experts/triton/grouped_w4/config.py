@@ -21,10 +21,10 @@ NAME = "grouped_w4"
 
 # Rows of a tile: float32 sums of both its blocks are half a thread's registers.
 _HEIGHTS = (64, 128)
-# Mean rows of an expert for which the path is taken, and below which tiles have 64 rows. Measured on
-# one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, both orders:
-# 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96 x with 512, 0.90 to 1.04 x with
-# 768; 1.00 to 1.32 x with 32.
+# Mean rows of an expert for which the path is taken, and below which tiles have 64 rows. Measured
+# on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, in both
+# orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96 x with 512, 0.90 to
+# 1.04 x with 768; 0.99 to 1.32 x with 32.
 _LEAST_ROWS, _SHORT_ROWS, _MOST_ROWS = 40, 56, 640
 _COLUMNS = BLOCK * BLOCKS  # weight rows of a tile
 _MOST_BYTES = 1 << 30  # of tiled weights at a time, unless one expert has more
