@@ -1,13 +1,14 @@
 """What files of version 1 say, in the words of today.
 
 They name fewer paths: two had the name "single", and launches of 4-bit weights and few rows were
-chosen behind what a file said of the aligned path. Weights in registers came later, and are faster
-than what such files have, wherever they are taken without one.
+chosen behind what a file said of the aligned path. Some paths came later, and are faster than what
+such files have, wherever they are taken without one.
 """
 
 from collections.abc import Collection
 from dataclasses import fields
 
+from experts.triton.configs.heuristics import over
 from experts.triton.configs.steps import Steps
 from experts.triton.launch_config import Device, Launch, MoEConfig
 from experts.triton.path import ENDLESS, Path
@@ -16,7 +17,7 @@ from modular_kernel.types import Problem
 
 FORMER_NAMES = tuple(dict.fromkeys(name for path in PATHS for name in path.former_names))
 # Paths that a file of version 1 could mean.
-MEANT = tuple(path.name for path in PATHS if not path.replaces)
+MEANT = tuple(path.name for path in PATHS if path.replaces is None)
 
 
 def path_meant(name: str, problem: Problem, device: Device) -> type[Path]:
@@ -41,11 +42,15 @@ def _typed(launch: Launch, path: type[Path]) -> Launch:
 def replaced(steps: Steps, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
     """Return `steps`, with what paths that had no name launched in place of what is said there."""
     for path in PATHS:
-        if not path.replaces or path.name not in paths or not path.serves(problem, device):
+        if path.name not in paths or not path.serves(problem, device):
+            continue
+        if path.younger:
+            steps = over(steps, path, problem, device)
+        if path.replaces is None:
             continue
 
         def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
-            if config.path not in path.replaces:
+            if config.path != path.replaces:
                 return config
             return path.in_place_of(config, last, problem, device)
 

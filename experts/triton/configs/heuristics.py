@@ -17,11 +17,11 @@ def heuristics(problem: Problem, device: Device, paths: Collection[str] = NAMES)
     steps = Steps((ENDLESS,), (BASE.default_config(problem, ENDLESS, device),))
     for path in PATHS:
         if path is BASE or (path.name in paths and path.serves(problem, device)):
-            steps = _over(steps, path, problem, device)
+            steps = over(steps, path, problem, device)
     return steps
 
 
-def _over(steps: Steps, path: type[Path], problem: Problem, device: Device) -> Steps:
+def over(steps: Steps, path: type[Path], problem: Problem, device: Device) -> Steps:
     """Return `steps`, but what `path` takes where it does without a tuned file."""
     least, most = path.least_tokens(problem), path.most_tokens(problem)
     if most == 0:

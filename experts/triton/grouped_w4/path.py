@@ -9,8 +9,6 @@ from dataclasses import replace
 
 import torch
 
-from experts.triton.aligned.path import AlignedPath
-from experts.triton.aligned_w4.path import AlignedW4Path
 from experts.triton.candidates import Groups
 from experts.triton.dequantised.path import DequantisedPath
 from experts.triton.grouped.base import Rows
@@ -31,7 +29,7 @@ class GroupedW4Path(DequantisedPath):
 
     name = config.NAME
     former_names = ()
-    replaces = (AlignedPath.name, AlignedW4Path.name, DequantisedPath.name)
+    younger = True
     roundings = Roundings(weights=True)
 
     @classmethod
@@ -58,15 +56,6 @@ class GroupedW4Path(DequantisedPath):
     def turns(cls, problem: Problem) -> Iterable[int]:
         """Return where tiles grow, and both ends of what the path takes."""
         return config.turns(problem)
-
-    @classmethod
-    def in_place_of(
-        cls, given: MoEConfig, tokens: int, problem: Problem, device: Device
-    ) -> MoEConfig:
-        """Return the default where the path is taken without a file: it came later."""
-        if cls.least_tokens(problem) <= tokens <= config.most_tokens(problem):
-            return cls.default_config(problem, tokens, device)
-        return given
 
     @classmethod
     def violations(
