@@ -124,6 +124,8 @@ def problems() -> tuple[Problem, ...]:
     packed = [replace(_BASE, tokens=1, quant=quant) for quant in _PACKED]
     wide = replace(_BASE, tokens=1, intermediate=1024, quant="fp8_w8a8_block")
     quantised = [replace(_BASE, tokens=t, quant=q) for q in _QUANT for t in (4, 512)]
+    # Many rows an expert: mxfp4 weights are dequantised first.
+    quantised += [replace(_BASE, tokens=2048, quant=quant) for quant in _PACKED[1:]]
     flags = [replace(large, **change) for change in changes]  # type: ignore[arg-type]
     return (*half, *fp32, *flags, *quantised, *packed, wide, *adapted)
 

@@ -21,9 +21,6 @@ from experts.triton.grouped_tma.kernels.gemm import _look_up
 from experts.triton.kernels.gluon_epilogue import _store, activate
 from modular_kernel.ops.launch.triton_versions import load_box
 
-LEFT_OUT = {
-    "grouped_gemm_w4_tma_kernel": "launched where a tuned file or an override says so alone",
-}
 BLOCK = gl.constexpr(64)  # weight rows of one product, and the depth of a step
 
 

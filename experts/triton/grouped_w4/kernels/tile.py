@@ -3,7 +3,6 @@
 import triton
 import triton.language as tl
 
-LEFT_OUT = {"tile_weights_kernel": "launched where a tuned file or an override says so alone"}
 _SIGN: tl.constexpr = tl.constexpr(0x80008000)
 _REST: tl.constexpr = tl.constexpr(0x01C001C0)
 _FIELDS: tl.constexpr = tl.constexpr(0x81C081C0)
