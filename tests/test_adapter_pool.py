@@ -291,6 +291,18 @@ def test_a_device_out_of_memory_tells_bytes(monkeypatch: pytest.MonkeyPatch) -> 
             AdapterPool(PROBLEM)
 
 
+@pytest.mark.parametrize(("function", "kind"), [("empty", DeviceError), ("zeros", CapacityError)])
+def test_of_a_long_error_160_characters_are_told(
+    monkeypatch: pytest.MonkeyPatch, function: str, kind: type[ModularKernelError]
+) -> None:
+    def failed(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("x" * 161 + "\nand more")
+
+    monkeypatch.setattr(torch, function, failed)
+    with pytest.raises(kind, match=f": {'x' * 160}, need"):
+        AdapterPool(PROBLEM)
+
+
 def test_other_errors_of_torch_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("an illegal memory access")

@@ -233,6 +233,8 @@ def test_staged_is_fused_is_the_loop(dtype: torch.dtype, strategy: str) -> None:
         Sizes(tokens=5, top_k=8, experts=9, rank=8),
         Sizes(tokens=3, hidden=40, intermediate=24, rank=130, experts=2, top_k=2),
         Sizes(tokens=35, top_k=2, hidden=33, intermediate=17, rank=33),
+        Sizes(tokens=17, top_k=2, hidden=130, intermediate=130, rank=32),
+        Sizes(tokens=6, slots=1, experts=1),
     ],
     ids=str,
 )
@@ -339,12 +341,33 @@ def test_sequences_and_tokens_name_adapters(dtype: torch.dtype) -> None:
     assert torch.equal(wide.run(), c.output)  # not slot 0
 
 
-def test_one_rank_for_all_experts_and_ranks_above_the_buffers() -> None:
-    c = call()
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(experts=9, rank=4)], ids=str)
+def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, strategy: str) -> None:
+    """Fewer experts than ranks, of which an id names one too many, and more of them. Behind the
+    last slot, whose rank is above the buffers, is no memory of theirs."""
+    c = call(sizes)
     c.buffers = [each.nan_to_num_(0.1) for each in c.buffers]
-    c = replace_info(c, lora_ranks=[2, 5, 99, -1])
-    for strategy in ("staged", "fused"):
-        close(c.run(strategy), wanted(c)["out"])
+    c.ids[::4, 0] = sizes.experts
+    c.weights[::4, 0] = torch.nan
+    c = replace_info(c, lora_ranks=[2, -1, 5, 99])
+    close(c.run(strategy), wanted(c)["out"])
+
+
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+def test_what_is_masked_off_is_not_summed(strategy: str) -> None:
+    """Each u is near the largest float32, so that their sum is infinite, and B near the least."""
+    c = call()
+    c.info.weight_indices[:] = 2  # of rank 20
+    c.x[:] = torch.eye(1, c.x.shape[1], device=DEVICE)
+    c.buffers[0][2] = 3e37
+    c.buffers[1][2] = c.buffers[1][2].sign() * 1e-37
+    want = wanted(c)
+    assert want["u"].sum(2).max() > torch.finfo(torch.float32).max
+    assert bool(want["out"].isfinite().all())
+    close(c.run(strategy), want["out"])
 
 
 def windows(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -68,6 +68,15 @@ def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
     assert float(error) <= 1e-6
 
 
+def test_few_pairs_in_tiles() -> None:
+    """Where a token's bits must not depend on the others; gate and up have an A of their own."""
+    problem = replace(PROBLEM, dtype=torch.float32, batch_invariant=True)
+    i = make_inputs(problem, "uniform", CPU)
+    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    error = (run(CONTIGUOUS, problem, i).double() - exact).norm() / exact.norm()
+    assert float(error) <= 1e-6
+
+
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_rows_deeper_than_a_program_s_block(tokens: int) -> None:
     """Pair by pair: up to 16 pairs take rows of A whole, more of them in two steps."""

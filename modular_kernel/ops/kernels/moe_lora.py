@@ -234,7 +234,7 @@ def moe_lora_fused_kernel(
                 x = tl.load(x_ptr + token * stride_x + start + k, mask=inside, other=0.0)
                 mask = rank_mask[:, None] & inside[None, :]
                 a = tl.load(a_ptrs + (start + k)[None, :], mask=mask, other=0.0)
-                u += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+                u += tl.sum(a.to(tl.float32) * x[None, :], axis=1)
             u = u.to(dtype).to(tl.float32)
             b_ptrs = b13_ptr + slot * stride_b13l + expert * stride_b13e + r[None, :]
             a_ptrs = a2_ptr + slot * stride_a2l + expert * stride_a2e + rank_rows * stride_a2r
