@@ -370,6 +370,20 @@ def test_what_is_masked_off_is_not_summed(strategy: str) -> None:
     close(c.run(strategy), want["out"])
 
 
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+def test_products_of_narrow_values_are_not_rounded(strategy: str) -> None:
+    """(1 + 2^-7)^2 - (1 + 2^-6) is 2^-14, of which bf16 products leave nothing."""
+    c = call(dtype=torch.bfloat16)
+    c.info.weight_indices[:] = 2  # of rank 20
+    c.output.zero_()
+    c.x.zero_()[:, :2] = torch.tensor([1 + 2**-7, 1])
+    c.buffers[0][2] = 0
+    c.buffers[0][2, ..., :2] = torch.tensor([1 + 2**-7, -1 - 2**-6])
+    c.buffers[1][2] *= 2**14
+    close(c.run(strategy), wanted(c)["out"])
+
+
 def windows(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """A matrix for each expert, all of them different: rows of one, an expert's a row further."""
     _, experts, rows, columns = shape

@@ -11,6 +11,7 @@ from experts.triton import adapters
 from modular_kernel.catalog import this_machine
 from modular_kernel.machine import torch_twins
 from modular_kernel.ops import moe_lora_stages
+from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
 from modular_kernel.ops.moe_lora_stages import PairBatch
 from modular_kernel.testing.cases.inputs import make_inputs
 from modular_kernel.types import Problem
@@ -128,3 +129,17 @@ def test_steps_of_the_branch_share_out_ranks_and_columns(
     assert (second[1]["BLOCK_R"], second[1]["BLOCK_I"]) == (rows, 64)
     assert last[0] == (2, -(-130 // out))
     assert (last[1]["BLOCK_R"], last[1]["BLOCK_H"]) == (rows, out)
+
+
+def test_steps_take_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose matrices a program then reads once for all of its rows."""
+    found = launches(monkeypatch, moe_lora_stages, run=False)
+    ids = torch.tensor([[1, 0], [0, 1], [1, 0], [-1, 1]], dtype=torch.int32)
+    info = MoELoRABatchInfo(torch.tensor([1, 0, 1, -1]), torch.full((2,), 4), torch.ones(2))
+    shapes = (4, 8), (12, 4), (4, 6), (8, 4)
+    buffers = [torch.zeros(2, 2, *shape) for shape in shapes]
+    x, output = torch.zeros(4, 8), torch.zeros(4, 8)
+    with torch_twins(wanted=False):
+        run_moe_lora(x, ids, torch.ones(4, 2), info, *buffers, output, strategy="staged")
+    orders = [given["order_ptr"].tolist() for _, given in found if given.get("GROUPED")]
+    assert orders == [[2, 3, 1, 5, 0, 4, 6, 7]] * 3
