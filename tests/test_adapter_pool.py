@@ -245,6 +245,8 @@ def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -
 def test_what_a_pool_is_made_from() -> None:
     with pytest.raises(ConfigurationError, match="lora: got none"):
         AdapterPool(replace(PROBLEM, lora="none"))
+    with pytest.raises(ConfigurationError, match=r"device: got 1\.5"):
+        AdapterPool(PROBLEM, 1.5)  # type: ignore[arg-type]
     pool = AdapterPool(PROBLEM)
     i = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
     with pytest.raises(WeightsError, match="base weights: got lora_a13, lora_b13"):

@@ -384,6 +384,47 @@ def test_products_of_narrow_values_are_not_rounded(strategy: str) -> None:
     close(c.run(strategy), wanted(c)["out"])
 
 
+# The first rows and columns of A13, gate and up of B13, A2 and B2; the others are 0.
+LOW = "low"
+SQUARES: dict[str, tuple[list[list[Any]], ...]] = {
+    "u": ([[1, LOW], [1, 0]], [[64, -64]], [[1, 0]], [[1, 0]], [[1, 0]]),
+    "h": ([[1, 0], [1, 0]], [[64, 0], [64, 0]], [[1, LOW], [1, 0]], [[1, -1]], [[1, 0]]),
+    "v": ([[1, 0], [1, 0]], [[64, 0], [64, 0]], [[1, 0], [1, 0]], [[1, LOW], [1, 0]], [[1, -1]]),
+}
+
+
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+@pytest.mark.parametrize("step", SQUARES)
+def test_u_h_and_v_are_rounded_to_the_dtype_of_x(step: str, strategy: str) -> None:
+    """Two values that a step makes, one subtracted from the other behind it: of 1 + 2^-9 and 1
+    bf16 leaves no difference, of 1 + 2^-7 and 1 it does."""
+    c = call(dtype=torch.bfloat16)
+    c.info.weight_indices[:] = 2  # of rank 20
+    c.output.zero_()
+    c.x.zero_()[:, :2] = 1
+    half = c.buffers[1].shape[2] // 2
+    places = (
+        c.buffers[0][2], c.buffers[1][2, :, :half], c.buffers[1][2, :, half:],
+        c.buffers[2][2], c.buffers[3][2],
+    )  # fmt: skip
+    for low, differs in ((2**-9, False), (2**-7, True)):
+        for place, values in zip(places, SQUARES[step], strict=True):
+            square = [[low if value == LOW else value for value in row] for row in values]
+            place.zero_()[:, : len(square), :2] = torch.tensor(square)
+        assert bool(c.run(strategy).any()) is differs
+
+
+def test_a_last_dimension_of_one_value_has_any_stride() -> None:
+    c = call(Sizes(rank=1))
+    want = c.run()
+    for number in (1, 3):
+        each = c.buffers[number]
+        c.buffers[number] = each.as_strided(each.shape, (*each.stride()[:-1], 7))
+    assert torch.equal(c.run(), want)
+    assert not torch.equal(want, c.output)
+
+
 def windows(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     """A matrix for each expert, all of them different: rows of one, an expert's a row further."""
     _, experts, rows, columns = shape

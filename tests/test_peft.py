@@ -152,7 +152,8 @@ def test_other_modules_are_named_or_refused(tmp_path: Path) -> None:
     folder.tensors[key] = torch.zeros(4, H)
     with pytest.raises(WeightsError, match=r"got .*self_attn.q_proj.lora_A.weight, need"):
         folder.load()
-    assert folder.load(elsewhere=("self_attn",)).lora_a2.any()
+    for elsewhere in (("self_attn",), ["self_attn"]):
+        assert folder.load(elsewhere=elsewhere).lora_a2.any()
 
 
 def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
@@ -193,6 +194,13 @@ def test_a_config_of_more_than_plain_lora_is_refused(
     folder.config[field] = value
     with pytest.raises(ConfigurationError, match=rf"adapter_config.json: {field}: got"):
         folder.load()
+
+
+def test_fields_that_say_nothing_are_none(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    want = folder.load()
+    folder.config.update(rank_pattern=None, alpha_pattern=None, exclude_modules=["lm_head"])
+    assert torch.equal(folder.load().lora_b2, want.lora_b2)
 
 
 def test_layers_beside_a_pattern_of_modules_are_refused(tmp_path: Path) -> None:
