@@ -146,6 +146,7 @@ verify: $(READY)
 	    --json out/verified-2.json; two=$$?; \
 	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" out/verified-*.json > $(VERIFIED) && \
 	  TRITON_INTERPRET=1 PYTHONPATH=tests $(PY) tests/vendor_list.py && \
+	  TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests --ignore=tests/compile && \
 	  exit $$((one > two ? one : two))
 
 fuzz: $(READY)

@@ -20,6 +20,7 @@ from sys import float_info
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+import torch
 from torch.compiler import is_compiling
 
 from modular_kernel.errors import ConfigurationError
@@ -89,6 +90,19 @@ def expect_each(what: str, values: object, kind: Any) -> tuple[Any, ...]:
         if not test(value):
             raise ConfigurationError(what, got=f"{shown(value)} among them", need=f"each {need}")
     return found
+
+
+def device_named(device: object) -> torch.device:
+    """Return a device, whether or not it is here; ConfigurationError for what names none."""
+    if isinstance(device, torch.device):
+        return device
+    try:
+        if isinstance(device, str | int):
+            return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):  # of a name, of a bool, of too many bits
+        pass
+    need = "a device of torch, such as 'cuda'"
+    raise ConfigurationError("device", got=shown(device), need=need)
 
 
 def shown(value: object) -> object:

@@ -19,7 +19,15 @@ from typing import Annotated
 import torch
 
 from modular_kernel.errors import ConfigurationError, DtypeError, ShapeError
-from modular_kernel.fields import MOST, Between, Count, check_fields, expect, expect_each
+from modular_kernel.fields import (
+    MOST,
+    Between,
+    Count,
+    check_fields,
+    device_named,
+    expect,
+    expect_each,
+)
 from modular_kernel.printable import counted
 
 # Tables on the host have a place for each.
@@ -199,9 +207,10 @@ class Placement:
         With copies several ranks name an expert, and each would compute it: see `pairs_to_slots`.
         """
         expect("rank", rank, Annotated[int, Between(0, self.world_size - 1)])
+        place = device_named(device)
         slots = dict.fromkeys(range(self.experts), -1)
         slots |= {expert: slot for slot, expert in enumerate(self.slots[rank])}
-        return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(device)
+        return torch.tensor([slots[i] for i in range(self.experts)], dtype=torch.int32).to(place)
 
     def tables(
         self, device: torch.device | str = "cpu", near: Sequence[Sequence[int]] = ()
@@ -211,6 +220,7 @@ class Placement:
         near: ranks by their distance, the nearest first (`near_ranks`). Pairs of an expert go to
         its copies on the first of these that have one; () is all copies alike.
         """
+        place = device_named(device)
         for ranks in expect_each("near", near, Sequence):
             expect_each("near: ranks", ranks, int)
         most = max(map(len, self.homes))
@@ -218,7 +228,7 @@ class Placement:
         padded = [(*homes, *[homes[0]] * (most - len(homes))) for homes in found]
         homes_ER2 = torch.tensor(padded, dtype=torch.int32)
         copies_E = torch.tensor([len(homes) for homes in found], dtype=torch.int32)
-        return PlacementTables(homes_ER2.to(device), copies_E.to(device))
+        return PlacementTables(homes_ER2.to(place), copies_E.to(place))
 
 
 Homes = tuple[tuple[int, int], ...]
@@ -276,6 +286,9 @@ def pairs_to_slots(
     travel: fewer ranks need a token's row.
     """
     expect("topk_ids", topk_ids_TK, torch.Tensor)
+    expect("placement tables", tables, PlacementTables)
+    expect("first token", first_token, Annotated[int, Between(0, 2**62)])  # a step, maybe
+    expect("together", together, bool)
     if topk_ids_TK.dtype not in (torch.int32, torch.int64):
         raise DtypeError("topk_ids", got=topk_ids_TK.dtype, need="torch.int32 or torch.int64")
     if topk_ids_TK.dim() != 2:

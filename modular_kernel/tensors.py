@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch.compiler import is_compiling
 
-from modular_kernel.errors import DtypeError, LayoutError, ShapeError
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError, WeightsError
 from modular_kernel.types import IdSpace
 
 
@@ -232,6 +232,17 @@ def dense(what: str, value: object) -> None:
         raise LayoutError(what, got=str(value.layout), need="a dense tensor (torch.strided)")
     if not is_compiling() and value.is_neg():  # torch.compile does not know the question
         raise LayoutError(what, got="a lazily negated view", need="its resolve_neg()")
+
+
+def check_divisors(what: str, scale: torch.Tensor) -> None:
+    """Raise WeightsError unless values can be divided by each of these scales of activations.
+
+    They are multiplied by the inverse, which is infinite below 2^-128. Synchronises.
+    """
+    bad = ~((scale > 0) & scale.isfinite() & (1 / scale).isfinite())
+    if bool(bad.any()):
+        need = "finite numbers above 0 with finite inverses"
+        raise WeightsError(what, got=float(scale[bad][0]), need=need)
 
 
 def check_lead(what: str, given: torch.Tensor, lead: tuple[int, ...], last: str) -> None:

@@ -25,7 +25,7 @@ from modular_kernel.errors import (
 from modular_kernel.printable import counted
 from modular_kernel.quant import SCALE_FIELDS, check_weights_quantised
 from modular_kernel.replay import check_held, overlap
-from modular_kernel.tensors import ExpertWeights, Routing, dense
+from modular_kernel.tensors import ExpertWeights, Routing, check_divisors, dense
 from modular_kernel.types import Combine, Problem, dtype_name
 
 _ID_DTYPES = (torch.int32, torch.int64)
@@ -214,19 +214,14 @@ def check_order(weights: ExpertWeights, problem: Problem) -> None:
 
 
 def check_given_scales(weights: ExpertWeights) -> None:
-    """Raise WeightsError unless a1_scale and a2_scale are numbers that values can be divided by.
+    """Raise WeightsError unless values can be divided by a1_scale and a2_scale.
 
-    They are multiplied by the inverse, which must be finite too. For checked mode. Synchronises
-    with the device.
+    For checked mode. Synchronises with the device.
     """
     for name in ("a1_scale", "a2_scale"):
         scale: torch.Tensor | None = getattr(weights, name)
-        if scale is None:
-            continue
-        bad = ~((scale > 0) & scale.isfinite() & (1 / scale).isfinite())
-        if bool(bad.any()):
-            need = "finite numbers above 0 with finite inverses"
-            raise WeightsError(name, got=float(scale[bad][0]), need=need)
+        if scale is not None:
+            check_divisors(name, scale)
 
 
 def _outside(values: torch.Tensor, least: int, end: int, what: str, at: str = "at") -> str:

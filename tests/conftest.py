@@ -59,8 +59,27 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return True if collection_path.is_relative_to(other) else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave tests of a machine without a GPU to a process that sees none (`make test-gpu`)."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="run what `share` leaves to other trees")
+
+
+def _in_share(item: pytest.Item) -> bool:
+    from shares import in_share, tree_hash
+
+    marker = item.get_closest_marker("share")
+    return marker is None or in_share(item.nodeid, *marker.args, tree_hash())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is in no share of this tree, unless tests or words of their names are given.
+
+    Tests of a machine without a GPU are left to a process that sees none (`make test-gpu`).
+    """
+    named = config.option.keyword or any("::" in argument for argument in config.args)
+    if not named and not config.getoption("--whole"):
+        out = [item for item in items if not _in_share(item)]
+        items[:] = [item for item in items if item not in set(out)]
+        config.hook.pytest_deselected(items=out)
     if not torch.cuda.is_available():
         return
     for item in items:

@@ -1,7 +1,7 @@
 """Which cases a run of the suite proves, where not all of them: a share that changes with the tree.
 
 Equal sources give equal shares on every machine. Another tree has another share, so over time all
-cases are proven; `make verify` proves all of them at once.
+cases are proven; `make verify` proves all of them at once, and tests marked `share`.
 """
 
 import fcntl
@@ -37,11 +37,15 @@ def tree_hash() -> str:
 
 def share(cases: Sequence[C], of: int, tree: str) -> tuple[C, ...]:
     """About one of `of` cases, each chosen by the hash of its name and the tree's."""
-    return tuple(
-        case
-        for case in cases
-        if int.from_bytes(hashlib.sha256(f"{tree} {case}".encode()).digest()[:8]) % of == 0
-    )
+    return tuple(case for case in cases if in_share(str(case), of, tree))
+
+
+def in_share(name: str, of: int, tree: str) -> bool:
+    """Whether this tree proves the case of this name, where it proves about one of `of`.
+
+    Parameters of a test marked `share(of)` are drawn so, by their test's name; `--whole` runs all.
+    """
+    return int.from_bytes(hashlib.sha256(f"{tree} {name}".encode()).digest()[:8]) % of == 0
 
 
 def proven_here(

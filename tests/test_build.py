@@ -1,5 +1,6 @@
 """A compiled file is code that will run here: kept whole, believed only if it is this user's."""
 
+import errno
 import logging
 import os
 import shutil
@@ -156,6 +157,15 @@ def test_a_compiler_that_is_not_there(source: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(source.parent))
     assert c_compiler() is None
     with pytest.raises(BuildError, match="there is no C compiler"):
+        module_of(source, "mk_answer", ())
+
+
+def test_no_room_for_what_is_compiled(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(build, "keep", full)
+    with pytest.raises(BuildError, match=r"mk_answer could not be written: .*No space left"):
         module_of(source, "mk_answer", ())
 
 

@@ -15,8 +15,10 @@ from run_mk import Ended, run_mk
 from experts import TorchExperts
 from modular_kernel.catalog import this_machine
 from modular_kernel.cli import output
+from modular_kernel.cli.ranks import Host
 from modular_kernel.testing.call_mutants import run as mutants
 from modular_kernel.testing.cases.lists import BASE, Case
+from modular_kernel.testing.verify.one_process import Proof
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH_PAIR = ("--pf-type", "MoEPrepareAndFinalizeNoEP", "--experts-type", "TorchExperts")
@@ -203,6 +205,23 @@ def test_prove_one_case(mk: Mk) -> None:
     record = mk("test", *TORCH_PAIR, *words, "--json").json
     case = "MoEPrepareAndFinalizeNoEP+TorchExperts-T5-H64-I128-E8-K2-bfloat16-zipf-seed3"
     assert record["pairs"][0]["worst"]["case"] == case
+
+
+def test_a_failure_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases, told = list[Case](), list[str]()
+
+    def every_second_fails(host: Host, case: Case) -> Proof:
+        told.append(capsys.readouterr().err)
+        cases.append(case)
+        failures = ("oracle: no",) if len(cases) % 2 else ()
+        return Proof(case, host.machine, 0.0, 1.0, failures, 0.0)
+
+    monkeypatch.setattr(Host, "prove", every_second_fails)
+    assert run_mk(capsys, "test", *TORCH_PAIR).code == 1
+    assert len(cases) > 3
+    assert told[1:3] == [f"failed: {cases[0]}\n", ""]
 
 
 @pytest.mark.parametrize("words", [(), ("--one",)], ids=["level", "one"])

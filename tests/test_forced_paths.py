@@ -11,6 +11,7 @@ from experts.triton.contiguous import paths_of
 from experts.triton.dequantised import config as dequantised_config
 from experts.triton.gemv_tma import config as gemv_tma_config
 from experts.triton.grouped_tma import config as grouped_tma_config
+from experts.triton.grouped_w4 import config as grouped_w4_config
 from experts.triton.launch_config import Device
 from modular_kernel.types import Machine
 
@@ -18,6 +19,7 @@ DEFAULTS = {
     "gemv_tma": lambda problem: gemv_tma_config.default(problem, H100),
     "grouped_tma": grouped_tma_config.default,
     "dequantised": dequantised_config.default,
+    "grouped_w4": grouped_w4_config.default,
 }
 HERE = Path(__file__).parent
 H100 = Device.of(Machine("cuda", (9, 0), frozenset({"triton"}), name="NVIDIA H100"))
@@ -39,6 +41,7 @@ def loaded(name: str) -> ModuleType:
         ("test_streamed_path", "gemv_tma"),
         ("test_permuted_path", "grouped_tma"),
         ("test_dequantised_on_gpu", "dequantised"),
+        ("test_grouped_w4_on_gpu", "grouped_w4"),
     ],
 )
 def test_every_drawn_case_can_take_the_path(name: str, path: str) -> None:

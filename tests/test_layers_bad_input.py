@@ -48,6 +48,7 @@ BAD_LAYERS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"selection_bias": torch.zeros(E)}, "selection_bias: got a tensor, need a tensor exactly"),
     ({"router": Router(RouterSpec(K), H, 9)}, "router num_experts: got 9, need 8, the layer's"),
     ({"router": 3}, "router: got 3, need a Router or a RouterSpec or None"),
+    ({"device": "gpus"}, "device: got 'gpus', need a device of torch"),
     ({"layer_id": "a"}, "layer_id: got 'a', need an int or None"),
 )  # fmt: skip
 

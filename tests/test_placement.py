@@ -39,6 +39,10 @@ def test_copies_lie_behind_what_is_there() -> None:
     assert placement.experts == 4
 
 
+def placed(tables: object = Placement.linear(4, 2).tables(), **options: object) -> object:
+    return pairs_to_slots(torch.zeros(1, 1, dtype=torch.int64), tables, **options)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("make", "named"),
     [
@@ -63,6 +67,14 @@ def test_copies_lie_behind_what_is_there() -> None:
         (lambda: Placement.linear(4, 2).with_copies({0: [0.5]}), "got 0.5 among them"),
         (lambda: Placement.linear(4, 2).with_copies({"0": [1]}), "copies: experts: got '0' among"),
         (lambda: Placement.linear(4, 2).expert_map(0.0), "rank: got 0.0"),
+        (lambda: Placement.linear(4, 2).expert_map(0, "gpus"), "device: got 'gpus', need a device"),
+        (lambda: Placement.linear(4, 2).tables([0]), "device: got list, need a device of torch"),
+        (lambda: Placement.linear(4, 2).tables(10**30), "device: got 1000.*, need a device"),
+        (lambda: Placement.linear(4, 2).tables(True), "device: got True, need a device"),
+        (lambda: placed(tables=None), "placement tables: got None, need a PlacementTables"),
+        (lambda: placed(first_token=0.5), "first token: got 0.5, need an int >= 0"),
+        (lambda: placed(first_token=-1), "first token: got -1"),
+        (lambda: placed(together=1), "together: got 1, need True or False"),
         (lambda: Placement.linear(4, 2).tables(near=[1]), "near: got 1 among them"),
         (lambda: Placement.of_table(5, 2), "slot of each expert: got 5, need a sequence"),
         (lambda: Placement.of_table([(0, 0.5)], 1), "slot of each expert: got tuple, need a tuple"),

@@ -79,6 +79,7 @@ def survivors(
     return [str(kill) for kill in kills if not kill.ok]
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("pairing", "mutant"), triples(2))
 def test_killed_on_two_ranks(
     pairing: tuple[str, str], mutant: RankMutant, rank_pool: Pool, proven: dict[Case, str | None]

@@ -1,9 +1,12 @@
 """Shares of cases: equal for equal trees, of the right size, and over many trees all cases."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from shares import SIXTEENTH, SIXTH, proven_here, share, tree_hash
+from shares import SIXTEENTH, SIXTH, in_share, proven_here, share, tree_hash
 
 from modular_kernel.testing import Case, cases_for
 from modular_kernel.testing.cases.lists import BASE
@@ -50,3 +53,20 @@ def test_an_experts_part_has_its_largest_share_once(monkeypatch: pytest.MonkeyPa
     assert found[PAIR] == tuple(dict.fromkeys((*smoke, *share(full, SIXTH, "one"))))
     assert found[elsewhere] == tuple(dict.fromkeys((*smoke, *share(full, SIXTEENTH, "one"))))
     assert len(found[elsewhere]) < len(found[PAIR]) < len(full) / 2 + len(smoke)
+
+
+def test_parameters_are_drawn_unless_all_or_some_are_asked_for() -> None:
+    file = "tests/test_four_bit.py"
+
+    def collected(*words: str) -> set[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *words]
+        told = subprocess.run(
+            command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
+        )
+        return {line for line in told.stdout.splitlines() if "::test_proven[" in line}
+
+    every = collected("--whole", file)
+    assert collected(file) == {name for name in every if in_share(name, 3, tree_hash())}
+    assert len(collected(file)) < len(every)
+    assert collected(f"{file}::test_proven") == every
+    assert collected("-k", "test_proven", file) == every

@@ -136,6 +136,7 @@ class SlotsSwapped(TorchExperts):
 MUTANTS = (GateUpSwapped, LastTokenDropped, ExpertDropped, SlotsSwapped)
 
 
+@pytest.mark.share(4)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)

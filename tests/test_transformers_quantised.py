@@ -182,6 +182,7 @@ def loaded(folder: Path, name: str, kind: str) -> "tuple[torch.nn.Module, Writte
     return from_pretrained(folder, experts_implementation=register(), device=DEVICE), written
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("name", "kind"), WHOLE)
 def test_whole_models_are_one_graph_and_pass_opcheck(name, kind, tmp_path) -> None:
     """Cold, without a break, and with the logits of eager calls."""

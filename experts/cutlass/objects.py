@@ -7,6 +7,7 @@ a tenth of one. An object is known by the sources in this folder, the versions o
 tvm-ffi, the GPU's architecture and the machine; of anything else it is compiled.
 """
 
+import logging
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from modular_kernel.ops.launch.kept import find, keep, key_of
+from modular_kernel.printable import printable
 
+_LOG = logging.getLogger("modular_kernel.cutlass")
 _SUFFIX, _OPTIONS = ".o", "--enable-tvm-ffi"
 _PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 
@@ -32,13 +35,19 @@ class Kernel:
     def get(self) -> Callable[..., None]:
         """Load the kernel's object, or compile it where none is kept."""
         path = find(self._stem(), _SUFFIX)
-        found: Callable[..., None]
-        if path is None:
-            found = self.make(_OPTIONS)  # for the GPU that is here
-        else:
-            from cutlass import cute
+        found = None if path is None else self._loaded(path)
+        return self.make(_OPTIONS) if found is None else found  # for the GPU that is here
 
-            found = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[self.name]
+    def _loaded(self, path: Path) -> Callable[..., None] | None:
+        from cutlass import cute
+
+        try:
+            found: Callable[..., None] = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[
+                self.name
+            ]
+        except Exception as error:  # noqa: BLE001  whichever the DSL has for it
+            _LOG.warning("%s is compiled anew: %s", self.name, printable(str(error)))
+            return None
         return found
 
     def keep(self) -> Path:

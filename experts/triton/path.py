@@ -42,9 +42,9 @@ class Path(ABC):
     name: in configurations, tuned files and messages. former_names: in tuned files of version 1.
     launch: the type of its configuration of one GEMM, a dataclass of numbers. quantises_input: it
     takes unquantised tokens and quantises them itself. refuses: there are tensors that it does not
-    take. lends: another problem can launch its configurations as they are. replaces: the path under
-    whose name files of version 1 meant some of its launches. roundings: where it rounds; None where
-    that is not declared.
+    take. lends: another problem can launch its configurations as they are. replaces: paths under
+    whose names files of version 1 meant some of its launches, or would now. roundings: where it
+    rounds; None where that is not declared.
     """
 
     name: ClassVar[str]
@@ -53,7 +53,7 @@ class Path(ABC):
     quantises_input: ClassVar[bool] = False
     refuses: ClassVar[bool] = True
     lends: ClassVar[bool] = True
-    replaces: ClassVar[str | None] = None
+    replaces: ClassVar[tuple[str, ...]] = ()
     roundings: Roundings | None
 
     # ------------------------------------------------------------------- which calls take it
@@ -104,7 +104,7 @@ class Path(ABC):
     def in_place_of(
         cls, config: MoEConfig, tokens: int, problem: Problem, device: Device
     ) -> MoEConfig:
-        """Return what a call launches where a file of version 1 has `config` of `cls.replaces`."""
+        """Return what a call launches where a file of version 1 has `config`, of `replaces`."""
         return config
 
     # ------------------------------------------------------------------- a call

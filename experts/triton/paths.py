@@ -7,6 +7,7 @@ from experts.triton.gemv.path import GemvPath
 from experts.triton.gemv_tma.path import GemvTmaPath
 from experts.triton.gemv_w4.path import GemvW4Path
 from experts.triton.grouped_tma.path import GroupedTmaPath
+from experts.triton.grouped_w4.path import GroupedW4Path
 from experts.triton.path import Path
 
 # The first serves every problem. Where several take a call without a tuned file, the last one does.
@@ -18,6 +19,7 @@ PATHS: tuple[type[Path], ...] = (
     GemvTmaPath,
     GroupedTmaPath,
     DequantisedPath,
+    GroupedW4Path,
 )
 BASE = PATHS[0]
 NAMES = tuple(path.name for path in PATHS)

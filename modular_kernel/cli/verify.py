@@ -234,7 +234,9 @@ def _verify(jobs: Sequence[VerifyJob], host: Host, *, as_json: str | None) -> bo
         for job in jobs:
             proofs = []
             for case in job.cases:
-                proofs.append(host.prove(case))
+                proofs.append(proof := host.prove(case))
+                if not proof.passed:  # at once: a run that is cut off has told what it found
+                    output.note(f"failed: {case}")
                 advance()
             results.append(CaseResult(job, tuple(proofs)))
     ok = bool(results) and not any(result.failed for result in results)

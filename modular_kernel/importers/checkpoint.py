@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from modular_kernel.errors import ConfigurationError, InputError
-from modular_kernel.fields import Count, expect
+from modular_kernel.fields import Count, device_named, expect
 from modular_kernel.importers.boxes import LayerSource
 from modular_kernel.importers.examine import Examined, examine
 from modular_kernel.importers.files import open_tensors
@@ -122,16 +122,6 @@ def load_experts(  # noqa: PLR0913 (each is one question)
             found = replace(found, format=found.format.with_inputs())
         source = found.source(asked.layer)
         return _load(source, found, asked, placement, place)
-
-
-def device_named(device: torch.device | str) -> torch.device:
-    """Return a device; ConfigurationError for what is none."""
-    try:
-        return torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        need = "a device of torch, such as 'cuda'"
-        got = f"{device!r}"[:80] if isinstance(device, str) else type(device).__name__
-        raise ConfigurationError("device", got=got, need=need) from error
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ w1, w1_scale = from_gpt_oss(blocks, scales)        # "quant": mxfp4_w4a16, inter
 import torch
 
 from modular_kernel.errors import DtypeError, ShapeError, WeightsError
-from modular_kernel.tensors import dense
+from modular_kernel.tensors import check_divisors, dense
 from modular_kernel.types import dtype_name
 
 _FP8 = torch.float8_e4m3fn
@@ -61,27 +61,25 @@ def static_scale(scales: torch.Tensor) -> torch.Tensor:
 
 
 def usable_inputs(scale: torch.Tensor, what: str) -> torch.Tensor:
-    """Return static activation scales in float32; WeightsError if one cannot be divided by.
-
-    They are multiplied by its inverse, which is infinite below 2^-128.
-    """
-    scale = _usable(scale, what)
-    bad = ~(1 / scale).isfinite()
-    if bool(bad.any()):
-        need = "finite numbers above 0 with finite inverses"
-        raise WeightsError(what, got=float(scale[bad][0]), need=need)
+    """Return static activation scales in float32; WeightsError if one cannot be divided by."""
+    scale = _in_float32(scale, what)
+    check_divisors(what, scale)
     return scale
 
 
 def _usable(scale: torch.Tensor, what: str) -> torch.Tensor:
     """In float32; every one finite and above 0."""
-    if not scale.dtype.is_floating_point:
-        raise DtypeError(what, got=dtype_name(scale.dtype), need="a floating dtype")
-    scale = scale.float()
+    scale = _in_float32(scale, what)
     bad = ~(scale.isfinite() & (scale > 0))
     if bool(bad.any()):
         raise WeightsError(what, got=float(scale[bad][0]), need="finite numbers above 0")
     return scale
+
+
+def _in_float32(scale: torch.Tensor, what: str) -> torch.Tensor:
+    if not scale.dtype.is_floating_point:
+        raise DtypeError(what, got=dtype_name(scale.dtype), need="a floating dtype")
+    return scale.float()
 
 
 def from_gpt_oss(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,6 +58,8 @@ def make_alike(
 
 def spread(self: Foreign, lhs: Foreign, rhs: Foreign) -> tuple[Foreign, Foreign]:
     """`TritonSemantic.broadcast_impl_value`."""
+    if type(lhs) is not tl.tensor or type(rhs) is not tl.tensor:
+        return _broadcast(self, lhs, rhs)
     if lhs.shape is rhs.shape:  # tensors of equal shapes have one between them, see block_types
         return lhs, rhs
     left, right = _sizes(lhs), _sizes(rhs)
@@ -80,16 +82,20 @@ def check_handle(self: Foreign) -> None:
 
 
 def patch_builtins(module: Foreign, builder: Foreign, scope: Foreign) -> None:
-    """`_patch_builtin` of the interpreter: the same at every launch, so it is made once."""
-    for name, function in _builtins(module, builder):
-        scope.set_attr(module, name, function)
+    """`_patch_builtin` of the interpreter: what it looks for is the same at every launch."""
+    for name, member, function in _builtins(module, builder):
+        now = getattr(module, name, None)
+        if now is member:
+            scope.set_attr(module, name, function)
+        elif tl.core.is_builtin(now):  # somebody has put another one there since
+            scope.set_attr(module, name, _with_semantic(now, TritonSemantic(builder)))
 
 
 @cache
-def _builtins(module: Foreign, builder: Foreign) -> tuple[tuple[str, Foreign], ...]:
+def _builtins(module: Foreign, builder: Foreign) -> tuple[tuple[str, Foreign, Foreign], ...]:
     semantic = TritonSemantic(builder)
     found = inspect.getmembers(module, tl.core.is_builtin)
-    return tuple((name, _with_semantic(member, semantic)) for name, member in found)
+    return tuple((name, member, _with_semantic(member, semantic)) for name, member in found)
 
 
 def _with_semantic(member: Foreign, semantic: Foreign) -> Foreign:
@@ -114,7 +120,7 @@ def _takes(kind: Foreign, number: object) -> bool:
 
 
 def _number_like(tensor: Foreign, number: float) -> Foreign:
-    data = _full(number, tensor.dtype, tensor.handle.data.shape)
+    data = _full(number, tensor.dtype, _sizes(tensor) or (1,))
     return tl.tensor(upstream.TensorHandle(data, tensor.dtype), tensor.type)
 
 

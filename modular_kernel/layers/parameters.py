@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from modular_kernel.errors import StateError, UnsupportedError, WeightsError
-from modular_kernel.fields import expect
+from modular_kernel.fields import device_named, expect
 from modular_kernel.layers.parallel import LayerParallel
 from modular_kernel.layers.weight_loading import ExpertLoader
 from modular_kernel.placement import Placement
@@ -56,7 +56,7 @@ class ExpertParameters(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        device = torch.get_default_device() if device is None else torch.device(device)
+        device = torch.get_default_device() if device is None else device_named(device)
         self.problem, self.placement, self.parallel = problem, placement, parallel
         self._loader, self._ready = loader, loader is None or not loader.scheme.quantised
         if loader is not None:

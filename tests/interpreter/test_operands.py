@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import triton
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as upstream
 
-from modular_kernel.interpreter import operands
+from modular_kernel.interpreter import operands, patch
 from modular_kernel.interpreter.dtypes import storage_of
 
 KINDS = (
@@ -47,6 +49,11 @@ def outcome(make: Any, *args: Any) -> object:
         return type(error)
 
 
+@triton.jit
+def exp_kernel(y_ptr):
+    tl.store(y_ptr, tl.exp(tl.load(y_ptr) * 0))
+
+
 @pytest.fixture
 def semantic(monkeypatch: pytest.MonkeyPatch) -> Any:
     """As upstream has it, but for what is asked by name."""
@@ -81,6 +88,101 @@ def test_every_two_shapes(semantic: Any, left: tuple[int, ...]) -> None:
         given = tensor(tl.int32, left), tensor(kind, right)
         want = outcome(operands._broadcast, semantic, *given)
         assert outcome(operands.spread, semantic, *given) == want, (left, right, kind)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *POINTERS], ids=str)
+def test_a_scalar_in_an_array_of_no_dimension(semantic: Any, kind: Any) -> None:
+    scalar = tensor(kind, ())
+    scalar.handle.data = scalar.handle.data.reshape(())
+    for other, flags in itertools.product((*NUMBERS, tensor(kind, ()), tensor(kind, (4,))), FLAGS):
+        for given in ((scalar, other), (other, scalar)):
+            want = outcome(operands._operands, semantic, *given, *flags)
+            assert outcome(operands.make_alike, semantic, *given, *flags) == want, (other, flags)
+
+
+SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, 1e30, 1.0, -7.25)
+OPERATIONS: dict[str, tuple[object, ...]] = {
+    "add": (False,), "sub": (False,), "mul": (False,), "truediv": (), "floordiv": (), "mod": (),
+    "fdiv": (True,), "minimum": (upstream._ir.PROPAGATE_NAN.NONE,),
+    "maximum": (upstream._ir.PROPAGATE_NAN.ALL,), "and_": (), "or_": (), "xor_": (), "shl": (),
+    "ashr": (), "lshr": (), "logical_and": (), "greater_than": (), "greater_equal": (),
+    "less_than": (), "less_equal": (), "equal": (), "not_equal": (),
+}  # fmt: skip
+
+
+ORIGINALS = {
+    "binary_op_type_checking_impl": operands._operands,
+    "broadcast_impl_value": operands._broadcast,
+    "__post_init__": operands._check_handle,
+    "_unwrap_if_constexpr": operands._unwrap,
+}
+
+
+def random_operand(numbers: np.random.Generator, like: Any = None) -> Any:
+    """A number, or a tensor; often of the type that another one has."""
+    if numbers.random() < 0.25:
+        return NUMBERS[numbers.integers(len(NUMBERS))]
+    kind = (*KINDS, *POINTERS)[numbers.integers(len(KINDS) + len(POINTERS))]
+    if isinstance(like, tl.tensor) and numbers.random() < 0.5:
+        kind = like.dtype
+    found = tensor(kind, SHAPES[numbers.integers(len(SHAPES))])
+    storage, data = storage_of(kind), found.handle.data
+    if storage.kind in "iu":
+        limits = np.iinfo(storage)
+        few = np.array([limits.min, limits.max, limits.max // 3, 1], storage)
+        found.handle.data = numbers.choice(few, data.shape) if numbers.random() < 0.5 else data
+    else:
+        with np.errstate(all="ignore"):
+            found.handle.data = numbers.choice(SPECIAL, data.shape).astype(storage)
+    return found
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_on_random_operands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As within a launch: the results to the bit, and which error, are those of upstream's way."""
+    numbers = np.random.default_rng(list(OPERATIONS).index(name))
+    scope = patch._patch_language_once(None)  # it tells unsigned types apart
+    semantic = TritonSemantic(upstream.interpreter_builder)
+
+    def result(*given: object) -> list[object]:
+        with np.errstate(all="ignore"):
+            return [getattr(semantic, name)(*given, *OPERATIONS[name])]
+
+    try:
+        for _ in range(400):
+            lhs = random_operand(numbers)
+            given = lhs, random_operand(numbers, lhs)
+            got = outcome(result, *given)
+            with monkeypatch.context() as upstream_s:
+                for owner, attribute, _ in operands.INSTALLED:
+                    if attribute in ORIGINALS:
+                        upstream_s.setattr(owner, attribute, ORIGINALS[attribute])
+                assert got == outcome(result, *given), (name, given)
+    finally:
+        scope.restore()
+
+
+def test_what_somebody_puts_in_place_of_a_builtin_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also after the first launch, which has seen another one."""
+    y = torch.zeros(1)
+    exp_kernel[(1,)](y)
+    assert y.item() == 1
+    monkeypatch.setattr(tl, "exp", lambda x: x + 3)
+    exp_kernel[(1,)](y)
+    assert y.item() == 3
+    monkeypatch.setattr(tl, "exp", tl.core.builtin(lambda x, _semantic: _semantic.add(x, 7, True)))
+    exp_kernel[(1,)](y)
+    assert y.item() == 7
+
+
+def test_what_is_no_tensor_is_not_spread(semantic: Any) -> None:
+    plain = (np.float32(1), np.int64(2), 1.0, tl.constexpr(1), None, tensor(tl.int32, (4,)))
+    for given in itertools.product(plain, plain[:-1]):
+        for spread in (operands._broadcast, operands.spread):
+            with pytest.raises(AttributeError):
+                spread(semantic, *given)
 
 
 def test_a_number_that_is_shared_cannot_be_written(semantic: Any) -> None:

@@ -29,7 +29,7 @@ class AlignedW4Path(AlignedPath):
     name = config.NAME
     former_names = ()
     refuses = True
-    replaces = AlignedPath.name
+    replaces = (AlignedPath.name,)
     launch = AlignedW4Config
     lends = False
 

@@ -1,7 +1,8 @@
 """What files of version 1 say, in the words of today.
 
 They name fewer paths: two had the name "single", and launches of 4-bit weights and few rows were
-chosen behind what a file said of the aligned path.
+chosen behind what a file said of the aligned path. Weights in registers came later, and are faster
+than what such files have, wherever they are taken without one.
 """
 
 from collections.abc import Collection
@@ -15,7 +16,7 @@ from modular_kernel.types import Problem
 
 FORMER_NAMES = tuple(dict.fromkeys(name for path in PATHS for name in path.former_names))
 # Paths that a file of version 1 could mean.
-MEANT = tuple(path.name for path in PATHS if path.replaces is None)
+MEANT = tuple(path.name for path in PATHS if not path.replaces)
 
 
 def path_meant(name: str, problem: Problem, device: Device) -> type[Path]:
@@ -40,11 +41,11 @@ def _typed(launch: Launch, path: type[Path]) -> Launch:
 def replaced(steps: Steps, problem: Problem, device: Device, paths: Collection[str]) -> Steps:
     """Return `steps`, with what paths that had no name launched in place of what is said there."""
     for path in PATHS:
-        if path.replaces is None or path.name not in paths or not path.serves(problem, device):
+        if not path.replaces or path.name not in paths or not path.serves(problem, device):
             continue
 
         def change(last: int, config: MoEConfig, path: type[Path] = path) -> MoEConfig:
-            if config.path != path.replaces:
+            if config.path not in path.replaces:
                 return config
             return path.in_place_of(config, last, problem, device)
 

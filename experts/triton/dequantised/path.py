@@ -7,6 +7,7 @@ small (config); only those that have rows are dequantised.
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
@@ -38,7 +39,7 @@ class DequantisedPath(GroupedTmaPath):
     """Serves what config.serves says."""
 
     name = config.NAME
-    former_names = (config.NAME,)
+    former_names: ClassVar[tuple[str, ...]] = (config.NAME,)
     roundings = Roundings(weights=True)
 
     @classmethod
@@ -77,12 +78,15 @@ class DequantisedPath(GroupedTmaPath):
 
     def specs(self, tokens: int, block_m: int) -> dict[str, BufferSpec]:
         """Return buffers of grouped GEMMs, of dequantised weights, and of some experts' tiles."""
-        specs = super().specs(tokens, block_m)
-        specs["dequantised"] = BufferSpec((self._values,), self.problem.dtype)
+        specs = super().specs(tokens, block_m) | self.weight_buffers()
         if self._at_once < self.problem.e:
             tiles = most_tiles(tokens * self.problem.top_k, block_m, self.problem.e)
             specs["dequantised_tiles"] = BufferSpec((3 * tiles + 1,), torch.int32)
         return specs
+
+    def weight_buffers(self) -> dict[str, BufferSpec]:
+        """Return the buffer of the weights that are multiplied at a time."""
+        return {"dequantised": BufferSpec((self._values,), self.problem.dtype)}
 
     def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
         """Whether x lies as TMA wants it, and what is beside it as it is read."""
@@ -103,11 +107,20 @@ class DequantisedPath(GroupedTmaPath):
         quantised = replace(product, scheme=self._scheme)
         for first in range(0, self.problem.e, self._at_once):
             count = min(self._at_once, self.problem.e - first)
-            w_eNK = self._dequantised(quantised, first, count, order, call.workspace)
             bias = None if product.bias is None else product.bias[first : first + count]
-            some = replace(product, w=w_eNK, scale=None, zero_point=None, bias=bias)
+            some = self.ready(replace(quantised, bias=bias), first, count, order, call.workspace)
             tiles = self._tiles_of(first, count, order, tile.block_m, call.workspace)
             self.multiply(rows, some, tile, tiles, out)
+
+    def ready(
+        self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace
+    ) -> Product:
+        """Return the product of experts `first` and on, as `multiply` takes it; its bias is theirs.
+
+        Weights are undefined where experts have no rows.
+        """
+        w_eNK = self._dequantised(product, first, count, order, workspace)
+        return replace(product, w=w_eNK, scale=None, zero_point=None, scheme=self.problem.scheme)
 
     def _dequantised(
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace

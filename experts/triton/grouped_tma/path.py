@@ -6,6 +6,7 @@ products is in experts.triton.grouped.base.
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -41,7 +42,7 @@ class GroupedTmaPath(ExpertSortedGemms, Path):
     """Products in Gluon."""
 
     name = config.NAME
-    former_names = ("permuted",)
+    former_names: ClassVar[tuple[str, ...]] = ("permuted",)
     roundings = Roundings()
 
     @classmethod

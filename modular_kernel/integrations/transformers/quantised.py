@@ -30,7 +30,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from modular_kernel import json_files
 from modular_kernel.errors import ConfigurationError, ShapeError, UnsupportedError, WeightsError
-from modular_kernel.importers.checkpoint import LoadedExperts, device_named, load_experts
+from modular_kernel.fields import device_named
+from modular_kernel.importers.checkpoint import LoadedExperts, load_experts
 from modular_kernel.importers.examine import Examined, examine, raise_what_headers_tell
 from modular_kernel.importers.files import Tensors, open_tensors
 from modular_kernel.importers.formats import Format
@@ -301,7 +302,7 @@ class Quantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
         checkpoint, given = self.quantization_config.checkpoint, self.quantization_config.device
         for number, module in _modules_of(model).items():
-            device = _device_of(model, number) if given is None else torch.device(given)
+            device = _device_of(model, number) if given is None else device_named(given)
             loaded = load_experts(checkpoint, number, dtype=model.dtype, device=device)
             fill(module, loaded)
         return model

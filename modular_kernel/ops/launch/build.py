@@ -41,7 +41,10 @@ def module_of(
         if compiler is None:
             raise BuildError("there is no C compiler: neither CC, nor gcc, nor clang")
         command = [compiler, str(source), *words]
-        found = keep(stem, _SUFFIX, lambda made: _compile(command, made))
+        try:
+            found = keep(stem, _SUFFIX, lambda made: _compile(command, made))
+        except OSError as error:
+            raise BuildError(f"{name} could not be written: {_words(str(error))}") from None
     return _loaded(name, found)
 
 

@@ -10,7 +10,9 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from glob import escape
 from pathlib import Path
 
 from modular_kernel.settings import read_settings
@@ -19,9 +21,9 @@ DIGITS = 32  # of a hash in a name
 
 
 def key_of(*facts: object, files: tuple[Path, ...] = ()) -> str:
-    """Return the hash of what a file is made from: facts in words, and the bytes of files."""
-    text = b"".join(path.read_bytes() for path in files)
-    return hashlib.sha256(text + "\0".join(map(str, facts)).encode()).hexdigest()[:DIGITS]
+    """Return the hash of what a file is made from: facts in words, names and bytes of files."""
+    sources = [(path.name, _digest(path.read_bytes())) for path in files]
+    return _digest(repr(([*map(str, facts)], sources)).encode())
 
 
 def find(stem: str, suffix: str) -> Path | None:
@@ -29,14 +31,14 @@ def find(stem: str, suffix: str) -> Path | None:
 
     stem: a name and `key_of` what the file is made from.
     """
-    for path in sorted(_folder().glob(f"{stem}-*{suffix}")):
-        try:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
-        except OSError:
-            continue
-        if _mine(path, stat.S_ISREG) and path.name == f"{stem}-{digest}{suffix}":
-            return path
-        path.unlink(missing_ok=True)
+    for path in sorted(_folder().glob(f"{escape(stem)}-*{suffix}")):
+        # What is no file is not opened: a pipe would wait for a writer.
+        if _mine(path, stat.S_ISREG):
+            with suppress(OSError):
+                if path.name == f"{stem}-{_digest(path.read_bytes())}{suffix}":
+                    return path
+        with suppress(OSError):
+            path.unlink()
     return None
 
 
@@ -44,19 +46,34 @@ def keep(stem: str, suffix: str, make: Callable[[Path], None]) -> Path:
     """Return the file that `make` writes, kept in MK_CACHE_DIR by a name that says what is in it.
 
     Where it cannot be kept, it is in a folder of this process that goes when that ends. What `make`
-    raises is raised, and nothing is kept.
+    raises is raised, and nothing is kept. OSError where there is no room for it anywhere.
     """
-    folder = _folder()
-    with tempfile.TemporaryDirectory(prefix=".part-", dir=folder) as part:  # mode 0700
+    own = Path(_of_this_process().name)
+    with tempfile.TemporaryDirectory(dir=own) as part:
         made = Path(part) / f"made{suffix}"
         make(made)
-        made.chmod(0o600)
-        with made.open("rb") as file:
-            digest = hashlib.sha256(file.read()).hexdigest()[:DIGITS]
+        content = made.read_bytes()
+    name = f"{stem}-{_digest(content)}{suffix}"
+    try:
+        return _put(content, _folder() / name)
+    except OSError:  # full, gone since, or something else has that name
+        return _put(content, own / name)
+
+
+def _put(content: bytes, path: Path) -> Path:
+    """Write a file that appears in one step, whole."""
+    with tempfile.TemporaryDirectory(prefix=".part-", dir=path.parent) as part:  # mode 0700
+        written = Path(part) / "written"
+        with written.open("wb") as file:
+            file.write(content)
+            file.flush()
             os.fsync(file.fileno())  # the name may not come to the disk before the bytes
-        path = folder / f"{stem}-{digest}{suffix}"
-        made.replace(path)
-        return path
+        written.chmod(0o600)
+        return written.replace(path)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
 def _folder() -> Path:

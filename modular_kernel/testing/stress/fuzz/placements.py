@@ -5,6 +5,8 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import torch
+
 from modular_kernel.placement import Placement, near_ranks, pairs_to_slots
 from modular_kernel.testing.stress.fuzz.facts import JUNK, word
 from modular_kernel.testing.stress.fuzz.outcome import ACCEPTED, RIGHT, FuzzOutcome, attempt
@@ -12,6 +14,7 @@ from modular_kernel.testing.stress.fuzz.outside import named
 
 _BASE = Placement.linear(6, 3).with_copies({0: (1,), 1: (2,)})
 _TABLES = _BASE.tables()
+_IDS = torch.tensor([[0, 1], [5, -1]])
 
 
 def _balance(name: str, *given: Any, **options: Any) -> Any:
@@ -43,6 +46,8 @@ _CALLS: tuple[tuple[str, Callable[..., Any], int], ...] = (
     ("rebalance by hosts", _by_hosts, 2),
     ("moves", partial(_balance, "moves"), 2),
     ("pairs_to_slots", lambda ids: pairs_to_slots(ids, _TABLES), 1),
+    ("pairs_to_slots by", lambda tables: pairs_to_slots(_IDS, tables), 1),
+    ("pairs_to_slots from", lambda first: pairs_to_slots(_IDS, _TABLES, first_token=first), 1),
 )
 
 

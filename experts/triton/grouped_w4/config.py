@@ -1,0 +1,130 @@
+"""Products of weights in registers: which problems they serve, what bounds a launch."""
+
+from collections.abc import Iterator
+
+from experts.triton.candidates import ByBlock, Groups, Rows, groups, worth
+from experts.triton.dequantised import config as dequantised
+from experts.triton.dequantised.config import plain
+from experts.triton.grouped_w4.layout import (
+    BLOCK,
+    BLOCKS,
+    GROUP,
+    LINE,
+    LINES,
+    SCALE_LINE,
+    SCALE_LINES,
+)
+from experts.triton.launch_config import Device, Gemm, LaunchConfig, MoEConfig, Violation
+from modular_kernel.types import Problem
+
+NAME = "grouped_w4"
+
+# Rows of a tile: float32 sums of both its blocks are half a thread's registers.
+_HEIGHTS = (64, 128)
+# Mean rows of an expert for which the path is taken, and below which tiles have 64 rows. Measured
+# on one H200 (2026-11-26, triton 3.6.0) on Mixtral, DeepSeek-V3 EP8, Qwen3-30B and gpt-oss, in both
+# orders: 0.73 to 0.83 x what was launched before with 48 rows, 0.87 to 0.96 x with 512, 0.90 to
+# 1.04 x with 768; 0.99 to 1.32 x with 32.
+_LEAST_ROWS, _SHORT_ROWS, _MOST_ROWS = 40, 56, 640
+_COLUMNS = BLOCK * BLOCKS  # weight rows of a tile
+_MOST_BYTES = 1 << 30  # of tiled weights at a time, unless one expert has more
+_WORD = 4
+_BOXES = _WORD * (LINES * LINE + SCALE_LINES * SCALE_LINE)  # bytes of a step of a tile's weights
+_SIXTEEN = 2  # bytes of a value of tokens and results
+_PARTS = 2  # warpgroups, each of which stages results
+_BARRIERS = 1 << 10  # bytes, at most
+
+_TRIED: Rows = {64: (16, 160), 128: (48, 1 << 62)}
+_ENTRIES: ByBlock = {
+    64: ((_COLUMNS, BLOCK, 4, 8, 8), (_COLUMNS, BLOCK, 4, 8, 16)),
+    128: tuple((_COLUMNS, BLOCK, 4, 6, group) for group in (8, 4, 16)),
+}
+
+
+def serves(problem: Problem, device: Device) -> bool:
+    """Whether the kernels of this path can compute `problem` on `device`: mxfp4 in bf16."""
+    if problem.scheme.name != "mxfp4_w4a16" or not dequantised.serves(problem, device):
+        return False
+    return problem.hidden % GROUP == 0 and problem.intermediate % GROUP == 0
+
+
+def violations(tile: LaunchConfig, gemm: Gemm, device: Device) -> Iterator[Violation]:
+    """Every reason not to launch `tile` for this GEMM on this path."""
+    if tile.block_m not in _HEIGHTS:
+        yield Violation("block_m", tile.block_m, f"one of {_HEIGHTS} on the {NAME} path")
+    fixed = (
+        ("block_n", tile.block_n, _COLUMNS // gemm.sides),
+        ("block_k", tile.block_k, BLOCK),
+        ("num_warps", tile.num_warps, 4),
+    )
+    for name, got, need in fixed:
+        if got != need:
+            yield Violation(name, got, f"{need} on the {NAME} path")
+    shared = _shared(tile, 1)
+    if shared > device.shared:
+        yield Violation("bytes of shared memory", shared, f"<= {device.shared}")
+
+
+def _shared(tile: LaunchConfig, slots: int) -> int:
+    """Bytes of shared memory with so many boxes of results a warpgroup, at most."""
+    box = tile.block_m * BLOCK * _SIXTEEN  # of tokens or of results
+    return tile.num_stages * (box + _BOXES) + _PARTS * slots * box + _BARRIERS
+
+
+def staging_slots(tile: LaunchConfig, *, gated: bool) -> int:
+    """How many boxes of results a warpgroup keeps until they are stored: 2 if it has 2 that fit."""
+    return 1 if gated or _shared(tile, 2) > Device().shared else 2
+
+
+def short_rows(tile: LaunchConfig) -> int:
+    """Rows up to which a tile is multiplied as half of one; 0 for none."""
+    return _HEIGHTS[0] if tile.block_m > _HEIGHTS[0] else 0
+
+
+def boxes_of(problem: Problem) -> tuple[int, int]:
+    """Return how many steps of tiles one expert's w1 and w2 make."""
+    sides = 2 if problem.act.gated else 1
+    one = -(-problem.intermediate * sides // _COLUMNS) * -(-problem.hidden // BLOCK)
+    two = -(-problem.hidden // _COLUMNS) * -(-problem.intermediate // BLOCK)
+    return one, two
+
+
+def experts_at_once(problem: Problem) -> int:
+    """How many experts' matrices are tiled and multiplied before the next ones are."""
+    parts = -(-problem.e // max(1, _MOST_BYTES // (max(boxes_of(problem)) * _BOXES)))
+    return -(-problem.e // parts)
+
+
+def least_tokens(problem: Problem) -> int:
+    """Return the fewest tokens of a call that takes this path without a tuned file."""
+    return -(-_LEAST_ROWS * problem.experts // problem.top_k)
+
+
+def most_tokens(problem: Problem) -> int:
+    """Return the most tokens of a call that takes this path without a tuned file."""
+    return _MOST_ROWS * problem.experts // problem.top_k
+
+
+def turns(problem: Problem) -> tuple[int, ...]:
+    """Return the most tokens before the path is taken, of tiles of 64 rows, and of the path."""
+    short = -(-_SHORT_ROWS * problem.experts // problem.top_k) - 1
+    return least_tokens(problem) - 1, short, most_tokens(problem)
+
+
+def height(problem: Problem, tokens: int) -> int:
+    """Return the rows of a tile in a call of so many tokens."""
+    return _HEIGHTS[tokens * problem.top_k >= _SHORT_ROWS * problem.experts]
+
+
+def default(problem: Problem, rows: int = _HEIGHTS[-1]) -> MoEConfig:
+    """Return launches with tiles of so many rows."""
+    first = _COLUMNS // (2 if problem.act.gated else 1)
+    stages = 6 if rows == _HEIGHTS[-1] else 8
+    one, two = (LaunchConfig(rows, n, BLOCK, 8, 4, stages) for n in (first, _COLUMNS))
+    return MoEConfig(one, two, NAME)
+
+
+def candidates(problem: Problem, tokens: int) -> Groups:
+    """Return launches worth timing with so many tokens."""
+    bf16 = plain(problem)
+    return groups(worth(_TRIED, bf16, tokens), (_ENTRIES, _ENTRIES), bf16)

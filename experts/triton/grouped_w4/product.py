@@ -1,0 +1,111 @@
+"""Weights brought into the order of `experts.triton.grouped_w4.layout`, and a product with them."""
+
+import torch
+
+from experts.triton.grouped_w4.config import staging_slots
+from experts.triton.grouped_w4.layout import (
+    BLOCK,
+    BLOCKS,
+    LINE,
+    LINES,
+    LOWERED,
+    RAISED,
+    SCALE_LINE,
+    SCALE_LINES,
+    Tiled,
+)
+from experts.triton.launch_config import LaunchConfig
+from experts.triton.operands import Product, word_format
+from modular_kernel.ops.launch.launch import launch
+from modular_kernel.ops.sort import Sorted
+
+_STEPS = 4  # of the depth that a program tiles: 128 bytes of a row
+
+
+def multiply_tiled(
+    x_RK: torch.Tensor,
+    weights: Tiled,
+    product: Product,
+    tile: LaunchConfig,
+    order: Sorted,
+    out: torch.Tensor,
+    *,
+    short: int = 0,
+) -> None:
+    """Write act(x_RK @ W^T) of every row of `order`, in tiles of tile.block_m rows, to `out`.
+
+    short: rows up to which a tile is multiplied as one of so many, or 0. Of `product` all but its
+    weights and scales is read.
+    """
+    from experts.triton.grouped_w4.kernels.gemm import grouped_gemm_w4_tma_kernel
+    from experts.triton.kernels.tma_descriptors import multiprocessors, tma_descriptor
+
+    bias = product.bias
+    launch(
+        grouped_gemm_w4_tma_kernel,
+        (multiprocessors(),),
+        x_desc=tma_descriptor(x_RK, tile.block_m),
+        w_desc=tma_descriptor(weights.words.view(-1, LINE), LINES),
+        scale_desc=tma_descriptor(weights.scales.view(-1, SCALE_LINE), SCALE_LINES, SCALE_LINE),
+        out_desc=tma_descriptor(out, tile.block_m, BLOCK),
+        bias_ptr=out if bias is None else bias,
+        out_ptr=out,
+        tiles_ptr=order.tiles,
+        max_tiles=order.max_tiles,
+        columns=product.columns,
+        num_n=weights.tiles,
+        steps=weights.steps,
+        stride_bias=0 if bias is None else bias.stride(0),
+        up_row=product.up_row,
+        FACTOR=2.0**LOWERED,
+        STEP=product.step,
+        HAS_BIAS=bias is not None,
+        SHORT=short,
+        STAGES=tile.num_stages,
+        SLOTS=staging_slots(tile, gated=bool(product.constants["GATED"])),
+        GROUP_M=tile.group_m,
+        num_warps=4,
+        **product.constants,
+    )
+
+
+def tiled_shapes(
+    experts: int, columns: int, depth: int, *, gated: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of `Tiled`'s words and scales."""
+    tiles = -(-columns // (BLOCKS * BLOCK // (2 if gated else 1)))
+    boxes = (experts, tiles, -(-depth // BLOCK))
+    return (*boxes, LINES, LINE), (*boxes, SCALE_LINES, SCALE_LINE)
+
+
+def tile_experts(product: Product, starts: torch.Tensor, out: Tiled, first: int) -> None:
+    """Tile the weights of experts `first` and on that have rows: as many as `out` has.
+
+    product: its w and scale, contiguous, of all experts, as `layout.tile_weights` takes them, or
+    repacked. starts: (experts + 1,) int32, each expert's first row.
+    """
+    from experts.triton.grouped_w4.kernels.tile import tile_weights_kernel
+
+    words = product.w.view(torch.int32)
+    launch(
+        tile_weights_kernel,
+        (out.tiles, -(-out.steps // _STEPS), len(out.words)),
+        w_ptr=words,
+        scale_ptr=product.scale,
+        starts_ptr=starts,
+        words_ptr=out.words,
+        scales_ptr=out.scales.view(torch.uint8),
+        first_expert=first,
+        rows=words.shape[1],
+        row_words=words.shape[2],
+        columns=product.columns,
+        tiles=out.tiles,
+        steps=out.steps,
+        up_row=product.up_row,
+        STEP=product.step,
+        SIDES=2 if product.constants["GATED"] else 1,
+        FORMAT=word_format(product.scheme),
+        RAISED=RAISED,
+        STEPS=_STEPS,
+        num_warps=8,
+    )

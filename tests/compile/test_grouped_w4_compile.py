@@ -1,0 +1,115 @@
+"""The path of weights in registers compiles for sm_90: nothing is stored on the way to a product.
+
+Of the product's loop: its left operand comes from registers, words and scales are loaded as whole
+vectors, nothing is stored to shared memory, and the assembler serialises no products.
+"""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from path_calls import launches_of
+from triton.runtime.jit import JITFunction
+
+from experts.triton.grouped_w4 import config as grouped_w4_config
+from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.launch_config import Device
+from modular_kernel import Problem
+from modular_kernel.testing.compile import report
+from modular_kernel.testing.compile.report import check
+
+BASE = Problem(
+    tokens=600, hidden=512, intermediate=256, experts=4, top_k=2, dtype=torch.bfloat16,
+    quant="mxfp4_w4a16",
+)  # fmt: skip
+DEVICE = Device("sm_90", tma=True)
+_LINE = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9.]*)([^;]*);")
+_LABEL = re.compile(r"^(\.L_x_\d+):")
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("at_once", [4, 3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"quant": "mxfp4_w4a16:repacked=true", "activation": "relu2", "bias": True},
+        {"hidden": 160, "activation": "swiglu_oai:alpha=1.702,limit=7,interleaved=true"},
+    ],
+    ids=str,
+)
+def test_every_launch_is_clean(
+    change: dict[str, object], at_once: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = replace(BASE, **change)  # type: ignore[arg-type]
+    assert grouped_w4_config.serves(problem, DEVICE)
+    monkeypatch.setattr(grouped_w4_config, "experts_at_once", lambda p: at_once)
+    tiles = grouped_w4_config.default(problem, rows)
+    records = launches_of(GroupedW4Path(problem), problem, tiles)
+    parts = -(-4 // at_once)
+    names = Counter(record.kernel for record in records)
+    assert names["tile_weights_kernel"] == names["grouped_gemm_w4_tma_kernel"] == 2 * parts
+    assert names["tiles_of_experts_kernel"] == (2 * parts if parts > 1 else 0)
+    for record in records:
+        product = record.kernel == "grouped_gemm_w4_tma_kernel"
+        assert check(record, "HGMMA" if product else None) == ()
+        if product:
+            room = grouped_w4_config._shared(tiles.gemm1, record.config["SLOTS"])
+            assert room - grouped_w4_config._BARRIERS <= record.shared <= room
+
+
+def loops_of(cubin: bytes) -> list[list[tuple[str, str]]]:
+    """Instructions and operands of every innermost loop that has products."""
+    found, labels, code = [], {}, []
+    said = report._said(triton.knobs.nvidia.nvdisasm.path, "-ndf", "-c", cubin=cubin)
+    for line in said.splitlines():
+        label, instruction = _LABEL.match(line.strip()), _LINE.match(line)
+        if label:
+            labels[label[1]] = len(code)
+        elif instruction:
+            code.append((instruction[1], instruction[2]))
+    for at, (name, operands) in enumerate(code):
+        target = re.search(r"\.L_x_\d+", operands)
+        if name == "BRA" and target and labels.get(target[0], at) < at:
+            body = code[labels[target[0]] : at]
+            steps = sum(name.startswith("HGMMA") for name, _ in body)
+            if steps == 8 and not any(n == "EXIT" for n, _ in body):
+                found.append(body)
+    shortest = min(map(len, found), default=0)
+    return [body for body in found if len(body) < 1.5 * shortest]
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_operands_stay_in_registers(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cubins: list[bytes] = []
+    run = JITFunction.run
+
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = run(self, *args, **kwargs)
+        if self.fn.__name__ == "grouped_gemm_w4_tma_kernel":
+            cubins.append(made.asm["cubin"])
+        return made
+
+    monkeypatch.setattr(JITFunction, "run", kept)
+    launches_of(GroupedW4Path(BASE), BASE, grouped_w4_config.default(BASE, rows))
+    assert len(cubins) == 2
+    for cubin in cubins:
+        loops = loops_of(cubin)
+        assert len(loops) == (4 if rows == 128 else 2)  # a short tile has a loop of its own
+        for body in loops:
+            counts = Counter(name.split(".")[0] for name, _ in body)
+            assert not {"STS", "STSM", "STL", "LDL", "SHFL", "STG", "LDG"} & set(counts)
+            assert counts["LDS"] == 3
+            assert len(body) <= 175
+            # A product takes four registers where one from shared memory takes a descriptor.
+            assert all(
+                re.search(r" R\d+, R\d+, gdesc", operands)
+                for name, operands in body
+                if name.startswith("HGMMA")
+            )
+            assert sum(name == "WARPGROUP.ARRIVE" for name, _ in body) == 2
+            assert sum(name.startswith("WARPGROUP.DEPBAR") for name, _ in body) == 1

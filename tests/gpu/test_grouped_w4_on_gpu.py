@@ -1,0 +1,71 @@
+"""The path of mxfp4 weights in registers on a GPU: it is forced, whatever calls take it.
+
+Both heights of tiles, tails of tiles and depths, experts of no, few and many tiles, all experts at
+once and a few at a time.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from experts.triton.configs.select import override_config, this_store
+from experts.triton.contiguous import paths_of
+from experts.triton.grouped_w4 import config as grouped_w4_config
+from modular_kernel import check
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.lists import BASE
+from modular_kernel.types import Combine, Machine, Problem
+
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+SMALL = replace(BASE, dtype=torch.bfloat16, hidden=160, intermediate=224, quant="mxfp4_w4a16")
+# 150 rows an expert and more: whole tiles, and last ones of more and of less than 64 rows.
+LARGE = replace(SMALL, tokens=391, hidden=320, intermediate=448)
+OAI = "swiglu_oai:alpha=1.702,limit=1.2,interleaved=true"
+QUANTS = ("mxfp4_w4a16", "mxfp4_w4a16:repacked=true")
+ROUTINGS = ("uniform", "zipf", "skips", "out_of_range", "empty_experts", "all_to_one")
+CHANGES: tuple[dict[str, object], ...] = (
+    {"bias": True, "activation": OAI},
+    {"activation": "relu2", "bias": True},
+    {"activation": "gelu", "combine": Combine.TOPK_UNWEIGHTED},
+    {"expert_map": True, "local_experts": 3},
+    {"inplace": True, "routed_scaling_factor": 2.5},
+    {"hidden": 2880, "intermediate": 96},
+    {"hidden": 64, "intermediate": 2880},
+    {"chunk_tokens": 100},
+    {"tokens": 2048},
+)
+
+
+def cases() -> list[Case]:
+    variants: list[tuple[Problem, str]] = []
+    for quant in QUANTS:
+        small, large = (replace(base, quant=quant) for base in (SMALL, LARGE))
+        variants += [(base, routing) for routing in ROUTINGS for base in (small, large)]
+        for base, routing in ((large, "zipf"), (large, "uniform"), (small, "skips")):
+            variants += [(replace(base, **change), routing) for change in CHANGES]  # type: ignore[arg-type]
+    found = (Case(*PAIR, problem, routing) for problem, routing in variants)
+    return [c for c in dict.fromkeys(found) if served(c.problem) and check(*PAIR, c.problem).ok]
+
+
+def served(problem: Problem) -> bool:
+    """Whether the part may take the path, so that its tiles can be forced."""
+    return "grouped_w4" in paths_of(problem)
+
+
+CASES = cases()
+
+
+def test_there_are_cases_where_the_path_runs() -> None:
+    assert (len(CASES) > 60) == this_store().device.tma
+
+
+@pytest.mark.parametrize(("rows", "at_once"), [(128, 64), (64, 64), (128, 3)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_proven(
+    case: Case, rows: int, at_once: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_w4_config, "experts_at_once", lambda p: min(at_once, p.e))
+    with override_config(grouped_w4_config.default(case.problem, rows)):
+        proof = prove(case, machine)
+    assert proof.passed, str(proof)

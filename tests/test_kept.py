@@ -1,0 +1,158 @@
+"""Files of compiled code: whatever lies in their folder, the right one is found or made again."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experts.cutlass import objects
+from modular_kernel.ops.launch.kept import find, keep, key_of
+
+STEM, SUFFIX = "kernel-0", ".o"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MK_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / f"built-{os.geteuid()}"
+
+
+def written(content: bytes = b"code") -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(content) and None  # type: ignore[func-returns-value]
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def a_link_to_nothing(path: Path) -> None:
+    path.symlink_to(path.parent / "nothing")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("put", [a_pipe, a_link_to_itself, a_link_to_nothing, Path.mkdir])
+def test_what_is_no_file_is_passed_over(folder: Path, put: Callable[[Path], None]) -> None:
+    path = keep(STEM, SUFFIX, written())
+    path.unlink()
+    put(path)
+    assert find(STEM, SUFFIX) is None
+    made = keep(STEM, SUFFIX, written())
+    assert made.read_bytes() == b"code"
+    # A folder stays; what is made anew is then this process's alone.
+    assert (made == path) != (put is Path.mkdir)
+
+
+def test_a_folder_that_goes_while_a_file_is_made(folder: Path) -> None:
+    keep(STEM, SUFFIX, written()).unlink()
+
+    def make(path: Path) -> None:
+        path.write_bytes(b"code")
+        folder.rmdir()
+
+    assert keep(STEM, SUFFIX, make).read_bytes() == b"code"
+
+
+def test_what_making_raises_is_raised_and_nothing_is_kept(folder: Path) -> None:
+    def make(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("no such GPU")
+
+    with pytest.raises(RuntimeError, match="no such GPU"):
+        keep(STEM, SUFFIX, make)
+    assert find(STEM, SUFFIX) is None
+    assert list(folder.iterdir()) == []
+
+
+def test_a_stem_is_no_pattern(folder: Path) -> None:
+    keep("kernel[1]*", SUFFIX, written())
+    assert find("kernel[1]*", SUFFIX) is not None
+    assert find("kernel*", SUFFIX) is None
+
+
+def test_a_key_tells_files_and_facts_apart(tmp_path: Path) -> None:
+    def of(*facts: object, **contents: bytes) -> str:
+        for name, content in contents.items():
+            (tmp_path / name).write_bytes(content)
+        return key_of(*facts, files=tuple(tmp_path / name for name in contents))
+
+    unlike = [
+        of(a=b"xy", b=b"z"), of(a=b"x", b=b"yz"), of(a=b"xyz", b=b""), of(a=b"xyz"), of(b=b"xyz"),
+        of("z", a=b"xy"), of("b", "c"), of("b\0c"), of("bc"), of("c", "b"),
+    ]  # fmt: skip
+    assert len(set(unlike)) == len(unlike)
+    assert of("b", 1, a=b"x") == of("b", "1", a=b"x")
+
+
+# ------------------------------------------------------------------------------ kernels in CuTe DSL
+
+
+@pytest.fixture
+def loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The DSL's loader of objects, of which this machine needs no more; `loads` notes the files."""
+    stand_in: Any = ModuleType("cutlass")
+    noted = SimpleNamespace(loads=[], of=lambda path: {"kernel": path.read_bytes()})
+
+    def load_module(path: str, *, enable_tvm_ffi: bool) -> object:
+        assert enable_tvm_ffi
+        noted.loads.append(path)
+        return noted.of(Path(path))
+
+    stand_in.cute = SimpleNamespace(runtime=SimpleNamespace(load_module=load_module))
+    monkeypatch.setitem(sys.modules, "cutlass", stand_in)
+    monkeypatch.setattr(objects, "version", lambda package: noted.version)
+    noted.version = "4.2.0"
+    return noted
+
+
+class Compiled:
+    def export_to_c(self, path: str, name: str) -> None:
+        Path(path).write_bytes(name.encode())
+
+
+def kernel(arch: str = "sm_90a") -> objects.Kernel:
+    return objects.Kernel("kernel", arch, lambda options: Compiled())
+
+
+def test_an_object_is_loaded_where_it_is_kept(loader: SimpleNamespace) -> None:
+    assert isinstance(kernel().get(), Compiled)
+    path = kernel().keep()
+    assert kernel().keep() == path
+    assert kernel().get() == b"kernel"
+    assert loader.loads == [str(path)]
+
+
+def test_an_object_of_another_gpu_or_release_is_not_loaded(loader: SimpleNamespace) -> None:
+    kernel().keep()
+    assert isinstance(kernel("sm_100a").get(), Compiled)
+    loader.version = "4.3.0"
+    assert isinstance(kernel().get(), Compiled)
+    assert loader.loads == []
+
+
+def test_an_object_that_is_damaged_is_not_loaded(loader: SimpleNamespace) -> None:
+    path = kernel().keep()
+    path.write_bytes(path.read_bytes()[:3])
+    assert isinstance(kernel().get(), Compiled)
+    assert loader.loads == []
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OSError, ImportError, KeyError, AttributeError])
+def test_an_object_that_cannot_be_loaded_is_compiled_anew(
+    loader: SimpleNamespace, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path) -> object:
+        raise error("undefined symbol")
+
+    kernel().keep()
+    loader.of = fail
+    assert isinstance(kernel().get(), Compiled)
+    assert "kernel is compiled anew: " in caplog.text
