@@ -127,13 +127,14 @@ class AdapterPool:
         if name in self._slots:
             got = f"loaded in slot {self._slots[name]}"
             raise StateError(f"adapter {name!r}", got=got, need="a name that is not, or evict it")
-        free = set(range(self._spec.adapters)) - set(self._slots.values())
+        taken = set(self._slots.values())
+        free = [slot for slot in range(self._spec.adapters) if slot not in taken]
         if not free:
             got = f"{self._spec.adapters} slots, all of them in use"
             need = f"a free one, {self.slot_bytes} bytes on {self.device}: evict, or a larger pool"
             raise CapacityError(f"adapter {name!r}", got=got, need=need)
         rank = self._check(name, adapter)
-        slot = min(free)
+        slot = free[0]
         with torch.no_grad():
             # All memory that it takes is there before the slot is written.
             size = sum(getattr(adapter, each).nbytes for each in self._tensors)

@@ -245,6 +245,8 @@ def test_a_copy_that_fails_leaves_a_free_slot(monkeypatch: pytest.MonkeyPatch) -
 def test_what_a_pool_is_made_from() -> None:
     with pytest.raises(ConfigurationError, match="lora: got none"):
         AdapterPool(replace(PROBLEM, lora="none"))
+    with pytest.raises(ConfigurationError, match=r"device: got 1\.5"):
+        AdapterPool(PROBLEM, 1.5)  # type: ignore[arg-type]
     pool = AdapterPool(PROBLEM)
     i = make_inputs(PROBLEM, "uniform", torch.device("cpu"))
     with pytest.raises(WeightsError, match="base weights: got lora_a13, lora_b13"):
@@ -289,6 +291,18 @@ def test_a_device_out_of_memory_tells_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(torch, "zeros", full)
         with pytest.raises(CapacityError, match=f"need {3 * pool.slot_bytes} bytes on cpu"):
             AdapterPool(PROBLEM)
+
+
+@pytest.mark.parametrize(("function", "kind"), [("empty", DeviceError), ("zeros", CapacityError)])
+def test_of_a_long_error_160_characters_are_told(
+    monkeypatch: pytest.MonkeyPatch, function: str, kind: type[ModularKernelError]
+) -> None:
+    def failed(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("x" * 161 + "\nand more")
+
+    monkeypatch.setattr(torch, function, failed)
+    with pytest.raises(kind, match=f": {'x' * 160}, need"):
+        AdapterPool(PROBLEM)
 
 
 def test_other_errors_of_torch_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from experts.triton.configs.select import on_device
 from experts.triton.contiguous import paths_of
 from experts.triton.grouped_tma.adapters import TileAdapters, tile_specs, whole_boxes
 from experts.triton.launch_config import Device
+from modular_kernel.interpreter.access_log import watch
 from modular_kernel.ops.sort import Sorted, most_tiles
 from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
@@ -22,32 +23,39 @@ TILE = 16
 
 
 def made(slots: torch.Tensor, a: torch.Tensor, x_TH: torch.Tensor) -> TileShrunk:
-    """What a launch of `TileAdapters` leaves in poisoned memory."""
-    specs = tile_specs(BASE, 12, most_tiles(12, TILE, 3))
+    """What a launch of `TileAdapters` leaves in poisoned memory; each place has one writer."""
+    rank = a.shape[2] // 2
+    problem = replace(BASE, lora=f"adapters=5,rank={rank}")
+    specs = tile_specs(problem, 12, most_tiles(12, TILE, 3))
     workspace = Workspace(specs, slots.device, poison=True)
     tiles = torch.tensor([0, 2, 9, 0, 7, 9, 7, 12, 9, 2], dtype=torch.int32)
     token_of_row = torch.arange(11, -1, -1, dtype=torch.int32)
     starts = torch.tensor([0, *ENDS], dtype=torch.int32)
     order = Sorted(token_of_row.argsort().int()[:, None], token_of_row, tiles, starts)
-    adapters = TileAdapters(slots, BASE, workspace, order, TILE)
-    found: Any = adapters.of_w1(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=a[:, :, :, :20]))
+    adapters = TileAdapters(slots, problem, workspace, order, TILE)
+    b = torch.zeros(5, 3, 96, rank)
+    with watch.races() as races:
+        found: Any = adapters.of_w1(x_TH, ExpertWeights(a, a, lora_a13=a, lora_b13=b))
+    assert races == []
     assert isinstance(found, TileShrunk)
     workspace.check_red_zones()
     return found
 
 
+@pytest.mark.parametrize("rank", [20, 40])
 @pytest.mark.parametrize("named", ["some", "nobody"])
-def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str) -> None:
+def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str, rank: int) -> None:
+    """In one box of 64 columns, and in two, which have programs of their own."""
     generator = torch.Generator().manual_seed(1)
     x_TH = torch.randn(12, 32, generator=generator).bfloat16()
-    a = torch.randn(5, 3, 40, 32, generator=generator).bfloat16()
+    a = torch.randn(5, 3, 2 * rank, 32, generator=generator).bfloat16()
     slots = torch.tensor([4, -1, 1, 1, 0, 4, 0, -1, 1, 0, -1, 5], dtype=torch.int32)
     if named == "nobody":
         slots = torch.full_like(slots, -1)
     a[3] = torch.nan  # of no token
     found = made(slots, a, x_TH)
-    width = whole_boxes(40)
-    assert (width, found.up) == (64, 20)
+    width = whole_boxes(2 * rank)
+    assert (width, found.up) == ({20: 64, 40: 128}[rank], rank)
     for tile, (expert, first, end) in enumerate(((0, 0, 7), (2, 7, 12))):
         tokens = [11 - row for row in range(first, end)]
         there = sorted({int(slots[t]) for t in tokens if 0 <= int(slots[t]) < 5})
@@ -57,7 +65,7 @@ def test_u_of_each_slot_that_a_tile_names_lies_side_by_side(named: str) -> None:
                 u = found.u[row, place * width : (place + 1) * width].float()
                 want = torch.zeros(width)
                 if int(slots[token]) == slot:
-                    want[:40] = a[slot, expert].float() @ x_TH[token].float()
+                    want[: 2 * rank] = a[slot, expert].float() @ x_TH[token].float()
                 torch.testing.assert_close(u, want, rtol=1e-2, atol=1e-2)
 
 

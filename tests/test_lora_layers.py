@@ -327,6 +327,8 @@ def test_what_is_refused() -> None:
         manager.prepare_moe_lora_batch(None, 3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="scaling: got inf"):
         MoELoRALayer(own.factors, float("inf"))
+    with pytest.raises(ConfigurationError, match="base_layer: got Linear"):
+        FusedMoEWithLoRA(torch.nn.Linear(2, 2), manager)  # type: ignore[arg-type]
     other = FusedMoE(E, H, I, 9, top_k=K, **FLOATS)
     with pytest.raises(ConfigurationError, match="layer_id: got 9"):
         FusedMoEWithLoRA(other, manager)

@@ -233,6 +233,8 @@ def test_staged_is_fused_is_the_loop(dtype: torch.dtype, strategy: str) -> None:
         Sizes(tokens=5, top_k=8, experts=9, rank=8),
         Sizes(tokens=3, hidden=40, intermediate=24, rank=130, experts=2, top_k=2),
         Sizes(tokens=35, top_k=2, hidden=33, intermediate=17, rank=33),
+        Sizes(tokens=17, top_k=2, hidden=130, intermediate=130, rank=32),
+        Sizes(tokens=6, slots=1, experts=1),
     ],
     ids=str,
 )
@@ -339,12 +341,88 @@ def test_sequences_and_tokens_name_adapters(dtype: torch.dtype) -> None:
     assert torch.equal(wide.run(), c.output)  # not slot 0
 
 
-def test_one_rank_for_all_experts_and_ranks_above_the_buffers() -> None:
-    c = call()
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(experts=9, rank=4)], ids=str)
+def test_one_rank_for_all_experts_and_ranks_above_the_buffers(sizes: Sizes, strategy: str) -> None:
+    """Fewer experts than ranks, of which an id names one too many, and more of them. Behind the
+    last slot, whose rank is above the buffers, is no memory of theirs."""
+    c = call(sizes)
     c.buffers = [each.nan_to_num_(0.1) for each in c.buffers]
-    c = replace_info(c, lora_ranks=[2, 5, 99, -1])
-    for strategy in ("staged", "fused"):
-        close(c.run(strategy), wanted(c)["out"])
+    c.ids[::4, 0] = sizes.experts
+    c.weights[::4, 0] = torch.nan
+    c = replace_info(c, lora_ranks=[2, -1, 5, 99])
+    close(c.run(strategy), wanted(c)["out"])
+
+
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+def test_what_is_masked_off_is_not_summed(strategy: str) -> None:
+    """Each u is near the largest float32, so that their sum is infinite, and B near the least."""
+    c = call()
+    c.info.weight_indices[:] = 2  # of rank 20
+    c.x[:] = torch.eye(1, c.x.shape[1], device=DEVICE)
+    c.buffers[0][2] = 3e37
+    c.buffers[1][2] = c.buffers[1][2].sign() * 1e-37
+    want = wanted(c)
+    assert want["u"].sum(2).max() > torch.finfo(torch.float32).max
+    assert bool(want["out"].isfinite().all())
+    close(c.run(strategy), want["out"])
+
+
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+def test_products_of_narrow_values_are_not_rounded(strategy: str) -> None:
+    """(1 + 2^-7)^2 - (1 + 2^-6) is 2^-14, of which bf16 products leave nothing."""
+    c = call(dtype=torch.bfloat16)
+    c.info.weight_indices[:] = 2  # of rank 20
+    c.output.zero_()
+    c.x.zero_()[:, :2] = torch.tensor([1 + 2**-7, 1])
+    c.buffers[0][2] = 0
+    c.buffers[0][2, ..., :2] = torch.tensor([1 + 2**-7, -1 - 2**-6])
+    c.buffers[1][2] *= 2**14
+    close(c.run(strategy), wanted(c)["out"])
+
+
+# The first rows and columns of A13, gate and up of B13, A2 and B2; the others are 0.
+LOW = "low"
+SQUARES: dict[str, tuple[list[list[Any]], ...]] = {
+    "u": ([[1, LOW], [1, 0]], [[64, -64]], [[1, 0]], [[1, 0]], [[1, 0]]),
+    "h": ([[1, 0], [1, 0]], [[64, 0], [64, 0]], [[1, LOW], [1, 0]], [[1, -1]], [[1, 0]]),
+    "v": ([[1, 0], [1, 0]], [[64, 0], [64, 0]], [[1, 0], [1, 0]], [[1, LOW], [1, 0]], [[1, -1]]),
+}
+
+
+@WAY
+@pytest.mark.parametrize("strategy", ["staged", "fused"])
+@pytest.mark.parametrize("step", SQUARES)
+def test_u_h_and_v_are_rounded_to_the_dtype_of_x(step: str, strategy: str) -> None:
+    """Two values that a step makes, one subtracted from the other behind it: of 1 + 2^-9 and 1
+    bf16 leaves no difference, of 1 + 2^-7 and 1 it does."""
+    c = call(dtype=torch.bfloat16)
+    c.info.weight_indices[:] = 2  # of rank 20
+    c.output.zero_()
+    c.x.zero_()[:, :2] = 1
+    half = c.buffers[1].shape[2] // 2
+    places = (
+        c.buffers[0][2], c.buffers[1][2, :, :half], c.buffers[1][2, :, half:],
+        c.buffers[2][2], c.buffers[3][2],
+    )  # fmt: skip
+    for low, differs in ((2**-9, False), (2**-7, True)):
+        for place, values in zip(places, SQUARES[step], strict=True):
+            square = [[low if value == LOW else value for value in row] for row in values]
+            place.zero_()[:, : len(square), :2] = torch.tensor(square)
+        assert bool(c.run(strategy).any()) is differs
+
+
+def test_a_last_dimension_of_one_value_has_any_stride() -> None:
+    c = call(Sizes(rank=1))
+    want = c.run()
+    for number in (1, 3):
+        each = c.buffers[number]
+        c.buffers[number] = each.as_strided(each.shape, (*each.stride()[:-1], 7))
+    assert torch.equal(c.run(), want)
+    assert not torch.equal(want, c.output)
 
 
 def windows(shape: tuple[int, ...], seed: int) -> torch.Tensor:

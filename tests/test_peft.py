@@ -137,6 +137,11 @@ def test_experts_with_one_a_and_b_are_one_where_the_problem_shares_them(tmp_path
     assert len(shared.lora_a13) == len(shared.lora_b2) == 1
     for got, want in zip(products(shared, problem), products(apart, PROBLEM), strict=True):
         assert torch.equal(got, want)
+    second = folder.load(replace(problem, parallel=mk.Parallel(2, "linear", 1)))
+    assert torch.equal(second.lora_a13, shared.lora_a13)
+    assert torch.equal(second.lora_b13, shared.lora_b13[2:])
+    assert torch.equal(second.lora_a2, shared.lora_a2[2:])
+    assert torch.equal(second.lora_b2, shared.lora_b2)
     with pytest.raises(WeightsError, match="lora_a13 that differs between experts"):
         load_adapter(GOLDEN / "modules", 1, problem)
 
@@ -147,7 +152,8 @@ def test_other_modules_are_named_or_refused(tmp_path: Path) -> None:
     folder.tensors[key] = torch.zeros(4, H)
     with pytest.raises(WeightsError, match=r"got .*self_attn.q_proj.lora_A.weight, need"):
         folder.load()
-    assert folder.load(elsewhere=("self_attn",)).lora_a2.any()
+    for elsewhere in (("self_attn",), ["self_attn"]):
+        assert folder.load(elsewhere=elsewhere).lora_a2.any()
 
 
 def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
@@ -188,6 +194,13 @@ def test_a_config_of_more_than_plain_lora_is_refused(
     folder.config[field] = value
     with pytest.raises(ConfigurationError, match=rf"adapter_config.json: {field}: got"):
         folder.load()
+
+
+def test_fields_that_say_nothing_are_none(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    want = folder.load()
+    folder.config.update(rank_pattern=None, alpha_pattern=None, exclude_modules=["lm_head"])
+    assert torch.equal(folder.load().lora_b2, want.lora_b2)
 
 
 def test_layers_beside_a_pattern_of_modules_are_refused(tmp_path: Path) -> None:
@@ -239,6 +252,26 @@ def test_of_many_names_that_are_nobodys_four_are_told(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"layers\.3\.self_attn\S+ and 2 more, need") as caught:
         folder.load()
     assert "layers.4" not in str(caught.value)
+
+
+def test_a_name_has_up_to_512_characters(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, "down")
+    longest = max(map(len, folder.tensors))
+    for length, taken in ((512, True), (513, False)):
+        model = "model" + "l" * (length - longest)
+        tensors = {
+            key.replace("model.layers", f"{model}.layers"): value
+            for key, value in load_file(GOLDEN / "down" / "adapter_model.safetensors").items()
+        }
+        assert max(map(len, tensors)) == length
+        folder.tensors = tensors
+        if taken:
+            assert torch.equal(
+                folder.load().lora_a2, load_adapter(GOLDEN / "down", 1, PROBLEM).lora_a2
+            )
+        else:
+            with pytest.raises(WeightsError, match="need LoRA of experts"):
+                folder.load()
 
 
 FIRST, LAST = f"{EXPERT}.0.w1.lora_A.weight", f"{EXPERT}.3.w2.lora_B.weight"
@@ -362,6 +395,8 @@ def test_fused_factors_that_may_lie_either_way_need_the_release(tmp_path: Path) 
 def test_a_problem_without_adapters_and_values_too_large_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="lora: got none"):
         load_adapter(GOLDEN / "down", 1, replace(PROBLEM, lora="none"))
+    with pytest.raises(ConfigurationError, match="problem: got None"):
+        load_adapter(GOLDEN / "down", 1, None)  # type: ignore[arg-type]
 
 
 def test_values_beyond_the_problems_dtype_are_refused(tmp_path: Path) -> None:

@@ -28,8 +28,9 @@ if HAS_TRITON:
 
 BLOCK_T = 16  # pairs, and tokens, of a program: the least rows of a product in tensor cores
 _BLOCK_R, _BLOCK_I = 32, 64
-# Of a row: in a step of a product's depth, and of what a program adds to the output.
-_DEPTH_BYTES, _OUT_BYTES = 128, 256
+# Values of a row by their bytes: in a step of a product's depth, and of what a program adds to the
+# output.
+_DEPTH, _OUT = {2: 64, 4: 32}, {2: 128, 4: 64}
 _LEAST_R = 16
 # Values of a matrix that a program of the fused kernel holds at once.
 _FUSED_TILE, _MOST_FUSED_BLOCK = 4096, 256
@@ -129,7 +130,7 @@ def moe_lora_a(x: torch.Tensor, a_LERD: torch.Tensor, batch: PairBatch) -> torch
         stride_x=x_XD.stride(0),
         X_TOP_K=batch.ids_TK.numel() // len(x_XD),
         BLOCK_R=block,
-        BLOCK_K=_DEPTH_BYTES // x.itemsize,
+        BLOCK_K=_DEPTH[x.itemsize],
         PRECISION="ieee",
         **_strides("a", a_LERD, "r"),
         **batch.pair_arguments(),
@@ -210,7 +211,7 @@ def moe_lora_down_combine(
         _moe_lora_down_combine_ref(v_TKR, b_LEHR, batch, weights_TK, scalings_L, out_TH)
         return
     (tokens, hidden), max_rank = out_TH.shape, b_LEHR.shape[3]
-    block = _OUT_BYTES // out_TH.itemsize
+    block = _OUT[out_TH.itemsize]
     launch(
         moe_lora_down_combine_kernel,
         (-(-tokens // BLOCK_T), -(-hidden // block)),

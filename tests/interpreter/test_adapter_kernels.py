@@ -68,6 +68,26 @@ def test_ranks_at_and_beyond_a_block(pair: tuple[str, str], rank: int) -> None:
     assert float(error) <= 1e-6
 
 
+@pytest.mark.parametrize("pair", [CONTIGUOUS, SEGMENTS, BATCHED])
+def test_experts_that_share_a_and_b(pair: tuple[str, str]) -> None:
+    """A of the first product and B of the second: every expert's rows meet those of one."""
+    problem = replace(PROBLEM, dtype=torch.float32, lora="adapters=3,rank=20,outer=shared")
+    i = make_inputs(problem, "uniform", CPU)
+    assert (i.weights.lora_a13.shape[1], i.weights.lora_b13.shape[1]) == (1, 3)
+    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    error = (run(pair, problem, i).double() - exact).norm() / exact.norm()
+    assert float(error) <= 1e-6
+
+
+def test_few_pairs_in_tiles() -> None:
+    """Where a token's bits must not depend on the others; gate and up have an A of their own."""
+    problem = replace(PROBLEM, dtype=torch.float32, batch_invariant=True)
+    i = make_inputs(problem, "uniform", CPU)
+    exact = reference.oracle(i.x_TH, i.weights, i.routing, problem)
+    error = (run(CONTIGUOUS, problem, i).double() - exact).norm() / exact.norm()
+    assert float(error) <= 1e-6
+
+
 @pytest.mark.parametrize("tokens", [2, 9])
 def test_rows_deeper_than_a_program_s_block(tokens: int) -> None:
     """Pair by pair: up to 16 pairs take rows of A whole, more of them in two steps."""

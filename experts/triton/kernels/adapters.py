@@ -60,7 +60,7 @@ def load_deltas(
     inside = (at < rank) & (slot < NO_SLOT)
     u_mask, b_mask = (slots == slot)[:, None] & inside[None, :], inside[:, None] & column_mask[None]
     u_ptrs = u_ptr + rows.to(tl.int64)[:, None] * stride_u + at[None, :]
-    b_ptr += tl.where(slot < NO_SLOT, slot, 0).to(tl.int64) * stride_bl
+    b_ptr += slot.to(tl.int64) * stride_bl
     b_ptrs = b_ptr + row.to(tl.int64)[None, :] * stride_bn + at[:, None]
     u = tl.load(u_ptrs, mask=u_mask, other=0.0)
     b = tl.load(b_ptrs, mask=b_mask, other=0.0)

@@ -17,7 +17,7 @@ NO_KEY = tl.constexpr(9223372036854775807)
 def _keys(
     ids, slots, ranks_ptr, row_mask, num_slots, num_experts, stride_rank_l, stride_rank_e
 ):  # fmt: skip
-    """Int64 key of each row; NO_KEY for a row without an adapter or an expert."""
+    """Int64 key of each row; NO_KEY for one masked off, and without an adapter or an expert."""
     there = row_mask & (slots >= 0) & (slots < num_slots) & (ids >= 0) & (ids < num_experts)
     slot, expert = slots.to(tl.int64), ids.to(tl.int64)
     ranks = tl.load(ranks_ptr + slot * stride_rank_l + expert * stride_rank_e, mask=there, other=0)
@@ -36,8 +36,8 @@ def _pairs(
     pairs = at.to(tl.int64)
     if GROUPED:
         pairs = tl.load(order_ptr + at, mask=mask, other=0).to(tl.int64)
-    ids = tl.load(ids_ptr + pairs, mask=mask, other=-1)
-    slots = tl.load(slots_ptr + pairs // TOP_K, mask=mask, other=-1)
+    ids = tl.load(ids_ptr + pairs, mask=mask)
+    slots = tl.load(slots_ptr + pairs // TOP_K, mask=mask)
     keys = _keys(ids, slots, ranks_ptr, mask, num_slots, num_experts, stride_rank_l, stride_rank_e)
     return pairs, mask, keys
 
@@ -154,14 +154,14 @@ def moe_lora_down_combine_kernel(
     token_mask = token < num_tokens
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column_mask = column < hidden
-    slots = tl.load(slots_ptr + token, mask=token_mask, other=-1)
+    slots = tl.load(slots_ptr + token, mask=token_mask)
     r = tl.arange(0, BLOCK_R)
     b_rows = b_ptr + column.to(tl.int64)[None, :] * stride_bn
     total = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
     least = tl.full((BLOCK_T,), NO_KEY, tl.int64)
     for k in range(TOP_K):
         pairs = token.to(tl.int64) * TOP_K + k
-        ids = tl.load(ids_ptr + pairs, mask=token_mask, other=-1)
+        ids = tl.load(ids_ptr + pairs, mask=token_mask)
         keys = _keys(
             ids, slots, ranks_ptr, token_mask, num_slots, num_experts, stride_rank_l, stride_rank_e
         )
@@ -234,7 +234,7 @@ def moe_lora_fused_kernel(
                 x = tl.load(x_ptr + token * stride_x + start + k, mask=inside, other=0.0)
                 mask = rank_mask[:, None] & inside[None, :]
                 a = tl.load(a_ptrs + (start + k)[None, :], mask=mask, other=0.0)
-                u += tl.sum(a.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+                u += tl.sum(a.to(tl.float32) * x[None, :], axis=1)
             u = u.to(dtype).to(tl.float32)
             b_ptrs = b13_ptr + slot * stride_b13l + expert * stride_b13e + r[None, :]
             a_ptrs = a2_ptr + slot * stride_a2l + expert * stride_a2e + rank_rows * stride_a2r

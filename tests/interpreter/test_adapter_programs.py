@@ -1,0 +1,145 @@
+"""How many programs a launch of adapters has, and how much each takes: none has nothing to do."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import modular_kernel as mk
+from experts.triton import adapters
+from modular_kernel.catalog import this_machine
+from modular_kernel.machine import torch_twins
+from modular_kernel.ops import moe_lora_stages
+from modular_kernel.ops.moe_lora import MoELoRABatchInfo, run_moe_lora
+from modular_kernel.ops.moe_lora_stages import PairBatch
+from modular_kernel.testing.cases.inputs import make_inputs
+from modular_kernel.types import Problem
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+PROBLEM = Problem(9, 32, 48, 3, 2, torch.float32, lora="adapters=3,rank=80", batch_invariant=True)
+Launches = list[tuple[tuple[int, ...], dict[str, Any]]]
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, module: Any, *, run: bool) -> Launches:
+    """Grid and arguments of every launch of `module` from here on."""
+    found: Launches = []
+    launch = module.launch
+
+    def noted(kernel: Any, grid: tuple[int, ...], **arguments: Any) -> None:
+        found.append((grid, arguments))
+        if run:
+            launch(kernel, grid, **arguments)
+
+    monkeypatch.setattr(module, "launch", noted)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("pair", "axis"),
+    [
+        (("MoEPrepareAndFinalizeNoEP", "TritonExperts"), 2),
+        (("MoEPrepareAndFinalizeNoEP", "GroupedGemmExperts"), 2),
+        (("BatchedPrepareAndFinalize", "BatchedTritonExperts"), 0),
+    ],
+)
+def test_rows_of_a_are_shared_out(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], axis: int
+) -> None:
+    """160 rows for gate and up, then 80: by 64 there are 3 programs, and 2."""
+    found = launches(monkeypatch, adapters, run=True)
+    i = make_inputs(PROBLEM, "uniform", CPU)
+    mk.make_kernel(*pair, PROBLEM, machine=this_machine(device="cpu"))(i.x_TH, i.weights, i.routing)
+    assert [(grid[1], given["rank_rows"], given["BLOCK_R"]) for grid, given in found] == [
+        (3, 160, 64), (2, 80, 64),
+    ]  # fmt: skip
+    for grid, given in found:
+        assert given["PARTS"] == 2  # of three slots
+        assert grid[axis] % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("block_m", "rows", "depth", "dtype", "blocks"),
+    [
+        (16, 40, 4096, torch.bfloat16, (16, 256)),
+        (32, 40, 4096, torch.bfloat16, (64, 128)),
+        (32, 20, 4096, torch.bfloat16, (32, 128)),
+        (32, 4, 4096, torch.bfloat16, (16, 256)),
+        (64, 512, 4096, torch.bfloat16, (64, 64)),
+        (256, 64, 4096, torch.float32, (64, 32)),
+        (16, 40, 65, torch.bfloat16, (16, 128)),
+        (16, 40, 64, torch.bfloat16, (16, 64)),
+        (16, 40, 8, torch.bfloat16, (16, 32)),
+    ],
+)
+def test_few_rows_leave_room_for_deep_steps(
+    block_m: int, rows: int, depth: int, dtype: torch.dtype, blocks: tuple[int, int]
+) -> None:
+    """x and A of a step in 24 KiB, but never under 32 values, and none beyond the row."""
+    problem = replace(PROBLEM, dtype=dtype)
+    for slots in (1, 9):
+        a = torch.empty(slots, 3, rows, depth, device="meta", dtype=dtype)
+        how = adapters.shrink_arguments(a, depth, problem, block_m)
+        assert (how["BLOCK_R"], how["BLOCK_K"]) == blocks
+        assert how["PARTS"] == min(slots, 8)
+        on_cpu = adapters.shrink_arguments(a.new_empty(slots, 3, 1, 1, device=CPU), 1, problem, 16)
+        assert on_cpu["PARTS"] == min(slots, 2)
+
+
+@pytest.mark.parametrize(
+    ("depth", "pairs", "blocks"),
+    [
+        (2048, 16, (4, 2048, 8)),
+        (4096, 16, (4, 4096, 8)),
+        (4096, 17, (4, 2048, 8)),
+        (4097, 16, (2, 8192, 16)),
+        (32768, 16, (2, 16384, 16)),
+        (4097, 17, (1, 4096, 8)),
+    ],
+)
+def test_up_to_16_pairs_take_more_at_once(
+    depth: int, pairs: int, blocks: tuple[int, int, int]
+) -> None:
+    assert adapters.few_blocks(depth, pairs, GPU) == blocks
+    assert adapters.few_blocks(depth, pairs, CPU) == (16, 2048, 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "depth", "out"), [(torch.float32, 32, 64), (torch.bfloat16, 64, 128)]
+)
+@pytest.mark.parametrize(("rank", "rows"), [(1, 16), (16, 16), (17, 32), (33, 32)])
+def test_steps_of_the_branch_share_out_ranks_and_columns(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, depth: int, out: int, rank: int, rows: int
+) -> None:
+    """Of 17 pairs two blocks; 128 bytes of a row in a step, and 256 of the output a program."""
+    found = launches(monkeypatch, moe_lora_stages, run=False)
+    ids, ranks = torch.zeros(17, 1, dtype=torch.int32), torch.full((2, 3), rank)
+    batch = PairBatch(ids, ids[:, 0], ranks)
+    a, b = torch.zeros(2, 3, rank, 96, dtype=dtype), torch.zeros(2, 3, 130, rank, dtype=dtype)
+    x, u = torch.zeros(17, 96, dtype=dtype), torch.zeros(17, 1, rank, dtype=dtype)
+    output = torch.zeros(17, 130, dtype=dtype)
+    with torch_twins(wanted=False):
+        moe_lora_stages.moe_lora_a(x, a, batch)
+        moe_lora_stages.moe_lora_gate_up_b(u, b, batch)
+        moe_lora_stages.moe_lora_down_combine(u, b, batch, ids.float(), torch.ones(2), output)
+    first, second, last = found
+    assert first[0] == (2, -(-rank // rows))
+    assert (first[1]["BLOCK_R"], first[1]["BLOCK_K"]) == (rows, depth)
+    assert second[0] == (2, 2)  # 65 columns, by 64
+    assert (second[1]["BLOCK_R"], second[1]["BLOCK_I"]) == (rows, 64)
+    assert last[0] == (2, -(-130 // out))
+    assert (last[1]["BLOCK_R"], last[1]["BLOCK_H"]) == (rows, out)
+
+
+def test_steps_take_pairs_by_adapter_and_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose matrices a program then reads once for all of its rows."""
+    found = launches(monkeypatch, moe_lora_stages, run=False)
+    ids = torch.tensor([[1, 0], [0, 1], [1, 0], [-1, 1]], dtype=torch.int32)
+    info = MoELoRABatchInfo(torch.tensor([1, 0, 1, -1]), torch.full((2,), 4), torch.ones(2))
+    shapes = (4, 8), (12, 4), (4, 6), (8, 4)
+    buffers = [torch.zeros(2, 2, *shape) for shape in shapes]
+    x, output = torch.zeros(4, 8), torch.zeros(4, 8)
+    with torch_twins(wanted=False):
+        run_moe_lora(x, ids, torch.ones(4, 2), info, *buffers, output, strategy="staged")
+    orders = [given["order_ptr"].tolist() for _, given in found if given.get("GROUPED")]
+    assert orders == [[2, 3, 1, 5, 0, 4, 6, 7]] * 3
