@@ -86,7 +86,9 @@ def _scaled(
 
 
 @gluon.jit
-def _store(values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns):
+def store_rows(
+    values, row, end, first_column, out_ptr, out_desc, staging, slot: gl.constexpr, columns,
+):  # fmt: skip
     """Round and store a tile to consecutive rows of an output `columns` wide.
 
     By way of a slot of `staging`, from where 64 rows go by TMA while the next tile is multiplied.
@@ -130,12 +132,12 @@ def _finish_half(
         # A thread has every fourth column; with two side by side it stores matrices, not values.
         PAIRS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, value.shape[1], 16])
         value = gl.convert_layout(value, PAIRS)
-        _store(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
+        store_rows(value, row, end, row_b // 2, out_ptr, out_desc, staging, slot, columns)
     elif KIND != "identity":
         value = activate(values, values, KIND, ALPHA, LIMIT)
-        _store(value, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
+        store_rows(value, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
     else:
-        _store(values, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
+        store_rows(values, row, end, row_b, out_ptr, out_desc, staging, slot, columns)
 
 
 @gluon.jit
@@ -164,7 +166,7 @@ def finish(
             MODE, LAYOUT, HAS_BIAS,
         )  # fmt: skip
         value = activate(gate, up, KIND, ALPHA, LIMIT)
-        _store(value, row, end, first, out_ptr, out_desc, staging, 0, columns)
+        store_rows(value, row, end, first, out_ptr, out_desc, staging, 0, columns)
     else:
         _finish_half(
             left, a_scale, row, end, out_ptr, out_desc, staging, 0, columns, expert, rows_b, first,

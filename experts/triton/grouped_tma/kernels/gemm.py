@@ -44,7 +44,7 @@ def tile_at(index, num_m, num_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def _look_up(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
+def look_up(index, num_m, num_n, tiles_ptr, max_tiles, GROUP_M: gl.constexpr):
     """Return a tile's expert, first row, the row past the expert's last, and column; no row past
     the last tile. Asked for a tile or two before it is needed, so that nothing waits for it."""
     inside = index < num_m * num_n
@@ -82,10 +82,10 @@ def _load(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, _, n = _look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
     turn = 0
     for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, _, next_n = _look_up(
+        next_expert, next_row, _, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         row_b = expert * rows_b + n * STRIDE_N
@@ -257,8 +257,8 @@ def _compute(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, end, n = _look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
-    next_expert, next_row, next_end, next_n = _look_up(
+    expert, row, end, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    next_expert, next_row, next_end, next_n = look_up(
         first + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
     )
     if GATHERED:
@@ -301,7 +301,7 @@ def _compute(
             left, right = _halves(acc)
             left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
             right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
-        later_expert, later_row, later_end, later_n = _look_up(
+        later_expert, later_row, later_end, later_n = look_up(
             index + 2 * programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         finish(

@@ -17,8 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from experts.triton.grouped_tma.kernels.gemm import _look_up
-from experts.triton.kernels.gluon_epilogue import _store, activate
+from experts.triton.grouped_tma.kernels.gemm import look_up
+from experts.triton.kernels.gluon_epilogue import activate, store_rows
 from modular_kernel.ops.launch.triton_versions import load_box
 
 BLOCK = gl.constexpr(64)  # weight rows of one product, and the depth of a step
@@ -116,10 +116,10 @@ def _load(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, _, n = _look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, _, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
     turn = 0
     for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, _, next_n = _look_up(
+        next_expert, next_row, _, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         box = (expert * num_n + n) * steps
@@ -185,7 +185,7 @@ def _store_columns(
     if column < columns:
         turned = values.to(out_desc.dtype).permute((1, 0))
         if turned.shape[0] == out_desc.block_type.shape[0]:
-            _store(turned, row, end, column, out_ptr, out_desc, staging, slot, columns)
+            store_rows(turned, row, end, column, out_ptr, out_desc, staging, slot, columns)
         else:
             LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
             if slot == 0:
@@ -241,10 +241,10 @@ def _compute(
     num_m = gl.load(tiles_ptr + 3 * max_tiles)
     programs = gl.num_programs(0)
     first = gl.program_id(0)
-    expert, row, end, n = _look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
+    expert, row, end, n = look_up(first, num_m, num_n, tiles_ptr, max_tiles, GROUP_M)
     turn = 0
     for index in range(first, num_m * num_n, programs):
-        next_expert, next_row, next_end, next_n = _look_up(
+        next_expert, next_row, next_end, next_n = look_up(
             index + programs, num_m, num_n, tiles_ptr, max_tiles, GROUP_M
         )
         bias = bias_ptr + expert.to(gl.int64) * stride_bias
