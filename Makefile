@@ -147,6 +147,7 @@ verify: $(READY)
 	  $(PY) tools/verify_record.py "$$(git rev-parse HEAD)" out/verified-*.json > $(VERIFIED) && \
 	  TRITON_INTERPRET=1 PYTHONPATH=tests $(PY) tests/vendor_list.py && \
 	  TRITON_INTERPRET=1 $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests --ignore=tests/compile && \
+	  env -u TRITON_INTERPRET $(PY) -m pytest -q -n $(WORKERS) -m share --whole tests/compile && \
 	  exit $$((one > two ? one : two))
 
 fuzz: $(READY)
