@@ -176,7 +176,7 @@ def test_layers_that_it_leaves_out_are_zero(tmp_path: Path) -> None:
         ("lora_alpha", None), ("lora_alpha", 1 << 2000), ("rank_pattern", {"w2": 0}),
         ("rank_pattern", ["w2"]), ("rank_pattern", {"(": 2}), ("alpha_pattern", {"(a+)+": 2}),
         ("rank_pattern", {"a*b*c*d*": 2}), ("layers_to_transform", "all"), ("peft_version", 19),
-        ("rank_pattern", {"(?i)w2": 2}),
+        ("rank_pattern", {"(?i)w2": 2}), ("rank_pattern", {"a)|(b": 2}),
         ("layers_to_transform", True), ("layers_to_transform", -1),
         ("layers_to_transform", [0, -1]), ("layers_to_transform", [0, "1"]),
         ("layers_to_transform", 1.0), ("layers_to_transform", {"1": 1}),
@@ -405,4 +405,8 @@ def test_values_beyond_the_problems_dtype_are_refused(tmp_path: Path) -> None:
     half = replace(PROBLEM, dtype=torch.float16)
     assert folder.load().lora_b2.isfinite().all()
     with pytest.raises(WeightsError, match=r"lora_B.weight: got values .* in torch.float16"):
+        folder.load(half)
+    folder.config["lora_alpha"] = 8
+    folder.tensors |= {k: 1e7 * a for k, a in folder.tensors.items() if "lora_A" in k}
+    with pytest.raises(WeightsError, match=r"lora_A.weight: got values .* in torch.float16"):
         folder.load(half)
