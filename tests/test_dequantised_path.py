@@ -163,7 +163,7 @@ def test_weights_that_lie_otherwise_take_another_path() -> None:
 def test_regimes_take_it_from_many_rows_an_expert(quant: str) -> None:
     layer = Problem(tokens=1, hidden=4096, intermediate=14336, experts=8, top_k=2, quant=quant)
     least = dequantised_config.least_rows(layer) * 8 // 2
-    steps = heuristics(layer, H200)
+    steps = heuristics(layer, H200, ("aligned", "dequantised"))
     assert steps.choose(least - 1).path != "dequantised"
     pair = steps.choose(least)
     assert pair == dequantised_config.default(layer)
