@@ -78,7 +78,7 @@ endif
 
 help:
 	@echo "make demo    a tour on this machine: what can be paired, what is refused and why, a checked run"
-	@echo "make test    the whole test suite on the CPU: kernels interpreted, then compiled"
+	@echo "make test    the test suite on the CPU, the longest lists by shares: kernels interpreted, then compiled"
 	@echo "make test-triton    every kernel compiled and a short suite interpreted with the newest triton"
 	@echo "make test-cutlass   the kernels in CUTLASS's DSL compiled, without a GPU"
 	@echo "make verify  every case of every pair of parts; its record, with the commit, in $(VERIFIED)"
