@@ -265,6 +265,17 @@ class PermuteExpertsUnpermute(Judged, ABC):
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         """Return what finalize has to apply to the output; NoOp if nothing is left to do."""
 
+    def prepared_specs(self) -> Mapping[str, BufferSpec]:
+        """Return what `prepare` makes of weights, by fields of ExpertWeights (prepared.MADE_OF)."""
+        return {}
+
+    def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
+        """Write every element of `out`, of the tensors that `prepared_specs` declares.
+
+        weights: checked, and read only. `apply` then finds `out` among its weights, and must give
+        as right an output without it: the bits may be others.
+        """
+
     def roundings(self, x_TH: torch.Tensor, weights: ExpertWeights) -> Roundings | None:
         """Return where a call of these tensors rounds; None if the part does not say.
 

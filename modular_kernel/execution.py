@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from modular_kernel import modes, replay, stages, validate
+from modular_kernel import modes, prepared, replay, stages, validate
 from modular_kernel.contracts import (
     Call,
     PermuteExpertsUnpermute,
@@ -108,7 +108,8 @@ class Execution:
         known = self.known_weights.bound(weights, x_TH.device)
         if known is None:
             validate.check_weights(weights, x_TH, self.problem)
-            known = self.known_weights.bind(weights)
+            prepared.check_prepared(weights, self.experts.prepared_specs(), x_TH.device)
+            known = self.known_weights.bind(weights, prepared.versions(weights))
         return known
 
     def check_call(

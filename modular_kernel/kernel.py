@@ -6,9 +6,11 @@ plan = kernel.plan()                                        # allocates once ...
 y_TH = plan(x_TH, weights, routing)                         # ... and never again
 """
 
+from dataclasses import replace
+
 import torch
 
-from modular_kernel import modes
+from modular_kernel import modes, prepared, validate
 from modular_kernel.contracts import PermuteExpertsUnpermute, PrepareAndFinalize
 from modular_kernel.errors import CapacityError, ConfigurationError, IncompatibleError
 from modular_kernel.execution import Execution, Pending
@@ -130,6 +132,27 @@ class FusedMoEModularKernel(Execution):
         if self.poison:
             self.poison_output(output)
         return self.start_checked(x_TH, weights, routing, output, workspace, at_once=at_once)
+
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return the weights with what these experts make of them beside them, made once.
+
+        Calls with it are faster where each would make it anew: `TritonExperts` with mxfp4 on
+        sm_90, which take 1.06 x the bytes of w1 and w2 more. Of other experts: the same weights.
+        Prepare again when weights were written: a call is refused then (WeightsError), but for
+        writes that torch does not see. Every InputError of a call's weights.
+        """
+        expect("weights", weights, ExpertWeights)
+        weights, specs = prepared.plain(weights), self.experts.prepared_specs()
+        x_0H = torch.empty(
+            (0, self.problem.hidden), dtype=self.problem.dtype, device=weights.w1.device
+        )
+        validate.check_input(x_0H, self.problem, self.machine.device)
+        self.check_weights(weights, x_0H)
+        if not specs:
+            return weights
+        made = prepared.allocated(weights, specs)
+        self.experts.prepare(weights, made)
+        return replace(weights, **made)
 
     def plan(self, problem: Problem | None = None) -> Plan:
         """Allocate workspace and output once, for calls of at most `problem.tokens` tokens.

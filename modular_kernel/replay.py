@@ -185,7 +185,8 @@ class CheckedWeights:
     """Weights that were checked: their tensors, each once, and what a recording sees of them.
 
     places: pointers, shapes, strides and dtypes of then. spans: the bytes they reach over.
-    bits: of all pointers. signature: the number of what a recording sees.
+    bits: of all pointers. signature: the number of what a recording sees. versions: of tensors that
+    must not be written to, because something was made of them.
     """
 
     weights: "weakref.ref[ExpertWeights]"
@@ -196,6 +197,14 @@ class CheckedWeights:
     spans: tuple[tuple[int, int], ...]
     pointers: tuple[int, ...]
     bits: int
+    versions: tuple[tuple[torch.Tensor, int], ...]
+
+    def holds(self) -> bool:
+        """Whether all is where it was, and as it was where that is remembered."""
+        for tensor, version in self.versions:
+            if tensor._version != version:
+                return False
+        return self.places == _places(self.tensors)
 
 
 class KnownWeights:
@@ -212,8 +221,10 @@ class KnownWeights:
     def __reduce__(self) -> tuple[type["KnownWeights"], tuple[()]]:
         return KnownWeights, ()
 
-    def bind(self, weights: ExpertWeights) -> CheckedWeights:
-        """Remember weights that were checked."""
+    def bind(
+        self, weights: ExpertWeights, versions: tuple[tuple[torch.Tensor, int], ...] = ()
+    ) -> CheckedWeights:
+        """Remember weights that were checked, and which of their tensors may not be written to."""
         given = {name: t for name, t in vars(weights).items() if t is not None}
         unlike = {id(tensor): tensor for tensor in given.values()}
         order = list(unlike)
@@ -232,6 +243,7 @@ class KnownWeights:
             spans=tuple(map(span, tensors)),
             pointers=pointers,
             bits=reduce(or_, pointers, 0),
+            versions=versions,
         )
         return bound[key]
 
@@ -244,7 +256,7 @@ class KnownWeights:
         found = self._bound.get(id(weights))
         if found is None or found.weights() is not weights or found.device != device:
             return None
-        return found if found.places == _places(found.tensors) else None
+        return found if found.holds() else None
 
 
 class RecordedCalls:

@@ -1,12 +1,19 @@
 """TritonExperts: contiguous tokens through Triton products, by the path its configuration says."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
 
-from experts.triton.configs.select import choose_config, kinds_up_to, on_device, this_store
+from experts.triton.configs.select import (
+    choose_config,
+    kinds_up_to,
+    on_device,
+    overridden,
+    this_store,
+)
 from experts.triton.launch_config import Device, MoEConfig
 from experts.triton.operands import SCHEMES, weight_rejections
 from experts.triton.path import Path, PathCall, Rooms
@@ -56,6 +63,9 @@ class TritonExperts(PermuteExpertsUnpermute):
         super().__init__(problem)
         self._paths = {name: BY_NAME[name](problem) for name in paths_of(problem)}
         self._choices = _choices(tuple(self._paths))
+        self._prepared = tuple(
+            turn for name in self._paths for turn in BY_NAME[name].turns_of_prepared(problem)
+        )
         self._rooms = Rooms()
         # Calls whose tokens have no adapters take the paths, and the launches, of a layer without.
         plain = None if problem.adapters is None else replace(problem, lora="none")
@@ -102,7 +112,25 @@ class TritonExperts(PermuteExpertsUnpermute):
         for paths in self._choices:
             for most, path, block_m in kinds_up_to(self.problem, tokens, paths):
                 found[path, block_m] = max(most, found.get((path, block_m), 0))
+        ends = [*(least - 1 for least, _ in self._prepared[1:]), tokens]
+        for (least, config), end in zip(self._prepared, ends, strict=bool(self._prepared)):
+            if least <= tokens and not overridden():
+                kind = config.path, config.gemm1.block_m
+                found[kind] = max(min(end, tokens), found.get(kind, 0))
         return found
+
+    def prepared_specs(self) -> dict[str, BufferSpec]:
+        own = [path.prepared_specs() for path in self._paths.values()]
+        if self._without is not None:
+            own.append(self._without.prepared_specs())
+        return {name: spec for specs in own for name, spec in specs.items()}
+
+    def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
+        for path in self._paths.values():
+            if path.prepared_specs():
+                path.prepare(weights, out)
+        if self._without is not None and self._without.prepared_specs():
+            self._without.prepare(weights, out)
 
     def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduce:
         return unless_kept(self.problem, TopKWeightAndReduceNoOp())
@@ -127,6 +155,10 @@ class TritonExperts(PermuteExpertsUnpermute):
 
     def _config(self, x_TH: torch.Tensor, weights: ExpertWeights) -> MoEConfig:
         """Return what a call of these tensors launches."""
+        if self._prepared and weights.w1_tiles is not None and not overridden():
+            for least, config in reversed(self._prepared):
+                if len(x_TH) >= least and self._paths[config.path].takes(weights, x_TH):
+                    return config
         config = choose_config(self.problem, len(x_TH), tuple(self._paths))
         if self._paths[config.path].takes(weights, x_TH):
             return config

@@ -47,6 +47,7 @@ class Product:
     up rows, (e, 1) of others, or None. order: (e, depth), which column of the rows each weight
     multiplies; None is its own. columns: output values per row.
     step, up_row: column n uses weight row n * step, and n * step + up_row for its up value.
+    tiles, tile_scales: w and scale as they were prepared, or None.
     """
 
     w: torch.Tensor
@@ -60,6 +61,8 @@ class Product:
     step: int
     up_row: int
     constants: dict[str, object]
+    tiles: torch.Tensor | None = None
+    tile_scales: torch.Tensor | None = None
 
     @cached_property
     def depth(self) -> int:
@@ -204,6 +207,8 @@ def first_product(weights: ExpertWeights, problem: Problem) -> Product:
         step=step,
         up_row=up_row,
         constants={**activation_constants(spec), "GATED": spec.gated},
+        tiles=weights.w1_tiles,
+        tile_scales=weights.w1_tile_scales,
     )
 
 
@@ -221,6 +226,8 @@ def second_product(weights: ExpertWeights, problem: Problem) -> Product:
         step=1,
         up_row=0,
         constants={"KIND": "identity", "ALPHA": 0.0, "LIMIT": 0.0, "GATED": False},
+        tiles=weights.w2_tiles,
+        tile_scales=weights.w2_tile_scales,
     )
 
 

@@ -108,6 +108,24 @@ class Path(ABC):
         """Return what a call launches where a file of version 1 has `config` of `cls.replaces`."""
         return config
 
+    # ------------------------------------------------------------------- prepared weights
+
+    @classmethod
+    def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
+        """Return from how many tokens on calls with prepared weights launch what, ascending.
+
+        Such calls take this path whatever a tuned file says. () of a path that prepares nothing.
+        """
+        return ()
+
+    def prepared_specs(self) -> dict[str, BufferSpec]:
+        """Return what `prepare` makes: see PermuteExpertsUnpermute."""
+        return {}
+
+    def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
+        """Write every element of `out`: see PermuteExpertsUnpermute."""
+        assert not out
+
     # ------------------------------------------------------------------- a call
 
     @abstractmethod

@@ -70,6 +70,18 @@ class ComposedKernel:
         stretch = self.stretches[self._switch.place(rows_of(x_TH), most_tokens)]
         return stretch.kernel(x_TH, weights, routing, out=out)
 
+    def prepare_weights(self, weights: ExpertWeights) -> ExpertWeights:
+        """Return the weights with what the pairings' experts make of them, made once.
+
+        See FusedMoEModularKernel.prepare_weights.
+        """
+        weights = self.stretches[0].kernel.prepare_weights(weights)
+        for kernel in (stretch.kernel for stretch in self.stretches[1:]):
+            specs = kernel.experts.prepared_specs()
+            if any(getattr(weights, name) is None for name in specs):
+                weights = kernel.prepare_weights(weights)
+        return weights
+
     def plan(self) -> "ComposedPlan":
         """Allocate what every pairing in use needs, once."""
         plans: dict[int, Plan] = {}

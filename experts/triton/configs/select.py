@@ -68,6 +68,11 @@ def override_config(config: MoEConfig | Mapping[str, object] | None) -> Iterator
         _override.reset(token)
 
 
+def overridden() -> bool:
+    """Tell whether `override_config` decides in this thread."""
+    return _override.get() is not None
+
+
 @contextmanager
 def on_device(device: Device) -> Iterator[None]:
     """Inside the block, in this thread, tiles are those for `device`: it need not be here."""

@@ -4,7 +4,7 @@ As the dequantised path, but that a launch rewrites four bits a weight rather th
 products read so many.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -17,9 +17,11 @@ from experts.triton.grouped_w4.config import short_rows, violations
 from experts.triton.grouped_w4.layout import LINE, LINES, SCALE_LINE, SCALE_LINES, Tiled
 from experts.triton.grouped_w4.product import multiply_tiled, tile_experts, tiled_shapes
 from experts.triton.launch_config import Device, Gemm, Launch, LaunchConfig, MoEConfig, Violation
-from experts.triton.operands import Product
+from experts.triton.operands import Product, first_product, second_product
+from experts.triton.path import PathCall
 from modular_kernel.ops.sort import Sorted
 from modular_kernel.roundings import Roundings
+from modular_kernel.tensors import ExpertWeights
 from modular_kernel.types import Problem
 from modular_kernel.workspace import BufferSpec, Workspace
 
@@ -70,9 +72,15 @@ class GroupedW4Path(DequantisedPath):
         """Return launches with tiles of 64 and of 128 rows."""
         return config.candidates(problem, tokens)
 
+    @classmethod
+    def turns_of_prepared(cls, problem: Problem) -> tuple[tuple[int, MoEConfig], ...]:
+        """Return both tiles: weights in order cost nothing, however many rows there are."""
+        return config.turns_of_prepared(problem)
+
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         self.moves_tokens = True
+        self._prepares = bool(config.turns_of_prepared(problem))
         self._at_once = config.experts_at_once(problem)
         self._boxes = max(config.boxes_of(problem)) * self._at_once
 
@@ -82,6 +90,52 @@ class GroupedW4Path(DequantisedPath):
             "tiled_words": BufferSpec((self._boxes, LINES, LINE), torch.int32),
             "tiled_scales": BufferSpec((self._boxes, SCALE_LINES, SCALE_LINE), torch.int32),
         }
+
+    def prepared_specs(self) -> dict[str, BufferSpec]:
+        """Return the words and scales of all experts' w1 and w2."""
+        problem, found = self.problem, dict[str, BufferSpec]()
+        sizes = (problem.intermediate, problem.hidden), (problem.hidden, problem.intermediate)
+        gated = problem.act.gated, False
+        for name, size, sides in zip(("w1", "w2"), sizes, gated, strict=True):
+            words, scales = tiled_shapes(problem.e, *size, gated=sides)
+            found[f"{name}_tiles"] = BufferSpec(words, torch.int32)
+            found[f"{name}_tile_scales"] = BufferSpec(scales, torch.int32)
+        return found if self._prepares else {}
+
+    def prepare(self, weights: ExpertWeights, out: Mapping[str, torch.Tensor]) -> None:
+        """Put all weights in order, some experts' at a time."""
+        starts = torch.arange(self.problem.e + 1, dtype=torch.int32, device=weights.w1.device)
+        both = first_product(weights, self.problem), second_product(weights, self.problem)
+        for name, product in zip(("w1", "w2"), both, strict=True):
+            assert product.scale is not None
+            w, scale = product.w.contiguous(), product.scale.contiguous()
+            product = replace(product, w=w, scale=scale, scheme=self._scheme)
+            tiled = out[f"{name}_tiles"], out[f"{name}_tile_scales"]
+            for first in range(0, self.problem.e, self._at_once):
+                some = Tiled(*(part[first : first + self._at_once] for part in tiled))
+                tile_experts(product, starts, some, first)
+
+    def takes(self, weights: ExpertWeights, x_TH: torch.Tensor) -> bool:
+        """Whether weights lie as they are read: prepared ones do."""
+        if weights.w1_tiles is None:
+            return super().takes(weights, x_TH)
+        return all(b is None or b.is_contiguous() for b in (weights.b1, weights.b2))
+
+    def products(
+        self,
+        rows: Rows,
+        product: Product,
+        tile: LaunchConfig,
+        order: Sorted,
+        out: torch.Tensor,
+        call: PathCall,
+    ) -> None:
+        """One product: at once with prepared weights, else some experts at a time."""
+        if product.tiles is None:
+            super().products(rows, product, tile, order, out, call)
+        else:
+            prepared = replace(product, w=product.tiles, scale=product.tile_scales)
+            self.multiply(rows, prepared, tile, order, out)
 
     def ready(
         self, product: Product, first: int, count: int, order: Sorted, workspace: Workspace

@@ -14,6 +14,7 @@ import torch
 from modular_kernel.catalog import load_catalog, make_kernel
 from modular_kernel.testing.cases.hostile import apart
 from modular_kernel.testing.verify.invariance import as_bytes, batch_invariant
+from modular_kernel.testing.verify.prepared import prepared_weights
 from modular_kernel.testing.verify.sample import Sample
 from modular_kernel.testing.verify.trial import Trial, call, start
 from modular_kernel.testing.verify.twins import one_rounding
@@ -208,5 +209,6 @@ CHECKS: tuple[Check, ...] = (
     no_allocation,
     batch_invariant,
     without_adapters,
+    prepared_weights,
     inputs_unchanged,
 )

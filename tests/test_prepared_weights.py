@@ -1,0 +1,212 @@
+"""Weights that a kernel prepared once: mxfp4's for products in registers, a stand-in's here."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_grouped_w4_path import _BASE, _OAI, H200, _multiply
+
+from experts.triton.configs.select import choose_config, on_device, override_config
+from experts.triton.contiguous import paths_of
+from experts.triton.grouped_w4 import config as grouped_w4_config
+from experts.triton.grouped_w4.layout import rows_of_tiles, tile_weights
+from experts.triton.grouped_w4.path import GroupedW4Path
+from experts.triton.launch_config import LaunchConfig
+from modular_kernel import FusedMoEModularKernel, make_kernel
+from modular_kernel.contracts import PermuteExpertsUnpermute
+from modular_kernel.errors import DtypeError, LayoutError, ShapeError, WeightsError
+from modular_kernel.prepared import MADE_OF
+from modular_kernel.tensors import ExpertWeights, Routing
+from modular_kernel.testing import Case, prove
+from modular_kernel.testing.cases.inputs import Inputs, make_inputs
+from modular_kernel.types import Machine, Problem
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has its own products")
+PAIR = ("MoEPrepareAndFinalizeNoEP", "TritonExperts")
+CPU = torch.device("cpu")
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"quant": "mxfp4_w4a16:repacked=true", "hidden": 320},
+    {"bias": True, "activation": _OAI},
+    {"intermediate": 320, "activation": "relu2"},
+    {"expert_map": True, "local_experts": 3, "experts": 7},
+)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Rows of a tile of every product that the path made."""
+    found: list[int] = []
+
+    def multiply(
+        self: GroupedW4Path, rows: Any, product: Any, tile: LaunchConfig, *others: Any
+    ) -> None:
+        found.append(tile.block_m)
+        _multiply(self, rows, product, tile, *others)
+
+    monkeypatch.setattr(GroupedW4Path, "multiply", multiply)
+    with on_device(H200):
+        yield found
+
+
+def made(**changes: Any) -> tuple[FusedMoEModularKernel, Inputs]:
+    problem = replace(_BASE, **({"tokens": 40} | changes))
+    return make_kernel(*PAIR, problem), make_inputs(problem, "uniform", CPU)
+
+
+def called(
+    kernel: FusedMoEModularKernel, i: Inputs, weights: ExpertWeights | None = None
+) -> torch.Tensor:
+    return kernel(i.x_TH, weights or i.weights, i.routing).clone()
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_the_bits_are_those_of_a_call_that_orders_them(changes: dict[str, Any]) -> None:
+    kernel, i = made(**changes)
+    weights = kernel.prepare_weights(i.weights)
+    with override_config(grouped_w4_config.default(kernel.problem, 64)):
+        assert torch.equal(called(kernel, i, weights), called(kernel, i))
+
+
+def test_what_is_made_is_what_the_layout_says_and_all_else_is_given_back() -> None:
+    kernel, i = made()
+    weights, problem = kernel.prepare_weights(i.weights), kernel.problem
+    for name, tensor in vars(i.weights).items():
+        assert name in MADE_OF or getattr(weights, name) is tensor
+    rows = rows_of_tiles(problem.intermediate, 1, problem.intermediate, gated=True)
+    assert i.weights.w1_scale is not None
+    want = tile_weights(i.weights.w1, i.weights.w1_scale, rows)
+    for name, tensor in zip(("w1_tiles", "w1_tile_scales"), want, strict=True):
+        assert torch.equal(getattr(weights, name), tensor)
+    assert kernel.prepare_weights(weights).w1_tiles is not weights.w1_tiles  # anew
+
+
+@pytest.mark.parametrize(
+    ("rows", "block_m"), [(11, 0), (12, 64), (55, 64), (56, 128), (640, 128), (700, 128)]
+)
+def test_calls_take_them_by_rows_whatever_files_say(
+    rows: int, block_m: int, launched: list[int]
+) -> None:
+    kernel, i = made(tokens=rows * 2, experts=6, top_k=3, hidden=32, intermediate=32)
+    plain = choose_config(kernel.problem, kernel.problem.tokens, paths_of(kernel.problem))
+    called(kernel, i, kernel.prepare_weights(i.weights))
+    if block_m:
+        assert launched == [block_m, block_m]
+    else:
+        assert not launched
+        assert plain.path != "grouped_w4"
+
+
+def test_strided_weights_are_prepared_too(launched: list[int]) -> None:
+    kernel, i = made()
+    spaced = torch.empty(*i.weights.w1.shape, 2, dtype=torch.uint8)[..., 0].copy_(i.weights.w1)
+    weights = kernel.prepare_weights(replace(i.weights, w1=spaced))
+    assert torch.equal(
+        called(kernel, i, weights), called(kernel, i, kernel.prepare_weights(i.weights))
+    )
+    assert len(launched) == 4
+
+
+@pytest.mark.share(3)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+def test_proven(changes: dict[str, Any], machine: Machine) -> None:
+    """The harness prepares weights itself, and calls with and without."""
+    problem = replace(_BASE, tokens=60, **changes)
+    proof = prove(Case(*PAIR, problem, "zipf"), machine)
+    assert proof.passed, str(proof)
+
+
+def test_the_harness_notices_weights_prepared_wrongly(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = GroupedW4Path.prepare
+
+    def wrong(self: GroupedW4Path, weights: ExpertWeights, out: dict[str, torch.Tensor]) -> None:
+        right(self, weights, out)
+        out["w2_tile_scales"][-1].zero_()
+
+    monkeypatch.setattr(GroupedW4Path, "prepare", wrong)
+    proof = prove(Case(*PAIR, replace(_BASE, tokens=60), "uniform"), machine)
+    assert proof.failures
+    assert all(failure.startswith("prepared_weights: ") for failure in proof.failures)
+
+
+@pytest.mark.parametrize("of", ["w1", "w1_scale", "w2", "w2_scale"])
+def test_a_call_after_weights_were_written_is_refused(of: str) -> None:
+    kernel, i = made()
+    plan, weights = kernel.plan(), kernel.prepare_weights(i.weights)
+    for _ in range(2):
+        plan(i.x_TH, weights, i.routing)
+        called(kernel, i, weights)
+    tensor: torch.Tensor = getattr(i.weights, of)
+    tensor.view(-1)[0] += 1
+    for run in (plan, kernel):
+        with pytest.raises(WeightsError, match=rf"{of[:2]}_tile\w+.*prepare_weights"):
+            run(i.x_TH, weights, i.routing)
+    called(kernel, i)  # without them all is well
+    called(kernel, i, kernel.prepare_weights(weights))
+
+
+def test_others_weights_beside_them_are_refused() -> None:
+    kernel, i = made()
+    weights = kernel.prepare_weights(i.weights)
+    with pytest.raises(WeightsError, match="other values"):
+        called(kernel, i, replace(weights, w2=i.weights.w2.clone()))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"w2_tiles": None}, WeightsError),
+        ({"w1_tiles": torch.zeros(1, dtype=torch.int32)}, ShapeError),
+        ({"w1_tile_scales": "float"}, DtypeError),
+        ({"w2_tile_scales": "strided"}, LayoutError),
+        ({"w2_tile_scales": 3}, DtypeError),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], error: type[Exception]) -> None:
+    kernel, i = made()
+    weights = kernel.prepare_weights(i.weights)
+    ((name, value),) = change.items()
+    tensor: torch.Tensor = getattr(weights, name)
+    if value == "float":
+        value = tensor.float()
+    elif isinstance(value, str):
+        value = torch.stack((tensor, tensor), -1)[..., 0]
+    with pytest.raises(error, match=name):
+        called(kernel, i, replace(weights, **{name: value}))
+
+
+def test_experts_that_prepare_nothing_return_the_weights_and_read_nothing_else() -> None:
+    triton, i = made()
+    kernel = make_kernel(PAIR[0], "TorchExperts", triton.problem)
+    assert kernel.prepare_weights(i.weights) is i.weights
+    assert torch.equal(called(kernel, i, triton.prepare_weights(i.weights)), called(kernel, i))
+    with pytest.raises(ShapeError, match="w1"):
+        kernel.prepare_weights(replace(i.weights, w1=i.weights.w1[:, 1:]))
+    assert PermuteExpertsUnpermute.prepared_specs(kernel.experts) == {}
+
+
+def test_a_batch_invariant_layer_prepares_nothing() -> None:
+    kernel, i = made(batch_invariant=True)
+    assert kernel.prepare_weights(i.weights) is i.weights
+
+
+def test_tokens_of_adapters_layers_without_one_take_them(launched: list[int]) -> None:
+    kernel, i = made(lora="adapters=2,rank=8")
+    weights = kernel.prepare_weights(i.weights)
+    called(kernel, i, weights)
+    assert not launched
+    routing = Routing(i.routing.topk_weights_TK, i.routing.topk_ids_TK, "none")
+    kernel(i.x_TH, weights, routing)
+    assert launched == [64, 64]
+
+
+def test_they_cost_what_is_documented() -> None:
+    problem = Problem(1, 4096, 14336, 8, 2, quant="mxfp4_w4a16")
+    specs = make_kernel(*PAIR, problem).experts.prepared_specs()
+    weights = 3 * 8 * 4096 * 14336 // 2
+    assert sum(spec.nbytes for spec in specs.values()) == weights * 17 // 16
