@@ -225,7 +225,7 @@ def _values(row: Row) -> dict[str, Any]:
 _PLACES = {axis.name: place for place, axis in enumerate(_ALL_AXES)}
 
 
-def _part(*names: str) -> Callable[[Row], Row]:
+def _part(*names: str) -> Callable[[Sequence[int]], Row]:
     """Return a function that gives some axes' part of a row."""
     return itemgetter(*(_PLACES[name] for name in names))
 
@@ -237,10 +237,9 @@ def _said(part: Row, *names: str) -> tuple[Any, ...]:
 
 _ROUTED_BY = ("tokens", "experts", "top_k", "placement", "routing", "seed")
 _BLOCKS_BY = ("tokens", "top_k", "experts", "placement", "chunks")
-_TILES_BY = ("numbers", "hidden", "intermediate")
-_CALLS_BY = ("by_turns", "batch_invariant")
+_WORK_BY = ("numbers", "hidden", "intermediate", "by_turns", "batch_invariant")
 _routing_part, _blocks_part = _part(*_ROUTED_BY), _part(*_BLOCKS_BY)
-_tiles_part, _calls_part = _part(*_TILES_BY), _part(*_CALLS_BY)
+_work_part = _part(*_WORK_BY)
 
 
 def _live(row: Row) -> bool:
@@ -262,33 +261,32 @@ def _computes(part: Row) -> bool:
     return some_routed(problem, routing, 1000 * seed)
 
 
-def cost_of(row: Row) -> float:
+def cost_of(row: Sequence[int]) -> float:
     """Roughly the seconds that the interpreter takes: blocks of rows by tiles of weights."""
-    pieces, blocks = _blocks(_blocks_part(row))
-    calls, tiles = _calls(_calls_part(row)), _tiles(_tiles_part(row))
-    return calls * (0.4 + 0.3 * pieces + 0.01 * blocks * tiles)
+    fixed, blocks = _blocks(_blocks_part(row))
+    calls, tiles = _work(_work_part(row))
+    return calls * (fixed + blocks * tiles)
 
 
 @cache
-def _blocks(part: Row) -> tuple[int, float]:
-    """Pieces of the tokens, and blocks of rows in all of them."""
+def _blocks(part: Row) -> tuple[float, float]:
+    """Return the seconds of a call whatever its weights, and those for each tile of them: by the
+    pieces of the tokens, and the blocks of rows in all of them.
+    """
     tokens, top_k, experts, placement, chunks = _said(part, *_BLOCKS_BY)
     here = {"one_mapped": 1, "half_mapped": (experts + 1) // 2}.get(placement, experts)
     pairs, pieces = tokens * top_k, {"ragged": 3, "one_more": 2}.get(chunks, 1)
-    return pieces, min(pairs, here) * (pieces + 1) / 2 + pairs / 16
+    blocks = min(pairs, here) * (pieces + 1) / 2 + pairs / 16
+    return 0.4 + 0.3 * pieces, 0.01 * blocks
 
 
 @cache
-def _tiles(part: Row) -> int:
-    (dtype, _), hidden, intermediate = _said(part, *_TILES_BY)
+def _work(part: Row) -> tuple[float, int]:
+    """Return how many calls there are, and tiles of weights in each."""
+    (dtype, _), hidden, intermediate, by_turns, batch_invariant = _said(part, *_WORK_BY)
     side = 32 if dtype is _FP32 or hidden % 16 or intermediate % 16 else 64
-    return int(2 * -(-hidden // side) * -(-intermediate // side))
-
-
-@cache
-def _calls(part: Row) -> float:
-    by_turns, batch_invariant = _said(part, *_CALLS_BY)
-    return float(1 + 0.3 * by_turns + 0.5 * batch_invariant)
+    tiles = int(2 * -(-hidden // side) * -(-intermediate // side))
+    return float(1 + 0.3 * by_turns + 0.5 * batch_invariant), tiles
 
 
 @cache

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -188,13 +189,16 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
     """Yield (passing, failing) where the judgement turns: at the next value, and, far away, on the
     lattice of the least step that is accepted."""
 
-    def passes(number: int) -> bool:
+    @cache
+    def judged(number: int) -> bool | None:
         one = line.at(number) if line.low <= number <= line.high else None
-        return one is not None and one.verdict.ok
+        return None if one is None else one.verdict.ok
+
+    def passes(number: int) -> bool:
+        return judged(number) is True
 
     def refused(number: int) -> bool:
-        one = line.at(number) if line.low <= number <= line.high else None
-        return one is not None and not one.verdict.ok
+        return judged(number) is False
 
     if not passes(line.start):
         return
@@ -204,18 +208,21 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
         while refused(line.start + step) and abs(step) <= line.start:
             step *= 2
         if far or line.high - line.low <= _SHORT:
-            last = _last(line.start, step, passes)
+            room = line.high - line.start if step > 0 else line.start - line.low
+            last = _last(line.start, step, room // abs(step), passes)
             if last != line.start and refused(last + step):
                 yield last, last + step
 
 
-def _last(start: int, step: int, passes: Callable[[int], bool]) -> int:
+def _last(start: int, step: int, most: int, passes: Callable[[int], bool]) -> int:
     """Return the last value on the way from `start` by `step` that passes, and whose next does
-    not.
+    not. most: steps to the end of the line.
     """
     good, bad = 0, 1
     while passes(start + step * bad):
         good, bad = bad, 2 * bad
+    if bad > most and passes(start + step * most):
+        return start + step * most
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if passes(start + step * middle) else (good, middle)
