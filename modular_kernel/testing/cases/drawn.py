@@ -5,7 +5,7 @@ refuses is not drawn; a pair that no valid row holds is impossible, with the rul
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from operator import itemgetter
 from typing import Any
 
@@ -184,9 +184,22 @@ _INPUTS_ALONE = frozenset(
 )
 
 
+_PROBLEM_AXES = tuple(axis for axis in _ALL_AXES if axis.name not in _INPUTS_ALONE)
+
+
 def _problem_part(axes: tuple[Axis, ...]) -> Callable[[Row], Row]:
     """Return a function that gives the part of a row which the problem tells."""
     return itemgetter(*(i for i, axis in enumerate(axes) if axis.name not in _INPUTS_ALONE))
+
+
+@lru_cache(maxsize=2**14)  # as many as a pairing asks for; the next asks for most of them, too
+def _problem_told(part: Row) -> Problem | str:
+    """Return the problem that such a part tells, or why there is none."""
+    named = zip(_PROBLEM_AXES, part, strict=False)  # a part without adapters is shorter
+    try:
+        return problem_of({axis.name: axis.values[i] for axis, i in named})
+    except ConfigurationError as error:
+        return str(error)
 
 
 def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
@@ -197,21 +210,21 @@ def space_of(prepare_finalize: str, experts: str, machine: Machine) -> Space:
     problem_part = _problem_part(axes)
     problems: dict[Row, tuple[Problem | None, Sequence[str]]] = {}
 
-    def judged(values: dict[str, Any]) -> tuple[Problem | None, Sequence[str]]:
-        try:
-            problem = in_row_order(problem_of(values), ex)
-        except ConfigurationError as error:
-            return None, (str(error),)
+    def judged(part: Row) -> tuple[Problem | None, Sequence[str]]:
+        found = _problem_told(part)
+        if isinstance(found, str):
+            return None, (found,)
+        problem = in_row_order(found, ex)
         return problem, tuple(map(str, judge(pf, ex, problem, machine).rejections))
 
     def refused(row: Row) -> Sequence[str]:
-        part, values = problem_part(row), _values(row)
+        part = problem_part(row)
         if part not in problems:
-            problems[part] = judged(values)
+            problems[part] = judged(part)
         problem, reasons = problems[part]
         if problem is None or reasons:
             return reasons
-        return _harness_reasons(problem, values)
+        return _harness_reasons(problem, _values(row))
 
     return Space(axes, refused, _live, cost_of)
 

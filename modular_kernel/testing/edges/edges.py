@@ -209,7 +209,10 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
             step *= 2
         if far or line.high - line.low <= _SHORT:
             room = line.high - line.start if step > 0 else line.start - line.low
-            last = _last(line.start, step, room // abs(step), passes)
+            most = room // abs(step)
+            if "requires" in line.field and passes(line.start + step * most):
+                continue  # what a part declares is a bound: all values before pass, too
+            last = _last(line.start, step, most, passes)
             if last != line.start and refused(last + step):
                 yield last, last + step
 
