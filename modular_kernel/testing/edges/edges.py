@@ -208,24 +208,25 @@ def _turns(line: Line, far: bool) -> Iterator[tuple[int, int]]:
         while refused(line.start + step) and abs(step) <= line.start:
             step *= 2
         if far or line.high - line.low <= _SHORT:
-            room = line.high - line.start if step > 0 else line.start - line.low
-            most = room // abs(step)
-            if "requires" in line.field and passes(line.start + step * most):
-                continue  # what a part declares is a bound: all values before pass, too
-            last = _last(line.start, step, most, passes)
+            last = _last(line, step, passes)
             if last != line.start and refused(last + step):
                 yield last, last + step
 
 
-def _last(start: int, step: int, most: int, passes: Callable[[int], bool]) -> int:
-    """Return the last value on the way from `start` by `step` that passes, and whose next does
-    not. most: steps to the end of the line.
+def _last(line: Line, step: int, passes: Callable[[int], bool]) -> int:
+    """Return the last value on the way from the line's start by `step` that passes, and whose next
+    does not, or is beyond the line's end.
     """
+    start = line.start
+    most = (line.high - start if step > 0 else start - line.low) // abs(step)
+    end = start + step * most
+    if "requires" in line.field and passes(end):
+        return end  # what a part declares is a bound: all values before it pass, too
     good, bad = 0, 1
     while passes(start + step * bad):
         good, bad = bad, 2 * bad
-    if bad > most and passes(start + step * most):
-        return start + step * most
+    if bad > most and passes(end):
+        return end
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if passes(start + step * middle) else (good, middle)
